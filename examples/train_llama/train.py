@@ -1,0 +1,139 @@
+"""Train a Llama on an "xla" mesh: `python examples/train_llama/train.py --help`.
+
+The training step is ordinary torch. Two lines make it a sharded XLA program: `shard_model`, which
+distributes the parameters, and `xd.compile`.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import data
+import torch
+from model import Llama, next_token_loss
+from options import model_config, parse_options
+from sample import generate
+from sharding import mesh_dim_names, replicate, shard_batch, shard_model
+from torch import Tensor, nn
+from tqdm import tqdm
+
+
+def warmup_cosine(warmup: int, steps: int) -> Callable[[int], float]:
+    """The learning rate's factor by step: linear up to 1, then half a cosine down to 0.1."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def make_train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, clip: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    def train_step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = next_token_loss(model(tokens), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return train_step
+
+
+def plot(losses: list[float], path: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.plot(range(1, len(losses) + 1), losses, linewidth=1)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> list[float]:
+    """Train as the command line says; returns the loss of every step."""
+    start = time.perf_counter()
+    options = parse_options(argv)
+    torch.manual_seed(options.seed)
+    model: nn.Module = Llama(model_config(options))
+    parameters = sum(param.numel() for param in model.parameters())
+
+    if options.reference:
+        where = "CPU torch"
+        place_batch = place_sample = lambda tokens: tokens
+        compiled = lambda function: function
+    else:
+        import xla_dtensor as xd
+
+        where = f"mesh {'x'.join(map(str, options.mesh))}"
+        names = mesh_dim_names(len(options.mesh))
+        mesh = xd.init_device_mesh("xla", options.mesh, mesh_dim_names=names)
+        model = shard_model(model, mesh)
+        place_batch = lambda tokens: shard_batch(tokens, mesh)
+        place_sample = lambda tokens: replicate(tokens, mesh)
+        compiled = (lambda function: function) if options.eager else xd.compile
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    factor = warmup_cosine(options.warmup, options.steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    step = compiled(make_train_step(model, optimizer, options.clip))
+
+    train_text, val_text = data.load(options.text)
+    batches = data.batches(train_text, options.batch, options.seq, options.seed)
+    print(f"{parameters:,} parameters on {where}, {len(train_text):,} bytes of text")
+
+    losses: list[float] = []
+    seconds: list[float] = []
+    progress = tqdm(range(options.steps), unit="step", dynamic_ncols=True)
+    for _ in progress:
+        tokens, targets = next(batches)
+        begin = time.perf_counter()
+        losses.append(step(place_batch(tokens), place_batch(targets)).item())
+        seconds.append(time.perf_counter() - begin)
+        schedule.step()
+        typical = statistics.median(seconds[-20:])
+        speed = f"{options.batch * options.seq / typical:,.0f} tokens/s"
+        progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed}, {1000 * typical:.1f} ms/step")
+
+    with torch.no_grad():
+        validate = compiled(lambda tokens, targets: next_token_loss(model(tokens), targets))
+        val_batches = data.batches(val_text, options.batch, options.seq, seed=0)
+        val_losses = []
+        for _, (tokens, targets) in zip(range(10), val_batches, strict=False):
+            val_losses.append(validate(place_batch(tokens), place_batch(targets)).item())
+
+        if options.sample:
+            forward = compiled(lambda tokens: model(tokens))
+            predict = lambda tokens: forward(place_sample(tokens)).cpu()
+            print(f"\n--- a sample of {options.sample} bytes ---")
+            print(
+                generate(predict, "def ", options.sample, options.seq, options.temperature)
+            )
+            print("---\n")
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    plot(losses, options.out / "loss.png", f"{parameters:,} parameters on {where}")
+    if options.losses:
+        options.losses.write_text(json.dumps(losses))
+    print(
+        f"loss {losses[0]:.3f} -> {statistics.fmean(losses[-20:]):.3f}"
+        f" (validation {statistics.fmean(val_losses):.3f}) in {options.steps} steps,"
+        f" {1000 * statistics.median(seconds):.1f} ms each, the first {seconds[0]:.1f} s;"
+        f" {time.perf_counter() - start:.0f} s in all. Plot: {options.out / 'loss.png'}"
+    )
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Torch's own DTensor propagation, asked in one process: a fake process group, real dispatch.
+
+Values are garbage; only the placements of the results mean something.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from xla_dtensor.rules import TensorInfo
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class T:
+    """A tensor argument of a case."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    partials: tuple[str, ...] = ("sum",)
+
+
+@dataclass
+class Case:
+    name: str
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> list[T]:
+        return [t for t in _flat((self.args, self.kwargs)) if isinstance(t, T)]
+
+
+def _flat(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _flat(item)
+    elif isinstance(tree, dict):
+        yield from _flat(list(tree.values()))
+    else:
+        yield tree
+
+
+def _fill(tree: Any, values: Iterator[Any]) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_fill(item, values) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _fill(item, values) for key, item in tree.items()}
+    return next(values) if isinstance(tree, T) else tree
+
+
+def choices(slot: T) -> list[Placement]:
+    shards = [Shard(d) for d in range(len(slot.shape))]
+    return [Replicate(), *shards, *(Partial(op) for op in slot.partials)]
+
+
+def layouts(case: Case, mesh_ndim: int, limit: int, seed: int = 0) -> list[list[Placements]]:
+    """Every combination of placements, or a seeded sample of `limit` of them."""
+    per_tensor = [
+        [p for p in itertools.product(choices(slot), repeat=mesh_ndim) if _one_reduction(p)]
+        for slot in case.slots
+    ]
+    total = 1
+    for options in per_tensor:
+        total *= len(options)
+    if total <= limit:
+        return [list(combination) for combination in itertools.product(*per_tensor)]
+    rng = random.Random(f"{case.name}/{seed}")
+    return [[rng.choice(options) for options in per_tensor] for _ in range(limit)]
+
+
+def _one_reduction(placements: Sequence[Placement]) -> bool:
+    return len({p.reduce_op for p in placements if isinstance(p, Partial)}) <= 1
+
+
+def _distributed(slot: T, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    size = torch.Size(slot.shape)
+    local, _ = compute_local_shape_and_global_offset(size, mesh, placements)
+    stride = torch.empty(slot.shape, device="meta").stride()
+    value = torch.zeros(tuple(local), dtype=slot.dtype)
+    return DTensor.from_local(
+        value, mesh, placements, run_check=False, shape=size, stride=stride
+    )
+
+
+def torch_says(
+    case: Case, mesh: DeviceMesh, placements: Sequence[Placements]
+) -> list[DTensor | None] | Exception:
+    """The results of the op under torch's DTensor, or what it raised."""
+    tensors = [_distributed(s, mesh, p) for s, p in zip(case.slots, placements, strict=True)]
+    args, kwargs = _fill((case.args, case.kwargs), iter(tensors))
+    try:
+        result = case.func(*args, **kwargs)
+    except Exception as error:
+        return error
+    flat = [r for r in _flat(result) if r is None or isinstance(r, DTensor)]
+    return flat
+
+
+def our_arguments(case: Case, placements: Sequence[Placements]) -> tuple[tuple, dict]:
+    infos = [
+        TensorInfo(slot.shape, p, slot.dtype)
+        for slot, p in zip(case.slots, placements, strict=True)
+    ]
+    return _fill((case.args, case.kwargs), iter(infos))

@@ -1,0 +1,62 @@
+"""PyTorch's DTensor API, executed by XLA's SPMD partitioner.
+
+Importing it installs the "xla" device and the xla mesh into torch; JAX starts on first use.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from xla_dtensor import integration
+
+integration.install()
+
+from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
+    DataDependentError,
+    DeviceCountError,
+    MeshDimError,
+    MeshError,
+    MeshMismatchError,
+    PerDeviceValueError,
+    PlacementError,
+    UnsupportedOpError,
+    XlaDTensorError,
+)
+
+__all__ = [
+    "DataDependentError",
+    "DeviceCountError",
+    "DeviceMesh",
+    "MeshDimError",
+    "MeshError",
+    "MeshMismatchError",
+    "PerDeviceValueError",
+    "PlacementError",
+    "UnsupportedOpError",
+    "XLADeviceMesh",
+    "XLAShardedTensor",
+    "XLATensor",
+    "XlaDTensorError",
+    "compile",
+    "distribute_module",
+    "distribute_tensor",
+    "init_device_mesh",
+]
+
+# Loaded on first use: these import JAX.
+_LAZY = {
+    "XLADeviceMesh": "xla_dtensor.mesh",
+    "XLAShardedTensor": "xla_dtensor.sharded_tensor",
+    "XLATensor": "xla_dtensor.device_tensor",
+    "compile": "xla_dtensor.compile",
+    "distribute_module": "xla_dtensor.factories",
+    "distribute_tensor": "xla_dtensor.factories",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        import importlib
+
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,81 @@
+"""What the two tensor classes have in common: their data, and how Python and pickle see them."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from xla_dtensor.form import Form
+    from xla_dtensor.storage import Storage, ViewStep
+
+
+class TensorMethods:
+    """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
+
+    __slots__ = ()
+
+    _storage_: Storage
+    _steps: tuple[ViewStep, ...]
+    _own_form: Form
+    _cache: Any
+
+    @property
+    def _form(self) -> Form:
+        """The tensor's current physical form."""
+        return self._own_form if self._steps else self._storage_.form
+
+    @property
+    def jax_array(self) -> jax.Array:
+        """The tensor's ``jax.Array`` in its physical form (leading axes, padding); read-only."""
+        from xla_dtensor.dispatch import read
+
+        return read(self)
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """The full value as a NumPy array on the host.
+
+        Raises:
+            RuntimeError: the tensor requires grad and ``force`` is not set, as in torch.
+        """
+        if self.requires_grad and not force:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "Can't call numpy() on a tensor that requires grad: use tensor.detach().numpy()"
+            )
+        return self.detach().cpu().numpy()  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        """The full value as nested Python lists."""
+        return self.detach().cpu().tolist()  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "only tensors created by the user (graph leaves) support deepcopy; "
+                "detach() this one first"
+            )
+        with torch.no_grad():
+            result = self.detach().clone()  # type: ignore[attr-defined]
+        memo[id(self)] = result
+        result.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
+        if getattr(self, "_is_param", False):
+            result._is_param = True
+        if self.grad is not None:  # type: ignore[attr-defined]
+            result.grad = copy.deepcopy(self.grad, memo)  # type: ignore[attr-defined]
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from xla_dtensor._pickling import reduce_tensor
+
+        return reduce_tensor(self)

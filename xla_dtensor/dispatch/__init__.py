@@ -1,0 +1,112 @@
+"""The one path of every operation on xla tensors; README.md here explains it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from xla_dtensor import _context, rng
+from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dispatch import _special  # noqa: F401  (registers its handlers)
+from xla_dtensor.lowering import families  # noqa: F401  (registers all lowerings)
+from xla_dtensor.dispatch._call import Call
+from xla_dtensor.dispatch._ops import SPECIAL, info_of
+from xla_dtensor.dispatch._plan import Plan, ViewPlan, tensor_class
+from xla_dtensor.dispatch._read import logical_value, read
+from xla_dtensor.form import Form
+from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.storage import Storage
+from xla_dtensor.symbolic import number_value
+
+__all__ = ["dispatch", "logical_value", "read"]
+
+_plans: dict[Any, Plan | ViewPlan] = {}
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Execute an aten overload on xla tensors (and numbers, and CPU tensors among them)."""
+    info = info_of(func)
+    special = SPECIAL.get(info.name)
+    if special is not None:
+        result = special(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    call = Call(info, args, kwargs)
+    tensors = call.leaves
+    key = call.key
+    if info.mutated:
+        # Where a write goes depends on the storages' forms too.
+        key = (key, tuple(t._storage_.form for t in tensors if _is_ours(t) and t._steps))
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _make_plan(call)
+        _plans[key] = plan
+    if isinstance(plan, ViewPlan):
+        return plan.make(tensors[0])
+    return _execute(plan, call)
+
+
+def _make_plan(call: Call) -> Plan | ViewPlan:
+    if call.info.view is not None and _is_ours(call.leaves[0]):
+        return ViewPlan(call)
+    return Plan(call, call.leaves)
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, XLATensor | XLAShardedTensor)
+
+
+def _execute(plan: Plan, call: Call) -> Any:
+    trace = _context.current()
+    leaves = [
+        leaf if not isinstance(form, Form) else read(leaf) if _is_ours(leaf) else _host(leaf, trace)
+        for leaf, form in zip(call.leaves, call.forms, strict=True)
+    ]
+    mutated = [call.leaves[i] for i in plan.mutated]
+    for tensor in mutated:
+        if not _is_ours(tensor):
+            _refuse_host_write(call)
+    if trace is not None:
+        for tensor in mutated:
+            trace.reading(tensor._storage_)
+    bases = [t._storage_.array if t._steps else None for t in mutated]
+    if trace is None:
+        state = rng.words() if plan.random else None
+        with jax.enable_x64(True):
+            arrays = plan.eager(state, leaves, bases)
+        if plan.random:
+            rng.advance()
+    else:
+        leaves = [number_value(leaf) for leaf in leaves]
+        with jax.enable_x64(True):
+            arrays = plan.run(trace.random_key, leaves, bases, False)
+    results: list[Any] = []
+    position = 0
+    for form in plan.result_forms:
+        if form is None:
+            results.append(None)
+            continue
+        results.append(tensor_class(form)(Storage(arrays[position], form), form))
+        position += 1
+    for tensor, form in zip(mutated, plan.base_forms, strict=True):
+        tensor._storage_.write(arrays[position], form)
+        position += 1
+    return plan.returns(results, call.leaves)
+
+
+def _host(tensor: Any, trace: _context.Trace | None) -> Any:
+    if trace is not None:
+        return trace.host_tensor(tensor)
+    from xla_dtensor.transfer import to_numpy
+
+    return to_numpy(tensor)
+
+
+def _refuse_host_write(call: Call) -> None:
+    from xla_dtensor.errors import UnsupportedOpError
+
+    raise UnsupportedOpError(
+        f"{call.info.name} would write an xla tensor's value into a CPU tensor; bring the value "
+        "over with .cpu() or .full_tensor().cpu() first"
+    )

@@ -1,0 +1,140 @@
+"""Taking a call apart: its tensors, the numbers that may vary, and a hashable key of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from xla_dtensor import _context
+from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dispatch._ops import DROPPED, OpInfo
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.form import Form, device_form
+from xla_dtensor.sharded_tensor import XLAShardedTensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where leaf ``index`` of a call stands in its arguments."""
+
+    index: int
+
+
+class Call:
+    """One call of an overload.
+
+    Attributes:
+        key: what decides how it is executed; hashable.
+        leaves: tensors (ours or the CPU's) and dynamic numbers, in order.
+        forms: per leaf its `Form`, or the Python type of a number.
+        args, kwargs: the arguments with each leaf replaced by its `Slot`.
+    """
+
+    __slots__ = ("args", "forms", "info", "key", "kwargs", "leaves")
+
+    def __init__(self, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> None:
+        self.info = info
+        self.leaves: list[Any] = []
+        self.forms: list[Any] = []
+        key: list[Any] = [info.func]
+        names = info.argument_names
+        tensor_names, scalar_names = info.tensor_arguments, info.scalar_arguments
+        static_scalars = info.lowering is not None and info.lowering.static_scalars
+        new_args = []
+        for position, value in enumerate(args):
+            name = names[position]
+            dynamic = name in tensor_names or (name in scalar_names and not static_scalars)
+            new_args.append(self._take(value, dynamic, key))
+        self.args = tuple(new_args)
+        self.kwargs = {}
+        for name, value in kwargs.items():
+            if name in DROPPED:
+                self._check_dropped(name, value)
+                continue
+            key.append(name)
+            dynamic = name in tensor_names or (name in scalar_names and not static_scalars)
+            self.kwargs[name] = self._take(value, dynamic, key)
+        self.key = tuple(key)
+
+    def _take(self, value: Any, dynamic: bool, key: list[Any]) -> Any:
+        cls = type(value)
+        if cls is XLAShardedTensor or cls is XLATensor:
+            steps = value._steps
+            form = value._own_form if steps else value._storage_.form
+            key.append(form)
+            if steps:
+                key.append(steps)
+            return self._leaf(value, form)
+        if value is None or cls is str or cls is torch.dtype:
+            key.append(value)
+            return value
+        if cls is list or cls is tuple:
+            key.append(len(value))
+            return [self._take(item, dynamic, key) for item in value]
+        if cls is float or cls is int or cls is complex:
+            if dynamic:
+                key.append(cls)
+                return self._leaf(value, cls)
+            key.append(value)
+            key.append(cls)
+            return value
+        if cls is bool:
+            key.append(cls)
+            key.append(value)
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._take_foreign(value, key)
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            if dynamic and isinstance(value, torch.SymFloat):
+                key.append(float)
+                return self._leaf(value, float)
+            number = float(value) if isinstance(value, torch.SymFloat) else int(value)
+            return self._take(number, False, key)
+        key.append(value)
+        return value
+
+    def _take_foreign(self, value: torch.Tensor, key: list[Any]) -> Any:
+        """A plain CPU tensor joins as if it were the same on every device."""
+        if isinstance(value, XLAShardedTensor | XLATensor):
+            steps = value._steps
+            key.append(value._form)
+            key.append(steps)
+            return self._leaf(value, value._form)
+        if value.device.type != "cpu" or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise UnsupportedOpError(
+                f"{self.info.name}: a {type(value).__name__} on {value.device} can't be combined "
+                "with xla tensors; move it with .to('xla') or distribute_tensor first"
+            )
+        form = device_form(None, tuple(value.shape), dtype=value.dtype)
+        key.append(form)
+        return self._leaf(value, form)
+
+    def _leaf(self, value: Any, form: Form | type) -> Slot:
+        self.leaves.append(value)
+        self.forms.append(form)
+        return Slot(len(self.leaves) - 1)
+
+    def _check_dropped(self, name: str, value: Any) -> None:
+        if name == "generator" and value is not None:
+            raise UnsupportedOpError(
+                f"{self.info.name}: generator= is not supported on xla tensors; seed the device's "
+                "own generator with torch.manual_seed"
+            )
+        if name == "device" and value is not None:
+            trace = _context.current()
+            if torch.device(value).type == "meta" and trace is None:
+                raise UnsupportedOpError(
+                    f"{self.info.name}: device='meta' from an xla tensor; make it with torch.empty"
+                )
+
+
+def fill(template: Any, leaves: Any) -> Any:
+    """``template`` with each `Slot` replaced by its leaf."""
+    cls = type(template)
+    if cls is Slot:
+        return leaves[template.index]
+    if cls is list:
+        return [fill(item, leaves) for item in template]
+    return template

@@ -1,0 +1,187 @@
+"""An overload as a function of arrays: its lowering, or torch's decomposition run on tracers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_dtensor import _context
+from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dispatch._ops import OpInfo
+from xla_dtensor.dtypes import to_torch_dtype
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.form import device_form
+from xla_dtensor.storage import Storage
+
+# (results that alias no argument, new values of the mutated arguments), both flat
+LoweredResult = tuple[list[Any], list[Any]]
+
+
+def lowered_function(info: OpInfo) -> Callable[[Any, tuple, dict], LoweredResult]:
+    """``run(key, args, kwargs)`` on arrays; ``key`` is a JAX PRNG key, or a function that makes
+    them.
+
+    Raises:
+        UnsupportedOpError: the overload has no lowering and torch no decomposition for it.
+    """
+    lowering = info.lowering
+    if lowering is not None:
+
+        def run(keys: Any, args: tuple, kwargs: dict) -> LoweredResult:
+            if info.mutated:
+                kwargs = {k: v for k, v in kwargs.items() if k not in info.mutated}
+            first = (keys(),) if lowering.random else ()
+            out = lowering.function(*first, *args, **kwargs)
+            flat = flatten_results(out)
+            if not info.mutated:
+                return flat, []
+            # In the functional overload the results come first, then what the arguments become.
+            fresh = sum(alias is None for alias in info.returns_mutated)
+            return flat[:fresh], flat[fresh:]
+
+        return run
+    if info.view is not None:
+        view = info.view
+        return lambda keys, args, kwargs: (flatten_results(view.get(*args, **kwargs)), [])
+    decomposition = find_decomposition(info)
+    if decomposition is None:
+        raise UnsupportedOpError(
+            f"{info.name} has no lowering to XLA and torch has no decomposition for it. Add one: "
+            f"a function decorated with @xla_dtensor.lowering.lowers({info.name!r}), see "
+            "xla_dtensor/lowering/README.md"
+        )
+    return lambda keys, args, kwargs: run_on_arrays(decomposition, info, keys, args, kwargs)
+
+
+def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
+    """torch's own decomposition of the overload, as a function of tensors."""
+    func = info.func
+    from torch._decomp import core_aten_decompositions, decomposition_table
+
+    table = _core_table(core_aten_decompositions)
+    if func in table:
+        return table[func]
+    key = torch._C.DispatchKey
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.CompositeImplicitAutograd):
+        return func.decompose
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.CompositeExplicitAutograd):
+        return lambda *args, **kwargs: func._op_dk(key.CompositeExplicitAutograd, *args, **kwargs)
+    if func in decomposition_table:
+        return decomposition_table[func]
+    composite = getattr(key, "CompositeExplicitAutogradNonFunctional", None)
+    if composite is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), composite
+    ):
+        return lambda *args, **kwargs: func._op_dk(composite, *args, **kwargs)
+    return None
+
+
+_table: dict[Any, Any] = {}
+
+
+def _core_table(make: Callable[[], Any]) -> dict[Any, Any]:
+    if not _table:
+        # `in` and indexing, not .get: the latter misses entries (torch materialises them lazily).
+        _table.update(make())
+    return _table
+
+
+class NestedTrace:
+    """Operations of a decomposition run on tracers inside the executable that is being built."""
+
+    def __init__(self, keys: Callable[[], Any], outer: _context.Trace | None) -> None:
+        self._keys = keys
+        self._outer = outer
+
+    def created(self, storage: Storage) -> None:
+        pass
+
+    def reading(self, storage: Storage) -> None:
+        if self._outer is not None:
+            self._outer.reading(storage)
+
+    def writing(self, storage: Storage) -> None:
+        pass
+
+    def random_key(self) -> Any:
+        return self._keys()
+
+    def host_tensor(self, tensor: torch.Tensor) -> Any:
+        return tensor.numpy(force=True) if tensor.dtype is not torch.bfloat16 else _bf16(tensor)
+
+    def refuse(self, what: str) -> None:
+        raise UnsupportedOpError(
+            f"{what}: torch's decomposition needs a value in Python, so the operation can't become "
+            "one XLA program; it needs a lowering of its own (xla_dtensor/lowering/README.md)"
+        )
+
+
+def _bf16(tensor: torch.Tensor) -> Any:
+    from xla_dtensor.transfer import to_numpy
+
+    return to_numpy(tensor)
+
+
+def run_on_arrays(
+    function: Callable[..., Any], info: OpInfo, keys: Any, args: tuple, kwargs: dict
+) -> LoweredResult:
+    """Run ``function``, written in torch operations, on arrays."""
+    with _context.active(NestedTrace(keys, _context.current())), torch.no_grad():
+        wrapped_args = _wrap(args)
+        wrapped_kwargs = {name: _wrap(value) for name, value in kwargs.items()}
+        out = function(*wrapped_args, **wrapped_kwargs)
+        if out is NotImplemented:
+            raise UnsupportedOpError(
+                f"torch's decomposition of {info.name} doesn't cover these arguments; add a "
+                "lowering (xla_dtensor/lowering/README.md)"
+            )
+        mutated: list[Any] = []
+        for where in info.mutated:
+            argument = (
+                wrapped_args[where]
+                if isinstance(where, int) and where < len(wrapped_args)
+                else wrapped_kwargs.get(where)  # type: ignore[arg-type]
+            )
+            mutated += [_value(t) for t in flatten_results(argument) if t is not None]
+        results = out if isinstance(out, tuple | list) else (out,)
+        if len(info.returns_mutated) == 1 and info.returns_lists[0]:
+            results = (results,)
+        fresh: list[Any] = []
+        for result, alias in zip(results, info.returns_mutated, strict=False):
+            if alias is None:
+                fresh += [None if t is None else _value(t) for t in flatten_results(result)]
+        return fresh, mutated
+
+
+def _value(tensor: Any) -> Any:
+    from xla_dtensor.dispatch._read import logical_value
+
+    if isinstance(tensor, torch.Tensor) and not isinstance(tensor, XLATensor):
+        current = _context.current()
+        assert current is not None
+        return current.host_tensor(tensor)
+    return logical_value(tensor)
+
+
+def _wrap(value: Any) -> Any:
+    import jax
+
+    if isinstance(value, list | tuple):
+        return [_wrap(v) for v in value] if isinstance(value, list) else tuple(map(_wrap, value))
+    if isinstance(value, jax.Array) and not getattr(value, "weak_type", False):
+        form = device_form(None, tuple(value.shape), dtype=to_torch_dtype(value.dtype))
+        return XLATensor(Storage(value, form), form)
+    if isinstance(value, jax.Array):
+        from xla_dtensor.symbolic import symbolic_number
+
+        return symbolic_number(value)
+    return value
+
+
+def flatten_results(out: Any) -> list[Any]:
+    """Results (one, a tuple, lists inside) as a flat list."""
+    if isinstance(out, list | tuple):
+        return [leaf for item in out for leaf in flatten_results(item)]
+    return [out]

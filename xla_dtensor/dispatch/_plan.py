@@ -1,0 +1,336 @@
+"""How one kind of call is executed: made on the first call with a key, reused for every other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dispatch._call import Call, Slot, fill
+from xla_dtensor.dispatch._layout import output_placements
+from xla_dtensor.dispatch._lower import flatten_results, lowered_function
+from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
+from xla_dtensor.form import Form, device_form, sharded_form
+from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.storage import ViewStep, freeze, write_through
+
+
+class Meta:
+    """What torch's meta kernel says of one result."""
+
+    __slots__ = ("dtype", "offset", "shape", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.stride = tuple(tensor.stride())
+        self.offset = tensor.storage_offset()
+        self.dtype = tensor.dtype
+
+
+class ViewPlan:
+    """A view call: no computation, a step to append and the form of each result."""
+
+    __slots__ = ("forms", "identity", "returns_list", "steps")
+
+    def __init__(self, call: Call) -> None:
+        info = call.info
+        base_form = call.forms[0]
+        self.identity = info.is_identity
+        self.returns_list = info.returns_lists[0]
+        metas = _meta_results(call)
+        self.forms = output_forms(call, metas)
+        self.steps: list[ViewStep] = []
+        if self.identity:
+            self.forms = [base_form]
+            return
+        assert info.view is not None
+        args = tuple(freeze(a) for a in call.args[1:])
+        kwargs = tuple(sorted((k, freeze(v)) for k, v in call.kwargs.items()))
+        for index, meta in enumerate(metas):
+            assert meta is not None
+            which = index if self.returns_list else None
+            self.steps.append(ViewStep(info.view, args, kwargs, which, meta.shape))
+
+    def make(self, base: Any) -> Any:
+        """The view or views of ``base``."""
+        storage, steps = base._storage_, base._steps
+        if self.identity:
+            return type(base)(storage, base._own_form if steps else storage.form, steps)
+        results = [
+            tensor_class(form)(storage, form, (*steps, step))
+            for form, step in zip(self.forms, self.steps, strict=True)
+        ]
+        return results if self.returns_list else results[0]
+
+
+class Plan:
+    """A computing call.
+
+    Attributes:
+        run: takes the leaves (arrays, numbers) and the bases of mutated views; returns the arrays
+            of all results, then of all mutated storages. ``run.eager`` is its executable.
+        result_forms: per result that aliases no argument, its form (None for an undefined one).
+        mutated: the leaf indices of the arguments written, in schema order.
+        base_forms: their storages' forms after the write.
+        random: whether the executable takes the generator's state first.
+    """
+
+    __slots__ = (
+        "base_forms",
+        "eager",
+        "info",
+        "mutated",
+        "random",
+        "result_forms",
+        "run",
+        "structure",
+    )
+
+    def __init__(self, call: Call, tensors: list[Any]) -> None:
+        info = call.info
+        self.info = info
+        lowered = lowered_function(info)
+        self.mutated = _mutated_leaves(call)
+        metas = _meta_results(call)
+        fresh = [m for m, _ in metas_of_fresh(call, metas)]
+        self.result_forms = output_forms(call, fresh)
+        self.structure = _structure(call, metas)
+        bases = [tensors[i] for i in self.mutated]
+        if len({id(b._storage_) for b in bases}) != len(bases):
+            raise UnsupportedOpError(
+                f"{info.name} writes to two tensors that share memory in one call; call it once "
+                "for each"
+            )
+        before = [b._storage_.form for b in bases]
+        self.base_forms = [form.reduced() for form in before]
+        self.run, self.eager, self.random = _functions(
+            call, lowered, self.result_forms, bases, before, self.base_forms, self.mutated
+        )
+
+    def returns(self, results: list[Any], tensors: list[Any]) -> Any:
+        """The Python result: new tensors, and the arguments themselves where torch returns them."""
+        return self.structure(results, [tensors[i] for i in self.mutated])
+
+
+def tensor_class(form: Form) -> Any:
+    """The tensor class that shows ``form``."""
+    return XLAShardedTensor if form.mesh is not None else XLATensor
+
+
+def _functions(
+    call: Call,
+    lowered: Any,
+    result_forms: list[Form | None],
+    bases: list[Any],
+    before: list[Form],
+    after: list[Form],
+    mutated: list[int],
+) -> tuple[Callable[..., Any], Any, bool]:
+    forms = list(call.forms)
+    args, kwargs = call.args, call.kwargs
+    steps = [b._steps for b in bases]
+    own_forms = [forms[i] for i in mutated]
+    drew_random = [False]
+
+    def run(keys: Any, leaves: Any, base_arrays: Any, pad: bool) -> list[Any]:
+        def key() -> Any:
+            drew_random[0] = True
+            return keys()
+
+        values = [
+            form.logical(leaf) if isinstance(form, Form) else leaf
+            for leaf, form in zip(leaves, forms, strict=True)
+        ]
+        fresh, writes = lowered(key, fill(list(args), values), _fill_kwargs(kwargs, values))
+        out: list[Any] = []
+        for value, form in zip(fresh, result_forms, strict=False):
+            if form is None:
+                continue
+            value = _checked(value, form.shape, form.jax_dtype, call)
+            out.append(form.physical(value) if pad else value)
+        for j, value in enumerate(writes[: len(bases)]):
+            value = _checked(value, own_forms[j].shape, own_forms[j].jax_dtype, call)
+            if steps[j]:
+                value = write_through(before[j].logical(base_arrays[j]), steps[j], value)
+            out.append(after[j].physical(value) if pad else value)
+        return out
+
+    shardings = [f.sharding for f in result_forms if f is not None] + [f.sharding for f in after]
+
+    def eager(state: Any, leaves: Any, base_arrays: Any) -> list[Any]:
+        from xla_dtensor import rng
+
+        count = [0]
+
+        def keys() -> Any:
+            count[0] += 1
+            return rng.key_of(state, count[0] - 1)
+
+        return run(keys, leaves, base_arrays, True)
+
+    sharded = any(s is not None for s in shardings)
+    jitted = jax.jit(eager, out_shardings=shardings) if sharded else jax.jit(eager)
+    random = bool(call.info.lowering is not None and call.info.lowering.random) or (
+        call.info.lowering is None and torch.Tag.nondeterministic_seeded in call.info.func.tags
+    )
+    return run, jitted, random
+
+
+def _fill_kwargs(kwargs: dict[str, Any], values: list[Any]) -> dict[str, Any]:
+    return {name: fill(value, values) for name, value in kwargs.items()}
+
+
+def _checked(value: Any, shape: tuple[int, ...], dtype: Any, call: Call) -> Any:
+    import jax.numpy as jnp
+
+    value = jnp.asarray(value)
+    if tuple(value.shape) != shape:
+        if call.info.mutated and value.size <= max(1, _numel(shape)):
+            return jnp.broadcast_to(value, shape).astype(dtype)
+        raise AssertionError(
+            f"the lowering of {call.info.name} gave shape {tuple(value.shape)} where torch gives "
+            f"{shape}: a bug in xla_dtensor, please report it"
+        )
+    return _cast(value, dtype)
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    if value.dtype == dtype:
+        return value
+    if value.dtype.kind == "c" and dtype.kind != "c":
+        value = value.real
+    return value.astype(dtype)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def _mutated_leaves(call: Call) -> list[int]:
+    result = []
+    for where in call.info.mutated:
+        value = call.args[where] if isinstance(where, int) else call.kwargs.get(where)
+        result += [slot.index for slot in flatten_results(value) if isinstance(slot, Slot)]
+    return result
+
+
+def _meta_results(call: Call) -> list[Any]:
+    """Per schema return a `Meta`, None, or a list of them."""
+    leaves = []
+    for leaf, form in zip(call.leaves, call.forms, strict=True):
+        if isinstance(form, Form):
+            leaves.append(
+                torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+            )
+        else:
+            leaves.append(form(leaf) if not isinstance(leaf, torch.SymFloat) else 1.0)
+    kwargs = _fill_kwargs(call.kwargs, leaves)
+    if "device" in call.info.argument_names:
+        kwargs["device"] = torch.device("meta")
+    with torch.no_grad():
+        out = call.info.func(*fill(list(call.args), leaves), **kwargs)
+    if not call.info.returns_mutated:
+        return []
+    results = [out] if len(call.info.returns_mutated) == 1 else list(out)
+    if call.info.view is not None and call.info.returns_lists[0]:
+        return [Meta(t) for t in results[0]]
+    return [
+        [Meta(t) for t in r] if isinstance(r, list | tuple) else None if r is None else Meta(r)
+        for r in results
+    ]
+
+
+def metas_of_fresh(call: Call, metas: list[Any]) -> list[tuple[Meta | None, int]]:
+    """The metas of results that alias no argument, flat, with their schema return's position."""
+    flat: list[tuple[Meta | None, int]] = []
+    for position, (meta, alias) in enumerate(
+        zip(metas, call.info.returns_mutated, strict=True)
+    ):
+        if alias is None:
+            flat += [(m, position) for m in flatten_results(meta)]
+    return flat
+
+
+def output_forms(call: Call, metas: list[Meta | None]) -> list[Form | None]:
+    """The form of each result: its meta data from torch, its layout from the rules."""
+    mesh, frame = _where(call)
+    if mesh is None:
+        return [
+            None if m is None else device_form(frame, m.shape, m.stride, m.offset, m.dtype)
+            for m in metas
+        ]
+    if not any(m is not None for m in metas):
+        return [None for _ in metas]
+    placements = output_placements(call, mesh, metas)
+    return [
+        None if m is None else sharded_form(mesh, p, m.shape, m.stride, m.offset, m.dtype)
+        for m, p in zip(metas, placements, strict=True)
+    ]
+
+
+def _where(call: Call) -> tuple[Any, Any]:
+    """The mesh and frame of the results.
+
+    Raises:
+        MeshMismatchError: the tensors live on different meshes.
+    """
+    mesh = frame = None
+    for form in call.forms:
+        if not isinstance(form, Form) or form.frame is None:
+            continue
+        if frame is None:
+            frame = form.frame
+        elif frame.device_ids != form.frame.device_ids:
+            raise MeshMismatchError(
+                f"{call.info.name}: one tensor is on {frame.root!r} (devices "
+                f"{list(frame.device_ids)}), another on {form.frame.root!r} (devices "
+                f"{list(form.frame.device_ids)}); bring them together with "
+                "x.redistribute(device_mesh, placements)"
+            )
+        if form.mesh is None:
+            continue
+        if mesh is None:
+            mesh = form.mesh
+        elif mesh != form.mesh:
+            raise MeshMismatchError(
+                f"{call.info.name}: one tensor is on {mesh!r}, another on {form.mesh!r}; bring them"
+                " together with x.redistribute(device_mesh, placements)"
+            )
+        frame = form.frame
+    return mesh, frame
+
+
+def _structure(call: Call, metas: list[Any]) -> Callable[[list[Any], list[Any]], Any]:
+    """A function that arranges results as the schema returns them."""
+    aliases = call.info.returns_mutated
+    if not aliases:
+        return lambda results, mutated: None
+    if len(aliases) == 1 and aliases[0] is None and not call.info.returns_lists[0]:
+        return lambda results, mutated: results[0]
+    if len(aliases) == 1 and aliases[0] is not None and not call.info.returns_lists[0]:
+        return lambda results, mutated: mutated[0]
+    counts = [
+        None if alias is not None else len(meta) if isinstance(meta, list) else -1
+        for meta, alias in zip(metas, aliases, strict=True)
+    ]
+
+    def arrange(results: list[Any], mutated: list[Any]) -> Any:
+        remaining = iter(results)
+        out = []
+        for count, alias in zip(counts, aliases, strict=True):
+            if alias is not None:
+                out.append(mutated[alias])
+            elif count == -1:
+                out.append(next(remaining))
+            else:
+                assert count is not None
+                out.append([next(remaining) for _ in range(count)])
+        return out[0] if len(out) == 1 else tuple(out)
+
+    return arrange

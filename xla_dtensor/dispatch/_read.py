@@ -1,0 +1,62 @@
+"""A tensor's current array: the storage's own, or the view of it that the tensor is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from xla_dtensor import _context
+from xla_dtensor.form import Form
+from xla_dtensor.storage import ViewStep, read_through
+
+_view_readers: dict[tuple[Form, tuple[ViewStep, ...], Form], Any] = {}
+
+
+def read(tensor: Any) -> Any:
+    """The array of ``tensor`` in its physical form (on a trace: unpadded)."""
+    storage = tensor._storage_
+    trace = _context.current()
+    if trace is not None:
+        trace.reading(storage)
+    steps = tensor._steps
+    if not steps:
+        return storage.array
+    cache = tensor._cache
+    if cache is not None and cache[0] == storage.version and cache[1] is trace:
+        return cache[2]
+    form, own = storage.form, tensor._own_form
+    if trace is not None:
+        array = read_through(form.logical(storage.array), steps)
+    else:
+        array = _view_reader(form, steps, own)(storage.array)
+    tensor._cache = (storage.version, trace, array)
+    return array
+
+
+def logical_value(tensor: Any) -> Any:
+    """The tensor's logical value as an array; inside a trace or outside."""
+    form = tensor._form
+    array = read(tensor)
+    if _context.current() is not None or tuple(array.shape) == form.shape and not form.unreduced:
+        return form.logical(array)
+    with jax.enable_x64(True):
+        return jax.jit(form.logical)(array)
+
+
+def _view_reader(form: Form, steps: tuple[ViewStep, ...], own: Form) -> Any:
+    key = (form, steps, own)
+    reader = _view_readers.get(key)
+    if reader is None:
+
+        def function(array: Any) -> Any:
+            return own.physical(read_through(form.logical(array), steps).astype(own.jax_dtype))
+
+        jitted = jax.jit(function, out_shardings=own.sharding)
+
+        def reader(array: Any) -> Any:
+            with jax.enable_x64(True):
+                return jitted(array)
+
+        _view_readers[key] = reader
+    return reader

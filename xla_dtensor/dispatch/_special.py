@@ -1,0 +1,182 @@
+"""Calls that leave the general path: moves between devices, values in Python, sizes that depend on
+values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_dtensor import _context
+from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dispatch._ops import handles, info_of
+from xla_dtensor.dispatch._read import logical_value
+from xla_dtensor.sharded_tensor import XLAShardedTensor
+
+Ours = XLAShardedTensor | XLATensor
+
+
+def to_cpu(tensor: Any) -> torch.Tensor:
+    """The full value of an xla tensor as a CPU tensor with the same strides."""
+    from xla_dtensor.transfer import to_host
+
+    trace = _context.current()
+    if trace is not None:
+        trace.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
+    value = to_host(logical_value(tensor))
+    if value.stride() == tensor.stride():
+        return value
+    if any(n == 0 for n in tensor.stride()):
+        return value  # expanded: the copy has memory of its own
+    out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=value.dtype)
+    return out.copy_(value)
+
+
+@handles("aten::_to_copy.default")
+def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type == "xla":
+        return NotImplemented
+    tensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if torch.device(device).type == "meta":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+    return to_cpu(tensor).to(device=device, dtype=dtype)
+
+
+@handles(
+    "aten::empty_like.default",
+    "aten::zeros_like.default",
+    "aten::ones_like.default",
+    "aten::full_like.default",
+    "aten::rand_like.default",
+    "aten::randn_like.default",
+    "aten::new_empty.default",
+    "aten::new_empty_strided.default",
+    "aten::new_zeros.default",
+    "aten::new_ones.default",
+    "aten::new_full.default",
+)
+def _like_elsewhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A tensor like an xla tensor on another device, which ``device=`` names."""
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type == "xla":
+        return NotImplemented
+    like = args[0]
+    model = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return func(model, *args[1:], **kwargs)
+
+
+@handles("aten::copy_.default")
+def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[0], Ours):
+        return NotImplemented
+    return args[0].copy_(to_cpu(args[1]))
+
+
+@handles("aten::_local_scalar_dense.default")
+def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    trace = _context.current()
+    if trace is not None:
+        trace.refuse(".item() (also float(), int(), bool(), `if tensor:`)")
+    return to_cpu(args[0]).item()
+
+
+@handles("aten::is_pinned.default")
+def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+@handles(
+    "aten::nonzero.default",
+    "aten::masked_select.default",
+    "aten::_unique.default",
+    "aten::_unique2.default",
+    "aten::unique_dim.default",
+    "aten::unique_consecutive.default",
+    "aten::unique_dim_consecutive.default",
+    "aten::repeat_interleave.Tensor",
+    "aten::bincount.default",
+    "aten::equal.default",
+    "aten::argwhere.default",
+    "aten::histogram.bin_ct",
+)
+def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
+    replicated."""
+    trace = _context.current()
+    if trace is not None:
+        trace.refuse(f"{info_of(func).name}, whose result's shape depends on values,")
+    ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
+    out = func(*_map(args, _to_host_argument), **_map(kwargs, _to_host_argument))
+    mesh = next((t._form.mesh for t in ours if t._form.mesh is not None), None)
+
+    def back(tensor: torch.Tensor) -> torch.Tensor:
+        if mesh is None:
+            return tensor.to("xla")
+        from xla_dtensor.factories import distribute_tensor
+
+        return distribute_tensor(tensor, mesh, None)
+
+    return _map(out, lambda x: back(x) if isinstance(x, torch.Tensor) else x)
+
+
+@handles("aten::index.Tensor", "aten::index_put.default")
+def _index_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+        return on_host(func, args, kwargs)
+    return NotImplemented
+
+
+@handles("aten::index_put_.default", "aten::_index_put_impl_.default")
+def _index_put_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+        accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+        out = on_host(torch.ops.aten.index_put.default, (*args[:3], accumulate), {})
+        return args[0].copy_(out)
+    return NotImplemented
+
+
+@handles("aten::native_batch_norm.default")
+def _batch_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Its schema hides that it writes the running statistics."""
+    from xla_dtensor.dispatch import dispatch
+
+    x, weight, bias, running_mean, running_var, training, momentum, eps = args
+    if not training:
+        functional = torch.ops.aten._native_batch_norm_legit_no_training.default
+        return dispatch(
+            functional, (x, weight, bias, running_mean, running_var, momentum, eps), {}
+        )
+    if running_mean is None:
+        functional = torch.ops.aten._native_batch_norm_legit.no_stats
+        return dispatch(functional, (x, weight, bias, training, momentum, eps), {})
+    functional = torch.ops.aten._native_batch_norm_legit_functional.default
+    *results, new_mean, new_var = dispatch(
+        functional, (x, weight, bias, running_mean, running_var, training, momentum, eps), {}
+    )
+    running_mean.copy_(new_mean)
+    running_var.copy_(new_var)
+    return tuple(results)
+
+
+def _to_host_argument(value: Any) -> Any:
+    return to_cpu(value) if isinstance(value, Ours) else value
+
+
+def _map(value: Any, function: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_map(v, function) for v in value)
+    if isinstance(value, dict):
+        return {k: _map(v, function) for k, v in value.items()}
+    return function(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    return []

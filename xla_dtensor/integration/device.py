@@ -1,0 +1,138 @@
+"""The "xla" device: torch's out-of-tree backend (PrivateUse1), under the name that meshes use.
+
+C++ then sees a real ``xla:0``: device arguments, ``.cpu()``, autograd's device thread, optimizers'
+device checks and ``torch.accelerator`` work by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from xla_dtensor import _context, rng
+
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """Register the device.
+
+    Raises:
+        RuntimeError: another backend owns PrivateUse1 already.
+    """
+    current = torch._C._get_privateuse1_backend_name()
+    if current == "xla" and isinstance(getattr(torch, "xla", None), types.ModuleType):
+        if getattr(torch.xla, "__xla_dtensor__", False):
+            return
+    if current != "privateuseone":
+        raise RuntimeError(
+            f"xla_dtensor needs torch's out-of-tree device slot (PrivateUse1), but {current!r} has "
+            "taken it in this process; import xla_dtensor without that backend (torch_npu, "
+            "torchax, ...)"
+        )
+    # Not torch's generate_methods_for_privateuse1_backend: its is_xla collides with torch's own.
+    backend_registration.rename_privateuse1_backend("xla")
+    torch._register_device_module("xla", _device_module())
+    torch._C._acc.register_python_privateuseone_hook(_Hooks())
+    torch._C._acc.register_python_privateuseone_device_guard(_DeviceGuard())
+    _register_kernels()
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, dev_id: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
+class _DeviceGuard(torch._C._acc.DeviceGuard):
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def _device_module() -> types.ModuleType:
+    """``torch.xla``. The process's devices act as one torch device, ``xla:0``."""
+    module = types.ModuleType("torch.xla")
+    functions: dict[str, Callable[..., Any]] = {
+        "is_initialized": lambda: True,
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "_is_in_bad_fork": lambda: False,
+        "synchronize": _synchronize,
+        "manual_seed": _manual_seed,
+        "manual_seed_all": _manual_seed,
+        "initial_seed": rng.initial_seed,
+        "get_rng_state": lambda device="xla": rng.get_state(),
+        "set_rng_state": lambda state, device="xla": rng.set_state(state),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+    }
+    for name, function in functions.items():
+        setattr(module, name, function)
+    module.__xla_dtensor__ = True  # type: ignore[attr-defined]
+    module.__doc__ = "The xla device of xla_dtensor."
+    return module
+
+
+def _manual_seed(seed: int) -> None:
+    trace = _context.current()
+    if trace is not None:
+        trace.refuse("torch.manual_seed (seed outside of the step, or every step is the same), which")
+    rng.manual_seed(seed)
+
+
+def _synchronize(device: Any = None) -> None:
+    """Wait until the devices have done what was asked of them."""
+    import jax
+
+    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+
+
+# Overloads that take a device and no tensor. Everything else reaches the tensor classes themselves.
+_FACTORIES = (
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "empty.memory_format",
+    "empty_strided",
+    "eye",
+    "eye.m",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randint.low",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+)
+
+
+def _register_kernels() -> None:
+    global _library
+    _library = torch.library.Library("aten", "IMPL")
+    for name in _FACTORIES:
+        packet, _, overload = name.partition(".")
+        func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        _library.impl(name, functools.partial(_dispatch, func), "PrivateUse1")
+
+
+def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
+    from xla_dtensor.dispatch import dispatch
+
+    return dispatch(func, args, kwargs)

@@ -1,0 +1,122 @@
+"""Every place where torch is told about xla meshes. Each does nothing for other device types.
+
+Checked on torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any
+
+import torch
+from torch.distributed import device_mesh as torch_device_mesh
+
+from xla_dtensor.integration import device
+
+_installed = False
+
+
+def install() -> None:
+    """Install the hooks that must exist from the start, once per process."""
+    global _installed
+    if _installed:
+        return
+    device.install()
+    _hook_mesh_class()
+    _hook_distribute()
+    _installed = True
+
+
+@functools.cache
+def _install_for_dtensor() -> None:
+    """The hooks into torch.distributed.tensor, which takes long to import: with the first mesh."""
+    _hook_factories()
+    _hook_from_local()
+
+
+def _hook_mesh_class() -> None:
+    """``DeviceMesh("xla", ...)``, also from ``init_device_mesh``, makes an `XLADeviceMesh`."""
+    mesh_class = torch_device_mesh.DeviceMesh
+
+    def new(cls: Any, device_type: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if cls is not mesh_class or device_type != "xla":
+            return object.__new__(cls)
+        from xla_dtensor.mesh import XLADeviceMesh
+
+        _install_for_dtensor()
+        return object.__new__(XLADeviceMesh)
+
+    mesh_class.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
+
+
+def _hook_distribute() -> None:
+    """torch's own call-out for xla meshes: it imports this module and calls the two functions.
+
+    With the real torch_xla installed its module is left in place.
+    """
+    name = "torch_xla.distributed.spmd"
+    if name in sys.modules:
+        return
+    spmd = types.ModuleType(name)
+    spmd.__doc__ = "Provided by xla_dtensor for torch.distributed.tensor."
+
+    def xla_distribute_tensor(tensor: Any, device_mesh: Any, placements: Any = None) -> Any:
+        from xla_dtensor.factories import distribute_tensor
+
+        return distribute_tensor(tensor, device_mesh, placements)
+
+    def xla_distribute_module(
+        module: Any,
+        device_mesh: Any = None,
+        partition_fn: Any = None,
+        input_fn: Any = None,
+        output_fn: Any = None,
+    ) -> Any:
+        from xla_dtensor.factories import distribute_module
+
+        return distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
+
+    spmd.xla_distribute_tensor = xla_distribute_tensor  # type: ignore[attr-defined]
+    spmd.xla_distribute_module = xla_distribute_module  # type: ignore[attr-defined]
+    sys.modules[name] = spmd
+
+
+def _hook_factories() -> None:
+    """``torch.distributed.tensor.zeros`` and its five siblings end in this helper."""
+    from torch.distributed.tensor import _api as torch_dtensor_api
+
+    original = torch_dtensor_api._dtensor_init_helper
+
+    @functools.wraps(original)
+    def init_helper(
+        init_op: Any, size: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any
+    ) -> Any:
+        mesh = device_mesh or torch_device_mesh._mesh_resources.get_current_mesh()
+        if mesh.device_type != "xla":
+            return original(init_op, size, device_mesh, placements, **kwargs)
+        from xla_dtensor.factories import make_sharded
+
+        return make_sharded(init_op, tuple(size), mesh, placements, **kwargs)
+
+    torch_dtensor_api._dtensor_init_helper = init_helper
+
+
+def _hook_from_local() -> None:
+    from torch.distributed.tensor import DTensor
+
+    original = DTensor.from_local
+
+    @functools.wraps(original)
+    def from_local(
+        local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any
+    ) -> Any:
+        mesh = device_mesh or torch_device_mesh._mesh_resources.get_current_mesh()
+        if mesh.device_type != "xla":
+            return original(local_tensor, device_mesh, placements, **kwargs)
+        from xla_dtensor.local_view import from_local as xla_from_local
+
+        return xla_from_local(local_tensor, mesh, placements, **kwargs)
+
+    DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]

@@ -1,0 +1,33 @@
+"""What differs between the supported torch versions (2.11 to 2.15), in one place.
+
+Checked on: 2.13.0. What is known of the others is written where it matters.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def layout_pieces(mesh: DeviceMesh) -> list[list[tuple[int, int]]]:
+    """Per mesh dim its (size, stride) pieces in the root's flat device list, major to minor.
+
+    torch >= 2.13 keeps a canonical layout object per mesh dim; before, the mesh's layout had nested
+    ``shape`` and ``stride`` tuples.
+    """
+    layout = mesh._layout
+    if hasattr(layout, "axes"):
+        return [list(zip(axis.shape, axis.stride, strict=True)) for axis in layout.axes]
+    return [
+        list(zip(_flat(shape), _flat(stride), strict=True))
+        for shape, stride in zip(_as_tuple(layout.shape), _as_tuple(layout.stride), strict=True)
+    ]
+
+
+def _as_tuple(x: object) -> tuple:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _flat(x: object) -> list[int]:
+    if isinstance(x, tuple):
+        return [leaf for item in x for leaf in _flat(item)]
+    return [x]  # type: ignore[list-item]

@@ -1,0 +1,12 @@
+"""aten overloads as JAX functions; README.md here has the contract."""
+
+from xla_dtensor.lowering._registry import (
+    Lowering,
+    ViewLowering,
+    find_lowering,
+    find_view,
+    lowers,
+    lowers_view,
+)
+
+__all__ = ["Lowering", "ViewLowering", "find_lowering", "find_view", "lowers", "lowers_view"]

@@ -1,0 +1,92 @@
+"""Where lowerings are registered and looked up. See README.md in this folder for the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How one aten overload becomes JAX code.
+
+    Attributes:
+        function: takes the overload's arguments, tensors as JAX arrays, and returns its results.
+        random: ``function`` takes a JAX PRNG key before the overload's own arguments.
+        static_scalars: ``Scalar`` arguments must be Python numbers (they decide shapes or the
+            code path); otherwise they may be traced, so that a new value compiles nothing.
+    """
+
+    function: Callable[..., Any]
+    random: bool = False
+    static_scalars: bool = False
+
+
+@dataclass(frozen=True)
+class ViewLowering:
+    """How one aten view overload reads from, and writes through to, its base.
+
+    Attributes:
+        get: ``get(base, *args, **kwargs)`` is the view's value (a tuple of them for the
+            multi-output views ``split``, ``unbind``...).
+        put: ``put(base, value, *args, **kwargs)`` is ``base`` with the view's elements replaced by
+            ``value``. For multi-output views ``put(base, value, index, *args, **kwargs)``.
+    """
+
+    get: Callable[..., Any]
+    put: Callable[..., Any]
+
+
+_LOWERINGS: dict[str, Lowering] = {}
+_VIEWS: dict[str, ViewLowering] = {}
+
+
+def lowers(*overloads: str, random: bool = False, static_scalars: bool = False) -> Callable[[F], F]:
+    """Register the decorated function as the lowering of ``overloads`` (``"add.Tensor"``,
+    ``"mylib::op.default"``; the ``aten`` namespace is implied).
+
+    Raises:
+        ValueError: one of them has a lowering already.
+    """
+
+    def register(function: F) -> F:
+        for name in map(qualified_name, overloads):
+            if name in _LOWERINGS or name in _VIEWS:
+                raise ValueError(f"{name} already has a lowering")
+            _LOWERINGS[name] = Lowering(function, random, static_scalars)
+        return function
+
+    return register
+
+
+def lowers_view(*overloads: str, put: Callable[..., Any]) -> Callable[[F], F]:
+    """Register the decorated function as ``get`` of the view ``overloads``, with its ``put``."""
+
+    def register(function: F) -> F:
+        for name in map(qualified_name, overloads):
+            if name in _LOWERINGS or name in _VIEWS:
+                raise ValueError(f"{name} already has a lowering")
+            _VIEWS[name] = ViewLowering(function, put)
+        return function
+
+    return register
+
+
+def qualified_name(overload: str) -> str:
+    """``"add.Tensor"`` -> ``"aten::add.Tensor"``; ``"relu"`` -> ``"aten::relu.default"``."""
+    if "::" not in overload:
+        overload = "aten::" + overload
+    return overload if "." in overload.split("::")[1] else overload + ".default"
+
+
+def find_lowering(name: str) -> Lowering | None:
+    """The lowering of the overload with this qualified name, or None."""
+    return _LOWERINGS.get(name)
+
+
+def find_view(name: str) -> ViewLowering | None:
+    """The view lowering of the overload with this qualified name, or None."""
+    return _VIEWS.get(name)

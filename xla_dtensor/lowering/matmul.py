@@ -1,0 +1,192 @@
+"""Matrix products, and the triangles of a matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from xla_dtensor.dtypes import to_jax_dtype
+from xla_dtensor.lowering._promotion import math_dtype, promote_for_math
+from xla_dtensor.lowering._registry import lowers
+
+_PRECISION = {
+    "highest": jax.lax.Precision.HIGHEST,
+    "high": jax.lax.Precision.HIGH,
+    "medium": jax.lax.Precision.DEFAULT,
+}
+
+
+def _precision() -> jax.lax.Precision:
+    """What the user asked of float32 products, in XLA's terms. An executable must not outlive a
+    change of this setting: it belongs in the key under which it is cached."""
+    return _PRECISION[torch.get_float32_matmul_precision()]
+
+
+def dot(
+    x: jax.Array,
+    y: jax.Array,
+    contract: tuple[Any, Any],
+    batch: tuple[Any, Any] = ((), ()),
+    out_dtype: Any = None,
+) -> jax.Array:
+    """``lax.dot_general`` as torch multiplies: half-precision operands accumulate, and are
+    returned, in float32."""
+    accumulator = math_dtype(x.dtype) if out_dtype is None else to_jax_dtype(out_dtype)
+    full_width = np.dtype(x.dtype) in (np.float32, np.float64) or np.dtype(x.dtype).kind == "c"
+    return jax.lax.dot_general(
+        x,
+        y,
+        (contract, batch),
+        precision=_precision() if full_width else None,
+        preferred_element_type=accumulator,
+    )
+
+
+_BATCHED = (((2,), (1,)), ((0,), (0,)))
+
+
+def _scaled_sum(x: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
+    """``beta * x + alpha * product``; ``x`` is not read at all where beta is 0."""
+    if alpha != 1:
+        product = product * alpha
+    if beta == 0:
+        return product
+    (x,) = promote_for_math(x)
+    return product + (x if beta == 1 else x * beta)
+
+
+@lowers("mm", "mm.dtype")
+def mm(x, y, out_dtype=None):
+    return dot(x, y, ((1,), (0,)), out_dtype=out_dtype)
+
+
+@lowers("_int_mm")
+def int_mm(x, y):
+    return dot(x, y, ((1,), (0,)), out_dtype=torch.int32)
+
+
+@lowers("bmm", "bmm.dtype")
+def bmm(x, y, out_dtype=None):
+    return dot(x, y, *_BATCHED, out_dtype=out_dtype)
+
+
+@lowers("mv")
+def mv(x, y):
+    return dot(x, y, ((1,), (0,)))
+
+
+@lowers("dot")
+def dot_(x, y):
+    return dot(x, y, ((0,), (0,)))
+
+
+@lowers("vdot")
+def vdot(x, y):
+    return dot(jnp.conj(x), y, ((0,), (0,)))
+
+
+@lowers("addmm", static_scalars=True)
+def addmm(x, a, b, *, beta=1, alpha=1):
+    return _scaled_sum(x, mm(a, b), beta, alpha)
+
+
+@lowers("addmm.dtype", static_scalars=True)
+def addmm_dtype(x, a, b, out_dtype, *, beta=1, alpha=1):
+    return _scaled_sum(x, mm(a, b, out_dtype), beta, alpha)
+
+
+@lowers("_addmm_activation", static_scalars=True)
+def addmm_activation(x, a, b, *, beta=1, alpha=1, use_gelu=False):
+    result = addmm(x, a, b, beta=beta, alpha=alpha)
+    return jax.nn.gelu(result, approximate=True) if use_gelu else jax.nn.relu(result)
+
+
+@lowers("baddbmm", static_scalars=True)
+def baddbmm(x, a, b, *, beta=1, alpha=1):
+    return _scaled_sum(x, bmm(a, b), beta, alpha)
+
+
+@lowers("baddbmm.dtype", static_scalars=True)
+def baddbmm_dtype(x, a, b, out_dtype, *, beta=1, alpha=1):
+    return _scaled_sum(x, bmm(a, b, out_dtype), beta, alpha)
+
+
+@lowers("addbmm", static_scalars=True)
+def addbmm(x, a, b, *, beta=1, alpha=1):
+    return _scaled_sum(x, dot(a, b, ((0, 2), (0, 1))), beta, alpha)
+
+
+@lowers("addmv", static_scalars=True)
+def addmv(x, matrix, vector, *, beta=1, alpha=1):
+    return _scaled_sum(x, mv(matrix, vector), beta, alpha)
+
+
+@lowers("addr", static_scalars=True)
+def addr(x, a, b, *, beta=1, alpha=1):
+    x, a, b = promote_for_math(x, a, b)
+    return _scaled_sum(x, a[:, None] * b[None, :], beta, alpha)
+
+
+@lowers("matmul")
+def matmul(x, y):
+    precision = _precision() if math_dtype(x.dtype) == x.dtype else None
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=math_dtype(x.dtype))
+
+
+@lowers("matmul_backward")
+def matmul_backward(grad, x, y, mask):
+    _, pullback = jax.vjp(matmul, x, y)
+    # JAX's cotangents are the conjugates of torch's gradients.
+    grad = jnp.conj(grad).astype(jax.eval_shape(matmul, x, y).dtype)
+    return tuple(jnp.conj(g) if m else None for g, m in zip(pullback(grad), mask, strict=True))
+
+
+@lowers("linear")
+def linear(x, weight, bias=None):
+    result = dot(x, weight, ((x.ndim - 1,), (weight.ndim - 1,)))
+    return result if bias is None else result + bias
+
+
+@lowers("linear_backward")
+def linear_backward(x, grad, weight, output_mask):
+    outer = tuple(range(x.ndim - 1))
+    return (
+        dot(grad, weight, ((grad.ndim - 1,), (0,))) if output_mask[0] else None,
+        dot(grad, x, (outer, outer)) if output_mask[1] else None,
+        jnp.sum(*promote_for_math(grad), outer) if output_mask[2] else None,
+    )
+
+
+@lowers("_grouped_mm")
+def grouped_mm(x, y, offs=None, bias=None, out_dtype=None):
+    """One product per group; ``offs`` holds the ends of the groups along the ragged dim: the
+    rows of a 2-d ``x``, the columns of a 2-d ``y``, or, both 2-d, the contracted dim."""
+    if offs is None:
+        return dot(x, y, *_BATCHED)
+    ragged = x.shape[1] if x.ndim == y.ndim else (x.shape[0] if x.ndim == 2 else y.shape[1])
+    position = jnp.arange(ragged, dtype=offs.dtype)
+    starts = jnp.concatenate([jnp.zeros(1, offs.dtype), offs[:-1]])
+    if x.ndim == 2 and y.ndim == 3:
+        sizes = (offs - starts).astype(np.int32)
+        return jax.lax.ragged_dot(
+            x, y, sizes, precision=_precision(), preferred_element_type=math_dtype(x.dtype)
+        )
+    member = (position >= starts[:, None]) & (position < offs[:, None])  # group, ragged
+    if x.ndim == 3:
+        products = dot(x, y, ((2,), (0,)))  # group, row, column
+        return jnp.sum(jnp.where(member[:, None, :], products, 0), axis=0)
+    return dot(jnp.where(member[:, None, :], x, 0), y, ((2,), (0,)))
+
+
+@lowers("triu")
+def triu(x, diagonal=0):
+    return jnp.triu(x, diagonal)
+
+
+@lowers("tril")
+def tril(x, diagonal=0):
+    return jnp.tril(x, diagonal)

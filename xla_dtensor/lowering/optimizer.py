@@ -1,0 +1,205 @@
+"""Fused optimizer steps and gradient scaling over lists of tensors.
+
+The hyperparameters may be traced numbers (a compiled step feeds them as inputs), so nothing here
+branches on their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_dtensor.lowering._promotion import math_dtype
+from xla_dtensor.lowering._registry import lowers
+
+Tensors = Sequence[jax.Array]
+
+
+def _bias_correction(beta: Any, step: jax.Array) -> jax.Array:
+    """``1 - beta**step``, in a form that keeps its digits in float32 where beta is near 1."""
+    if isinstance(beta, float) and beta > 0:
+        log_beta: Any = math.log(beta)
+    else:
+        log_beta = jnp.log(jnp.asarray(beta, np.float64))
+    return -jnp.expm1(step.astype(np.float32) * jnp.asarray(log_beta, np.float32))
+
+
+def _fused(
+    update: Callable[..., Sequence[jax.Array]],
+    params: Tensors,
+    grads: Tensors,
+    states: Sequence[Tensors],
+    maximize: bool,
+    grad_scale: jax.Array | None,
+    found_inf: jax.Array | None,
+    steps: Tensors | None = None,
+) -> tuple[list[jax.Array], ...]:
+    """``update(param, grad, *state[, step])`` for each parameter: new parameters, unscaled
+    gradients, new states. With ``found_inf`` set, parameters and states stay as they are."""
+    results: tuple[list[jax.Array], ...] = tuple([] for _ in range(2 + len(states)))
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        old = [param, *(state[i] for state in states if state)]
+        # A scalar parameter's dtype may be half of its state's: compute in the widest.
+        dtype = math_dtype(jnp.result_type(*old))
+        wide = [v.astype(dtype) for v in old]
+        unscaled = grad.astype(dtype)
+        if grad_scale is not None:
+            unscaled = unscaled / grad_scale.astype(dtype)
+        step = () if steps is None else (steps[i],)
+        new = update(wide[0], -unscaled if maximize else unscaled, *wide[1:], *step)
+        if found_inf is not None:
+            keep = found_inf.reshape(()) != 0
+            new = [jnp.where(keep, o, n) for o, n in zip(wide, new, strict=True)]
+        new_param, *new_states = (n.astype(o.dtype) for n, o in zip(new, old, strict=True))
+        results[0].append(new_param)
+        results[1].append(unscaled.astype(grad.dtype))
+        for result, state in zip(
+            [r for r, s in zip(results[2:], states, strict=True) if s], new_states, strict=True
+        ):
+            result.append(state)
+    return results
+
+
+def _adam(decoupled: bool) -> Callable[..., Any]:
+    """Adam, or with ``decoupled`` weight decay AdamW."""
+
+    def step(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs,
+        state_steps,
+        *,
+        lr,
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
+        amsgrad,
+        maximize,
+        grad_scale=None,
+        found_inf=None,
+    ):
+        def update(param, grad, average, square, *rest):
+            *largest, count = rest
+            rate = jnp.asarray(lr, param.dtype)
+            if decoupled:
+                param = param - rate * weight_decay * param
+            else:
+                grad = grad + weight_decay * param
+            average = average + (1 - beta1) * (grad - average)
+            square = beta2 * square + (1 - beta2) * grad * grad
+            largest = [jnp.maximum(v, square) for v in largest]
+            correction = jnp.sqrt(_bias_correction(beta2, count)).astype(param.dtype)
+            denominator = jnp.sqrt(largest[0] if largest else square) / correction + eps
+            size = rate / _bias_correction(beta1, count).astype(param.dtype)
+            return param - size * average / denominator, average, square, *largest
+
+        return _fused(
+            update,
+            params,
+            grads,
+            (exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else ()),
+            maximize,
+            grad_scale,
+            found_inf,
+            state_steps,
+        )
+
+    return step
+
+
+lowers("_fused_adam.default", "_fused_adam.tensor_lr")(_adam(decoupled=False))
+lowers("_fused_adamw.default", "_fused_adamw.tensor_lr")(_adam(decoupled=True))
+
+
+@lowers("_fused_sgd.default", "_fused_sgd.tensor_lr")
+def fused_sgd(
+    params,
+    grads,
+    momentum_buffer_list,
+    *,
+    weight_decay,
+    momentum,
+    lr,
+    dampening,
+    nesterov,
+    maximize,
+    is_first_step,
+    grad_scale=None,
+    found_inf=None,
+):
+    def update(param, grad, *buffers):
+        grad = grad + weight_decay * param
+        if buffers:
+            buffer = grad if is_first_step else momentum * buffers[0] + (1 - dampening) * grad
+            buffers = (buffer,)
+            grad = grad + momentum * buffer if nesterov else buffer
+        return param - jnp.asarray(lr, param.dtype) * grad, *buffers
+
+    return _fused(update, params, grads, (momentum_buffer_list,), maximize, grad_scale, found_inf)
+
+
+def _adagrad(
+    params,
+    grads,
+    state_sums,
+    state_steps,
+    *,
+    lr,
+    lr_decay,
+    weight_decay,
+    eps,
+    maximize,
+    grad_scale=None,
+    found_inf=None,
+):
+    def update(param, grad, total, count):
+        grad = grad + weight_decay * param
+        total = total + grad * grad
+        rate = jnp.asarray(lr, param.dtype) / (1 + (count.astype(param.dtype) - 1) * lr_decay)
+        return param - rate * grad / (jnp.sqrt(total) + eps), total
+
+    return _fused(
+        update, params, grads, (state_sums,), maximize, grad_scale, found_inf, state_steps
+    )
+
+
+lowers("_fused_adagrad.tensor_lr")(_adagrad)
+
+
+@lowers("_fused_adagrad.default")
+def fused_adagrad(params, grads, state_sums, state_steps, **options):
+    """This overload returns the step counts too, which the optimizer has already advanced."""
+    return *_adagrad(params, grads, state_sums, state_steps, **options), list(state_steps)
+
+
+# ---------------------------------------------------------------------------- gradient scaling
+
+
+@lowers("_amp_foreach_non_finite_check_and_unscale")
+def unscale(grads, found_inf, inv_scale):
+    for grad in grads:
+        found_inf = jnp.maximum(found_inf, jnp.any(~jnp.isfinite(grad)).astype(found_inf.dtype))
+    scaled = [(g.astype(math_dtype(g.dtype)) * inv_scale).astype(g.dtype) for g in grads]
+    return scaled, found_inf
+
+
+@lowers("_amp_update_scale")
+def update_scale(
+    scale, growth_tracker, found_inf, scale_growth_factor, scale_backoff_factor, growth_interval
+):
+    overflow = found_inf != 0
+    grown = scale * scale_growth_factor
+    due = growth_tracker + 1 == growth_interval
+    raised = jnp.where(due & jnp.isfinite(grown), grown, scale)
+    return (
+        jnp.where(overflow, scale * scale_backoff_factor, raised),
+        jnp.where(overflow | due, 0, growth_tracker + 1),
+    )

@@ -1,0 +1,555 @@
+"""Views, their `*_scatter` and `*_copy` forms, and their backwards.
+
+For each view, `get` reads it from its base and `put` writes it back. The writes are phrased so that
+XLA partitions them without gathering the base: a padded value and a mask for a range, a
+dynamic-update-slice for a single position (which also stays in place in a donated buffer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from xla_dtensor.dtypes import to_jax_dtype
+from xla_dtensor.lowering._registry import lowers, lowers_view
+
+_OVERLAP = (
+    "more than one element of the written-to tensor refers to a single memory location; "
+    "clone() the tensor before writing to it"
+)
+
+
+def wrap_dim(dim: int, ndim: int) -> int:
+    """``dim`` as a non-negative index; a 0-d tensor counts as having one dim, as in torch."""
+    return dim % max(ndim, 1)
+
+
+# Reshapes ------------------------------------------------------------------------------------
+
+
+def _put_reshaped(base: jax.Array, value: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    return value.astype(base.dtype).reshape(base.shape)
+
+
+@lowers_view("alias", "detach", "lift_fresh", put=_put_reshaped)
+def alias(base: jax.Array) -> jax.Array:
+    return base
+
+
+@lowers_view("view", "_reshape_alias", put=_put_reshaped)
+def view(base: jax.Array, size: Sequence[int], stride: Any = None) -> jax.Array:
+    return base.reshape(_infer_size(size, base.size))
+
+
+def _infer_size(size: Sequence[int], numel: int) -> list[int]:
+    """``size`` with its -1 filled in (JAX refuses -1 for empty arrays)."""
+    if -1 not in size:
+        return list(size)
+    rest = math.prod(s for s in size if s != -1)
+    return [numel // max(rest, 1) if s == -1 else s for s in size]
+
+
+@lowers_view("squeeze", put=_put_reshaped)
+def squeeze(base: jax.Array) -> jax.Array:
+    return base.reshape([s for s in base.shape if s != 1])
+
+
+@lowers_view("squeeze.dim", "squeeze.dims", put=_put_reshaped)
+def squeeze_dims(base: jax.Array, dim: int | Sequence[int]) -> jax.Array:
+    dims = [dim] if isinstance(dim, int) else dim
+    dropped = {wrap_dim(d, base.ndim) for d in dims}
+    return base.reshape([s for d, s in enumerate(base.shape) if s != 1 or d not in dropped])
+
+
+@lowers_view("unsqueeze", put=_put_reshaped)
+def unsqueeze(base: jax.Array, dim: int) -> jax.Array:
+    return jnp.expand_dims(base, dim)
+
+
+# Permutations --------------------------------------------------------------------------------
+
+
+def _put_permuted(base: jax.Array, value: jax.Array, dims: Sequence[int]) -> jax.Array:
+    inverse = np.argsort([wrap_dim(d, base.ndim) for d in dims])
+    return value.astype(base.dtype).transpose([int(d) for d in inverse])
+
+
+@lowers_view("permute", put=_put_permuted)
+def permute(base: jax.Array, dims: Sequence[int]) -> jax.Array:
+    return base.transpose([wrap_dim(d, base.ndim) for d in dims])
+
+
+def _put_transposed(base: jax.Array, value: jax.Array, dim0: int = 0, dim1: int = -1) -> jax.Array:
+    return transpose(value.astype(base.dtype), dim0, dim1)
+
+
+@lowers_view("transpose.int", put=_put_transposed)
+def transpose(base: jax.Array, dim0: int, dim1: int) -> jax.Array:
+    return jnp.swapaxes(base, dim0, dim1) if base.ndim else base
+
+
+@lowers_view("t", put=_put_transposed)
+def t(base: jax.Array) -> jax.Array:
+    return base.T
+
+
+# Elements seen as another type ---------------------------------------------------------------
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """``x`` with types that XLA cannot bitcast replaced by ones with the same bytes."""
+    if x.dtype.kind == "b":
+        return x.astype(np.uint8)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return view_as_real(x).reshape(*x.shape[:-1], -1) if x.ndim else view_as_real(x)
+    return x
+
+
+def _reinterpret(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The bytes of ``x`` read as ``dtype``; the last dim grows or shrinks with the item size."""
+    if x.dtype == dtype:
+        return x
+    if dtype.kind == "c":
+        part = np.dtype(f"f{dtype.itemsize // 2}")
+        parts = _reinterpret(x, part)
+        if x.dtype.itemsize == dtype.itemsize and x.ndim == 0:
+            return view_as_complex(parts.reshape(2))
+        return view_as_complex(parts.reshape(*x.shape[:-1], -1, 2))
+    if dtype.kind == "b":
+        return _reinterpret(x, np.dtype(np.uint8)) != 0
+    source = _bits(x)
+    old, new = source.dtype.itemsize, dtype.itemsize
+    shape = source.shape
+    if old == new:
+        out = lax.bitcast_convert_type(source, dtype)
+    elif old > new:  # adds a dim of old // new
+        out = lax.bitcast_convert_type(source, dtype)
+        shape = (*shape[:-1], shape[-1] * (old // new)) if shape else (old // new,)
+    else:  # consumes a last dim of new // old
+        shape = (*shape[:-1], shape[-1] // (new // old))
+        out = lax.bitcast_convert_type(source.reshape(*shape, new // old), dtype)
+    if x.ndim == 0 and x.dtype.itemsize == dtype.itemsize:
+        shape = ()
+    return out.reshape(shape)
+
+
+def _put_dtype(base: jax.Array, value: jax.Array, dtype: torch.dtype) -> jax.Array:
+    return _reinterpret(value.astype(to_jax_dtype(dtype)), base.dtype).reshape(base.shape)
+
+
+@lowers_view("view.dtype", put=_put_dtype)
+def view_dtype(base: jax.Array, dtype: torch.dtype) -> jax.Array:
+    return _reinterpret(base, to_jax_dtype(dtype))
+
+
+def _put_as_real(base: jax.Array, value: jax.Array) -> jax.Array:
+    return lax.complex(value[..., 0], value[..., 1]).astype(base.dtype)
+
+
+@lowers_view("view_as_real", put=_put_as_real)
+def view_as_real(base: jax.Array) -> jax.Array:
+    return jnp.stack([base.real, base.imag], axis=-1)
+
+
+def _put_as_complex(base: jax.Array, value: jax.Array) -> jax.Array:
+    return view_as_real(value).astype(base.dtype)
+
+
+@lowers_view("view_as_complex", put=_put_as_complex)
+def view_as_complex(base: jax.Array) -> jax.Array:
+    return lax.complex(base[..., 0], base[..., 1])
+
+
+def _put_conj(base: jax.Array, value: jax.Array) -> jax.Array:
+    return jnp.conj(value).astype(base.dtype)
+
+
+@lowers_view("_conj", put=_put_conj)
+def conj(base: jax.Array) -> jax.Array:
+    return jnp.conj(base)
+
+
+def _put_neg(base: jax.Array, value: jax.Array) -> jax.Array:
+    return (-value).astype(base.dtype)
+
+
+@lowers_view("_neg_view", put=_put_neg)
+def neg_view(base: jax.Array) -> jax.Array:
+    return -base
+
+
+# Expansion -----------------------------------------------------------------------------------
+
+
+def _put_expanded(
+    base: jax.Array, value: jax.Array, size: Sequence[int], implicit: bool = False
+) -> jax.Array:
+    if value.size == 0:
+        return base
+    if value.size != base.size:
+        raise RuntimeError(_OVERLAP)
+    return value.astype(base.dtype).reshape(base.shape)
+
+
+@lowers_view("expand", put=_put_expanded)
+def expand(base: jax.Array, size: Sequence[int], implicit: bool = False) -> jax.Array:
+    new = len(size) - base.ndim
+    shape = [
+        s if s != -1 or d < new else base.shape[d - new] for d, s in enumerate(size)
+    ]  # -1 keeps a dim
+    return jnp.broadcast_to(base, shape)
+
+
+# Ranges of a dim -----------------------------------------------------------------------------
+
+
+def slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+    """The start and end of a torch slice of a dim, clamped to it as torch does."""
+    start = 0 if start is None else start
+    end = size if end is None else end
+    start = min(max(start + size if start < 0 else start, 0), size)
+    end = min(max(end + size if end < 0 else end, start), size)
+    return start, end
+
+
+def _put_range(
+    base: jax.Array, value: jax.Array, dim: int, start: int, length: int, step: int = 1
+) -> jax.Array:
+    """``base`` with ``length`` positions of ``dim`` from ``start`` on replaced by ``value``."""
+    shape = (*base.shape[:dim], length, *base.shape[dim + 1 :])
+    value = jnp.broadcast_to(value.astype(base.dtype), shape)
+    if value.size == 0 or value.size == base.size:
+        return value if value.size else base
+    if length == 1:
+        return lax.dynamic_update_slice_in_dim(base, value, start, dim)
+    # A range written by dynamic-update-slice makes XLA gather a base sharded in `dim`.
+    size = base.shape[dim]
+    after = size - start - (length - 1) * step - 1
+    config = [(0, 0, 0)] * base.ndim
+    config[dim] = (start, after, step - 1)
+    padded = lax.pad(value, jnp.zeros((), base.dtype), config)
+    written = np.zeros(size, bool)
+    written[start : size - after : step] = True
+    return jnp.where(_along(written, dim, base.ndim), padded, base)
+
+
+def _along(values: Any, dim: int, ndim: int) -> jax.Array:
+    """The 1-d ``values`` shaped to broadcast along ``dim``."""
+    return jnp.asarray(values).reshape([-1 if d == dim else 1 for d in range(ndim)])
+
+
+def _put_slice(
+    base: jax.Array,
+    value: jax.Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> jax.Array:
+    dim = wrap_dim(dim, base.ndim)
+    start, end = slice_bounds(base.shape[dim], start, end)
+    return _put_range(base, value, dim, start, len(range(start, end, step)), step)
+
+
+@lowers_view("slice.Tensor", put=_put_slice)
+def slice_(
+    base: jax.Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> jax.Array:
+    dim = wrap_dim(dim, base.ndim)
+    start, end = slice_bounds(base.shape[dim], start, end)
+    return lax.slice_in_dim(base, start, end, step, dim)
+
+
+def _put_select(base: jax.Array, value: jax.Array, dim: int, index: int) -> jax.Array:
+    dim = wrap_dim(dim, base.ndim)
+    rest = (*base.shape[:dim], *base.shape[dim + 1 :])
+    value = jnp.expand_dims(jnp.broadcast_to(value, rest), dim)
+    return _put_range(base, value, dim, index % base.shape[dim], 1)
+
+
+@lowers_view("select.int", put=_put_select)
+def select(base: jax.Array, dim: int, index: int) -> jax.Array:
+    dim = wrap_dim(dim, base.ndim)
+    return lax.index_in_dim(base, index % base.shape[dim], dim, keepdims=False)
+
+
+def _put_unbound(base: jax.Array, value: jax.Array, index: int, dim: int = 0) -> jax.Array:
+    return _put_select(base, value, dim, index)
+
+
+@lowers_view("unbind.int", put=_put_unbound)
+def unbind(base: jax.Array, dim: int = 0) -> tuple[jax.Array, ...]:
+    dim = wrap_dim(dim, base.ndim)
+    return tuple(select(base, dim, i) for i in range(base.shape[dim]))
+
+
+def _chunk_sizes(size: int, chunk: int) -> list[int]:
+    if size == 0 or chunk == 0:
+        return [size]
+    return [min(chunk, size - start) for start in range(0, size, chunk)]
+
+
+def _put_split(
+    base: jax.Array, value: jax.Array, index: int, split_size: int, dim: int = 0
+) -> jax.Array:
+    dim = wrap_dim(dim, base.ndim)
+    return _put_split_sizes(base, value, index, _chunk_sizes(base.shape[dim], split_size), dim)
+
+
+@lowers_view("split.Tensor", put=_put_split)
+def split(base: jax.Array, split_size: int, dim: int = 0) -> tuple[jax.Array, ...]:
+    dim = wrap_dim(dim, base.ndim)
+    return split_with_sizes(base, _chunk_sizes(base.shape[dim], split_size), dim)
+
+
+def _put_split_sizes(
+    base: jax.Array, value: jax.Array, index: int, split_sizes: Sequence[int], dim: int = 0
+) -> jax.Array:
+    dim = wrap_dim(dim, base.ndim)
+    return _put_range(base, value, dim, sum(split_sizes[:index]), split_sizes[index])
+
+
+@lowers_view("split_with_sizes", put=_put_split_sizes)
+def split_with_sizes(
+    base: jax.Array, split_sizes: Sequence[int], dim: int = 0
+) -> tuple[jax.Array, ...]:
+    dim = wrap_dim(dim, base.ndim)
+    ends = np.cumsum(split_sizes)
+    return tuple(
+        lax.slice_in_dim(base, int(end) - size, int(end), axis=dim)
+        for size, end in zip(split_sizes, ends, strict=True)
+    )
+
+
+# Diagonals -----------------------------------------------------------------------------------
+
+
+def _diagonal_start(rows: int, cols: int, offset: int) -> tuple[int, int, int]:
+    """First row, first column and length of a diagonal."""
+    row, col = max(-offset, 0), max(offset, 0)
+    return row, col, max(min(rows - row, cols - col), 0)
+
+
+def _put_diagonal(
+    base: jax.Array, value: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> jax.Array:
+    dim1, dim2 = wrap_dim(dim1, base.ndim), wrap_dim(dim2, base.ndim)
+    matrix = jnp.moveaxis(base, (dim1, dim2), (-2, -1))
+    rows, cols = matrix.shape[-2:]
+    row, _, length = _diagonal_start(rows, cols, offset)
+    if length == 0:
+        return base
+    value = jnp.broadcast_to(value.astype(base.dtype), (*matrix.shape[:-2], length))
+    # A mask instead of a scatter: it partitions like any pointwise op.
+    config = [(0, 0, 0)] * (value.ndim - 1) + [(row, rows - row - length, 0)]
+    by_row = lax.pad(value, jnp.zeros((), base.dtype), config)[..., None]
+    on_diagonal = jnp.arange(cols) - jnp.arange(rows)[:, None] == offset
+    return jnp.moveaxis(jnp.where(on_diagonal, by_row, matrix), (-2, -1), (dim1, dim2))
+
+
+@lowers_view("diagonal", put=_put_diagonal)
+def diagonal(base: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
+    matrix = jnp.moveaxis(base, (dim1, dim2), (-2, -1))
+    row, col, length = _diagonal_start(*matrix.shape[-2:], offset)
+    step = jnp.arange(length)
+    return matrix.at[..., row + step, col + step].get(
+        mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True
+    )
+
+
+# Strides and windows -------------------------------------------------------------------------
+
+
+def _dense_permutation(
+    numel: int, size: Sequence[int], stride: Sequence[int], offset: int
+) -> list[int] | None:
+    """The order of dims in which ``stride`` walks all of a base of ``numel`` elements
+    contiguously, or None where it does not."""
+    if offset or math.prod(size) != numel:
+        return None
+    order = sorted(range(len(size)), key=lambda d: (stride[d], size[d]), reverse=True)
+    expected = 1
+    for d in reversed(order):
+        if size[d] != 1 and stride[d] != expected:
+            return None
+        expected *= size[d]
+    return order
+
+
+def _overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether two elements of a strided view may share memory (no false negatives)."""
+    reach = 0
+    for step, n in sorted(zip(stride, size, strict=True)):
+        if n > 1:
+            if step <= reach:
+                return True
+            reach += step * (n - 1)
+    return False
+
+
+def _strided_positions(
+    numel: int, size: Sequence[int], stride: Sequence[int], offset: int
+) -> jax.Array:
+    """The flat position in the base of each element of the view. Computed by XLA from iotas: as a
+    constant it would be as large as the view."""
+    last = offset + sum(step * (n - 1) for step, n in zip(stride, size, strict=True))
+    if math.prod(size) and last >= numel:
+        raise ValueError(
+            f"as_strided: size {list(size)}, stride {list(stride)} and offset {offset} reach "
+            f"element {last} of a tensor with {numel} elements"
+        )
+    positions = jnp.full((1,) * len(size), offset, np.int64)
+    for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
+        positions = positions + _along(jnp.arange(n, dtype=np.int64) * step, dim, len(size))
+    return jnp.broadcast_to(positions, tuple(size))
+
+
+def _put_strided(
+    base: jax.Array,
+    value: jax.Array,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> jax.Array:
+    value = jnp.broadcast_to(value.astype(base.dtype), tuple(size))
+    if value.size == 0:
+        return base
+    offset = storage_offset or 0
+    order = _dense_permutation(base.size, size, stride, offset)
+    if order is not None:
+        return value.transpose(order).reshape(base.shape)
+    if any(step == 0 and n > 1 for step, n in zip(stride, size, strict=True)):
+        raise RuntimeError(_OVERLAP)
+    positions = _strided_positions(base.size, size, stride, offset).reshape(-1)
+    flat, value = base.reshape(-1), value.reshape(-1)
+    if not _overlaps(size, stride):
+        written = flat.at[positions].set(value, mode="promise_in_bounds", unique_indices=True)
+        return written.reshape(base.shape)
+    # The last element in the view's order wins; a scatter alone leaves the order open.
+    writer = jnp.full(base.size, -1, np.int64).at[positions].max(jnp.arange(value.size))
+    return jnp.where(writer >= 0, value[jnp.maximum(writer, 0)], flat).reshape(base.shape)
+
+
+@lowers_view("as_strided", put=_put_strided)
+def as_strided(
+    base: jax.Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> jax.Array:
+    offset = storage_offset or 0
+    order = _dense_permutation(base.size, size, stride, offset)
+    if order is not None:
+        return base.reshape([size[d] for d in order]).transpose([int(d) for d in np.argsort(order)])
+    positions = _strided_positions(base.size, size, stride, offset)
+    if positions.size == 0:
+        return jnp.zeros(tuple(size), base.dtype)
+    return base.reshape(-1).at[positions].get(mode="promise_in_bounds")
+
+
+def _window_positions(length: int, size: int, step: int) -> np.ndarray:
+    count = (length - size) // step + 1
+    return np.arange(count)[:, None] * step + np.arange(size)
+
+
+def _put_unfolded(
+    base: jax.Array, value: jax.Array, dimension: int, size: int, step: int
+) -> jax.Array:
+    value = value.astype(base.dtype)
+    if base.ndim == 0 or value.size == 0:
+        return value.reshape(()) if value.size else base
+    dim = wrap_dim(dimension, base.ndim)
+    positions = _window_positions(base.shape[dim], size, step)
+    # Where windows overlap, the last one that covers a position wins.
+    writer = np.full(base.shape[dim], -1)
+    writer[positions.reshape(-1)] = np.arange(positions.size)
+    value = jnp.moveaxis(value, -1, dim + 1)
+    flat = value.reshape(*base.shape[:dim], positions.size, *base.shape[dim + 1 :])
+    taken = jnp.take(flat, np.maximum(writer, 0), axis=dim, mode="clip")
+    return jnp.where(_along(writer >= 0, dim, base.ndim), taken, base)
+
+
+@lowers_view("unfold", put=_put_unfolded)
+def unfold(base: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
+    if base.ndim == 0:
+        return base.reshape(1)[:size]
+    dim = wrap_dim(dimension, base.ndim)
+    positions = _window_positions(base.shape[dim], size, step)
+    if size == step:  # windows side by side: a reshape, which keeps the dim's sharding
+        used = lax.slice_in_dim(base, 0, positions.size, axis=dim)
+        windows = used.reshape(*base.shape[:dim], *positions.shape, *base.shape[dim + 1 :])
+    else:
+        windows = jnp.take(base, positions, axis=dim, mode="clip")
+    return jnp.moveaxis(windows, dim + 1, -1)
+
+
+# Functional forms ----------------------------------------------------------------------------
+
+for _name, _put in {
+    "slice_scatter": _put_slice,
+    "select_scatter": _put_select,
+    "diagonal_scatter": _put_diagonal,
+    "as_strided_scatter": _put_strided,
+}.items():
+    lowers(_name)(_put)
+
+_COPIES: dict[Callable[..., Any], tuple[str, ...]] = {
+    alias: ("alias_copy", "detach_copy", "lift_fresh_copy"),
+    view: ("view_copy", "_reshape_alias_copy", "_unsafe_view", "_reshape_copy"),
+    view_dtype: ("view_copy.dtype",),
+    squeeze: ("squeeze_copy",),
+    squeeze_dims: ("squeeze_copy.dim", "squeeze_copy.dims"),
+    unsqueeze: ("unsqueeze_copy",),
+    permute: ("permute_copy",),
+    transpose: ("transpose_copy.int",),
+    t: ("t_copy",),
+    view_as_real: ("view_as_real_copy",),
+    view_as_complex: ("view_as_complex_copy",),
+    conj: ("_conj_copy",),
+    neg_view: ("_neg_view_copy",),
+    expand: ("expand_copy",),
+    slice_: ("slice_copy.Tensor",),
+    select: ("select_copy.int",),
+    unbind: ("unbind_copy.int",),
+    split: ("split_copy.Tensor", "unsafe_split.Tensor"),
+    split_with_sizes: ("split_with_sizes_copy", "unsafe_split_with_sizes"),
+    diagonal: ("diagonal_copy",),
+    as_strided: ("as_strided_copy",),
+    unfold: ("unfold_copy",),
+}
+for _get, _names in _COPIES.items():
+    lowers(*_names)(_get)
+
+
+@lowers("narrow_copy")
+def narrow_copy(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
+    start, _ = slice_bounds(x.shape[wrap_dim(dim, x.ndim)], start, None)
+    return slice_(x, dim, start, start + length)
+
+
+def _transposed(get: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The backward of the view ``get``: ``backward(grad, input_sizes, *args)``. Transposing a
+    slice gives a pad, which XLA partitions better than an update of zeros."""
+
+    def backward(grad: jax.Array, input_sizes: Sequence[int], *args: Any) -> jax.Array:
+        base = jax.ShapeDtypeStruct(tuple(input_sizes), grad.dtype)
+        return jax.linear_transpose(lambda x: get(x, *args), base)(grad)[0]
+
+    return backward
+
+
+for _get, _name in {
+    slice_: "slice_backward",
+    select: "select_backward",
+    diagonal: "diagonal_backward",
+    unfold: "unfold_backward",
+}.items():
+    lowers(_name)(_transposed(_get))

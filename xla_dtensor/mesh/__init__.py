@@ -1,0 +1,27 @@
+"""Where: torch's DeviceMesh as a JAX mesh, submeshes, placements as PartitionSpecs. Knows no ops."""
+
+from xla_dtensor.mesh.device_mesh import XLADeviceMesh
+from xla_dtensor.mesh.frame import Axis, Frame, frame_of, mesh_dim_axes, root_mesh
+from xla_dtensor.mesh.placements import (
+    dim_axes,
+    dim_mesh_dims,
+    from_partition_spec,
+    normalize_placements,
+    placements_of,
+    to_partition_spec,
+)
+
+__all__ = [
+    "Axis",
+    "Frame",
+    "XLADeviceMesh",
+    "dim_axes",
+    "dim_mesh_dims",
+    "frame_of",
+    "from_partition_spec",
+    "mesh_dim_axes",
+    "normalize_placements",
+    "placements_of",
+    "root_mesh",
+    "to_partition_spec",
+]

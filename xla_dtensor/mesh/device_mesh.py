@@ -1,0 +1,110 @@
+"""``DeviceMesh`` for "xla": one process that drives all devices of the mesh.
+
+torch makes no process groups for ``DeviceMesh("xla", ...)`` and leaves out the state that slicing
+needs. This subclass supplies it; ``integration`` makes ``DeviceMesh("xla", ...)`` create it. Layout
+algebra (slices, ``_flatten``, ``_unflatten``, ``_concatenate``), equality and hashing stay torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from xla_dtensor import runtime
+from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
+
+
+class XLADeviceMesh(DeviceMesh):
+    """A mesh over XLA devices; the numbers in ``mesh`` are positions in ``jax.devices()``.
+
+    Every device is driven by this process, so what torch defines per rank (``get_rank``,
+    ``get_local_rank``, ``get_coordinate``) has no value here and raises ``PerDeviceValueError``.
+    """
+
+    # torch's slicing and concatenation carry group names along; an xla mesh has no process groups.
+    _dim_group_names: ClassVar[list[str]] = []
+
+    def __init__(self, device_type: str, mesh: Any = None, **kwargs: Any) -> None:
+        super().__init__(device_type, mesh, **kwargs)
+        if self._root_mesh is None:
+            ids = self._rank_map.tolist()
+            if len(set(ids)) != len(ids) or min(ids, default=0) < 0:
+                raise MeshError(
+                    f"DeviceMesh('xla', {ids}): device numbers must be distinct and not negative"
+                )
+            if not ids:
+                raise MeshError(f"DeviceMesh('xla', ...) of shape {tuple(self.shape)} has no device")
+            runtime.devices(ids)  # starts the backend, or says what is missing
+
+    @staticmethod
+    def _init_process_groups(*args: Any, **kwargs: Any) -> list[str]:
+        return []
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The device numbers, of shape ``self.shape``: of a submesh, those at coordinate 0 of the
+        root dims that it leaves out."""
+        return self._layout.remap_to_tensor(self._rank_map)[0]
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        """The submesh of these dims, in the order given.
+
+        Raises:
+            MeshError: the mesh has no dim names.
+            MeshDimError: it has no dim of that name.
+        """
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        own = self._mesh_dim_names
+        if not own:
+            raise MeshError(
+                f"cannot slice {self!r} by {names}: it has no mesh_dim_names; pass them to "
+                "init_device_mesh"
+            )
+        flattened = self._get_root_mesh()._flatten_mapping if self._root_mesh is None else {}
+        for name in names:
+            if name not in own and name not in flattened:
+                raise MeshDimError(
+                    f"{self!r} has no mesh dim {name!r}; its dims are {own}"
+                    + (f", flattened ones {tuple(flattened)}" if flattened else "")
+                )
+        if len(names) == 1:
+            return flattened[names[0]] if names[0] in flattened else super().__getitem__(names)
+        if len(set(names)) != len(names):
+            raise MeshDimError(f"mesh[{names}]: each mesh dim may be named once")
+        if names == own:
+            return self
+        # torch's own slicing wants ascending order; concatenating slices gives any order.
+        return DeviceMesh._concatenate([self[name] for name in names])
+
+    def _is_current_rank_part_of_mesh(self) -> bool:
+        return True
+
+    def get_rank(self) -> NoReturn:
+        self._no_rank("get_rank()")
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> NoReturn:
+        self._no_rank(f"get_local_rank({mesh_dim!r})")
+
+    def get_coordinate(self) -> NoReturn:
+        self._no_rank("get_coordinate()")
+
+    def _no_rank(self, call: str) -> NoReturn:
+        raise PerDeviceValueError(
+            f"{self!r}.{call} has a different value on each device, and one process drives them "
+            "all: use full_tensor(), local_shards or a collective, which see every device"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self.__getstate__(),)
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._pg_registry = {}
+
+
+def _unpickle(state: dict) -> XLADeviceMesh:
+    mesh = object.__new__(XLADeviceMesh)
+    mesh.__setstate__(state)
+    return mesh

@@ -1,0 +1,177 @@
+"""The JAX mesh under a torch mesh.
+
+All tensors of a root mesh live on one JAX mesh, the *frame*: a named axis for each dim of the root.
+Submeshes select axes of it; a mesh that ``_unflatten`` made needs finer axes, and refines the
+frame. Arrays of a coarser frame stay valid: XLA accepts shardings over different factorisations of
+the same device order in one program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.distributed.device_mesh import DeviceMesh
+
+from xla_dtensor import runtime
+from xla_dtensor.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the JAX mesh: its name, size, and stride in the root mesh's flat device list."""
+
+    name: str
+    size: int
+    stride: int
+
+
+class Frame:
+    """The JAX mesh of a root mesh.
+
+    Attributes:
+        root: the torch root mesh.
+        axes: major to minor; sizes multiply to the number of devices.
+        jax_mesh: ``jax.sharding.Mesh`` over ``axes``.
+    """
+
+    def __init__(self, root: DeviceMesh, axes: tuple[Axis, ...]) -> None:
+        import jax
+
+        self.root = root
+        self.axes = axes
+        self.sizes = {axis.name: axis.size for axis in axes}
+        ids = root._rank_map.tolist()
+        devices = np.array(runtime.devices(ids), dtype=object)
+        self.device_ids = tuple(ids)
+        self.jax_mesh = jax.sharding.Mesh(
+            devices.reshape([axis.size for axis in axes]), tuple(axis.name for axis in axes)
+        )
+        self.replicated = jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec())
+
+    def sharding(self, *spec: Any) -> Any:
+        """``NamedSharding`` over this frame of ``PartitionSpec(*spec)``."""
+        import jax
+
+        return jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec(*spec))
+
+    def __repr__(self) -> str:
+        return f"Frame({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)})"
+
+
+_frames: dict[DeviceMesh, Frame] = {}
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was cut from (itself if it wasn't)."""
+    return mesh._get_root_mesh()
+
+
+@functools.lru_cache(maxsize=None)
+def mesh_dim_axes(mesh: DeviceMesh) -> tuple[tuple[str, ...], ...]:
+    """For each dim of ``mesh``, the frame axes that it consists of, major to minor.
+
+    Size-1 dims consist of no axis, except where the root has such a dim.
+    """
+    return _axes_in(frame_of(mesh), mesh)
+
+
+def frame_of(mesh: DeviceMesh) -> Frame:
+    """The frame of ``mesh``'s root, refined where ``mesh`` needs finer axes than it has.
+
+    Raises:
+        MeshError: the dims of ``mesh`` and of other meshes of the same root cut the devices in
+            ways that no common list of axes has (6 devices as 2x3 and as 3x2).
+    """
+    root = root_mesh(mesh)
+    frame = _frames.get(root)
+    if frame is None:
+        frame = _frames[root] = Frame(root, _root_axes(root))
+    if mesh is not root and not _covers(frame, mesh):
+        frame = _frames[root] = Frame(root, _refined_axes(frame, mesh))
+        mesh_dim_axes.cache_clear()
+    return frame
+
+
+def _mesh_dims(mesh: DeviceMesh) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Per mesh dim its name and its (size, stride) pieces, major to minor, without size-1 pieces."""
+    from xla_dtensor.integration.torch_versions import layout_pieces
+
+    names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+    return [
+        (name, [(size, stride) for size, stride in pieces if size != 1])
+        for name, pieces in zip(names, layout_pieces(mesh), strict=True)
+    ]
+
+
+def _root_axes(root: DeviceMesh) -> tuple[Axis, ...]:
+    names = root.mesh_dim_names or tuple(f"dim{i}" for i in range(root.ndim))
+    strides = [math.prod(root.shape[i + 1 :]) for i in range(root.ndim)]
+    return tuple(map(Axis, names, root.shape, strides))
+
+
+def _boundaries(axes: tuple[Axis, ...]) -> set[int]:
+    return {axis.stride for axis in axes} | {axis.stride * axis.size for axis in axes}
+
+
+def _needed(mesh: DeviceMesh) -> set[int]:
+    pieces = [piece for _, dim in _mesh_dims(mesh) for piece in dim]
+    return {stride for _, stride in pieces} | {size * stride for size, stride in pieces}
+
+
+def _covers(frame: Frame, mesh: DeviceMesh) -> bool:
+    return _needed(mesh) <= _boundaries(frame.axes)
+
+
+def _refined_axes(frame: Frame, mesh: DeviceMesh) -> tuple[Axis, ...]:
+    cuts = sorted(_boundaries(frame.axes) | _needed(mesh), reverse=True)
+    for major, minor in zip(cuts, cuts[1:], strict=False):
+        if major % minor:
+            raise MeshError(
+                f"{mesh!r} cuts the {math.prod(frame.root.shape)} devices of {frame.root!r} at a "
+                f"stride of {minor}, other meshes of that root at {major}: no common axes exist. "
+                "Make meshes of one root from divisors that divide each other"
+            )
+    named = {
+        (size, stride): name
+        for name, pieces in _mesh_dims(mesh)
+        for size, stride in pieces
+        if len(pieces) == 1
+    }
+    axes: list[Axis] = []
+    used = {axis.name for axis in frame.axes}
+    for old in frame.axes:
+        inside = [c for c in cuts if old.stride <= c <= old.stride * old.size]
+        parts = [(hi // lo, lo) for hi, lo in zip(inside, inside[1:], strict=False)]
+        if len(parts) <= 1:
+            axes.append(old)
+            continue
+        for index, (size, stride) in enumerate(parts):
+            name = named.get((size, stride))
+            if name is None or name in used:
+                name = f"{old.name}.{index}"
+            used.add(name)
+            axes.append(Axis(name, size, stride))
+    return tuple(axes)
+
+
+def _axes_in(frame: Frame, mesh: DeviceMesh) -> tuple[tuple[str, ...], ...]:
+    if mesh is frame.root or mesh == frame.root:
+        own = {(a.name, a.size, a.stride) for a in frame.axes}
+        roots = _root_axes(frame.root)
+        if all((a.name, a.size, a.stride) in own for a in roots):
+            return tuple((axis.name,) for axis in roots)
+    result = []
+    for _, pieces in _mesh_dims(mesh):
+        names: list[str] = []
+        for size, stride in pieces:
+            names += [
+                axis.name
+                for axis in frame.axes
+                if axis.size > 1 and stride <= axis.stride < stride * size
+            ]
+        result.append(tuple(names))
+    return tuple(result)

@@ -1,0 +1,239 @@
+"""Between layouts: ``redistribute``, ``full_tensor``, and what each device holds.
+
+No communication is written here: the value is given its new sharding, and XLA moves the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+
+from xla_dtensor import _context
+from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dispatch._read import read
+from xla_dtensor.dtypes import to_torch_dtype
+from xla_dtensor.errors import MeshMismatchError, PlacementError, UnsupportedOpError
+from xla_dtensor.form import Form, device_form, sharded_form
+from xla_dtensor.mesh import frame_of, normalize_placements
+from xla_dtensor.sharded_tensor import LocalShard, XLAShardedTensor
+from xla_dtensor.storage import Storage
+
+
+def redistribute(
+    tensor: XLAShardedTensor,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> XLAShardedTensor:
+    """`XLAShardedTensor.redistribute`."""
+    mesh = device_mesh or tensor.device_mesh
+    if placements is None:
+        raise RuntimeError(
+            f"redistribute() of a tensor on {tensor.device_mesh!r}: placements is needed, one per "
+            "mesh dim"
+        )
+    if getattr(mesh, "device_type", None) != "xla":
+        raise MeshMismatchError(f"redistribute: {mesh!r} is no xla mesh; use full_tensor().cpu()")
+    placements = normalize_placements(placements, mesh, tensor.ndim, "redistribute")
+    for i, (new, old) in enumerate(zip(placements, _on(tensor, mesh), strict=True)):
+        if isinstance(new, Partial) and new != old:
+            raise PlacementError(
+                f"redistribute: mesh dim {i} of {mesh!r} is {old}; only an operation makes a value "
+                f"{new}, redistribute can't"
+            )
+    return _Redistribute.apply(tensor, mesh, placements, forward_dtype, backward_dtype)
+
+
+def _on(tensor: XLAShardedTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    return tensor.placements if tensor.device_mesh == mesh else (Replicate(),) * mesh.ndim
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        tensor: XLAShardedTensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> XLAShardedTensor:
+        ctx.source = tensor.device_mesh, tensor.placements, tensor.dtype
+        ctx.backward_dtype = backward_dtype
+        if forward_dtype is not None and forward_dtype != tensor.dtype:
+            tensor = tensor.to(forward_dtype)
+        return move(tensor, mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        mesh, placements, dtype = ctx.source
+        wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+        grad = as_sharded(grad, mesh)
+        communication_dtype = ctx.backward_dtype or dtype
+        if grad.dtype != communication_dtype:
+            grad = grad.to(communication_dtype)
+        grad = _Redistribute.apply(grad, mesh, wanted, None, None)
+        return (grad if grad.dtype == dtype else grad.to(dtype)), None, None, None, None
+
+
+def as_sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> XLAShardedTensor:
+    """``tensor`` itself if it is sharded, else as replicated on ``mesh``."""
+    if isinstance(tensor, XLAShardedTensor):
+        return tensor
+    from xla_dtensor.factories import distribute_tensor
+
+    return distribute_tensor(tensor.detach(), mesh, None)
+
+
+_movers: dict[tuple[Form, Form], Any] = {}
+
+
+def move(
+    tensor: XLAShardedTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> XLAShardedTensor:
+    """``tensor``'s value in another layout, as a tensor of its own; below autograd."""
+    source = tensor._form
+    target = source.with_placements(mesh, placements)
+    array = read(tensor)
+    trace = _context.current()
+    if trace is not None:
+        _check_same_devices(source, target)
+        value = source.logical(array)
+        value = constrain(value, target)
+        return XLAShardedTensor(Storage(value, target), target)
+    assert source.frame is not None and target.frame is not None
+    if source.frame.device_ids != target.frame.device_ids:
+        return _move_devices(array, source, target)
+    mover = _movers.get((source, target))
+    if mover is None:
+
+        def function(array: Any) -> Any:
+            return target.physical(source.logical(array))
+
+        mover = _movers[source, target] = jax.jit(function, out_shardings=target.sharding)
+    with jax.enable_x64(True):
+        moved = mover(array)
+    return XLAShardedTensor(Storage(moved, target), target)
+
+
+def constrain(value: Any, form: Form) -> Any:
+    """The traced logical ``value`` with the sharding of ``form`` asked of XLA."""
+    if form.sharding is None or form.unreduced:
+        return value
+    return jax.lax.with_sharding_constraint(value, form.sharding)
+
+
+def _check_same_devices(source: Form, target: Form) -> None:
+    assert source.frame is not None and target.frame is not None
+    if source.frame.device_ids != target.frame.device_ids:
+        raise MeshMismatchError(
+            f"redistribute from {source.mesh!r} to {target.mesh!r} inside a compiled step: one XLA "
+            "program runs on one set of devices; move the tensor outside of the step"
+        )
+
+
+def _move_devices(array: Any, source: Form, target: Form) -> XLAShardedTensor:
+    """Between meshes with different devices: reduced and padded on the source's, then copied."""
+
+    def function(array: Any) -> Any:
+        return target.physical(source.logical(array))
+
+    assert source.frame is not None
+    with jax.enable_x64(True):
+        prepared = jax.jit(function, out_shardings=source.frame.replicated)(array)
+        moved = jax.device_put(prepared, target.sharding)
+    return XLAShardedTensor(Storage(moved, target), target)
+
+
+def full_tensor(
+    tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | None
+) -> torch.Tensor:
+    """`XLAShardedTensor.full_tensor`."""
+    mesh = tensor.device_mesh
+    replicated = (Replicate(),) * mesh.ndim
+    if grad_placements is not None:
+        grad_placements = normalize_placements(
+            grad_placements, mesh, tensor.ndim, "full_tensor(grad_placements=)"
+        )
+        if any(not isinstance(p, Replicate | Partial) for p in grad_placements):
+            raise UnsupportedOpError(
+                f"full_tensor(grad_placements={list(grad_placements)}) on {mesh!r}: the gradient "
+                "of a full tensor is whole on every device, so it can be Replicate or Partial"
+            )
+    return _ToDevices.apply(tensor.redistribute(placements=replicated), grad_placements)
+
+
+class _ToDevices(torch.autograd.Function):
+    """A replicated tensor as what every device holds."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: XLAShardedTensor, grad_placements: tuple[Placement, ...] | None
+    ) -> XLATensor:
+        ctx.mesh = tensor.device_mesh
+        ctx.grad_placements = grad_placements
+        form = tensor._form
+        own = device_form(form.frame, form.shape, form.stride, form.offset, form.dtype)
+        return XLATensor(Storage(read(tensor), own), own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        for i, placement in enumerate(ctx.grad_placements or ()):
+            # Every device contributes the same value to the pending reduction.
+            if isinstance(placement, Partial) and placement.reduce_op == "sum":
+                grad = grad * ctx.mesh.size(i)
+            elif isinstance(placement, Partial) and placement.reduce_op == "product":
+                grad = grad ** ctx.mesh.size(i)
+        return as_sharded(grad, ctx.mesh), None
+
+
+def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
+    """`XLAShardedTensor.local_shards`."""
+    from xla_dtensor.transfer import from_numpy
+
+    trace = _context.current()
+    if trace is not None:
+        trace.refuse("local_shards")
+    form = tensor._form
+    array = read(tensor)
+    if form.unreduced:
+        with jax.enable_x64(True):
+            array = jax.jit(
+                lambda a: form.physical(form.logical(a)), out_shardings=form.reduced().sharding
+            )(array)
+    by_device = {shard.device: shard for shard in array.addressable_shards}
+    shards = []
+    assert form.frame is not None
+    for number, device in zip(
+        form.frame.device_ids, form.frame.jax_mesh.devices.flat, strict=True
+    ):
+        shard = by_device[device]
+        index = []
+        for part, size in zip(shard.index, form.shape, strict=True):
+            start, stop, _ = part.indices(max(size, part.stop or 0))
+            index.append(slice(min(start, size), min(stop, size)))
+        data = np.asarray(shard.data)[tuple(slice(0, s.stop - s.start) for s in index)]
+        shards.append(LocalShard(number, tuple(index), from_numpy(data)))
+    return shards
+
+
+def device_tensor_of(array: Any, frame_mesh: DeviceMesh | None = None) -> XLATensor:
+    """An `XLATensor` over a jax array that is the same on every device."""
+    frame = None if frame_mesh is None else frame_of(frame_mesh)
+    form = device_form(frame, tuple(array.shape), dtype=to_torch_dtype(array.dtype))
+    return XLATensor(Storage(array, form), form)
+
+
+def sharded_tensor_of(
+    array: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> XLAShardedTensor:
+    """An `XLAShardedTensor` over an array in the physical form of these placements."""
+    form = sharded_form(mesh, placements, shape, dtype=to_torch_dtype(array.dtype))
+    return XLAShardedTensor(Storage(array, form), form)

@@ -1,0 +1,85 @@
+"""The random number generator of the "xla" device.
+
+One generator for all devices of the process: a seed and a counter of random operations. The key of
+an operation is a function of both, and XLA's partitionable threefry makes each number a function of
+the key and its logical position, so neither the mesh nor the placements change the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_dtensor import _context
+
+DEFAULT_SEED = 67280421310721  # torch's own default generator seed
+
+_seed = DEFAULT_SEED
+_counter = 0
+
+
+def manual_seed(seed: int) -> None:
+    """Start the stream of ``seed`` (any Python integer, taken modulo 2**64)."""
+    global _seed, _counter
+    _seed, _counter = int(seed) % 2**64, 0
+
+
+def initial_seed() -> int:
+    """The seed of the current stream."""
+    return _seed
+
+
+def words() -> np.ndarray:
+    """The generator's state as four uint32 words (seed, counter), low word first."""
+    return np.array(
+        [_seed & 0xFFFFFFFF, _seed >> 32, _counter & 0xFFFFFFFF, _counter >> 32], dtype=np.uint32
+    )
+
+
+def advance(operations: int = 1) -> None:
+    """Count ``operations`` random operations."""
+    global _counter
+    _counter += operations
+
+
+def position() -> tuple[int, int]:
+    """The seed and the number of random operations so far."""
+    return _seed, _counter
+
+
+def key_of(state: Any, offset: int = 0) -> Any:
+    """The JAX key of the random operation ``offset`` operations after ``state`` (see `words`)."""
+    import jax
+    import jax.numpy as jnp
+
+    state = jnp.asarray(state, dtype=jnp.uint32)
+    key = jax.random.wrap_key_data(state[:2], impl="threefry2x32")
+    low = state[2] + jnp.uint32(offset)
+    carry = (low < state[2]).astype(jnp.uint32)
+    return jax.random.fold_in(jax.random.fold_in(key, low), state[3] + carry)
+
+
+def get_state() -> torch.Tensor:
+    """The state as a CPU uint8 tensor of 16 bytes."""
+    return torch.from_numpy(words().view(np.uint8).copy())
+
+
+def set_state(state: torch.Tensor) -> None:
+    """Restore a state from `get_state`.
+
+    Raises:
+        ValueError: ``state`` isn't one.
+    """
+    global _seed, _counter
+    if state.dtype is not torch.uint8 or state.numel() != 16:
+        raise ValueError(
+            f"an xla RNG state is a uint8 tensor of 16 elements (torch.xla.get_rng_state()), "
+            f"got {state.dtype} with {state.numel()}"
+        )
+    w = state.detach().cpu().contiguous().numpy().view(np.uint32).astype(np.uint64)
+    seed, counter = int(w[0] | (w[1] << np.uint64(32))), int(w[2] | (w[3] << np.uint64(32)))
+    if _context.current() is not None and seed != _seed:
+        _context.current().refuse("set_rng_state() with another seed")  # type: ignore[union-attr]
+    _seed, _counter = seed, counter

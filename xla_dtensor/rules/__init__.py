@@ -1,0 +1,56 @@
+"""Layout rules: the placements of an op's results, from those of its arguments.
+
+`infer_placements` is the entry point; `register_rule` adds a rule. See README.md.
+"""
+
+from . import (
+    attention,
+    conv,
+    factory,
+    foreach,
+    indexing,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    reduction,
+    scan_sort,
+    shape,
+    view,
+)
+from ._types import DimSharding, Placements, TensorInfo
+from .alternatives import Alternative, Merged
+from .notation import Notation, infer_backward, infer_forward, parse
+from .registry import (
+    Call,
+    Rule,
+    find_rule,
+    infer,
+    infer_placements,
+    register,
+    register_rule,
+    replicate_rule,
+    rules,
+)
+
+__all__ = [
+    "Alternative",
+    "Call",
+    "DimSharding",
+    "Merged",
+    "Notation",
+    "Placements",
+    "Rule",
+    "TensorInfo",
+    "find_rule",
+    "infer",
+    "infer_backward",
+    "infer_forward",
+    "infer_placements",
+    "parse",
+    "register",
+    "register_rule",
+    "replicate_rule",
+    "rules",
+]

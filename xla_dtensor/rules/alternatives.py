@@ -1,0 +1,168 @@
+"""Merging input shardings: pick, for every mesh dim, one of the op's alternatives.
+
+An `Alternative` says what *one* mesh dim may do to all the tensors of an op at once: "shard the
+rows of the first input and of the output", "shard the contracted dim of both; the output is
+partial". A mesh dim takes exactly one of them, which is why no tensor can come to use a mesh dim
+twice. Among the combinations the cheapest redistribution of the inputs wins, and the larger
+tensor therefore stays where it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Placement
+
+from ._cost import redistribute_cost
+from ._types import REPLICATE, Placements, TensorInfo, make_shard, shard_dim, split_factor
+
+MAX_COMBINATIONS = 1024
+"""Beyond this many, only alternatives that keep some input in place are weighed."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    outputs: Placements
+    inputs: Placements
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a rule says of one call: the layouts its inputs are used in, and its outputs'."""
+
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
+
+
+def merge(
+    alternatives: Iterable[Alternative],
+    inputs: Sequence[TensorInfo],
+    n_outputs: int,
+    mesh_shape: Sequence[int],
+) -> Merged:
+    """The cheapest combination; replicating everything is always among them."""
+    options = _options(alternatives, inputs, n_outputs)
+    per_mesh_dim = _exact(options, inputs, len(mesh_shape))
+    if per_mesh_dim is None:
+        per_mesh_dim = _cheapest(options, inputs, mesh_shape)
+    return Merged(
+        tuple(tuple(a.inputs[i] for a in per_mesh_dim) for i in range(len(inputs))),
+        tuple(tuple(a.outputs[i] for a in per_mesh_dim) for i in range(n_outputs)),
+    )
+
+
+def _options(
+    alternatives: Iterable[Alternative], inputs: Sequence[TensorInfo], n_outputs: int
+) -> list[Alternative]:
+    """`alternatives` for the kinds of shard that the inputs have.
+
+    A new way of sharding is never made up for inputs that have no shard at all: those are reduced
+    or left alone. A strided shard (an order of mesh dims) passes through where a plain one does.
+    """
+    factors = {
+        split_factor(p): None for info in inputs for p in info.placements if shard_dim(p) is not None
+    }
+    options = [Alternative((REPLICATE,) * n_outputs, (REPLICATE,) * len(inputs))]
+    for alternative in alternatives:
+        slots = alternative.outputs + alternative.inputs
+        if any(shard_dim(p) is not None for p in slots):
+            options += [_strided(alternative, factor) for factor in factors]
+        else:
+            options.append(alternative)
+    return list(dict.fromkeys(options))
+
+
+def _strided(alternative: Alternative, factor: int) -> Alternative:
+    def convert(slots: Placements) -> Placements:
+        return tuple(
+            p if (dim := shard_dim(p)) is None else make_shard(dim, factor) for p in slots
+        )
+
+    return Alternative(convert(alternative.outputs), convert(alternative.inputs))
+
+
+def _exact(
+    options: list[Alternative], inputs: Sequence[TensorInfo], mesh_ndim: int
+) -> tuple[Alternative, ...] | None:
+    """The alternatives that take the inputs as they are, if every mesh dim has one."""
+    by_inputs = {option.inputs: option for option in options}
+    found = []
+    for mesh_dim in range(mesh_ndim):
+        option = by_inputs.get(tuple(info.placements[mesh_dim] for info in inputs))
+        if option is None:
+            return None
+        found.append(option)
+    return tuple(found) if _consistent(tuple(found)) else None
+
+
+def _cheapest(
+    options: list[Alternative], inputs: Sequence[TensorInfo], mesh_shape: Sequence[int]
+) -> tuple[Alternative, ...]:
+    costs: dict[tuple[int, Placements], float] = {}
+
+    def cost(combination: tuple[Alternative, ...]) -> float:
+        total = 0.0
+        for i, info in enumerate(inputs):
+            target = tuple(option.inputs[i] for option in combination)
+            if (i, target) not in costs:
+                costs[i, target] = (
+                    redistribute_cost(info, target, mesh_shape)
+                    if _shardable(info, target, mesh_shape)
+                    else float("inf")
+                )
+            total += costs[i, target]
+        return total
+
+    per_mesh_dim = [options] * len(mesh_shape)
+    if len(options) ** len(mesh_shape) > MAX_COMBINATIONS:
+        per_mesh_dim = [_keeping(options, inputs, m) for m in range(len(mesh_shape))]
+    candidates = itertools.product(*per_mesh_dim)
+    best, best_cost = (options[0],) * len(mesh_shape), float("inf")
+    for combination in candidates:
+        if (this := cost(combination)) < best_cost and _consistent(combination):
+            best, best_cost = combination, this
+    return best
+
+
+def _keeping(
+    options: list[Alternative], inputs: Sequence[TensorInfo], mesh_dim: int
+) -> list[Alternative]:
+    """The alternatives that leave some input, which is not replicated, as it is."""
+    here = [info.placements[mesh_dim] for info in inputs]
+    keeping = [
+        option
+        for option in options[1:]
+        if any(p != REPLICATE and p == q for p, q in zip(option.inputs, here, strict=True))
+    ]
+    return [options[0], *keeping]
+
+
+def _shardable(info: TensorInfo, target: Placements, mesh_shape: Sequence[int]) -> bool:
+    """A tensor may keep any shard, but is cut anew only where every device gets something."""
+    if target == info.placements:
+        return True
+    shards: dict[int, int] = {}
+    for placement, n in zip(target, mesh_shape, strict=True):
+        dim = shard_dim(placement)
+        if dim is not None:
+            shards[dim] = shards.get(dim, 1) * n
+    return all(info.shape[dim] >= n for dim, n in shards.items())
+
+
+def _consistent(combination: tuple[Alternative, ...]) -> bool:
+    """No tensor is partial by two reductions that do not commute (sum and avg do)."""
+    if len(combination) == 1:
+        return True
+    slots = zip(*(option.outputs + option.inputs for option in combination), strict=True)
+    return all(_commute(placements) for placements in slots)
+
+
+def _commute(placements: Iterable[Placement]) -> bool:
+    reductions = {(type(p), p.reduce_op) for p in placements if isinstance(p, Partial)}
+    return len(reductions) <= 1 or (
+        len({kind for kind, _ in reductions}) == 1
+        and {op for _, op in reductions} == {"sum", "avg"}
+    )
+

@@ -1,0 +1,94 @@
+"""Attention: batch, heads and query positions may be sharded; key positions are whole.
+
+Written as tables of slots: which dims of which tensor one mesh dim shards together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Partial, Placement, Shard
+
+from ._types import REPLICATE, TensorInfo
+from .alternatives import Alternative, Merged
+from .registry import Call, register
+
+R = REPLICATE
+HEAD_DIM, QUERY_DIM = -3, -2
+
+_FORWARD = """
+    scaled_dot_product_attention _scaled_dot_product_attention_math
+    _scaled_dot_product_attention_math_for_mps _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
+"""
+_BACKWARD = """
+    _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
+    _scaled_dot_product_fused_attention_overrideable_backward
+"""
+
+
+def _slot(tensor: Sequence[int], dim: int, q: TensorInfo) -> Placement:
+    """`dim` of the query as a dim of `tensor`: leading dims align, broadcast ones are whole."""
+    if dim >= len(tensor) or tensor[dim] != q.shape[dim]:
+        return R
+    return Shard(dim)
+
+
+def _heads_divide(q: TensorInfo, k: TensorInfo) -> bool:
+    return q.ndim >= 4 and k.shape[HEAD_DIM] <= q.shape[HEAD_DIM]
+
+
+def _mask_slot(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
+    own = dim - (q.ndim - mask.ndim)
+    return Shard(own) if own >= 0 and mask.shape[own] == q.shape[dim] else R
+
+
+@register(*_FORWARD.split())
+def attention(call: Call) -> Merged:
+    """b h s d!, b h t! d!, b h t! e! -> b h s e!"""
+    q, k, v, *rest = call.tensors
+    options = []
+    for dim in range(q.ndim - 1):
+        is_query = dim == q.ndim + QUERY_DIM
+        is_head = dim == q.ndim + HEAD_DIM and q.ndim >= 4
+        if is_head and not _heads_divide(q, k):
+            continue
+        # Grouped heads shard alike: device i has the queries of its keys.
+        keys: Placement = R if is_query else Shard(dim)
+        outs = [R if shape is None else _slot(shape, dim, q) for shape in call.out_shapes]
+        outs[0] = Shard(dim)
+        masks = tuple(_mask_slot(m, dim, q) for m in rest)
+        options.append(Alternative(tuple(outs), (Shard(dim), keys, keys, *masks)))
+    return call.merge(options)
+
+
+@register(*_BACKWARD.split())
+def attention_backward(call: Call) -> Merged:
+    """as attention; a sharded query makes the keys' and values' gradients sums"""
+    q = call.tensor("query")
+    data = {"query", "grad_out", "grad_out_", "out", "logsumexp"}
+    options = []
+    for dim in range(q.ndim - 1):
+        is_query = dim == q.ndim + QUERY_DIM
+        inputs: list[Placement] = []
+        for name, value in call.args.items():
+            if not isinstance(value, TensorInfo):
+                continue
+            if name in data:
+                inputs.append(_slot(value.shape, dim, q))
+            elif name in ("key", "value"):
+                inputs.append(R if is_query else Shard(dim))
+            elif name in ("attn_bias", "attn_mask"):
+                inputs.append(_mask_slot(value, dim, q))
+            else:
+                inputs.append(R)
+        grads: list[Placement] = [Shard(dim)]
+        grads += [Partial() if is_query else Shard(dim)] * 2
+        if len(call.out_shapes) > 3:
+            bias = call.args.get("attn_bias")
+            grads.append(_mask_slot(bias, dim, q) if isinstance(bias, TensorInfo) else R)
+        options.append(Alternative(tuple(grads[: call.n_outputs]), tuple(inputs)))
+    return call.merge(options)

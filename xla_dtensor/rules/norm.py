@@ -1,0 +1,125 @@
+"""Softmax and the normalizations: the normalized dims are whole, the others may be sharded.
+
+A backward gives the weight's gradient as a sum over the batch: partial where that is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Partial, Placement, Shard
+
+from ._types import REPLICATE, TensorInfo
+from .alternatives import Alternative, Merged
+from .registry import Call, register
+
+R = REPLICATE
+
+
+@register("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax",
+          "_softmax_backward_data", "_log_softmax_backward_data")
+def softmax(call: Call) -> Merged:
+    """the dims other than the normalized one"""
+    ndim = call.tensors[0].ndim
+    dim = call.dim(ndim)
+    n = len(call.tensors)
+    return call.merge([Alternative((Shard(d),), (Shard(d),) * n) for d in range(ndim) if d != dim])
+
+
+def _normalized_from(x: TensorInfo, call: Call) -> int:
+    shape = call.args["normalized_shape"]
+    return x.ndim - (1 if isinstance(shape, int) else len(shape))
+
+
+def _params(call: Call, *names: str) -> tuple[Placement, ...]:
+    return tuple(R for name in names if isinstance(call.args.get(name), TensorInfo))
+
+
+@register("native_layer_norm", "_fused_rms_norm", "layer_norm", "rms_norm")
+def layer_norm(call: Call) -> Merged:
+    """the dims before the normalized ones, for the result and its statistics"""
+    x = call.tensor("input")
+    params = _params(call, "weight", "bias")
+    return call.merge(
+        [
+            Alternative((Shard(d),) * call.n_outputs, (Shard(d), *params))
+            for d in range(_normalized_from(x, call))
+        ]
+    )
+
+
+@register("native_layer_norm_backward", "_fused_rms_norm_backward")
+def layer_norm_backward(call: Call) -> Merged:
+    """as layer_norm; the parameters' gradients are sums over the batch"""
+    x = call.tensor("input")
+    params = _params(call, "weight", "bias")
+    n_data = len(call.tensors) - len(params)
+    return call.merge(
+        [
+            Alternative(
+                (Shard(d), *(Partial(),) * (call.n_outputs - 1)),
+                ((Shard(d),) * n_data + params),
+            )
+            for d in range(_normalized_from(x, call))
+        ]
+    )
+
+
+@register("native_group_norm")
+def group_norm(call: Call) -> Merged:
+    """the batch dim"""
+    params = _params(call, "weight", "bias")
+    return call.merge([Alternative((Shard(0),) * call.n_outputs, (Shard(0), *params))])
+
+
+@register("native_group_norm_backward")
+def group_norm_backward(call: Call) -> Merged:
+    """the batch dim; the parameters' gradients are sums over it"""
+    params = _params(call, "weight")
+    data = (Shard(0),) * (len(call.tensors) - len(params))
+    return call.merge([Alternative((Shard(0), Partial(), Partial()), data + params)])
+
+
+def _per_dim(tensors: Sequence[TensorInfo], dim: int, channel: Placement) -> list[Placement]:
+    """`dim` for tensors with a batch dim, `channel` for those of one value per channel."""
+    return [Shard(dim) if t.ndim > 1 else channel for t in tensors]
+
+
+@register("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+          "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
+          "_batch_norm_with_update_functional", "cudnn_batch_norm", "batch_norm")
+def batch_norm(call: Call) -> Merged:
+    """the channels; or the batch and positions, whose statistics are then whole"""
+    x = call.tensors[0]
+    options = []
+    for d in [1, *(d for d in range(x.ndim) if d != 1)]:
+        channel: Placement = Shard(0) if d == 1 else R
+        outs = [Shard(d) if i == 0 else channel for i in range(call.n_outputs)]
+        for i, shape in enumerate(call.out_shapes):
+            if i and (shape is None or shape != (x.shape[1],)):
+                outs[i] = R
+        options.append(Alternative(tuple(outs), tuple(_per_dim(call.tensors, d, channel))))
+    return call.merge(options)
+
+
+@register("native_batch_norm_backward", "batch_norm_backward", "cudnn_batch_norm_backward")
+def batch_norm_backward(call: Call) -> Merged:
+    """the channels; or the batch and positions, over which the parameters' gradients are sums"""
+    x = call.tensors[0]
+    options = []
+    for d in [1, *(d for d in range(x.ndim) if d != 1)]:
+        channel: Placement = Shard(0) if d == 1 else R
+        gradient: Placement = Shard(0) if d == 1 else Partial()
+        options.append(
+            Alternative(
+                (Shard(d), *(gradient,) * (call.n_outputs - 1)),
+                tuple(_per_dim(call.tensors, d, channel)),
+            )
+        )
+    return call.merge(options)
+
+
+@register("renorm", "linalg_vector_norm_backward", "_weight_norm_interface")
+def whole(call: Call) -> Merged | None:
+    """left to the compiler"""
+    return None

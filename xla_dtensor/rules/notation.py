@@ -1,0 +1,193 @@
+"""Einsum notation for computation ops: ``"b s h, h o -> b s o"``.
+
+Each term names the dims of one tensor. A letter that several terms share is one dim of the
+computation; a letter that no output has is reduced, and a shard of it leaves the output partial.
+
+- ``h!``   must not be sharded (softmax over ``h``);
+- ``1``    a dim of size one that is not sharded;
+- ``...``  any number of leading dims, aligned from the right as broadcasting does.
+
+Letters are separated by spaces, or are single characters if no term has a space ("mk,kn->mn").
+A dim of size one whose letter is larger elsewhere broadcasts, and is not sharded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from torch.distributed.tensor import Partial, Placement, Shard
+
+from ._types import REPLICATE, TensorInfo, replicated
+from .alternatives import Alternative, Merged, merge
+
+ELLIPSIS = "..."
+ONE = "1"
+LINEAR_REDUCTIONS = ("sum", "avg")
+"""The reductions that a linear function commutes with."""
+
+Term = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Notation:
+    inputs: tuple[Term, ...]
+    outputs: tuple[Term, ...]
+    unsharded: frozenset[str] = frozenset()
+    reduction: str = "sum"
+    multilinear: bool = False
+    """Linear in each input on its own: a partial input gives a partial output."""
+
+    @cached_property
+    def letters(self) -> list[str]:
+        """The shardable letters: of the outputs first those all inputs share, then the reduced,
+        then each input's own. A tie between alternatives goes to the earlier letter."""
+        seen = dict.fromkeys(x for term in self.inputs for x in term)
+        seen |= dict.fromkeys(x for term in self.outputs for x in term)
+        letters = [x for x in seen if x != ONE and x not in self.unsharded]
+
+        def rank(letter: str) -> int:
+            if not any(letter in term for term in self.outputs):
+                return 1
+            return 0 if all(letter in term for term in self.inputs) else 2
+
+        return sorted(letters, key=rank)
+
+    def __str__(self) -> str:
+        def term(letters: Term) -> str:
+            return " ".join(x + "!" * (x in self.unsharded) for x in letters)
+
+        return " -> ".join(", ".join(map(term, side)) for side in (self.inputs, self.outputs))
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str, reduction: str = "sum", multilinear: bool = False) -> Notation:
+    """Read a notation that has no ellipsis (see `expand_ellipsis`)."""
+    if text.count("->") != 1:
+        raise ValueError(f"a notation has one '->' between inputs and outputs: {text!r}")
+    sides = [[term.strip() for term in side.split(",")] for side in text.split("->")]
+    spaced = any(re.search(r"\s", term) for side in sides for term in side)
+    token = r"\S+" if spaced else r"\.\.\.|.!?"
+    unsharded: set[str] = set()
+
+    def letters(term: str) -> Term:
+        found = re.findall(token, term)
+        unsharded.update(x[:-1] for x in found if x.endswith("!"))
+        names = tuple(x.removesuffix("!") for x in found)
+        twice = {x for x in names if x != ONE and names.count(x) > 1}
+        if twice:
+            raise ValueError(f"letter {min(twice)!r} names two dims of one tensor: {text!r}")
+        return names
+
+    inputs, outputs = (tuple(letters(term) for term in side) for side in sides)
+    known = {x for term in inputs for x in term} | {ONE}
+    made = sorted({x for term in outputs for x in term} - known)
+    unsharded.update(made)  # a dim that no input has is made by the op
+    return Notation(inputs, outputs, frozenset(unsharded), reduction, multilinear)
+
+
+def expand_ellipsis(text: str, ndims: Sequence[int]) -> str:
+    """Name the dims that each ``...`` stands for, given the number of dims of each input."""
+    if ELLIPSIS not in text:
+        return text
+    left, right = text.split("->")
+    terms = [term.split() for term in left.split(",")]
+    hidden = [
+        ndim - len(term) + 1 if ELLIPSIS in term else 0
+        for term, ndim in zip(terms, ndims, strict=True)
+    ]
+
+    def named(term: list[str], count: int) -> str:
+        names = [f"_{i}" for i in range(count, 0, -1)]
+        at = term.index(ELLIPSIS) if ELLIPSIS in term else len(term)
+        return " ".join(term[:at] + (names if at < len(term) else []) + term[at + 1 :])
+
+    inputs = [named(term, count) for term, count in zip(terms, hidden, strict=True)]
+    outputs = [named(term.split(), max(hidden, default=0)) for term in right.split(",")]
+    return ", ".join(inputs) + " -> " + ", ".join(outputs)
+
+
+def letter_sizes(notation: Notation, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The size of every letter; two sizes other than one for a letter are an error."""
+    if len(shapes) != len(notation.inputs):
+        raise ValueError(f"{notation} has {len(notation.inputs)} inputs, not {len(shapes)}")
+    sizes: dict[str, int] = {}
+    for term, shape in zip(notation.inputs, shapes, strict=True):
+        if len(term) != len(shape):
+            raise ValueError(f"{' '.join(term)!r} of {notation} does not fit shape {tuple(shape)}")
+        for letter, size in zip(term, shape, strict=True):
+            if sizes.setdefault(letter, size) == 1:
+                sizes[letter] = size
+            elif size not in (1, sizes[letter]) and letter != ONE:
+                raise ValueError(
+                    f"letter {letter!r} of {notation} is bound to {sizes[letter]} and to {size}"
+                )
+    return sizes
+
+
+def alternatives(notation: Notation, shapes: Sequence[Sequence[int]]) -> list[Alternative]:
+    """What one mesh dim may do: shard one letter wherever it occurs, or keep one input partial."""
+    sizes = letter_sizes(notation, shapes)
+    result = []
+    for letter in notation.letters:
+
+        def place(term: Term, size: int | None, letter: str = letter) -> Placement:
+            if letter not in term or (size == 1 and sizes[letter] != 1):
+                return REPLICATE
+            return Shard(term.index(letter))
+
+        inputs = tuple(
+            place(term, dict(zip(term, shape, strict=True)).get(letter))
+            for term, shape in zip(notation.inputs, shapes, strict=True)
+        )
+        outputs = tuple(
+            place(term, None) if letter in term else Partial(notation.reduction)
+            for term in notation.outputs
+        )
+        result.append(Alternative(outputs, inputs))
+    if notation.multilinear:
+        result += linear_in_each(len(notation.inputs), len(notation.outputs))
+    return result
+
+
+def linear_in_each(n_inputs: int, n_outputs: int = 1) -> list[Alternative]:
+    """One input partial, the others whole, the outputs partial."""
+    return [
+        Alternative(
+            (Partial(op),) * n_outputs,
+            tuple(Partial(op) if i == j else REPLICATE for j in range(n_inputs)),
+        )
+        for op in LINEAR_REDUCTIONS
+        for i in range(n_inputs)
+    ]
+
+
+def infer_forward(
+    notation: Notation, inputs: Sequence[TensorInfo], mesh_shape: Sequence[int]
+) -> Merged:
+    """From the inputs' shardings: those they are used in, and the outputs'."""
+    options = alternatives(notation, [info.shape for info in inputs])
+    return merge(options, inputs, len(notation.outputs), mesh_shape)
+
+
+def infer_backward(
+    notation: Notation,
+    input_shapes: Sequence[Sequence[int]],
+    outputs: Sequence[TensorInfo],
+    mesh_shape: Sequence[int],
+) -> Merged:
+    """From the outputs' shardings: those the inputs should have, and the outputs are made in.
+
+    A partial output leaves open which reduced dim is sharded, so it asks nothing of the inputs.
+    """
+    options = [
+        Alternative(option.inputs, option.outputs)
+        for option in alternatives(notation, input_shapes)
+        if not any(isinstance(p, Partial) for p in option.outputs)
+    ]
+    if not outputs:
+        return Merged((replicated(mesh_shape),) * len(notation.inputs), ())
+    merged = merge(options, outputs, len(notation.inputs), mesh_shape)
+    return Merged(merged.outputs, merged.inputs)

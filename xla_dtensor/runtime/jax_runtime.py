@@ -1,0 +1,92 @@
+"""The JAX runtime: which devices there are, and starting them.
+
+The only module that knows how XLA's devices come into being. Nothing here runs at import time:
+JAX's backend starts with the first mesh or tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from xla_dtensor.errors import DeviceCountError
+
+logger = logging.getLogger("xla_dtensor")
+_start_lock = threading.Lock()
+
+# XLA's CPU collectives wait for each other in a thread pool sized by NPROC: with more simulated
+# devices than threads, unsynchronised programs deadlock in the rendezvous.
+_CPU_THREADS = "64"
+
+
+def is_started() -> bool:
+    """Whether a JAX backend runs already (then the number of devices is fixed)."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def start(min_cpu_devices: int = 1) -> None:
+    """Start JAX's backend unless it runs, with at least ``min_cpu_devices`` devices if it is the CPU's."""
+    with _start_lock:
+        if is_started():
+            return
+        import jax
+
+        os.environ.setdefault("NPROC", _CPU_THREADS)
+        configured = getattr(jax.config, "jax_num_cpu_devices", -1)
+        forced_by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+        if configured < min_cpu_devices and min_cpu_devices > 1 and not forced_by_flag:
+            jax.config.update("jax_num_cpu_devices", min_cpu_devices)
+        devices = jax.devices()
+        if devices[0].platform == "cpu" and len(devices) > 1:
+            logger.warning("xla_dtensor: using %d simulated CPU devices", len(devices))
+
+
+def devices(ids: Sequence[int]) -> list[Any]:
+    """The JAX devices numbered ``ids`` (their position in ``jax.devices()``).
+
+    Raises:
+        DeviceCountError: there are fewer devices.
+    """
+    import jax
+
+    wanted = max(ids) + 1
+    was_started = is_started()
+    start(wanted)
+    available = jax.devices()
+    if wanted > len(available):
+        platform = available[0].platform
+        if platform == "cpu" and was_started:
+            way_out = (
+                "JAX was started before this mesh was made, so simulated devices can't be added "
+                f"any more. Make the largest mesh first, or set JAX_NUM_CPU_DEVICES={wanted} "
+                "before the program starts"
+            )
+        elif platform == "cpu":
+            way_out = (
+                f"set JAX_NUM_CPU_DEVICES={wanted} (and remove "
+                "--xla_force_host_platform_device_count from XLA_FLAGS)"
+            )
+        else:
+            way_out = (
+                f"use a mesh of at most {len(available)} devices, or simulate them on the CPU with "
+                f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={wanted}"
+            )
+        raise DeviceCountError(
+            f"the mesh wants device {wanted - 1}, so {wanted} devices, but JAX has "
+            f"{len(available)} {platform} device(s): {way_out}"
+        )
+    return [available[i] for i in ids]
+
+
+def device_count() -> int:
+    """How many devices JAX has; 1 (without starting JAX) if no backend runs yet."""
+    if not is_started():
+        return 1
+    import jax
+
+    return len(jax.devices())

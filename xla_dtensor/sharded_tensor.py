@@ -1,0 +1,180 @@
+"""`XLAShardedTensor`: the global view, one logical tensor laid out over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+
+from xla_dtensor._common import TensorMethods
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from xla_dtensor.form import Form
+    from xla_dtensor.storage import Storage, ViewStep
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """One device's part of a sharded tensor.
+
+    Attributes:
+        device: number of the device in the mesh.
+        index: the slice of the logical tensor that it holds, per tensor dim.
+        data: the values there, as a CPU tensor (a copy).
+    """
+
+    device: int
+    index: tuple[slice, ...]
+    data: torch.Tensor
+
+
+class XLAShardedTensor(TensorMethods, DTensor):
+    """A ``DTensor`` on an xla mesh: ``shape`` is the global shape, operations have single-device
+    semantics, and XLA inserts the communication that the placements call for.
+
+    Made by ``distribute_tensor``, the factories of ``torch.distributed.tensor`` and operations on
+    sharded tensors; not by calling the class.
+    """
+
+    _storage_: Storage
+    _steps: tuple[ViewStep, ...]
+    _own_form: Form
+    _cache: Any
+
+    @staticmethod
+    def __new__(  # type: ignore[misc]
+        cls,
+        storage: Storage,
+        form: Form,
+        steps: tuple[ViewStep, ...] = (),
+        requires_grad: bool = False,
+    ) -> XLAShardedTensor:
+        r = torch.Tensor._make_wrapper_subclass(
+            cls,
+            form.shape,
+            strides=form.stride,
+            storage_offset=form.offset,
+            dtype=form.dtype,
+            device="xla:0",
+            requires_grad=requires_grad,
+        )
+        r._storage_ = storage
+        r._own_form = form
+        r._steps = steps
+        r._cache = None
+        r._spec = form.spec
+        return r
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from xla_dtensor.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"XLAShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, "
+            f"device_mesh={self.device_mesh!r}, placements={self.placements}{grad})"
+        )
+
+    def requires_grad_(self, requires_grad: bool = True) -> XLAShardedTensor:
+        """Start or stop recording; gradients that reach a leaf take on its shardings."""
+        torch.Tensor.requires_grad_(self, requires_grad)
+        if requires_grad:
+            keep_leaf_gradients_sharded(self)
+        return self
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> XLAShardedTensor:
+        """This tensor on ``device_mesh`` (default: its own) with ``placements``; differentiable.
+
+        XLA chooses the collectives and schedules them, so ``async_op`` makes no difference. The
+        meshes may have different devices. ``forward_dtype`` is the dtype of the communication and
+        the result, ``backward_dtype`` that of the gradient's communication; the gradient comes back
+        in the input's dtype, with the input's placements (``Partial`` as ``Replicate``).
+
+        Raises:
+            RuntimeError: no placements given, or ``Partial`` asked for where it isn't already.
+            PlacementError: the placements don't fit the mesh or the tensor.
+        """
+        from xla_dtensor.redistribute import redistribute
+
+        return redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole logical tensor as an `XLATensor`, the same on every device; differentiable.
+
+        Args:
+            grad_placements: placements of the gradient that flows back (default: replicated).
+        """
+        from xla_dtensor.redistribute import full_tensor
+
+        return full_tensor(self, grad_placements)
+
+    @property
+    def local_shards(self) -> list[LocalShard]:
+        """What each device holds of the logical tensor, in the order of the mesh's devices.
+
+        ``Partial`` values whose reduction is pending are reduced first.
+        """
+        from xla_dtensor.redistribute import local_shards
+
+        return local_shards(self)
+
+    def __tensor_flatten__(self) -> Any:
+        raise NotImplementedError(
+            "torch.compile doesn't take an XLAShardedTensor apart; compile the step with "
+            "xla_dtensor.compile"
+        )
+
+
+def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
+    """Let gradients that reach ``leaf`` land sharded on every mesh dim on which it is sharded.
+
+    The gradient may be ``Partial`` or replicated there by its operation's rule; without this each
+    device would hold all of it.
+    """
+    if not leaf.is_leaf or getattr(leaf, "_keeps_gradients_sharded", False):
+        return
+    leaf._keeps_gradients_sharded = True  # type: ignore[attr-defined]
+    mesh, placements = leaf.device_mesh, leaf.placements
+
+    def land(grad: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(grad, XLAShardedTensor) or grad.device_mesh != mesh:
+            return None
+        wanted = tuple(
+            own if own.is_shard() or type(own).__name__ == "_StridedShard" else got
+            for own, got in zip(placements, grad.placements, strict=True)
+        )
+        if any(isinstance(p, Partial) for p in wanted):
+            wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in wanted)
+        return None if wanted == grad.placements else grad.redistribute(placements=wanted)
+
+    leaf.register_hook(land)
+
+
+def as_numpy(array: Any) -> np.ndarray:
+    """A jax array's value on the host."""
+    import numpy as np
+
+    return np.asarray(array)

@@ -1,0 +1,107 @@
+"""The data behind tensors: one array, shared by a tensor and all views of it.
+
+A view holds its base's storage and the chain of view steps that lead to it, never data of its own:
+reading it applies the chain, writing to it writes through the chain into the storage. That is
+torch's aliasing, with immutable arrays underneath.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xla_dtensor import _context
+from xla_dtensor.lowering import ViewLowering
+
+if TYPE_CHECKING:
+    import jax
+
+    from xla_dtensor.form import Form
+
+
+@dataclass(frozen=True)
+class ViewStep:
+    """One view operation on the way from a storage to a tensor.
+
+    Attributes:
+        lowering: reads and writes through the view.
+        args: the view's arguments after the tensor, hashable.
+        kwargs: its keyword arguments as pairs.
+        index: which result, of a view with several (``split``, ``unbind``).
+        shape: the view's logical shape.
+    """
+
+    lowering: ViewLowering
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    index: int | None
+    shape: tuple[int, ...]
+
+    def get(self, base: jax.Array) -> jax.Array:
+        """The view's value from its base's."""
+        value = self.lowering.get(base, *map(thaw, self.args), **self._kwargs())
+        return value if self.index is None else value[self.index]
+
+    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
+        """The base's value after ``value`` was written to the view."""
+        which = () if self.index is None else (self.index,)
+        return self.lowering.put(base, value, *which, *map(thaw, self.args), **self._kwargs())
+
+    def _kwargs(self) -> dict[str, Any]:
+        return {name: thaw(value) for name, value in self.kwargs}
+
+
+def freeze(value: Any) -> Any:
+    """``value`` with its lists as tuples, so that it can be hashed."""
+    if isinstance(value, list | tuple):
+        return tuple(map(freeze, value))
+    return value
+
+
+def thaw(value: Any) -> Any:
+    """The inverse of `freeze` for arguments: tuples as lists."""
+    return [thaw(v) for v in value] if isinstance(value, tuple) else value
+
+
+def read_through(base: jax.Array, steps: tuple[ViewStep, ...]) -> jax.Array:
+    """The logical value of the view ``steps`` of ``base`` (a logical value)."""
+    for step in steps:
+        base = step.get(base)
+    return base
+
+
+def write_through(base: jax.Array, steps: tuple[ViewStep, ...], value: jax.Array) -> jax.Array:
+    """``base`` after ``value`` was written to its view ``steps``."""
+    if not steps:
+        return value
+    first, rest = steps[0], steps[1:]
+    return first.put(base, write_through(first.get(base), rest, value) if rest else value)
+
+
+class Storage:
+    """A jax array with a version, in a physical form.
+
+    Attributes:
+        array: the current value; replaced, never changed, by a write.
+        form: the physical form of ``array`` (of the tensor that the storage was made for).
+        version: counts the writes; views and caches compare it.
+    """
+
+    __slots__ = ("__weakref__", "array", "form", "version")
+
+    def __init__(self, array: jax.Array, form: Form) -> None:
+        self.array = array
+        self.form = form
+        self.version = 0
+        trace = _context.current()
+        if trace is not None:
+            trace.created(self)
+
+    def write(self, array: jax.Array, form: Form) -> None:
+        """Replace the value; all tensors on this storage see it."""
+        trace = _context.current()
+        if trace is not None:
+            trace.writing(self)
+        self.array = array
+        self.form = form
+        self.version += 1

@@ -1,0 +1,228 @@
+"""Numbers whose value is an input of the program that is being traced.
+
+An optimizer's learning rate is a Python float in torch's code, but must not become a constant of
+the compiled step. While a step is traced it is a ``torch.SymFloat`` over the node below: arithmetic
+with other numbers gives another such number, an operation with a tensor carries it into dispatch
+(as torch's own dynamic shapes do), and a comparison is decided by its present value, which is
+remembered as a guard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# What guards are told to: (compute the number from the inputs' values, predicate text, outcome).
+GuardSink = Callable[["NumberNode", str, Any], None]
+
+
+class NumberNode:
+    """The node of a ``torch.SymFloat``: a traced number with its present value.
+
+    Attributes:
+        value: its value in this trace.
+        traced: the weakly typed JAX scalar.
+        compute: the value from the values of the trace's number inputs, for guards.
+        text: how it is written, for messages.
+    """
+
+    def __init__(
+        self,
+        value: float,
+        traced: Any,
+        compute: Callable[[list[float]], float],
+        text: str,
+        guard: GuardSink,
+    ) -> None:
+        self.value = value
+        self.traced = traced
+        self.compute = compute
+        self.text = text
+        self.guard = guard
+
+    def is_int(self) -> bool:
+        return False
+
+    def is_float(self) -> bool:
+        return True
+
+    def is_bool(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def has_hint(self) -> bool:
+        return True
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    def maybe_as_float(self) -> None:
+        return None
+
+    def _graph_repr(self) -> str:
+        return self.text
+
+    def str(self) -> str:
+        return self.text
+
+    def wrap_float(self, number: float) -> NumberNode:
+        return NumberNode(number, number, lambda inputs: number, repr(number), self.guard)
+
+    def wrap_int(self, number: int) -> NumberNode:
+        return NumberNode(number, number, lambda inputs: number, repr(number), self.guard)
+
+    def guard_float(self, file: str, line: int) -> float:
+        self.guard(self, "==", self.value)
+        return float(self.value)
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return bool(self.guard_float(file, line))
+
+    def _binary(self, other: NumberNode, symbol: str, function: Callable[..., Any]) -> NumberNode:
+        mine, theirs = self.compute, other.compute
+        return NumberNode(
+            function(self.value, other.value),
+            function(self.traced, other.traced),
+            lambda inputs: function(mine(inputs), theirs(inputs)),
+            f"({self.text} {symbol} {other.text})",
+            self.guard,
+        )
+
+    def _compare(self, other: NumberNode, symbol: str, function: Callable[..., bool]) -> Any:
+        outcome = function(self.value, other.value)
+        mine, theirs = self.compute, other.compute
+        self.guard(
+            NumberNode(
+                float(outcome),
+                None,
+                lambda inputs: float(function(mine(inputs), theirs(inputs))),
+                f"({self.text} {symbol} {other.text})",
+                self.guard,
+            ),
+            "is",
+            float(outcome),
+        )
+        return ComparisonNode(outcome)
+
+    def neg(self) -> NumberNode:
+        compute = self.compute
+        return NumberNode(
+            -self.value, -self.traced, lambda inputs: -compute(inputs), f"-{self.text}", self.guard
+        )
+
+    def sym_float(self) -> NumberNode:
+        return self
+
+    def sqrt(self) -> NumberNode:
+        compute = self.compute
+        return NumberNode(
+            math.sqrt(self.value),
+            self.traced**0.5,
+            lambda inputs: math.sqrt(compute(inputs)),
+            f"sqrt({self.text})",
+            self.guard,
+        )
+
+    sym_sqrt = sqrt
+
+
+class ComparisonNode:
+    """The node of a ``torch.SymBool`` whose outcome is decided (and guarded) already."""
+
+    def __init__(self, outcome: bool) -> None:
+        self.outcome = outcome
+
+    def is_bool(self) -> bool:
+        return True
+
+    def is_int(self) -> bool:
+        return False
+
+    def is_float(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def bool_(self) -> bool:
+        return self.outcome
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return self.outcome
+
+    def _graph_repr(self) -> str:
+        return repr(self.outcome)
+
+
+def _install_operators() -> None:
+    import operator
+
+    for name, symbol, function in (
+        ("add", "+", operator.add),
+        ("sub", "-", operator.sub),
+        ("mul", "*", operator.mul),
+        ("truediv", "/", operator.truediv),
+        ("float_truediv", "/", operator.truediv),
+        ("pow", "**", operator.pow),
+        ("float_pow", "**", operator.pow),
+    ):
+        setattr(
+            NumberNode, name, lambda a, b, s=symbol, f=function: a._binary(b, s, f)
+        )
+    for name, symbol, function in (
+        ("eq", "==", operator.eq),
+        ("ne", "!=", operator.ne),
+        ("lt", "<", operator.lt),
+        ("le", "<=", operator.le),
+        ("gt", ">", operator.gt),
+        ("ge", ">=", operator.ge),
+    ):
+        setattr(NumberNode, name, lambda a, b, s=symbol, f=function: a._compare(b, s, f))
+
+
+_install_operators()
+
+
+def input_number(value: float, traced: Any, index: int, name: str, guard: GuardSink) -> Any:
+    """The number that is input ``index`` of the trace, as a ``torch.SymFloat``."""
+    return torch.SymFloat(
+        NumberNode(value, traced, lambda inputs: inputs[index], name, guard)
+    )
+
+
+def symbolic_number(traced: Any) -> Any:
+    """A traced scalar inside an executable that is being built, as a number for torch code.
+
+    It has no present value, so comparing it raises.
+    """
+
+    def refuse(node: NumberNode, what: str, outcome: Any) -> None:
+        from xla_dtensor.errors import UnsupportedOpError
+
+        raise UnsupportedOpError(
+            "torch's decomposition of this operation decides by the value of a number argument; "
+            "it needs a lowering with static_scalars=True (xla_dtensor/lowering/README.md)"
+        )
+
+    return torch.SymFloat(NumberNode(math.nan, traced, lambda inputs: math.nan, "number", refuse))
+
+
+def number_value(leaf: Any) -> Any:
+    """The traced JAX scalar of a ``torch.SymFloat``; anything else as it is."""
+    if isinstance(leaf, torch.SymFloat) and isinstance(leaf.node, NumberNode):
+        return leaf.node.traced
+    return leaf
