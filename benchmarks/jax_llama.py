@@ -156,9 +156,12 @@ def state_shardings(specs: Mapping[str, P], mesh: Mesh) -> TrainState:
 
 def init_state(params: Mapping[str, np.ndarray], shardings: TrainState) -> TrainState:
     """The given parameters and empty AdamW moments, on the devices."""
-    zeros = {name: np.zeros_like(param) for name, param in params.items()}
+
+    def zeros() -> dict[str, np.ndarray]:
+        return {name: np.zeros_like(param) for name, param in params.items()}
+
     step = np.zeros((), np.float32)
-    state = {"params": dict(params), "mean": zeros, "square": zeros, "step": step}
+    state = {"params": dict(params), "mean": zeros(), "square": zeros(), "step": step}
     return jax.device_put(state, shardings)
 
 

@@ -46,7 +46,7 @@ _LAZY = {
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.sharded_tensor",
     "XLATensor": "xla_dtensor.device_tensor",
-    "compile": "xla_dtensor.compile",
+    "compile": "xla_dtensor.compilation",
     "distribute_module": "xla_dtensor.factories",
     "distribute_tensor": "xla_dtensor.factories",
 }

@@ -15,8 +15,11 @@ class Trace(Protocol):
     def created(self, storage: Storage) -> None:
         """A storage was made inside the trace."""
 
-    def reading(self, storage: Storage) -> None:
-        """A storage's array is about to be used."""
+    def array_of(self, storage: Storage, tensor: Any = None) -> Any:
+        """The array of a storage, which is about to be used (through ``tensor``)."""
+
+    def touched(self, tensor: Any) -> None:
+        """A view of ``tensor`` is being made."""
 
     def writing(self, storage: Storage) -> None:
         """A storage is about to get a new value."""
@@ -26,6 +29,9 @@ class Trace(Protocol):
 
     def host_tensor(self, tensor: Any) -> Any:
         """The array of a CPU tensor that takes part in an operation."""
+
+    def constant(self, form: Any, value: Any) -> Storage | None:
+        """A storage for a new tensor filled with ``value``, or None to compute it as usual."""
 
     def refuse(self, what: str) -> None:
         """Raise because ``what`` needs a value that doesn't exist while tracing."""

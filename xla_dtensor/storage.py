@@ -97,6 +97,7 @@ class Storage:
         if trace is not None:
             trace.created(self)
 
+    # The order matters in `write`: a trace must see the storage as it was.
     def write(self, array: jax.Array, form: Form) -> None:
         """Replace the value; all tensors on this storage see it."""
         trace = _context.current()

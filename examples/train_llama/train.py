@@ -117,9 +117,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             forward = compiled(lambda tokens: model(tokens))
             predict = lambda tokens: forward(place_sample(tokens)).cpu()
             print(f"\n--- a sample of {options.sample} bytes ---")
-            print(
-                generate(predict, "def ", options.sample, options.seq, options.temperature)
-            )
+            print(generate(predict, "def ", options.sample, options.seq, options.temperature))
             print("---\n")
 
     options.out.mkdir(parents=True, exist_ok=True)

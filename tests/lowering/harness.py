@@ -115,7 +115,9 @@ def check_overloads(
             backward and entry.supports_autograd and dtype in entry.supported_backward_dtypes("cpu")
         )
         torch.manual_seed(0)
-        samples = list(entry.sample_inputs("cpu", dtype, requires_grad=differentiable))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's samples use what torch deprecates
+            samples = list(entry.sample_inputs("cpu", dtype, requires_grad=differentiable))
         step = max(1, -(-len(samples) // limit))
         for sample in samples[::step]:
             _replay(entry, sample, differentiable, report, only)
@@ -208,7 +210,9 @@ class _Compare(TorchDispatchMode):
 
     def _compare(self, func, name: str, found: Lowering, args, kwargs, expected) -> None:
         try:
-            actual = run_lowering(func, name, found, args, kwargs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                actual = run_lowering(func, name, found, args, kwargs)
             op = name.split("::")[1].split(".")[0]
             if op in EMPTY_ON_CPU:
                 keep = [i for i, e in enumerate(expected) if e.numel()]
@@ -291,11 +295,13 @@ _BITS = {
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy: JAX would alias torch's memory, which torch's next in-place op may overwrite, and
+    release it from one of its own threads."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype in _BITS:
         bits, dtype = _BITS[tensor.dtype]
-        return tensor.contiguous().view(bits).numpy().view(dtype)
-    return tensor.numpy()
+        return np.array(tensor.contiguous().view(bits).numpy()).view(dtype)
+    return np.array(tensor.numpy())
 
 
 def to_torch(array: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -17,6 +17,14 @@ XP = T((16, 8), partials=ANY)
 YP = T((16, 8), partials=ANY)
 
 
+IMAGE = T((8, 16, 8, 8))
+WEIGHT = T((16, 16, 1, 1))
+CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+SEED = T((2,), torch.int64, (), ())
+QKV = T((8, 8, 16, 8), partials=(), dims=(0, 1))
+HEADS = T((8, 8, 16), partials=(), dims=(0, 1))
+
+
 def unary(*names: str) -> list[Case]:
     return [Case(name, getattr(aten, name).default, (XP,)) for name in names]
 
@@ -143,7 +151,7 @@ NORMS = [
         aten.native_layer_norm_backward.default,
         (X, Y, [8], T((16, 1)), T((16, 1)), ROW, ROW, [True, True, True]),
     ),
-    Case("rms_norm", aten._fused_rms_norm.default, (CUBE, [8], ROW, 1e-5)),
+    Case("rms_norm", aten._fused_rms_norm.default, (CUBE, [8], ROW, 1e-5), dispatched=False),
     Case("group_norm", aten.native_group_norm.default, (CUBE, None, None, 8, 16, 8, 4, 1e-5)),
 ]
 
@@ -162,7 +170,7 @@ INDEXING = [
     Case(
         "index-two",
         aten.index.Tensor,
-        (CUBE, [T((8, 1), torch.int64, ()), None, T((4,), torch.int64, ())]),
+        (CUBE, [T((8, 1), torch.int64, ()), None, T((8,), torch.int64, ())]),
     ),
     Case(
         "index_put",
@@ -205,13 +213,55 @@ LOSSES = [
 ]
 
 POOLS = [
-    Case("avg_pool2d", aten.avg_pool2d.default, (T((8, 16, 8, 8)), [2, 2])),
-    Case("max_pool2d", aten.max_pool2d_with_indices.default, (T((8, 16, 8, 8)), [2, 2])),
-    Case("upsample", aten.upsample_nearest2d.default, (T((8, 16, 8, 8)), [16, 16])),
+    Case("avg_pool2d", aten.avg_pool2d.default, (IMAGE, [2, 2])),
+    Case("max_pool2d", aten.max_pool2d_with_indices.default, (IMAGE, [2, 2])),
+    Case("upsample", aten.upsample_nearest2d.default, (IMAGE, [16, 16])),
+    Case("convolution", aten.convolution.default, (IMAGE, WEIGHT, None, *CONV)),
     Case(
-        "convolution",
+        "convolution-batch",
         aten.convolution.default,
-        (T((8, 16, 8, 8)), T((16, 16, 1, 1)), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+        (
+            T((8, 16, 8, 8), partials=(), dims=(0,)),
+            T((16, 16, 1, 1), partials=(), dims=()),
+            None,
+            *CONV,
+        ),
+    ),
+]
+
+ATTENTION = [
+    Case(
+        "flash_attention",
+        aten._scaled_dot_product_flash_attention.default,
+        (QKV, QKV, QKV),
+        dispatched=False,
+    ),
+    Case(
+        "flash_attention_backward",
+        aten._scaled_dot_product_flash_attention_backward.default,
+        (
+            QKV,
+            QKV,
+            QKV,
+            QKV,
+            QKV,
+            HEADS,
+            None,
+            None,
+            16,
+            16,
+            0.0,
+            True,
+            SEED,
+            SEED,
+        ),
+        dispatched=False,
+    ),
+    Case(
+        "efficient_attention",
+        aten._scaled_dot_product_efficient_attention.default,
+        (QKV, QKV, QKV, None, True),
+        dispatched=False,
     ),
 ]
 
@@ -227,4 +277,5 @@ CASES = [
     *FACTORIES,
     *LOSSES,
     *POOLS,
+    *ATTENTION,
 ]

@@ -28,6 +28,8 @@ class T:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     partials: tuple[str, ...] = ("sum",)
+    dims: tuple[int, ...] | None = None
+    """The dims to shard: all, if None."""
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Case:
     func: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    dispatched: bool = True
+    """Whether the op reaches DTensor under this name on the CPU, where a few are taken apart."""
 
     @property
     def slots(self) -> list[T]:
@@ -61,7 +65,7 @@ def _fill(tree: Any, values: Iterator[Any]) -> Any:
 
 
 def choices(slot: T) -> list[Placement]:
-    shards = [Shard(d) for d in range(len(slot.shape))]
+    shards = [Shard(d) for d in (range(len(slot.shape)) if slot.dims is None else slot.dims)]
     return [Replicate(), *shards, *(Partial(op) for op in slot.partials)]
 
 
@@ -89,23 +93,36 @@ def _distributed(slot: T, mesh: DeviceMesh, placements: Placements) -> DTensor:
     local, _ = compute_local_shape_and_global_offset(size, mesh, placements)
     stride = torch.empty(slot.shape, device="meta").stride()
     value = torch.zeros(tuple(local), dtype=slot.dtype)
-    return DTensor.from_local(
-        value, mesh, placements, run_check=False, shape=size, stride=stride
-    )
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def torch_says(
     case: Case, mesh: DeviceMesh, placements: Sequence[Placements]
-) -> list[DTensor | None] | Exception:
-    """The results of the op under torch's DTensor, or what it raised."""
+) -> list[tuple[tuple[int, ...], Placements] | None] | Exception:
+    """The shapes and placements of the results under torch's DTensor, or what it raised."""
     tensors = [_distributed(s, mesh, p) for s, p in zip(case.slots, placements, strict=True)]
     args, kwargs = _fill((case.args, case.kwargs), iter(tensors))
     try:
+        if not case.dispatched:
+            return _propagated(case.func, args, kwargs)
         result = case.func(*args, **kwargs)
     except Exception as error:
         return error
-    flat = [r for r in _flat(result) if r is None or isinstance(r, DTensor)]
-    return flat
+    return [
+        None if r is None else (tuple(r.shape), r.placements)
+        for r in _flat(result)
+        if r is None or isinstance(r, DTensor)
+    ]
+
+
+def _propagated(
+    func: torch._ops.OpOverload, args: tuple, kwargs: dict
+) -> list[tuple[tuple[int, ...], Placements] | None]:
+    dispatcher = DTensor._op_dispatcher
+    schema = dispatcher.unwrap_to_op_info(func, args, kwargs).schema
+    spec = dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema).output_spec
+    specs = spec if isinstance(spec, (list, tuple)) else [spec]
+    return [None if s is None else (tuple(s.shape), s.placements) for s in specs]
 
 
 def our_arguments(case: Case, placements: Sequence[Placements]) -> tuple[tuple, dict]:

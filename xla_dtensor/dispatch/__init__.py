@@ -10,7 +10,7 @@ from xla_dtensor import _context, rng
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch import _special  # noqa: F401  (registers its handlers)
 from xla_dtensor.lowering import families  # noqa: F401  (registers all lowerings)
-from xla_dtensor.dispatch._call import Call
+from xla_dtensor.dispatch._call import Call, fill
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, tensor_class
 from xla_dtensor.dispatch._read import logical_value, read
@@ -43,6 +43,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plan = _make_plan(call)
         _plans[key] = plan
     if isinstance(plan, ViewPlan):
+        trace = _context.current()
+        if trace is not None:
+            trace.touched(tensors[0])
         return plan.make(tensors[0])
     return _execute(plan, call)
 
@@ -59,6 +62,11 @@ def _is_ours(value: Any) -> bool:
 
 def _execute(plan: Plan, call: Call) -> Any:
     trace = _context.current()
+    if trace is not None and plan.info.name in _FILLS:
+        form = plan.result_forms[0]
+        storage = trace.constant(form, _FILLS[plan.info.name](call))
+        if storage is not None:
+            return tensor_class(form)(storage, form)
     leaves = [
         leaf if not isinstance(form, Form) else read(leaf) if _is_ours(leaf) else _host(leaf, trace)
         for leaf, form in zip(call.leaves, call.forms, strict=True)
@@ -67,10 +75,10 @@ def _execute(plan: Plan, call: Call) -> Any:
     for tensor in mutated:
         if not _is_ours(tensor):
             _refuse_host_write(call)
-    if trace is not None:
-        for tensor in mutated:
-            trace.reading(tensor._storage_)
-    bases = [t._storage_.array if t._steps else None for t in mutated]
+    bases = [
+        None if not t._steps else t._storage_.array if trace is None else trace.array_of(t._storage_)
+        for t in mutated
+    ]
     if trace is None:
         state = rng.words() if plan.random else None
         with jax.enable_x64(True):
@@ -93,6 +101,20 @@ def _execute(plan: Plan, call: Call) -> Any:
         tensor._storage_.write(arrays[position], form)
         position += 1
     return plan.returns(results, call.leaves)
+
+
+# Factories of constant tensors: what they fill the new tensor with.
+_FILLS: dict[str, Any] = {
+    "aten::empty.memory_format": lambda call: 0,
+    "aten::empty_like.default": lambda call: 0,
+    "aten::zeros.default": lambda call: 0,
+    "aten::zeros_like.default": lambda call: 0,
+    "aten::new_zeros.default": lambda call: 0,
+    "aten::ones.default": lambda call: 1,
+    "aten::ones_like.default": lambda call: 1,
+    "aten::full.default": lambda call: fill(call.args[1], call.leaves),
+    "aten::full_like.default": lambda call: fill(call.args[1], call.leaves),
+}
 
 
 def _host(tensor: Any, trace: _context.Trace | None) -> Any:

@@ -91,16 +91,17 @@ def _core_table(make: Callable[[], Any]) -> dict[Any, Any]:
 class NestedTrace:
     """Operations of a decomposition run on tracers inside the executable that is being built."""
 
-    def __init__(self, keys: Callable[[], Any], outer: _context.Trace | None) -> None:
+    def __init__(self, keys: Callable[[], Any]) -> None:
         self._keys = keys
-        self._outer = outer
 
     def created(self, storage: Storage) -> None:
         pass
 
-    def reading(self, storage: Storage) -> None:
-        if self._outer is not None:
-            self._outer.reading(storage)
+    def array_of(self, storage: Storage, tensor: Any = None) -> Any:
+        return storage.array
+
+    def touched(self, tensor: Any) -> None:
+        pass
 
     def writing(self, storage: Storage) -> None:
         pass
@@ -109,7 +110,12 @@ class NestedTrace:
         return self._keys()
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
-        return tensor.numpy(force=True) if tensor.dtype is not torch.bfloat16 else _bf16(tensor)
+        from xla_dtensor.transfer import to_numpy
+
+        return to_numpy(tensor)
+
+    def constant(self, form: Any, value: Any) -> None:
+        return None
 
     def refuse(self, what: str) -> None:
         raise UnsupportedOpError(
@@ -118,17 +124,11 @@ class NestedTrace:
         )
 
 
-def _bf16(tensor: torch.Tensor) -> Any:
-    from xla_dtensor.transfer import to_numpy
-
-    return to_numpy(tensor)
-
-
 def run_on_arrays(
     function: Callable[..., Any], info: OpInfo, keys: Any, args: tuple, kwargs: dict
 ) -> LoweredResult:
     """Run ``function``, written in torch operations, on arrays."""
-    with _context.active(NestedTrace(keys, _context.current())), torch.no_grad():
+    with _context.active(NestedTrace(keys)), torch.no_grad():
         wrapped_args = _wrap(args)
         wrapped_kwargs = {name: _wrap(value) for name, value in kwargs.items()}
         out = function(*wrapped_args, **wrapped_kwargs)

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._call import Call, Slot, fill
 from xla_dtensor.dispatch._layout import output_placements
 from xla_dtensor.dispatch._lower import flatten_results, lowered_function
+from xla_dtensor.dispatch._ops import OpInfo
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.form import Form, device_form, sharded_form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
@@ -129,33 +131,35 @@ def _functions(
     after: list[Form],
     mutated: list[int],
 ) -> tuple[Callable[..., Any], Any, bool]:
-    forms = list(call.forms)
+    # The functions live as long as the plan: they must not hold the call, which holds its tensors.
+    info, forms = call.info, list(call.forms)
     args, kwargs = call.args, call.kwargs
+    writes_expected = len(bases)
     steps = [b._steps for b in bases]
     own_forms = [forms[i] for i in mutated]
-    drew_random = [False]
 
     def run(keys: Any, leaves: Any, base_arrays: Any, pad: bool) -> list[Any]:
-        def key() -> Any:
-            drew_random[0] = True
-            return keys()
-
         values = [
             form.logical(leaf) if isinstance(form, Form) else leaf
             for leaf, form in zip(leaves, forms, strict=True)
         ]
-        fresh, writes = lowered(key, fill(list(args), values), _fill_kwargs(kwargs, values))
+        fresh, writes = lowered(keys, fill(list(args), values), _fill_kwargs(kwargs, values))
         out: list[Any] = []
         for value, form in zip(fresh, result_forms, strict=False):
             if form is None:
                 continue
-            value = _checked(value, form.shape, form.jax_dtype, call)
+            value = _checked(value, form.shape, form.jax_dtype, info)
             out.append(form.physical(value) if pad else value)
-        for j, value in enumerate(writes[: len(bases)]):
-            value = _checked(value, own_forms[j].shape, own_forms[j].jax_dtype, call)
+        for j, value in enumerate(writes[:writes_expected]):
+            value = _checked(value, own_forms[j].shape, own_forms[j].jax_dtype, info)
             if steps[j]:
                 value = write_through(before[j].logical(base_arrays[j]), steps[j], value)
             out.append(after[j].physical(value) if pad else value)
+        if pad:
+            # A result that is an argument as it came would share its buffer, and writes to one
+            # donate buffers.
+            given = {id(leaf) for leaf in leaves}
+            out = [jnp.copy(value) if id(value) in given else value for value in out]
         return out
 
     shardings = [f.sharding for f in result_forms if f is not None] + [f.sharding for f in after]
@@ -173,8 +177,8 @@ def _functions(
 
     sharded = any(s is not None for s in shardings)
     jitted = jax.jit(eager, out_shardings=shardings) if sharded else jax.jit(eager)
-    random = bool(call.info.lowering is not None and call.info.lowering.random) or (
-        call.info.lowering is None and torch.Tag.nondeterministic_seeded in call.info.func.tags
+    random = bool(info.lowering is not None and info.lowering.random) or (
+        info.lowering is None and torch.Tag.nondeterministic_seeded in info.func.tags
     )
     return run, jitted, random
 
@@ -183,15 +187,13 @@ def _fill_kwargs(kwargs: dict[str, Any], values: list[Any]) -> dict[str, Any]:
     return {name: fill(value, values) for name, value in kwargs.items()}
 
 
-def _checked(value: Any, shape: tuple[int, ...], dtype: Any, call: Call) -> Any:
-    import jax.numpy as jnp
-
+def _checked(value: Any, shape: tuple[int, ...], dtype: Any, info: OpInfo) -> Any:
     value = jnp.asarray(value)
     if tuple(value.shape) != shape:
-        if call.info.mutated and value.size <= max(1, _numel(shape)):
+        if info.mutated and value.size <= max(1, _numel(shape)):
             return jnp.broadcast_to(value, shape).astype(dtype)
         raise AssertionError(
-            f"the lowering of {call.info.name} gave shape {tuple(value.shape)} where torch gives "
+            f"the lowering of {info.name} gave shape {tuple(value.shape)} where torch gives "
             f"{shape}: a bug in xla_dtensor, please report it"
         )
     return _cast(value, dtype)

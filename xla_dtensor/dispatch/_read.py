@@ -17,20 +17,17 @@ def read(tensor: Any) -> Any:
     """The array of ``tensor`` in its physical form (on a trace: unpadded)."""
     storage = tensor._storage_
     trace = _context.current()
-    if trace is not None:
-        trace.reading(storage)
     steps = tensor._steps
+    if trace is not None:
+        base = trace.array_of(storage, tensor)
+        return read_through(storage.form.logical(base), steps) if steps else base
     if not steps:
         return storage.array
     cache = tensor._cache
-    if cache is not None and cache[0] == storage.version and cache[1] is trace:
-        return cache[2]
-    form, own = storage.form, tensor._own_form
-    if trace is not None:
-        array = read_through(form.logical(storage.array), steps)
-    else:
-        array = _view_reader(form, steps, own)(storage.array)
-    tensor._cache = (storage.version, trace, array)
+    if cache is not None and cache[0] == storage.version:
+        return cache[1]
+    array = _view_reader(storage.form, steps, tensor._own_form)(storage.array)
+    tensor._cache = (storage.version, array)
     return array
 
 

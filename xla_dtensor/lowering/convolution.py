@@ -63,7 +63,8 @@ def _convolve(
         grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
         weight = jnp.swapaxes(grouped, 1, 2).reshape(-1, grouped.shape[1], *kernel)
     if x.size == 0 or weight.size == 0:
-        sizes = zip(x.shape[2:], weight.shape[2:], pads, stride, dilation, input_dilation)
+        kernel = weight.shape[2:]
+        sizes = zip(x.shape[2:], kernel, pads, stride, dilation, input_dilation, strict=True)
         out = [
             ((n - 1) * up + 1 + sum(pad) - d * (k - 1) - 1) // s + 1
             for n, k, pad, s, d, up in sizes

@@ -42,6 +42,13 @@ def _widened(dtype: Any) -> Any:
     return np.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
+def _updater(positions: Any, dtype: Any, accumulate: bool) -> Callable[..., jax.Array]:
+    """The method of ``x.at[...]`` that sets, or accumulates, values of ``dtype``."""
+    if not accumulate:
+        return positions.set
+    return positions.max if dtype.kind == "b" else positions.add
+
+
 # Advanced indexing ---------------------------------------------------------------------------
 
 
@@ -88,11 +95,7 @@ def index_put(
         return x + values if accumulate else values
     if x.size == 0:
         return x
-    updated = x.at[_index_tuple(x, indices)]
-    update = updated.add if accumulate else updated.set
-    # torch drops leading dims of size 1 that the indexed positions lack.
-    target = jax.eval_shape(lambda a: a[_index_tuple(a, indices)], x).ndim
-    values = values.reshape(values.shape[max(values.ndim - target, 0) :])
+    update = _updater(x.at[_index_tuple(x, indices)], x.dtype, accumulate)
     return update(values, mode="promise_in_bounds", wrap_negative_indices=False)
 
 
@@ -118,7 +121,6 @@ def _index_put_mask(
         values = jnp.take(values, jnp.clip(order, 0, values.shape[at] - 1), axis=at, mode="clip")
     elif at >= 0:
         values = values.reshape(*values.shape[:at], *[1] * mask.ndim, *values.shape[at + 1 :])
-    values = values.reshape(values.shape[max(values.ndim - x.ndim, 0) :])
     mask = mask.reshape(*mask.shape, *[1] * after)
     written = x + values if accumulate else values
     return jnp.where(mask, written, x)
@@ -237,8 +239,7 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 def put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
     if index.size == 0:
         return x
-    updated = x.reshape(-1).at[_wrapped(index, x.size)]
-    update = updated.add if accumulate else updated.set
+    update = _updater(x.reshape(-1).at[_wrapped(index, x.size)], x.dtype, accumulate)
     return update(source.reshape(index.shape).astype(x.dtype)).reshape(x.shape)
 
 
@@ -306,8 +307,10 @@ def _reduced(
 ) -> jax.Array:
     """``x`` with ``src`` combined into it by ``update(base, method, values)``, an update of the
     scattered-to positions."""
-    if x.dtype.kind == "b" and reduce in ("sum", "prod"):
-        reduce = {"sum": "amax", "prod": "amin"}[reduce]
+    if x.dtype.kind == "b":  # adding is or, multiplying is and
+        reduce = {"sum": "amax", "add": "amax", "prod": "amin", "multiply": "amin"}.get(
+            reduce, reduce
+        )
     method, identity = _REDUCTIONS[reduce](x.dtype)
     if method == "set":
         return update(x, "set", src)

@@ -51,6 +51,8 @@ _BATCHED = (((2,), (1,)), ((0,), (0,)))
 
 def _scaled_sum(x: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
     """``beta * x + alpha * product``; ``x`` is not read at all where beta is 0."""
+    if np.dtype(product.dtype).kind in "iu":
+        beta, alpha = int(beta), int(alpha)  # torch truncates them
     if alpha != 1:
         product = product * alpha
     if beta == 0:
@@ -102,7 +104,7 @@ def addmm_dtype(x, a, b, out_dtype, *, beta=1, alpha=1):
 @lowers("_addmm_activation", static_scalars=True)
 def addmm_activation(x, a, b, *, beta=1, alpha=1, use_gelu=False):
     result = addmm(x, a, b, beta=beta, alpha=alpha)
-    return jax.nn.gelu(result, approximate=True) if use_gelu else jax.nn.relu(result)
+    return jax.nn.gelu(result, approximate=False) if use_gelu else jax.nn.relu(result)
 
 
 @lowers("baddbmm", static_scalars=True)

@@ -40,29 +40,28 @@ def _fused(
     steps: Tensors | None = None,
 ) -> tuple[list[jax.Array], ...]:
     """``update(param, grad, *state[, step])`` for each parameter: new parameters, unscaled
-    gradients, new states. With ``found_inf`` set, parameters and states stay as they are."""
-    results: tuple[list[jax.Array], ...] = tuple([] for _ in range(2 + len(states)))
-    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        old = [param, *(state[i] for state in states if state)]
-        # A scalar parameter's dtype may be half of its state's: compute in the widest.
+    gradients, new states. With ``found_inf`` set, everything stays as it is."""
+    columns: list[list[jax.Array]] = []
+    for i, grad in enumerate(grads):
+        old = [params[i], grad, *(state[i] for state in states if state)]
+        # Parameters may be narrower than their states: compute in the widest.
         dtype = math_dtype(jnp.result_type(*old))
-        wide = [v.astype(dtype) for v in old]
-        unscaled = grad.astype(dtype)
+        param, wide_grad, *wide_states = (v.astype(dtype) for v in old)
         if grad_scale is not None:
-            unscaled = unscaled / grad_scale.astype(dtype)
+            wide_grad = wide_grad / grad_scale.astype(dtype)
         step = () if steps is None else (steps[i],)
-        new = update(wide[0], -unscaled if maximize else unscaled, *wide[1:], *step)
+        new_param, *new_states = update(
+            param, -wide_grad if maximize else wide_grad, *wide_states, *step
+        )
+        new = [
+            v.astype(o.dtype) for v, o in zip((new_param, wide_grad, *new_states), old, strict=True)
+        ]
         if found_inf is not None:
-            keep = found_inf.reshape(()) != 0
-            new = [jnp.where(keep, o, n) for o, n in zip(wide, new, strict=True)]
-        new_param, *new_states = (n.astype(o.dtype) for n, o in zip(new, old, strict=True))
-        results[0].append(new_param)
-        results[1].append(unscaled.astype(grad.dtype))
-        for result, state in zip(
-            [r for r, s in zip(results[2:], states, strict=True) if s], new_states, strict=True
-        ):
-            result.append(state)
-    return results
+            overflow = found_inf.reshape(()) != 0
+            new = [jnp.where(overflow, o, n) for o, n in zip(old, new, strict=True)]
+        columns.append(new)
+    rows = iter([list(row) for row in zip(*columns, strict=True)] or [[], []])
+    return next(rows), next(rows), *(next(rows, []) if state else [] for state in states)
 
 
 def _adam(decoupled: bool) -> Callable[..., Any]:

@@ -3,6 +3,7 @@ own file."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.scipy.special as jsp
 import numpy as np
 
 from xla_dtensor.dtypes import to_jax_dtype
-from xla_dtensor.lowering._promotion import promote, promote_for_math, promote_to_float
+from xla_dtensor.lowering._promotion import promote, promote_for_math, promote_to_float, result_type
 from xla_dtensor.lowering._registry import lowers
 
 
@@ -31,6 +32,11 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
+def _digamma(x: jax.Array) -> jax.Array:
+    """With infinities at the pole 0, where JAX has NaN."""
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jsp.digamma(x))
+
+
 # Unary functions whose results are floating point, whatever the input.
 _FLOAT_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "acos": jnp.arccos,
@@ -42,7 +48,7 @@ _FLOAT_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "cos": jnp.cos,
     "cosh": jnp.cosh,
     "deg2rad": jnp.deg2rad,
-    "digamma": jsp.digamma,
+    "digamma": _digamma,
     "erf": jax.lax.erf,
     "erfc": jax.lax.erfc,
     "erfinv": jax.lax.erf_inv,
@@ -66,6 +72,9 @@ _FLOAT_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "special_i0e": jsp.i0e,
     "special_i1": jsp.i1,
     "special_i1e": jsp.i1e,
+    "special_modified_bessel_i0": jsp.i0,
+    "special_modified_bessel_i1": jsp.i1,
+    "special_spherical_bessel_j0": lambda x: jnp.sinc(x / np.pi),
     "special_log_ndtr": jsp.log_ndtr,
     "special_ndtri": jsp.ndtri,
     "sqrt": jnp.sqrt,
@@ -181,10 +190,40 @@ def erfcx(x):
     )
 
 
+def _zeta(s: jax.Array, q: jax.Array) -> jax.Array:
+    """Hurwitz zeta. JAX's expansion needs ``q`` above about -9: the first terms of a negative
+    ``q`` are summed one by one, which torch does too (here at most 1000)."""
+    s, q = jnp.broadcast_arrays(s, q)
+    regular = (q != jnp.floor(q)) & (s == jnp.floor(s))
+
+    def pending(state):
+        count, q, _ = state
+        return (count < 1000) & jnp.any(regular & (q < 0))
+
+    def add_term(state):
+        count, q, total = state
+        negative = regular & (q < 0)
+        total = total + jnp.where(negative, jnp.power(q, -s), 0)
+        return count + 1, jnp.where(negative, q + 1, q), total
+
+    _, q, total = jax.lax.while_loop(pending, add_term, (0, q, jnp.zeros_like(q)))
+    total = jnp.where((q <= 0) & (q == jnp.floor(q)), jnp.inf, total + jsp.zeta(s, q))
+    return jnp.where(s < 1, jnp.nan, total)
+
+
 @lowers("polygamma")
 def polygamma(n, x):
     (x,) = promote_to_float(x)
-    return jsp.digamma(x) if n == 0 else jsp.polygamma(n, x)
+    if n == 0:
+        return _digamma(x)
+    return (-1) ** (n + 1) * float(math.factorial(n)) * _zeta(jnp.asarray(n + 1, x.dtype), x)
+
+
+@lowers("mvlgamma")
+def mvlgamma(x, p):
+    (x,) = promote_to_float(x)
+    terms = sum(jax.lax.lgamma(x - 0.5 * j) for j in range(p))
+    return terms + p * (p - 1) / 4 * math.log(math.pi)
 
 
 @lowers("nan_to_num")
@@ -240,8 +279,13 @@ def div_mode(x, y, *, rounding_mode=None):
         return div(x, y)
     if rounding_mode == "floor":
         return floor_divide(x, y)
+    dtype = result_type(x, y)
     x, y = promote_for_math(x, y)
-    return jax.lax.div(*jnp.broadcast_arrays(x, y)) if is_integral(x) else jnp.trunc(x / y)
+    if is_integral(x):
+        return jax.lax.div(*jnp.broadcast_arrays(x, y))
+    # torch rounds the quotient to the result's dtype before it truncates.
+    limits = jnp.finfo(dtype)
+    return jnp.trunc(jax.lax.reduce_precision(x / y, limits.nexp, limits.nmant))
 
 
 @lowers("floor_divide", "floor_divide.Scalar")
@@ -329,7 +373,7 @@ def _xlogy(x: jax.Array, y: jax.Array, log: Callable = jnp.log) -> jax.Array:
     return jnp.where(jnp.isnan(y), y, jnp.where(x == 0, 0, x * log(jnp.where(x == 0, 1, y))))
 
 
-def _logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
+def logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
     if not is_complex(x):
         return jnp.logaddexp(x, y)
     high, low = jnp.where(x.real >= y.real, x, y), jnp.where(x.real >= y.real, y, x)
@@ -341,14 +385,15 @@ _FLOAT_BINARY: dict[tuple[str, ...], Callable[[jax.Array, jax.Array], jax.Array]
     ("atan2",): jnp.arctan2,
     ("copysign.Tensor", "copysign.Scalar"): jnp.copysign,
     ("hypot",): jnp.hypot,
+    ("ldexp.Tensor",): lambda x, y: x * jnp.exp2(y),
     ("igamma",): jax.lax.igamma,
     ("igammac",): jax.lax.igammac,
-    ("logaddexp",): _logaddexp,
+    ("logaddexp",): logaddexp,
     ("logaddexp2",): jnp.logaddexp2,
     ("special_xlog1py", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar"): (
         lambda x, y: _xlogy(x, y, jnp.log1p)
     ),
-    ("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar"): jsp.zeta,
+    ("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar"): _zeta,
     ("xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self"): _xlogy,
 }
 

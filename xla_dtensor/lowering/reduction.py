@@ -12,7 +12,7 @@ import numpy as np
 from xla_dtensor.dtypes import to_jax_dtype
 from xla_dtensor.lowering._promotion import float_dtype, math_dtype, promote_to_float
 from xla_dtensor.lowering._registry import lowers
-from xla_dtensor.lowering.pointwise import cast, is_complex, is_integral
+from xla_dtensor.lowering.pointwise import cast, is_complex, is_integral, logaddexp
 
 Dims = int | Sequence[int] | None
 
@@ -200,6 +200,22 @@ def nanmedian(x, dim, keepdim=False):
     return _kth(x, jnp.maximum(valid - 1, 0) // 2, dim, keepdim)
 
 
+@lowers("mode")
+def mode(x, dim=-1, keepdim=False):
+    """The most frequent value, the smallest of several, and its last position."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), np.int64)
+    ordered = jnp.sort(x, axis=dim)
+    index = jax.lax.broadcasted_iota(np.int64, x.shape, dim % x.ndim)
+    before = jnp.roll(ordered, 1, axis=dim)
+    starts = jnp.where((index == 0) | (ordered != before), index, 0)
+    run = index - jax.lax.cummax(starts, axis=dim % x.ndim)  # position within its run of equals
+    best = jnp.argmax(run, axis=dim, keepdims=True)
+    value = jnp.take_along_axis(ordered, best, axis=dim)
+    where = jnp.max(jnp.where(x == value, index, 0), axis=dim, keepdims=True)
+    return (value, where) if keepdim else (value.squeeze(dim), where.squeeze(dim))
+
+
 @lowers("median.default")
 def median_all(x):
     return jnp.asarray(jnp.nan, x.dtype) if x.size == 0 else median(x.reshape(-1), 0)[0]
@@ -273,6 +289,15 @@ def dist(x, y, p=2):
     return vector_norm(jnp.subtract(*promote_to_float(x, y)), p)
 
 
+@lowers("renorm", static_scalars=True)
+def renorm(x, p, dim, maxnorm):
+    """Slices along ``dim`` whose norm exceeds ``maxnorm``, scaled down to it."""
+    others = [d for d in range(x.ndim) if d != dim % x.ndim]
+    norms = vector_norm(x, p, others, True)
+    scale = jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
+    return x.astype(math_dtype(x.dtype)) * scale
+
+
 @lowers("logsumexp")
 def logsumexp(x, dim, keepdim=False):
     (x,) = promote_to_float(x)
@@ -305,13 +330,7 @@ def logcumsumexp(x, dim):
         return x
     if not is_complex(x):
         return jax.lax.cumlogsumexp(x, axis=dim % x.ndim)
-
-    def combine(a: jax.Array, b: jax.Array) -> jax.Array:
-        peak = jnp.maximum(a.real, b.real)
-        peak = jnp.where(jnp.isfinite(peak), peak, 0)
-        return jnp.log(jnp.exp(a - peak) + jnp.exp(b - peak)) + peak
-
-    return jax.lax.associative_scan(combine, x, axis=dim)
+    return jax.lax.associative_scan(logaddexp, x, axis=dim)
 
 
 def _running_extremum(x: jax.Array, dim: int, better: Callable) -> tuple[jax.Array, jax.Array]:

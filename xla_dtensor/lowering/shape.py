@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_dtensor.lowering._promotion import promote
+from xla_dtensor.lowering._promotion import math_dtype, promote
 from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.view import wrap_dim
 
@@ -58,7 +58,9 @@ def _padding(mode: str) -> Callable[..., jax.Array]:
 
 def _padding_backward(mode: str) -> Callable[..., jax.Array]:
     def backward(grad: jax.Array, x: jax.Array, padding: Sequence[int]) -> jax.Array:
-        return jax.linear_transpose(lambda x: _padding(mode)(x, padding), x)(grad)[0]
+        wide = grad.astype(math_dtype(grad.dtype))
+        padded = jax.ShapeDtypeStruct(x.shape, wide.dtype)
+        return jax.linear_transpose(lambda x: _padding(mode)(x, padding), padded)(wide)[0]
 
     return backward
 

@@ -18,6 +18,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.dtypes import to_jax_dtype
+from xla_dtensor.lowering._promotion import math_dtype
 from xla_dtensor.lowering._registry import lowers, lowers_view
 
 _OVERLAP = (
@@ -540,8 +541,9 @@ def _transposed(get: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     slice gives a pad, which XLA partitions better than an update of zeros."""
 
     def backward(grad: jax.Array, input_sizes: Sequence[int], *args: Any) -> jax.Array:
-        base = jax.ShapeDtypeStruct(tuple(input_sizes), grad.dtype)
-        return jax.linear_transpose(lambda x: get(x, *args), base)(grad)[0]
+        wide = grad.astype(math_dtype(grad.dtype))  # overlapping windows are added up
+        base = jax.ShapeDtypeStruct(tuple(input_sizes), wide.dtype)
+        return jax.linear_transpose(lambda x: get(x, *args), base)(wide)[0].astype(grad.dtype)
 
     return backward
 

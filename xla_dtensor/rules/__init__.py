@@ -34,7 +34,26 @@ from .registry import (
     rules,
 )
 
+FAMILIES = (
+    attention,
+    conv,
+    factory,
+    foreach,
+    indexing,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    reduction,
+    scan_sort,
+    shape,
+    view,
+)
+"""The modules that register the rules, by being imported."""
+
 __all__ = [
+    "FAMILIES",
     "Alternative",
     "Call",
     "DimSharding",

@@ -41,9 +41,15 @@ def merge(
     inputs: Sequence[TensorInfo],
     n_outputs: int,
     mesh_shape: Sequence[int],
+    *,
+    new_shards: bool = False,
 ) -> Merged:
-    """The cheapest combination; replicating everything is always among them."""
-    options = _options(alternatives, inputs, n_outputs)
+    """The cheapest combination; replicating everything is always among them.
+
+    A reduction of partial values may end in shards (a reduce-scatter): with `new_shards` always,
+    else only where the inputs have shards already.
+    """
+    options = _options(alternatives, inputs, n_outputs, new_shards)
     per_mesh_dim = _exact(options, inputs, len(mesh_shape))
     if per_mesh_dim is None:
         per_mesh_dim = _cheapest(options, inputs, mesh_shape)
@@ -54,16 +60,23 @@ def merge(
 
 
 def _options(
-    alternatives: Iterable[Alternative], inputs: Sequence[TensorInfo], n_outputs: int
+    alternatives: Iterable[Alternative],
+    inputs: Sequence[TensorInfo],
+    n_outputs: int,
+    new_shards: bool,
 ) -> list[Alternative]:
     """`alternatives` for the kinds of shard that the inputs have.
 
-    A new way of sharding is never made up for inputs that have no shard at all: those are reduced
-    or left alone. A strided shard (an order of mesh dims) passes through where a plain one does.
+    A strided shard (an order of mesh dims) passes through where a plain one does.
     """
     factors = {
-        split_factor(p): None for info in inputs for p in info.placements if shard_dim(p) is not None
+        split_factor(p): None
+        for info in inputs
+        for p in info.placements
+        if shard_dim(p) is not None
     }
+    if new_shards:
+        factors[1] = None
     options = [Alternative((REPLICATE,) * n_outputs, (REPLICATE,) * len(inputs))]
     for alternative in alternatives:
         slots = alternative.outputs + alternative.inputs
@@ -76,9 +89,7 @@ def _options(
 
 def _strided(alternative: Alternative, factor: int) -> Alternative:
     def convert(slots: Placements) -> Placements:
-        return tuple(
-            p if (dim := shard_dim(p)) is None else make_shard(dim, factor) for p in slots
-        )
+        return tuple(p if (dim := shard_dim(p)) is None else make_shard(dim, factor) for p in slots)
 
     return Alternative(convert(alternative.outputs), convert(alternative.inputs))
 
@@ -165,4 +176,3 @@ def _commute(placements: Iterable[Placement]) -> bool:
         len({kind for kind, _ in reductions}) == 1
         and {op for _, op in reductions} == {"sum", "avg"}
     )
-

@@ -30,6 +30,12 @@ _BACKWARD = """
 """
 
 
+def _dims(q: TensorInfo) -> list[int]:
+    """The dims that may be sharded; of equally cheap ones heads come before batch."""
+    dims = list(range(q.ndim - 1))
+    return sorted(dims, key=lambda d: (d == q.ndim + QUERY_DIM, -d))
+
+
 def _slot(tensor: Sequence[int], dim: int, q: TensorInfo) -> Placement:
     """`dim` of the query as a dim of `tensor`: leading dims align, broadcast ones are whole."""
     if dim >= len(tensor) or tensor[dim] != q.shape[dim]:
@@ -49,9 +55,9 @@ def _mask_slot(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
 @register(*_FORWARD.split())
 def attention(call: Call) -> Merged:
     """b h s d!, b h t! d!, b h t! e! -> b h s e!"""
-    q, k, v, *rest = call.tensors
+    q, k, _v, *rest = call.tensors
     options = []
-    for dim in range(q.ndim - 1):
+    for dim in _dims(q):
         is_query = dim == q.ndim + QUERY_DIM
         is_head = dim == q.ndim + HEAD_DIM and q.ndim >= 4
         if is_head and not _heads_divide(q, k):
@@ -62,7 +68,7 @@ def attention(call: Call) -> Merged:
         outs[0] = Shard(dim)
         masks = tuple(_mask_slot(m, dim, q) for m in rest)
         options.append(Alternative(tuple(outs), (Shard(dim), keys, keys, *masks)))
-    return call.merge(options)
+    return call.merge(options, new_shards=True)
 
 
 @register(*_BACKWARD.split())
@@ -71,7 +77,7 @@ def attention_backward(call: Call) -> Merged:
     q = call.tensor("query")
     data = {"query", "grad_out", "grad_out_", "out", "logsumexp"}
     options = []
-    for dim in range(q.ndim - 1):
+    for dim in _dims(q):
         is_query = dim == q.ndim + QUERY_DIM
         inputs: list[Placement] = []
         for name, value in call.args.items():
@@ -91,4 +97,4 @@ def attention_backward(call: Call) -> Merged:
             bias = call.args.get("attn_bias")
             grads.append(_mask_slot(bias, dim, q) if isinstance(bias, TensorInfo) else R)
         options.append(Alternative(tuple(grads[: call.n_outputs]), tuple(inputs)))
-    return call.merge(options)
+    return call.merge(options, new_shards=True)

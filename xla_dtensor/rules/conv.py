@@ -72,11 +72,8 @@ def _spatial(call: Call) -> int:
 
 _AVERAGES = [f"{kind}{n}d" for kind in ("avg_pool", "adaptive_avg_pool") for n in (1, 2, 3)]
 _AVERAGES += ["_adaptive_avg_pool2d", "_adaptive_avg_pool3d"]
-_MAXIMA = [
-    f"{kind}{n}d"
-    for kind in ("max_pool", "adaptive_max_pool", "fractional_max_pool", "max_unpool")
-    for n in (1, 2, 3)
-]
+_MAXIMA = [f"{kind}{n}d" for kind in ("max_pool", "adaptive_max_pool") for n in (1, 2, 3)]
+_MAXIMA += [f"{kind}{n}d" for kind in ("fractional_max_pool", "max_unpool") for n in (2, 3)]
 _MAXIMA += [f"max_pool{n}d_with_indices" for n in (1, 2, 3)]
 _UPSAMPLES = [
     f"{prefix}{kind}{suffix}"
@@ -91,9 +88,10 @@ _UPSAMPLES = [
     ]
 ]
 _BACKWARDS = [
-    f"{name}_backward"
-    for name in _AVERAGES + _MAXIMA
-    if "max_pool1d" not in name and "unpool" not in name
+    *("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d"),
+    *("adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    *("fractional_max_pool2d", "fractional_max_pool3d", "max_pool2d"),
+    *("max_pool2d_with_indices", "max_pool3d_with_indices"),
 ]
 
 
@@ -103,7 +101,9 @@ def _batch_and_channel(call: Call, linear: bool) -> Merged:
     slots: list[Placement] = [Shard(d) for d in range(x.ndim - _spatial(call))]
     if linear and n == 1:
         slots += [Partial("sum"), Partial("avg")]
-    return call.merge([Alternative((slot,) * outs, (slot,) * n) for slot in slots])
+    options = [Alternative((slot,) * outs, (slot,) * n) for slot in slots]
+    # Torch makes shards of a pooled partial, but not of an interpolated one.
+    return call.merge(options, new_shards="pool" in call.name and "backward" not in call.name)
 
 
 @register(*_AVERAGES, *_UPSAMPLES, *(f"{name}_backward" for name in _UPSAMPLES))
@@ -112,14 +112,15 @@ def linear_pool(call: Call) -> Merged:
     return _batch_and_channel(call, linear=True)
 
 
-@register(*_MAXIMA, *_BACKWARDS)
+@register(*_MAXIMA, *(f"{name}_backward" for name in _BACKWARDS))
 def pool(call: Call) -> Merged:
     """batch and channel"""
     return _batch_and_channel(call, linear=False)
 
 
-@register("grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward",
-          "grid_sampler_3d_backward")
+@register(
+    "grid_sampler_2d", "grid_sampler_3d", "grid_sampler_2d_backward", "grid_sampler_3d_backward"
+)
 def grid_sampler(call: Call) -> Merged:
     """batch; linear in the image"""
     n, outs = len(call.tensors), call.n_outputs

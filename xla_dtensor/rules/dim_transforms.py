@@ -201,9 +201,9 @@ def invert(transforms: Transforms, in_shape: Shape) -> Transforms:
             case InputDim(d):
                 result[d] = InputDim(out)
             case Flatten(dims):
-                sizes = [in_shape[d.dim] for d in dims]
-                for d, part in zip(dims, split(InputDim(out), sizes), strict=True):
-                    result[d.dim] = part
+                sizes = [in_shape[each.dim] for each in dims]
+                for part_of, part in zip(dims, split(InputDim(out), sizes), strict=True):
+                    result[part_of.dim] = part
             case Split(source, _, _):
                 factors.setdefault(source, []).append(out)
     for source, outs in factors.items():
@@ -212,7 +212,7 @@ def invert(transforms: Transforms, in_shape: Shape) -> Transforms:
         if isinstance(source, InputDim):
             result[source.dim] = whole
         else:
-            sizes = [in_shape[d.dim] for d in source.dims]
-            for d, part in zip(source.dims, split(whole, sizes), strict=True):
-                result[d.dim] = part
+            sizes = [in_shape[each.dim] for each in source.dims]
+            for part_of, part in zip(source.dims, split(whole, sizes), strict=True):
+                result[part_of.dim] = part
     return tuple(result)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import REPLICATE, TensorInfo
+from ._types import REPLICATE, TensorInfo, unpartial
 from .alternatives import Alternative, Merged
 from .registry import Call, register
 from .shape import inactive_dims
@@ -20,17 +20,25 @@ ALL_REDUCTIONS = ("sum", "avg", "min", "max", "product")
 R = REPLICATE
 
 
+MASKED = Partial("mask")
+"""Indices looked up in a part of the table. Whole ones are masked in place; to a shard of them
+the table must come instead, so that a sharded batch stays where it is."""
+
+
 @register("embedding")
 def embedding(call: Call) -> Merged:
     """vocabulary h, ... -> ... h; a sharded vocabulary makes a sum"""
     _, indices = call.tensors
-    return call.merge(
+    merged = call.merge(
         [
             Alternative((Shard(indices.ndim),), (Shard(1), R)),
-            Alternative((Partial(),), (Shard(0), R)),
+            Alternative((Partial(),), (Shard(0), MASKED)),
             *(Alternative((Shard(d),), (R, Shard(d))) for d in range(indices.ndim)),
-        ]
+        ],
+        new_shards=True,
     )
+    table, used = merged.inputs
+    return call.follow([table, unpartial(used)], *merged.outputs)
 
 
 @register("embedding_dense_backward")
@@ -42,7 +50,8 @@ def embedding_backward(call: Call) -> Merged:
             Alternative((Shard(1),), (Shard(grad.ndim - 1), R)),
             *(Alternative((Partial(),), (Shard(d), Shard(d))) for d in range(indices.ndim)),
             Alternative((Partial(),), (Partial(), R)),
-        ]
+        ],
+        new_shards=True,
     )
 
 
@@ -60,7 +69,7 @@ def gather(call: Call) -> Merged:
     own = [d for d in range(x.ndim) if d != dim and _matches(x, index, d)]
     options = [Alternative((Shard(dim),), (R, Shard(dim)))] if x.ndim else []
     options += [Alternative((Shard(d),), (Shard(d), Shard(d))) for d in own]
-    return call.merge(options)
+    return call.merge(options, new_shards=True)
 
 
 def _matches(a: TensorInfo, b: TensorInfo, dim: int) -> bool:
@@ -74,7 +83,8 @@ def scatter(call: Call) -> Merged:
     dim = call.dim(x.ndim)
     own = [d for d in range(x.ndim) if d != dim and all(_matches(x, o, d) for o in others)]
     n = len(call.tensors)
-    return call.merge([Alternative((Shard(d),), (Shard(d),) * n) for d in own])
+    options = [Alternative((Shard(d),), (Shard(d),) * n) for d in own]
+    return call.merge(options, new_shards=True)
 
 
 @register("index_select")
@@ -150,9 +160,7 @@ def index_put(call: Call) -> Merged:
     for d in where.kept:
         own = where.result_dim(d) - (result_ndim - values.ndim)
         whole = own < 0 or values.shape[own] == 1
-        options.append(
-            Alternative((Shard(d),), (Shard(d), *(R,) * n, R if whole else Shard(own)))
-        )
+        options.append(Alternative((Shard(d),), (Shard(d), *(R,) * n, R if whole else Shard(own))))
     options.append(Alternative((Partial(),), (Partial(), *(R,) * n, Partial())))
     return call.merge(options)
 
@@ -172,9 +180,7 @@ def index_fill(call: Call) -> Merged:
     x, *others = call.tensors
     dim = call.dim(x.ndim)
     whole = (R,) * len(others)
-    options = [
-        Alternative((Shard(d),), (Shard(d), *whole)) for d in range(x.ndim) if d != dim
-    ]
+    options = [Alternative((Shard(d),), (Shard(d), *whole)) for d in range(x.ndim) if d != dim]
     if len(others) == 1:  # a scalar value: equal on every device, so not a sum of parts
         kept = ("avg", "max", "min")
         options += [Alternative((Partial(op),), (Partial(op), R)) for op in kept]
@@ -185,7 +191,7 @@ def index_fill(call: Call) -> Merged:
     return call.merge(options)
 
 
-@register("masked_scatter", "put", "masked_select", "nonzero", "unique", "_unique2", "unique_dim")
+@register("masked_scatter", "put", "masked_select", "nonzero", "_unique2", "unique_dim")
 def everything(call: Call) -> Merged:
     """replicated: a position in the result depends on all positions before it"""
     return call.replicate()

@@ -56,7 +56,5 @@ def solve(call: Call) -> Merged:
     n, at = len(call.tensors), _SOLVERS[call.name]
     options = _batch(call)
     outs = (Partial(), *(REPLICATE,) * (call.n_outputs - 1))
-    options.append(
-        Alternative(outs, tuple(Partial() if i == at else REPLICATE for i in range(n)))
-    )
+    options.append(Alternative(outs, tuple(Partial() if i == at else REPLICATE for i in range(n))))
     return call.merge(options)

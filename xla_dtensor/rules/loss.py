@@ -18,6 +18,10 @@ _ELEMENTWISE = """
     binary_cross_entropy_with_logits kl_div poisson_nll_loss hinge_embedding_loss
 """
 
+_BACKWARD = """
+    mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss
+"""
+
 
 @register(*_ELEMENTWISE.split())
 def elementwise_loss(call: Call) -> Merged:
@@ -35,14 +39,16 @@ def elementwise_loss(call: Call) -> Merged:
     return call.follow(merged.inputs, out)
 
 
-@register(*(f"{name}_backward" for name in _ELEMENTWISE.split()))
+@register(*(f"{name}_backward" for name in _BACKWARD.split()))
 def elementwise_loss_backward(call: Call) -> Merged:
     """elementwise; the gradient of a reduced loss is a scalar"""
     shape = call.out_shapes[0]
     return call.merge(
         [
             Alternative(
-                tuple(REPLICATE if s is None or s != shape else a.outputs[0] for s in call.out_shapes),
+                tuple(
+                    REPLICATE if s is None or s != shape else a.outputs[0] for s in call.out_shapes
+                ),
                 a.inputs,
             )
             for a in elementwise_alternatives(call.tensors, 1)
@@ -108,7 +114,9 @@ def cross_entropy(call: Call) -> Merged:
     )
     reduction = call.args["reduction"]
     if reduction == NONE:
-        per_item = {d: d - (d > classes) for d in range(x.ndim) if d != classes}
+        per_item: dict[int, int | None] = {
+            d: d - (d > classes) for d in range(x.ndim) if d != classes
+        }
         return call.follow(merged.inputs, map_shards(merged.outputs[0], per_item))
     pending = _PENDING[reduction]
     return call.follow(

@@ -5,25 +5,31 @@ A backward gives the weight's gradient as a sum over the batch: partial where th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import REPLICATE, TensorInfo
+from ._types import REPLICATE, TensorInfo, shard_dim, unpartial
 from .alternatives import Alternative, Merged
 from .registry import Call, register
+from .shape import without_dims
 
 R = REPLICATE
 
 
-@register("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax",
-          "_softmax_backward_data", "_log_softmax_backward_data")
+@register("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
+@register("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax(call: Call) -> Merged:
-    """the dims other than the normalized one"""
-    ndim = call.tensors[0].ndim
-    dim = call.dim(ndim)
-    n = len(call.tensors)
-    return call.merge([Alternative((Shard(d),), (Shard(d),) * n) for d in range(ndim) if d != dim])
+    """as the (most sharded) input, the normalized dim gathered and partial reduced"""
+
+    def shards(x: TensorInfo) -> int:
+        sizes = zip(x.placements, call.mesh_shape, strict=True)
+        return math.prod(n for p, n in sizes if shard_dim(p) is not None)
+
+    x = max(call.tensors, key=shards)
+    used = unpartial(without_dims(x.placements, [call.dim(x.ndim)], x.ndim))
+    return call.follow([used] * len(call.tensors), used)
 
 
 def _normalized_from(x: TensorInfo, call: Call) -> int:
@@ -85,9 +91,16 @@ def _per_dim(tensors: Sequence[TensorInfo], dim: int, channel: Placement) -> lis
     return [Shard(dim) if t.ndim > 1 else channel for t in tensors]
 
 
-@register("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-          "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
-          "_batch_norm_with_update_functional", "cudnn_batch_norm", "batch_norm")
+@register(
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
+    "_batch_norm_with_update",
+    "_batch_norm_with_update_functional",
+    "cudnn_batch_norm",
+    "batch_norm",
+)
 def batch_norm(call: Call) -> Merged:
     """the channels; or the batch and positions, whose statistics are then whole"""
     x = call.tensors[0]
@@ -117,9 +130,3 @@ def batch_norm_backward(call: Call) -> Merged:
             )
         )
     return call.merge(options)
-
-
-@register("renorm", "linalg_vector_norm_backward", "_weight_norm_interface")
-def whole(call: Call) -> Merged | None:
-    """left to the compiler"""
-    return None

@@ -7,7 +7,7 @@ reductions f(reduce(x)) = reduce(f(x)); everything else needs the reduced value 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Shard
@@ -82,7 +82,7 @@ UNTAGGED = """
 """
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(row: str, n_outputs: int) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     def slot(word: str) -> Placement:
         return REPLICATE if word == "R" else Partial(word)
@@ -134,13 +134,22 @@ def _follow(call: Call) -> Merged:
 
 register(*UNTAGGED.split(), "max.other", "min.other")(pointwise_rule)
 register(
-    *"""
-    _foreach_clone alias clone contiguous detach fill lift lift_fresh lift_fresh_copy view.dtype
-    view_of zero _reshape_alias_copy set_.source_Tensor _autocast_to_full_precision
-    """.split()
+    *[
+        "alias",
+        "contiguous",
+        "detach",
+        "fill",
+        "lift",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "view.dtype",
+        "zero",
+        "_reshape_alias_copy",
+        "set_.source_Tensor",
+        "_autocast_to_full_precision",
+    ]
 )(_follow)
-for _name in ("prims::view_of", "prims::clone"):
-    register_rule(_name, _follow)
+register_rule("prims::view_of", _follow)
 
 
 def _cast_keeps(reduction: str, source: torch.dtype, target: torch.dtype | None) -> bool:
@@ -169,9 +178,7 @@ def cast(call: Call) -> Merged:
 @register("copy")
 def copy(call: Call) -> Merged:
     """elementwise; any one reduction on both"""
-    both = [
-        Alternative((Partial(op),), (Partial(op),) * 2) for op in ("sum", "avg", "max", "min")
-    ]
+    both = [Alternative((Partial(op),), (Partial(op),) * 2) for op in ("sum", "avg", "max", "min")]
     return call.merge(elementwise_alternatives(call.tensors) + both)
 
 
@@ -180,9 +187,7 @@ def glu(call: Call) -> Merged:
     """elementwise over two halves of `dim`, which is not sharded"""
     x = call.tensors[0]
     halved = call.dim(x.ndim, default=-1)
-    return call.merge(
-        [a for a in elementwise_alternatives([x]) if a.inputs != (Shard(halved),)]
-    )
+    return call.merge([a for a in elementwise_alternatives([x]) if a.inputs != (Shard(halved),)])
 
 
 @register("glu_backward")

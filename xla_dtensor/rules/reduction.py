@@ -7,15 +7,15 @@ that parts cannot be put together from (variance, argmax), the reduced dims are 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeAlias
 
-from torch.distributed.tensor import Partial, Placement
+from torch.distributed.tensor import Partial, Placement, Shard
 
 from ._types import REPLICATE, Placements, TensorInfo, is_even, moved_to, shard_dim, unpartial
-from .alternatives import Merged
-from .registry import Call, register
+from .alternatives import Alternative, Merged
+from .registry import Call, Rule, register
 
-Reduction = str | Placement | None
+Reduction: TypeAlias = str | Placement | None
 """A reduce op, a partial placement of another kind, or None where parts do not combine."""
 
 
@@ -85,9 +85,7 @@ def _reduce(call: Call, reductions: Sequence[Reduction], dims: list[int] | None)
     outputs = []
     for reduction in reductions:
         # No dims, like an empty list of them, means all.
-        used, out = reduce_placements(
-            x, dims or range(x.ndim), keepdim, reduction, call.mesh_shape
-        )
+        used, out = reduce_placements(x, dims or range(x.ndim), keepdim, reduction, call.mesh_shape)
         outputs.append(out)
     return call.follow([used], *outputs)
 
@@ -117,24 +115,13 @@ REDUCTIONS: dict[str, list[Reduction]] = {
     "logsumexp": [None],
     "median": [None],
     "nanmedian": [None],
-    "max.dim": [None, None],
-    "min.dim": [None, None],
-    "median.dim": [None, None],
-    "nanmedian.dim": [None, None],
-    "mode": [None, None],
-    "kthvalue": [None, None],
 }
 
 
-def _table_rule(name: str, reductions: list[Reduction]) -> Any:
-    default = -1 if name in ("mode", "kthvalue") else None
-
+def _table_rule(reductions: list[Reduction]) -> Rule:
     def rule(call: Call) -> Merged:
-        x = call.tensors[0]
-        dims = call.dims(x.ndim, "dims" if "dims" in call.args else "dim")
-        if dims is None and default is not None:
-            dims = [default % max(x.ndim, 1)]
-        return _reduce(call, reductions, dims)
+        name = "dims" if "dims" in call.args else "dim"
+        return _reduce(call, reductions, call.dims(call.tensors[0].ndim, name))
 
     words = [str(r or "gathered first") for r in reductions]
     rule.__doc__ = f"reduction: {', '.join(words)}"
@@ -142,9 +129,24 @@ def _table_rule(name: str, reductions: list[Reduction]) -> Any:
 
 
 for _name, _reductions in REDUCTIONS.items():
-    register(_name)(_table_rule(_name, _reductions))
+    register(_name)(_table_rule(_reductions))
 for _name in ("sum", "prod", "var"):
-    register(_name, namespace="prims")(_table_rule(_name, REDUCTIONS[_name]))
+    register(_name, namespace="prims")(_table_rule(REDUCTIONS[_name]))
+
+
+@register("max.dim", "min.dim", "median.dim", "nanmedian.dim", "mode", "kthvalue")
+def with_index(call: Call) -> Merged:
+    """a reduction that also says where: the reduced dim is whole"""
+    x = call.tensors[0]
+    reduced = call.dim(x.ndim, default=-1)
+    position = reduced_dim_map(x.ndim, [reduced], bool(call.args.get("keepdim")))
+    return call.merge(
+        [
+            Alternative((Shard(out),) * call.n_outputs, (Shard(d),))
+            for d, out in position.items()
+            if out is not None
+        ]
+    )
 
 
 @register("linalg_vector_norm", "norm")

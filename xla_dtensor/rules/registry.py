@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, TypeVar
 
 import torch
 
@@ -56,8 +56,10 @@ class Call:
             return None
         return [d % max(ndim, 1) for d in ([value] if isinstance(value, int) else value)]
 
-    def merge(self, alternatives: Sequence[Alternative]) -> Merged:
-        return merge(alternatives, self.tensors, self.n_outputs, self.mesh_shape)
+    def merge(self, alternatives: Sequence[Alternative], *, new_shards: bool = False) -> Merged:
+        return merge(
+            alternatives, self.tensors, self.n_outputs, self.mesh_shape, new_shards=new_shards
+        )
 
     def follow(self, inputs: Sequence[Placements], *outputs: Placements) -> Merged:
         """The given layouts; a single output layout serves all outputs."""
@@ -69,6 +71,7 @@ class Call:
         return Merged((whole,) * len(self.tensors), (whole,) * self.n_outputs)
 
 
+AnyRule = TypeVar("AnyRule", bound="Callable[[Call], Merged | None]")
 Rule = Callable[[Call], Merged | None]
 """The merged layouts, or None to leave this call to the compiler."""
 
@@ -97,10 +100,10 @@ def register_rule(
 
 def register(
     *names: str, namespace: str = "aten", override: bool = False
-) -> Callable[[Rule], Rule]:
+) -> Callable[[AnyRule], AnyRule]:
     """`register_rule` as a decorator, for the ops `names` of one namespace."""
 
-    def decorate(rule: Rule) -> Rule:
+    def decorate(rule: AnyRule) -> AnyRule:
         for name in names:
             register_rule(f"{namespace}::{name}", rule, override=override)
         return rule
@@ -132,7 +135,7 @@ def rules() -> dict[str, str]:
 
 
 def _describe(rule: Rule) -> str:
-    return (rule.__doc__ or getattr(rule, "__name__", "")).strip().split("\n")[0]
+    return str(rule.__doc__ or getattr(rule, "__name__", "")).strip().split("\n")[0]
 
 
 def find_rule(func: torch._ops.OpOverload) -> Rule | None:
@@ -140,7 +143,7 @@ def find_rule(func: torch._ops.OpOverload) -> Rule | None:
     return _find_rule(func)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _find_rule(func: torch._ops.OpOverload) -> Rule | None:
     from .foreach import foreach_rule
     from .pointwise import pointwise_rule
@@ -179,7 +182,7 @@ def _base_name(func: torch._ops.OpOverload) -> str:
     return name if dunder else name.removesuffix("_")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The overload that computes the same without writing to an argument."""
     if not func._schema.is_mutable:

@@ -22,14 +22,15 @@ def scan(call: Call) -> Merged:
 def sort(call: Call) -> Merged:
     """the dims other than the sorted one, for values and indices"""
     ndim = call.tensors[0].ndim
-    return inactive_dims(call, [call.dim(ndim, default=0 if call.name == "msort" else -1)])
+    dim = call.dim(ndim, default=0 if call.name == "msort" else -1)
+    return inactive_dims(call, [dim], new_shards=True)
 
 
 @register("cummax", "cummin", "cumulative_trapezoid", "diff")
 def scan_pairs(call: Call) -> Merged:
     """the dims other than the scanned one"""
     ndim = call.tensors[0].ndim
-    return inactive_dims(call, [call.dim(ndim, default=-1)])
+    return inactive_dims(call, [call.dim(ndim, default=-1)], new_shards=True)
 
 
 @register("histc")

@@ -43,8 +43,18 @@ def unbind(call: Call) -> Merged:
     return select(call)
 
 
-@register("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk",
-          "unsafe_split_with_sizes", "hsplit", "vsplit", "dsplit")
+@register(
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "tensor_split",
+    "unsafe_split",
+    "unsafe_chunk",
+    "unsafe_split_with_sizes",
+    "hsplit",
+    "vsplit",
+    "dsplit",
+)
 def split(call: Call) -> Merged:
     """the dims other than the split one, for each result"""
     x = call.tensors[0]
@@ -157,13 +167,16 @@ def cat(call: Call) -> Merged:
 _PASSING = ("sum", "avg", "max", "min")
 
 
-def inactive_dims(call: Call, active: Sequence[int], partial: Sequence[str] = ()) -> Merged:
+def inactive_dims(
+    call: Call, active: Sequence[int], partial: Sequence[str] = (), *, new_shards: bool = False
+) -> Merged:
     """A shard of any dim but the `active` ones, and the reductions in `partial`, pass through."""
     x: TensorInfo = call.tensors[0]
     n, outs = len(call.tensors), call.n_outputs
     slots: list[Placement] = [Shard(d) for d in range(x.ndim) if d not in active]
     slots += [Partial(op) for op in partial]
-    return call.merge([Alternative((slot,) * outs, (slot,) * n) for slot in slots])
+    options = [Alternative((slot,) * outs, (slot,) * n) for slot in slots]
+    return call.merge(options, new_shards=new_shards)
 
 
 @register("roll", "flip", "fliplr", "flipud", "rot90")
@@ -181,8 +194,16 @@ def fft(call: Call) -> Merged:
     return inactive_dims(call, call.dims(call.tensors[0].ndim) or [], _PASSING)
 
 
-@register("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
-          "replication_pad1d", "replication_pad2d", "replication_pad3d")
+@register(
+    "constant_pad_nd",
+    "pad",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "reflection_pad3d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+)
 def pad(call: Call) -> Merged:
     """the dims that are not padded"""
     x = call.tensors[0]

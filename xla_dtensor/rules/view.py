@@ -33,7 +33,10 @@ def _transpose(call: Call, x: TensorInfo, out: tuple[int, ...]) -> dt.Transforms
 
 VIEWS: dict[str, Build] = {
     **dict.fromkeys(
-        ("view", "_unsafe_view", "_reshape_alias", "_reshape_copy", "flatten", "unflatten"),
+        (
+            *("view", "_unsafe_view", "_reshape_alias", "_reshape_copy"),
+            *("reshape", "flatten", "unflatten"),
+        ),
         _reshape,
     ),
     "squeeze": _squeeze,
@@ -57,7 +60,7 @@ VIEWS: dict[str, Build] = {
 }
 
 # Torch gathers a shard of an inner flattened dim where the result is a copy anyway.
-COPIES: dict[str, Build] = {"reshape": _reshape, "view_copy": _reshape}
+COPIES: dict[str, Build] = {"view_copy": _reshape}
 
 
 def _view_rule(build: Build, strided: bool) -> Callable[[Call], Merged]:
@@ -83,7 +86,7 @@ register_rule("aten::view_as", "aten::view")
 register_rule("aten::reshape_as", "aten::reshape")
 
 
-@register("view_as_real", "_view_as_real_physical")
+@register("view_as_real")
 def view_as_real(call: Call) -> Merged:
     """as the input, with a new unsharded last dim"""
     return call.follow([call.tensors[0].placements], call.tensors[0].placements)
@@ -126,4 +129,3 @@ def unfold(call: Call) -> Merged:
 def follow_view(call: Call) -> Merged:
     """as the input, partial included"""
     return call.follow([call.tensors[0].placements], call.tensors[0].placements)
-

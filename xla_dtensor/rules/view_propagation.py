@@ -96,9 +96,7 @@ class _Walk:
             self.in_left[dim] //= n
         return placement
 
-    def _flattened(
-        self, transform: Flatten, out: int, dim: int, factor: int
-    ) -> Placement | None:
+    def _flattened(self, transform: Flatten, out: int, dim: int, factor: int) -> Placement | None:
         outer = [d.dim for d in transform.dims[: transform.dims.index(InputDim(dim))]]
         factor *= math.prod(self.in_left[d] for d in outer)
         return make_shard(out, factor) if factor == 1 or self.strided else None

@@ -1,0 +1,121 @@
+"""Convolution, pooling and resampling against CPU torch, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lowering.harness import check_call, check_overloads
+
+aten = torch.ops.aten
+
+
+# spatial, groups, transposed, stride, padding, dilation, output padding
+CONVOLUTIONS: list[tuple[Any, ...]] = [
+    (1, 1, False, [1], [0], [1], [0]),
+    (1, 2, False, [2], [3], [2], [0]),
+    (2, 1, False, [1, 2], [1, 0], [2, 1], [0, 0]),
+    (2, 4, False, [2], [1], [1], [0]),
+    (2, 1, True, [1, 1], [0, 0], [1, 1], [0, 0]),
+    (2, 2, True, [2, 3], [1, 2], [1, 2], [1, 2]),
+    (3, 2, False, [1, 1, 2], [1, 1, 1], [1, 1, 1], [0, 0, 0]),
+    (3, 1, True, [2, 1, 2], [0, 1, 0], [1, 1, 1], [1, 0, 0]),
+]
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+def test_convolution(case: Any) -> None:
+    spatial, groups, transposed, stride, padding, dilation, output_padding = case
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, *(6, 7, 5)[:spatial], dtype=torch.float64)
+    weight_channels = (4, 6 // groups) if transposed else (4, 4 // groups)
+    weight = torch.randn(*weight_channels, *(3, 2, 3)[:spatial], dtype=torch.float64)
+    bias = torch.randn(weight.shape[1] * groups if transposed else 4, dtype=torch.float64)
+    options = (stride, padding, dilation, transposed, output_padding, groups)
+    for b in (None, bias):
+        assert check_call(aten.convolution.default, x, weight, b, *options).mismatches == []
+    out = aten.convolution(x, weight, None, *options)
+    args = (torch.randn_like(out), x, weight, list(bias.shape), *options, [True, True, True])
+    assert check_call(aten.convolution_backward.default, *args).mismatches == []
+
+
+def test_dtypes_and_masks() -> None:
+    torch.manual_seed(0)
+    options = ([1], [1], [1], False, [0], 1)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = torch.randn(2, 3, 8, dtype=dtype), torch.randn(4, 3, 3, dtype=dtype)
+        assert check_call(aten.convolution.default, x, weight, None, *options).mismatches == []
+        grad = torch.randn(2, 4, 8, dtype=dtype)
+        args = (grad, x, weight, None, *options, [True, False, False])
+        assert check_call(aten.convolution_backward.default, *args).mismatches == []
+
+
+POOLS: list[tuple[str, tuple[Any, ...]]] = [
+    ("max_pool2d_with_indices", ([3], [2], [1])),
+    ("max_pool2d_with_indices", ([2, 3],)),
+    ("max_pool2d_with_indices", ([3, 2], [2, 2], [1, 1], [2, 1], True)),
+    ("max_pool2d_with_indices", ([2, 2], [3, 3], [0, 0], [1, 1], True)),
+    ("max_pool3d_with_indices", ([2], [2], [1], [1], True)),
+    ("avg_pool2d", ([3], [2], [1])),
+    ("avg_pool2d", ([3, 2], [2, 2], [1, 1], True, False)),
+    ("avg_pool2d", ([2, 2], [3, 3], [0, 0], True)),
+    ("avg_pool2d", ([2, 2], [], [0, 0], False, True, 3)),
+    ("avg_pool3d", ([2], [2], [1], True, True)),
+    ("_adaptive_avg_pool2d", ([3, 2],)),
+    ("_adaptive_avg_pool2d", ([1, 1],)),
+    ("_adaptive_avg_pool3d", ([2, 3, 7],)),
+    ("adaptive_max_pool2d", ([3, 4],)),
+    ("adaptive_max_pool3d", ([2, 3, 7],)),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), POOLS)
+def test_pool(name: str, args: Any) -> None:
+    op = getattr(aten, name).default
+    shape = (2, 3, 6, 7, 8) if "3d" in name else (2, 3, 7, 8)
+    torch.manual_seed(0)
+    for x in (torch.randn(shape), torch.randint(3, shape).float(), torch.randn(shape[1:])):
+        assert check_call(op, x, *args).mismatches == []
+
+
+def test_max_pool_of_nan_and_minus_infinity() -> None:
+    x = torch.full((1, 1, 4, 4), -torch.inf)
+    x[0, 0, 0, 1], x[0, 0, 1, 0] = torch.nan, torch.nan
+    for args in (([2],), ([3], [2], [1])):
+        assert check_call(aten.max_pool2d_with_indices.default, x, *args).mismatches == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nn.functional.max_pool2d",
+        "nn.functional.avg_pool2d",
+        "nn.functional.avg_pool3d",
+        "nn.functional.adaptive_avg_pool2d",
+        "nn.functional.adaptive_max_pool2d",
+        "nn.functional.interpolate",
+    ],
+)
+def test_torchs_own_samples_with_backward(name: str) -> None:
+    report = check_overloads(name, limit=2, only=lambda overload: "empty" not in overload)
+    assert report.mismatches == []
+
+
+def test_resampling_of_integers() -> None:
+    x = torch.randint(256, (1, 2, 5, 6), dtype=torch.uint8)
+    assert check_call(aten.upsample_nearest2d.default, x, [10, 9]).mismatches == []
+    assert check_call(aten._upsample_nearest_exact2d.default, x, [7, 12]).mismatches == []
+
+
+@pytest.mark.parametrize("name", ["bilinear", "bicubic"])
+def test_antialiased(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 9, 8)
+    op = getattr(aten, f"_upsample_{name}2d_aa")
+    backward = getattr(aten, f"_upsample_{name}2d_aa_backward")
+    for size in ([4, 5], [12, 3]):
+        assert check_call(op.default, x, size, False).mismatches == []
+        grad = torch.randn(1, 2, *size)
+        assert check_call(backward.default, grad, size, x.shape, False).mismatches == []

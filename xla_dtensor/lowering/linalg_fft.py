@@ -1,0 +1,299 @@
+"""Matrix decompositions, linear systems and Fourier transforms.
+
+XLA does not say why a factorisation failed: where torch's `info` names the failing pivot or minor,
+it is the first zero pivot for LU, and 1 for a Cholesky factor that came out as NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_dtensor.lowering._promotion import promote
+from xla_dtensor.lowering._registry import lowers
+
+# LU --------------------------------------------------------------------------------------
+
+
+def _adjoint(x: jax.Array) -> jax.Array:
+    return jnp.conj(jnp.swapaxes(x, -1, -2))
+
+
+def _diagonal(x: jax.Array) -> jax.Array:
+    return jnp.diagonal(x, axis1=-2, axis2=-1)
+
+
+def _lu(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The packed factors, torch's (1-based) pivots, and info."""
+    lu, pivots, _ = lax.linalg.lu(a)
+    zero = _diagonal(lu) == 0
+    if zero.shape[-1] == 0:
+        return lu, pivots + 1, jnp.zeros(a.shape[:-2], np.int32)
+    info = jnp.where(jnp.any(zero, -1), jnp.argmax(zero, -1) + 1, 0).astype(np.int32)
+    return lu, pivots + 1, info
+
+
+def _broadcast(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Matrices with their batch dims broadcast against each other."""
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return tuple(jnp.broadcast_to(x, (*batch, *x.shape[-2:])) for x in (a, b))
+
+
+def _triangular(a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
+    return lax.linalg.triangular_solve(*_broadcast(a, b), **options)
+
+
+@lowers("linalg_lu_solve")
+def lu_solve(
+    lu: jax.Array, pivots: jax.Array, b: jax.Array, *, left: bool = True, adjoint: bool = False
+) -> jax.Array:
+    if not left:  # X A = B, and so A^H X^H = B^H
+        return _adjoint(lu_solve(lu, pivots, _adjoint(b), adjoint=not adjoint))
+    lu, b = _broadcast(lu, b)
+    order = lax.linalg.lu_pivots_to_permutation(pivots - 1, lu.shape[-1])
+    order = jnp.broadcast_to(order, lu.shape[:-1])[..., None]
+    solve = lambda x, **options: lax.linalg.triangular_solve(lu, x, left_side=True, **options)
+    if adjoint:
+        options = {"transpose_a": True, "conjugate_a": True}
+        x = solve(solve(b, lower=False, **options), lower=True, unit_diagonal=True, **options)
+        return jnp.take_along_axis(x, jnp.argsort(order, axis=-2), axis=-2)
+    x = jnp.take_along_axis(b, order, axis=-2)
+    return solve(solve(x, lower=True, unit_diagonal=True), lower=False)
+
+
+def _lu_for_determinant(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """torch factors the transpose of contiguous real matrices here (it is free in memory), and
+    the backward formulas of the determinants count on that."""
+    return _lu(a if a.dtype.kind == "c" else jnp.swapaxes(a, -1, -2))
+
+
+@lowers("linalg_lu_factor_ex")
+def lu_factor(
+    a: jax.Array, *, pivot: bool = True, check_errors: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if not pivot:
+        raise NotImplementedError("LU without pivoting (pivot=False) does not exist in XLA")
+    return _lu(a)
+
+
+@lowers("lu_unpack")
+def lu_unpack(
+    lu: jax.Array, pivots: jax.Array, unpack_data: bool = True, unpack_pivots: bool = True
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rows, cols = lu.shape[-2:]
+    k = min(rows, cols)
+    none = jnp.zeros(0, lu.dtype)
+    lower, upper, permutation = none, none, none
+    if unpack_data:
+        lower = jnp.tril(lu[..., :k], -1) + jnp.eye(rows, k, dtype=lu.dtype)
+        upper = jnp.triu(lu[..., :k, :])
+    if unpack_pivots:
+        order = lax.linalg.lu_pivots_to_permutation(pivots - 1, rows)
+        permutation = (jnp.arange(rows)[:, None] == order[..., None, :]).astype(lu.dtype)
+    return permutation, lower, upper
+
+
+@lowers("linalg_lu")
+def linalg_lu(a: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return lu_unpack(*lu_factor(a, pivot=pivot)[:2])
+
+
+def _swaps_sign(pivots: jax.Array) -> jax.Array:
+    swapped = jnp.sum(pivots != jnp.arange(1, pivots.shape[-1] + 1), axis=-1)
+    return 1 - 2 * (swapped % 2)
+
+
+@lowers("_linalg_det")
+def det(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    lu, pivots, _ = _lu_for_determinant(a)
+    return jnp.prod(_diagonal(lu), -1) * _swaps_sign(pivots).astype(a.dtype), lu, pivots
+
+
+@lowers("_linalg_slogdet")
+def slogdet(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    lu, pivots, _ = _lu_for_determinant(a)
+    diagonal = _diagonal(lu)
+    sign = jnp.prod(jnp.sign(diagonal), -1) * _swaps_sign(pivots).astype(a.dtype)
+    return sign, jnp.sum(jnp.log(jnp.abs(diagonal)), -1), lu, pivots
+
+
+@lowers("_linalg_solve_ex")
+def solve(
+    a: jax.Array, b: jax.Array, *, left: bool = True, check_errors: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    lu, pivots, info = _lu(a)
+    x = lu_solve(lu, pivots, b[..., None] if vector else b, left=left)
+    return x[..., 0] if vector else x, lu, pivots, info
+
+
+@lowers("linalg_inv_ex")
+def inv(a: jax.Array, *, check_errors: bool = False) -> tuple[jax.Array, jax.Array]:
+    lu, pivots, info = _lu(a)
+    identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
+    return lu_solve(lu, pivots, identity), info
+
+
+# Triangular systems and Cholesky -----------------------------------------------------------
+
+
+@lowers("linalg_solve_triangular")
+def solve_triangular(
+    a: jax.Array, b: jax.Array, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> jax.Array:
+    return _triangular(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+
+
+@lowers("triangular_solve")
+def triangular_solve(
+    b: jax.Array,
+    a: jax.Array,
+    upper: bool = True,
+    transpose: bool = False,
+    unitriangular: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    a, b = _broadcast(a, b)
+    x = lax.linalg.triangular_solve(
+        a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
+    )
+    return x, a
+
+
+@lowers("cholesky")
+def cholesky(a: jax.Array, upper: bool = False) -> jax.Array:
+    factor = lax.linalg.cholesky(_adjoint(a) if upper else a, symmetrize_input=False)
+    return _adjoint(factor) if upper else factor
+
+
+@lowers("linalg_cholesky_ex")
+def cholesky_ex(
+    a: jax.Array, *, upper: bool = False, check_errors: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    factor = cholesky(a, upper)
+    return factor, jnp.any(jnp.isnan(factor), axis=(-2, -1)).astype(np.int32)
+
+
+@lowers("cholesky_solve", "_cholesky_solve_helper")
+def cholesky_solve(b: jax.Array, factor: jax.Array, upper: bool = False) -> jax.Array:
+    lower = _adjoint(factor) if upper else factor
+    half = _triangular(lower, b, left_side=True, lower=True)
+    options = {"transpose_a": True, "conjugate_a": True}
+    return _triangular(lower, half, left_side=True, lower=True, **options)
+
+
+@lowers("cholesky_inverse")
+def cholesky_inverse(factor: jax.Array, upper: bool = False) -> jax.Array:
+    identity = jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape)
+    return cholesky_solve(identity, factor, upper)
+
+
+# Orthogonal and spectral decompositions ------------------------------------------------------
+
+
+@lowers("linalg_qr")
+def qr(a: jax.Array, mode: str = "reduced") -> tuple[jax.Array, jax.Array]:
+    if mode == "r":
+        return jnp.zeros(0, a.dtype), jnp.linalg.qr(a, mode="r")
+    return tuple(jnp.linalg.qr(a, mode=mode))
+
+
+@lowers("geqrf")
+def geqrf(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    reflectors, tau = jnp.linalg.qr(a, mode="raw")
+    return jnp.swapaxes(reflectors, -1, -2), tau
+
+
+@lowers("linalg_householder_product")
+def householder_product(a: jax.Array, tau: jax.Array) -> jax.Array:
+    return lax.linalg.householder_product(a, tau)
+
+
+@lowers("_linalg_svd")
+def svd(
+    a: jax.Array, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if not compute_uv:
+        none = jnp.zeros(0, a.dtype)
+        return none, jnp.linalg.svd(a, compute_uv=False), none
+    return tuple(jnp.linalg.svd(a, full_matrices=full_matrices))
+
+
+@lowers("_linalg_eigh")
+def eigh(a: jax.Array, UPLO: str = "L", compute_v: bool = True) -> tuple[jax.Array, jax.Array]:
+    lower = UPLO.upper() == "L"
+    vectors, values = lax.linalg.eigh(a, lower=lower, symmetrize_input=False)
+    return values, vectors if compute_v else jnp.zeros(0, a.dtype)
+
+
+@lowers("linalg_eig")
+def eig(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return tuple(jnp.linalg.eig(a))
+
+
+@lowers("_linalg_eigvals")
+def eigvals(a: jax.Array) -> jax.Array:
+    return jnp.linalg.eigvals(a)
+
+
+# Products and functions of matrices ----------------------------------------------------------
+
+
+@lowers("linalg_matrix_exp")
+def matrix_exp(a: jax.Array) -> jax.Array:
+    return jax.scipy.linalg.expm(a) if a.size else a
+
+
+@lowers("linalg_cross")
+def cross(x: jax.Array, y: jax.Array, *, dim: int = -1) -> jax.Array:
+    x, y = jnp.broadcast_arrays(*promote(x, y))
+    return jnp.cross(x, y, axis=dim)
+
+
+# Fourier transforms ----------------------------------------------------------------------------
+
+# By dims one after the other: XLA's own transforms take three at most.
+
+
+def _normalised(x: jax.Array, lengths: Sequence[int], normalization: int) -> jax.Array:
+    """torch's codes: 0 nothing, 1 by the root of the transforms' size, 2 by the size."""
+    size = math.prod(lengths)
+    if normalization == 0 or size == 0:
+        return x
+    return x * x.real.dtype.type(1 / (math.sqrt(size) if normalization == 1 else size))
+
+
+def _each(
+    x: jax.Array, transform: Callable[..., jax.Array], dims: Sequence[int], norm: str
+) -> jax.Array:
+    for dim in dims:
+        x = transform(x, axis=dim, norm=norm)
+    return x
+
+
+@lowers("_fft_c2c")
+def fft_c2c(x: jax.Array, dim: Sequence[int], normalization: int, forward: bool) -> jax.Array:
+    # These `norm`s leave out all scaling.
+    transform, norm = (jnp.fft.fft, "backward") if forward else (jnp.fft.ifft, "forward")
+    return _normalised(_each(x, transform, dim, norm), [x.shape[d] for d in dim], normalization)
+
+
+@lowers("_fft_r2c")
+def fft_r2c(x: jax.Array, dim: Sequence[int], normalization: int, onesided: bool) -> jax.Array:
+    lengths = [x.shape[d] for d in dim]
+    last = jnp.fft.rfft if onesided else jnp.fft.fft
+    out = _each(last(x, axis=dim[-1]), jnp.fft.fft, dim[:-1], "backward")
+    return _normalised(out, lengths, normalization)
+
+
+@lowers("_fft_c2r")
+def fft_c2r(x: jax.Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> jax.Array:
+    lengths = [*(x.shape[d] for d in dim[:-1]), last_dim_size]
+    whole = _each(x, jnp.fft.ifft, dim[:-1], "forward")
+    out = jnp.fft.irfft(whole, last_dim_size, axis=dim[-1], norm="forward")
+    return _normalised(out, lengths, normalization)
