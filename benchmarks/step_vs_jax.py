@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# ruff: noqa: E402  (two settings have to come before some imports)
 # With fewer threads, XLA's simulated CPU devices can deadlock waiting for one another.
 os.environ["NPROC"] = "64"
 

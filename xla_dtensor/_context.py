@@ -33,6 +33,12 @@ class Trace(Protocol):
     def constant(self, form: Any, value: Any) -> Storage | None:
         """A storage for a new tensor filled with ``value``, or None to compute it as usual."""
 
+    def begin_recomputation(self) -> None:
+        """``torch.utils.checkpoint`` starts to run a block again, in backward."""
+
+    def end_recomputation(self) -> None:
+        """It is done with it."""
+
     def refuse(self, what: str) -> None:
         """Raise because ``what`` needs a value that doesn't exist while tracing."""
 

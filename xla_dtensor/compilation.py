@@ -30,7 +30,9 @@ from xla_dtensor.trace import Guard, Number, StepTrace
 logger = logging.getLogger("xla_dtensor")
 
 
-def compile(function: Callable[..., Any]) -> CompiledStep:
+def compile(
+    function: Callable[..., Any], *, compiler_options: dict[str, Any] | None = None
+) -> CompiledStep:
     """Make ``function``, a training step in ordinary torch code, run as one XLA program.
 
     The first call traces it: forward, ``loss.backward()``, clipping, ``optimizer.step()``. Tensors
@@ -42,11 +44,16 @@ def compile(function: Callable[..., Any]) -> CompiledStep:
     As under ``jax.jit``, the Python in ``function`` runs when it is traced, not in every call: what
     it prints or counts happens then. Results come back without autograd history.
 
+    Args:
+        function: the step.
+        compiler_options: passed to XLA's compiler, as ``jax.jit``'s are
+            (``{"xla_cpu_enable_concurrency_optimized_scheduler": False}`` trades speed for memory).
+
     Raises (when called):
         DataDependentError: the step needs a tensor's value in Python.
         MeshMismatchError: it uses tensors on different sets of devices.
     """
-    return CompiledStep(function)
+    return CompiledStep(function, compiler_options)
 
 
 class CompiledStep:
@@ -57,9 +64,12 @@ class CompiledStep:
         recompilations: one line for each compilation after the first: why it happened.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], compiler_options: dict[str, Any] | None = None
+    ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
+        self._options = compiler_options
         self._programs: dict[Any, list[_Program]] = {}
         self._executables: dict[str, Any] = {}
         self._last: tuple[Any, _Program] | None = None
@@ -74,7 +84,9 @@ class CompiledStep:
                 self._last = (arguments, program)
                 return program.run(arguments)
         why = self._explain(arguments, programs)
-        program = _Program(self._function, arguments, self._known_leaves(), self._executables)
+        program = _Program(
+            self._function, arguments, self._known_leaves(), self._executables, self._options
+        )
         if program.newly_compiled:
             self.compilations += 1
             if why is not None:
@@ -174,7 +186,9 @@ class _Program:
         arguments: _Arguments,
         known_leaves: list[Any],
         executables: dict[str, Any],
+        compiler_options: dict[str, Any] | None,
     ) -> None:
+        self._compiler_options = compiler_options
         self.stale = False
         with_grad_at_entry = {
             id(leaf)
@@ -274,6 +288,7 @@ class _Program:
             if captured.written and storage is not None:
                 index = emit(storage.form.logical(storage.array), storage.form.reduced())
                 self._written.append((position, index))
+        self._made_state = any(c.fill_value is not None and c.storage for c in self._captured)
         self._left: list[tuple[Storage, int]] = []
         for storage in trace.left_behind():
             if isinstance(storage.array, jax.core.Tracer):
@@ -359,7 +374,7 @@ class _Program:
             text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
             self.newly_compiled = text not in executables
             if self.newly_compiled:
-                executables[text] = lowered.compile()
+                executables[text] = lowered.compile(self._compiler_options)
             self.compiled = executables[text]
 
     def _sharding(self, form: Form) -> Any:
@@ -412,10 +427,11 @@ class _Program:
                 leaf.grad = None if template is None else self._tensor(template, arrays)
         for storage, index in self._left:
             storage.write(arrays[index], self._placed(self._forms[index]))
-        if self._left:
-            # The next trace finds this state in place of making it.
+        if self._left or self._made_state:
+            # The next call traces again: it finds this state in place of making it, and may come to
+            # another program.
             self.stale = True
-            self._left = []
+            self._left, self._made_state = [], False
         results = [
             r.value if isinstance(r, _Existing) else self._tensor(r, arrays) for r in self._results
         ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xla_dtensor import _context
 from xla_dtensor._common import TensorMethods
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class XLATensor(TensorMethods, torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return (
-            f"XLATensor(shape={list(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
-        )
+        if _context.current() is not None:
+            values = f"shape={list(self.shape)}, dtype={self.dtype}"
+        else:
+            text = repr(self.detach().cpu())
+            values = text.removeprefix("tensor(").removesuffix(")")
+        return f"XLATensor({values}, device='{self.device}'{grad})"

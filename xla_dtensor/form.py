@@ -147,7 +147,7 @@ def sharded_form(
     key = (mesh, placements, frame, shape, stride, offset, dtype, unreduced)
     form = _forms.get(key)
     if form is None:
-        form = _new_form(key, shape, stride, offset, dtype)
+        form = _new_form(shape, stride, offset, dtype)
         form.mesh, form.placements, form.unreduced, form.frame = mesh, placements, unreduced, frame
         form.dim_axes = dim_axes(placements, mesh, len(shape))
         form.padded_shape = tuple(
@@ -159,6 +159,7 @@ def sharded_form(
         form.spec = DTensorSpec(
             mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype)
         )
+        _forms[key] = form
     return form
 
 
@@ -175,23 +176,23 @@ def device_form(
     key = (None, None, frame, shape, stride, offset, dtype, ())
     form = _forms.get(key)
     if form is None:
-        form = _new_form(key, shape, stride, offset, dtype)
+        form = _new_form(shape, stride, offset, dtype)
         form.mesh, form.placements, form.unreduced, form.frame = None, None, (), frame
         form.dim_axes = ((),) * len(shape)
         form.padded_shape = shape
         form.sharding = None if frame is None else frame.replicated
         form.spec = None
+        _forms[key] = form
     return form
 
 
 def _new_form(
-    key: tuple[Any, ...],
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     offset: int,
     dtype: torch.dtype,
 ) -> Form:
-    form = _forms[key] = object.__new__(Form)
+    form: Form = object.__new__(Form)
     form.shape, form.stride, form.offset, form.dtype = shape, stride, offset, dtype
     form.jax_dtype = to_jax_dtype(dtype)
     return form

@@ -14,8 +14,6 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from xla_dtensor._common import TensorMethods
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from xla_dtensor.form import Form
     from xla_dtensor.storage import Storage, ViewStep
 
@@ -131,6 +129,16 @@ class XLAShardedTensor(TensorMethods, DTensor):
 
         return full_tensor(self, grad_placements)
 
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """What each device holds, as an `XLATensor`; differentiable.
+
+        Raises:
+            UnsupportedOpError: the devices hold different values.
+        """
+        from xla_dtensor.local_view import to_local
+
+        return to_local(self, grad_placements)
+
     @property
     def local_shards(self) -> list[LocalShard]:
         """What each device holds of the logical tensor, in the order of the mesh's devices.
@@ -149,32 +157,20 @@ class XLAShardedTensor(TensorMethods, DTensor):
 
 
 def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
-    """Let gradients that reach ``leaf`` land sharded on every mesh dim on which it is sharded.
+    """Let gradients that reach ``leaf`` land in its layout (``Partial`` mesh dims replicated).
 
-    The gradient may be ``Partial`` or replicated there by its operation's rule; without this each
-    device would hold all of it.
+    By its operation's rule a gradient may be ``Partial`` or replicated where the leaf is sharded:
+    each device would hold all of it.
     """
     if not leaf.is_leaf or getattr(leaf, "_keeps_gradients_sharded", False):
         return
     leaf._keeps_gradients_sharded = True  # type: ignore[attr-defined]
-    mesh, placements = leaf.device_mesh, leaf.placements
+    mesh = leaf.device_mesh
+    wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in leaf.placements)
 
     def land(grad: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(grad, XLAShardedTensor) or grad.device_mesh != mesh:
             return None
-        wanted = tuple(
-            own if own.is_shard() or type(own).__name__ == "_StridedShard" else got
-            for own, got in zip(placements, grad.placements, strict=True)
-        )
-        if any(isinstance(p, Partial) for p in wanted):
-            wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in wanted)
-        return None if wanted == grad.placements else grad.redistribute(placements=wanted)
+        return None if grad.placements == wanted else grad.redistribute(placements=wanted)
 
     leaf.register_hook(land)
-
-
-def as_numpy(array: Any) -> np.ndarray:
-    """A jax array's value on the host."""
-    import numpy as np
-
-    return np.asarray(array)

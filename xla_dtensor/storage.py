@@ -7,6 +7,7 @@ torch's aliasing, with immutable arrays underneath.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,14 +86,19 @@ class Storage:
         array: the current value; replaced, never changed, by a write.
         form: the physical form of ``array`` (of the tensor that the storage was made for).
         version: counts the writes; views and caches compare it.
+        recipe: inside a trace, computes the array outside of it, if it depends on no input of the
+            step (a mask made from sizes); else None.
     """
 
-    __slots__ = ("__weakref__", "array", "form", "version")
+    __slots__ = ("__weakref__", "array", "form", "recipe", "version")
+
+    recipe: Callable[[], Any] | None
 
     def __init__(self, array: jax.Array, form: Form) -> None:
         self.array = array
         self.form = form
         self.version = 0
+        self.recipe = None
         trace = _context.current()
         if trace is not None:
             trace.created(self)
@@ -106,3 +112,4 @@ class Storage:
         self.array = array
         self.form = form
         self.version += 1
+        self.recipe = None

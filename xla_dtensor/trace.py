@@ -198,7 +198,6 @@ class StepTrace:
     # --- recomputation ------------------------------------------------------------------------
 
     def begin_recomputation(self) -> None:
-        """``torch.utils.checkpoint`` starts to run a block again, in backward."""
         self._recomputed.append(_Recomputation(self._latest))
 
     def end_recomputation(self) -> None:

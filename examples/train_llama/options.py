@@ -38,8 +38,8 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     train = parser.add_argument_group("training").add_argument
     train("--batch", type=int, default=8)
     train("--seq", type=int, default=128, help="bytes per window")
-    train("--steps", type=int, default=500)
-    train("--lr", type=float, default=3e-3, help="peak learning rate")
+    train("--steps", type=int, default=400)
+    train("--lr", type=float, default=2e-3, help="peak learning rate")
     train("--warmup", type=int, default=50, help="steps of linear warm-up")
     train("--clip", type=float, default=1.0, help="largest norm of the gradient")
     train("--seed", type=int, default=0)

@@ -294,10 +294,17 @@ _BITS = {
 }
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without autograd's lazy forms: conj and neg bits, and zero tensors, which have no memory."""
+    if torch._is_zerotensor(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy: JAX would alias torch's memory, which torch's next in-place op may overwrite, and
     release it from one of its own threads."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = _plain(tensor)
     if tensor.dtype in _BITS:
         bits, dtype = _BITS[tensor.dtype]
         return np.array(tensor.contiguous().view(bits).numpy()).view(dtype)
@@ -339,7 +346,7 @@ def _difference(actual: Any, expected: Any, values: bool) -> str | None:
     try:
         torch.testing.assert_close(
             to_torch(actual, expected.dtype),
-            expected.detach().resolve_conj().resolve_neg(),
+            _plain(expected),
             rtol=rtol,
             atol=atol,
             equal_nan=True,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch_truth import Case, T
+
+from .torch_truth import Case, T
 
 aten = torch.ops.aten
 X = T((16, 8))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 WORLD = 8
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def meshes() -> Iterator[dict[tuple[int, ...], DeviceMesh]]:
     """A (2, 4) and an (8,) mesh over a fake process group of one host."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

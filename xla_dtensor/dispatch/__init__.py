@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from xla_dtensor.lowering import families  # noqa: F401  (registers all lowering
 from xla_dtensor.dispatch._call import Call, fill
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, tensor_class
-from xla_dtensor.dispatch._read import logical_value, read
+from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
 from xla_dtensor.form import Form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage
@@ -85,7 +86,9 @@ def _execute(plan: Plan, call: Call) -> Any:
             arrays = plan.eager(state, leaves, bases)
         if plan.random:
             rng.advance()
+        recipes = None
     else:
+        recipes = _recipes(plan, call)
         leaves = [number_value(leaf) for leaf in leaves]
         with jax.enable_x64(True):
             arrays = plan.run(trace.random_key, leaves, bases, False)
@@ -95,12 +98,42 @@ def _execute(plan: Plan, call: Call) -> Any:
         if form is None:
             results.append(None)
             continue
-        results.append(tensor_class(form)(Storage(arrays[position], form), form))
+        storage = Storage(arrays[position], form)
+        if recipes is not None:
+            storage.recipe = functools.partial(_cook, plan, recipes, position)
+        results.append(tensor_class(form)(storage, form))
         position += 1
     for tensor, form in zip(mutated, plan.base_forms, strict=True):
         tensor._storage_.write(arrays[position], form)
         position += 1
     return plan.returns(results, call.leaves)
+
+
+def _recipes(plan: Plan, call: Call) -> list[Any] | None:
+    """Per leaf how to compute it outside of the trace, if every leaf can be."""
+    if plan.mutated or plan.random:
+        return None
+    recipes: list[Any] = []
+    for leaf in call.leaves:
+        if _is_ours(leaf):
+            recipe = constant_recipe(leaf)
+            if recipe is None:
+                return None
+            recipes.append(recipe)
+        elif isinstance(leaf, int | float | complex):
+            recipes.append(functools.partial(_same, leaf))
+        else:
+            return None
+    return recipes
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _cook(plan: Plan, recipes: list[Any], position: int) -> Any:
+    with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        return plan.eager(None, [recipe() for recipe in recipes], [])[position]
 
 
 # Factories of constant tensors: what they fill the new tensor with.

@@ -32,7 +32,7 @@ class Call:
         args, kwargs: the arguments with each leaf replaced by its `Slot`.
     """
 
-    __slots__ = ("args", "forms", "info", "key", "kwargs", "leaves")
+    __slots__ = ("args", "forms", "info", "key", "kwargs", "leaves", "meta_kwargs")
 
     def __init__(self, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> None:
         self.info = info
@@ -49,9 +49,14 @@ class Call:
             new_args.append(self._take(value, dynamic, key))
         self.args = tuple(new_args)
         self.kwargs = {}
+        self.meta_kwargs: dict[str, Any] = {}
         for name, value in kwargs.items():
             if name in DROPPED:
                 self._check_dropped(name, value)
+                if name == "memory_format" and value is not None:
+                    # No matter for the values, but for the strides that torch's meta kernel gives.
+                    key.append(value)
+                    self.meta_kwargs["memory_format"] = value
                 continue
             key.append(name)
             dynamic = name in tensor_names or (name in scalar_names and not static_scalars)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
 from xla_dtensor.dispatch._call import Call, fill
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.form import Form
-from xla_dtensor.mesh import from_partition_spec
+from xla_dtensor.mesh import dim_mesh_dims, from_partition_spec
 from xla_dtensor.rules import TensorInfo, infer_placements
 
 if TYPE_CHECKING:
@@ -36,7 +36,27 @@ def output_placements(
     result = infer_placements(call.info.func, args, kwargs, shapes, tuple(mesh.shape))
     if result is None:
         return _compiler_placements(call, mesh, metas)
-    return [replicated if p is None else tuple(p) for p in result]
+    return [
+        replicated if p is None or m is None else _representable(tuple(p), mesh, len(m.shape))
+        for p, m in zip(result, metas, strict=True)
+    ]
+
+
+def _representable(
+    placements: tuple[Placement, ...], mesh: DeviceMesh, ndim: int
+) -> tuple[Placement, ...]:
+    """``placements`` with those strided shards replicated that no sharding of an array expresses.
+
+    torch gives ``_StridedShard(0, split_factor=6)`` to the flattening of ``[6, n]`` with ``n``
+    sharded: shards of six pieces each. XLA shards a dim in contiguous pieces only.
+    """
+    try:
+        dim_mesh_dims(placements, tuple(mesh.shape), ndim)
+    except PlacementError:
+        return tuple(
+            Replicate() if isinstance(p, _StridedShard) else p for p in placements
+        )
+    return placements
 
 
 def _compiler_placements(

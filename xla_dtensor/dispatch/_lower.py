@@ -117,6 +117,12 @@ class NestedTrace:
     def constant(self, form: Any, value: Any) -> None:
         return None
 
+    def begin_recomputation(self) -> None:
+        pass
+
+    def end_recomputation(self) -> None:
+        pass
+
     def refuse(self, what: str) -> None:
         raise UnsupportedOpError(
             f"{what}: torch's decomposition needs a value in Python, so the operation can't become "

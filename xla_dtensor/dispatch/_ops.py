@@ -18,7 +18,8 @@ DROPPED = frozenset(
 # Functional overloads whose name isn't the in-place one's without its underscore.
 _FUNCTIONAL_NAMES = {
     "aten::normal_.default": "aten::normal_functional.default",
-    "aten::native_batch_norm.default": "aten::_native_batch_norm_legit_functional.default",
+    "aten::bernoulli_.float": "aten::bernoulli.p",
+    "aten::rrelu_with_noise_.default": "aten::rrelu_with_noise_functional.default",
     "aten::_native_batch_norm_legit.default": "aten::_native_batch_norm_legit_functional.default",
     "aten::_batch_norm_with_update.default": "aten::_batch_norm_with_update_functional.default",
 }

@@ -224,6 +224,8 @@ def _mutated_leaves(call: Call) -> list[int]:
 
 def _meta_results(call: Call) -> list[Any]:
     """Per schema return a `Meta`, None, or a list of them."""
+    if not call.info.returns_mutated:
+        return []
     leaves = []
     for leaf, form in zip(call.leaves, call.forms, strict=True):
         if isinstance(form, Form):
@@ -232,13 +234,11 @@ def _meta_results(call: Call) -> list[Any]:
             )
         else:
             leaves.append(form(leaf) if not isinstance(leaf, torch.SymFloat) else 1.0)
-    kwargs = _fill_kwargs(call.kwargs, leaves)
+    kwargs = _fill_kwargs(call.kwargs, leaves) | call.meta_kwargs
     if "device" in call.info.argument_names:
         kwargs["device"] = torch.device("meta")
     with torch.no_grad():
         out = call.info.func(*fill(list(call.args), leaves), **kwargs)
-    if not call.info.returns_mutated:
-        return []
     results = [out] if len(call.info.returns_mutated) == 1 else list(out)
     if call.info.view is not None and call.info.returns_lists[0]:
         return [Meta(t) for t in results[0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -39,6 +40,20 @@ def logical_value(tensor: Any) -> Any:
         return form.logical(array)
     with jax.enable_x64(True):
         return jax.jit(form.logical)(array)
+
+
+def constant_recipe(tensor: Any) -> Any:
+    """A function that computes the tensor's array outside of the trace, or None if its value
+    depends on what the step is given."""
+    recipe = tensor._storage_.recipe
+    if recipe is None or not tensor._steps:
+        return recipe
+    return functools.partial(_read_recipe, recipe, tensor)
+
+
+def _read_recipe(recipe: Any, tensor: Any) -> Any:
+    with _context.active(None), jax.ensure_compile_time_eval():
+        return _view_reader(tensor._storage_.form, tensor._steps, tensor._own_form)(recipe())
 
 
 def _view_reader(form: Form, steps: tuple[ViewStep, ...], own: Form) -> Any:

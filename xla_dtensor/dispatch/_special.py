@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_dtensor import _context
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._ops import handles, info_of
-from xla_dtensor.dispatch._read import logical_value
+from xla_dtensor.dispatch._read import constant_recipe, logical_value
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 
 Ours = XLAShardedTensor | XLATensor
@@ -21,9 +22,14 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     from xla_dtensor.transfer import to_host
 
     trace = _context.current()
-    if trace is not None:
-        trace.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
-    value = to_host(logical_value(tensor))
+    if trace is None:
+        value = to_host(logical_value(tensor))
+    else:
+        recipe = constant_recipe(tensor)
+        if recipe is None:
+            trace.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
+        form = tensor._form
+        value = to_host(np.asarray(recipe())[tuple(slice(0, n) for n in form.shape)])
     if value.stride() == tensor.stride():
         return value
     if any(n == 0 for n in tensor.stride()):
@@ -77,7 +83,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @handles("aten::_local_scalar_dense.default")
 def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     trace = _context.current()
-    if trace is not None:
+    if trace is not None and constant_recipe(args[0]) is None:
         trace.refuse(".item() (also float(), int(), bool(), `if tensor:`)")
     return to_cpu(args[0]).item()
 

@@ -59,6 +59,19 @@ class _DeviceGuard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
+class _DeviceContext:
+    """``torch.xla.device(index)``: there is one device, so entering it changes nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self.index = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
 def _device_module() -> types.ModuleType:
     """``torch.xla``. The process's devices act as one torch device, ``xla:0``."""
     module = types.ModuleType("torch.xla")
@@ -79,6 +92,8 @@ def _device_module() -> types.ModuleType:
     }
     for name, function in functions.items():
         setattr(module, name, function)
+    module.device = _DeviceContext  # type: ignore[attr-defined]
+    module._initialized = True  # type: ignore[attr-defined]
     module.__xla_dtensor__ = True  # type: ignore[attr-defined]
     module.__doc__ = "The xla device of xla_dtensor."
     return module

@@ -196,16 +196,16 @@ def _max_over(x: jax.Array, windows: Sequence[np.ndarray]) -> tuple[jax.Array, j
     for dim in reversed(range(x.ndim - len(windows), x.ndim)):
         table = windows[dim - x.ndim + len(windows)]
         values, positions = best, where
-        best, where, found = None, None, None
-        for column in table.T:
+        first, *rest = table.T
+        best, where = _pick(values, first, dim), _pick(positions, first, dim)
+        valid = lambda column, size=values.shape[dim]: (column >= 0) & (column < size)
+        found = valid(first)
+        for column in rest:
             value, position = _pick(values, column, dim), _pick(positions, column, dim)
-            valid = _along((column >= 0) & (column < values.shape[dim]), dim, x.ndim)
-            if best is None:
-                best, where, found = value, position, valid
-                continue
-            better = valid & ((value > best) | jnp.not_equal(value, value) | ~found)
+            better = (value > best) | jnp.not_equal(value, value) | ~_along(found, dim, x.ndim)
+            better &= _along(valid(column), dim, x.ndim)
             best, where = jnp.where(better, value, best), jnp.where(better, position, where)
-            found = found | valid
+            found |= valid(column)
     return best, where.astype(np.int64)
 
 

@@ -362,7 +362,8 @@ def _put_diagonal(
 @lowers_view("diagonal", put=_put_diagonal)
 def diagonal(base: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
     matrix = jnp.moveaxis(base, (dim1, dim2), (-2, -1))
-    row, col, length = _diagonal_start(*matrix.shape[-2:], offset)
+    rows, cols = matrix.shape[-2:]
+    row, col, length = _diagonal_start(rows, cols, offset)
     step = jnp.arange(length)
     return matrix.at[..., row + step, col + step].get(
         mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True
@@ -494,12 +495,13 @@ def unfold(base: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
 
 # Functional forms ----------------------------------------------------------------------------
 
-for _name, _put in {
+_SCATTERS: dict[str, Callable[..., jax.Array]] = {
     "slice_scatter": _put_slice,
     "select_scatter": _put_select,
     "diagonal_scatter": _put_diagonal,
     "as_strided_scatter": _put_strided,
-}.items():
+}
+for _name, _put in _SCATTERS.items():
     lowers(_name)(_put)
 
 _COPIES: dict[Callable[..., Any], tuple[str, ...]] = {
@@ -548,10 +550,11 @@ def _transposed(get: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return backward
 
 
-for _get, _name in {
-    slice_: "slice_backward",
-    select: "select_backward",
-    diagonal: "diagonal_backward",
-    unfold: "unfold_backward",
-}.items():
+_BACKWARDS: dict[str, Callable[..., jax.Array]] = {
+    "slice_backward": slice_,
+    "select_backward": select,
+    "diagonal_backward": diagonal,
+    "unfold_backward": unfold,
+}
+for _name, _get in _BACKWARDS.items():
     lowers(_name)(_transposed(_get))

@@ -21,6 +21,7 @@ from . import (
 )
 from ._types import DimSharding, Placements, TensorInfo
 from .alternatives import Alternative, Merged
+from .backward import infer_arguments
 from .notation import Notation, infer_backward, infer_forward, parse
 from .registry import (
     Call,
@@ -64,6 +65,7 @@ __all__ = [
     "TensorInfo",
     "find_rule",
     "infer",
+    "infer_arguments",
     "infer_backward",
     "infer_forward",
     "infer_placements",

@@ -19,7 +19,8 @@ def _has(call: Call, name: str) -> bool:
     return isinstance(call.args.get(name), TensorInfo)
 
 
-@register("convolution", "convolution_overrideable", "cudnn_convolution")
+@register("convolution", "convolution_overrideable", "cudnn_convolution", "_convolution")
+@register("conv1d", "conv2d", "conv3d")
 def convolution(call: Call) -> Merged:
     """n c *, o c * -> n o *: contracted channels make a sum; a sharded position is kept"""
     x = call.tensors[0]

@@ -95,7 +95,7 @@ def index_select(call: Call) -> Merged:
     return call.merge(
         [
             *(Alternative((Shard(d),), (Shard(d), R)) for d in range(x.ndim) if d != dim),
-            Alternative((Shard(dim),), (R, Shard(0))),
+            *(Alternative((Shard(d),), (R, Shard(0))) for d in range(x.ndim) if d == dim),
             *(Alternative((Partial(op),), (Partial(op), R)) for op in ALL_REDUCTIONS),
         ]
     )

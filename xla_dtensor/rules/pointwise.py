@@ -46,10 +46,8 @@ PARTIAL_RULES: dict[str, list[str]] = {
     "sub": _SUM,
     "mul": _LINEAR + _FIRST + _SECOND,
     "div": _LINEAR + _FIRST,
-    "true_divide": _LINEAR + _FIRST,
     "neg": _LINEAR + _DECREASING,
     "positive": _ANY,
-    "to": _ANY,
     "logaddexp": _MONOTONE,
     "logaddexp2": _MONOTONE,
     "clamp_min": [*_MONOTONE, "max <- max max"],
@@ -71,15 +69,30 @@ PARTIAL_RULES: dict[str, list[str]] = {
 }
 
 # The rounding division has the division's name and is not linear.
-NOT_LINEAR_OVERLOADS = {"aten::div.Tensor_mode", "aten::div.Scalar_mode", "aten::div.out_mode"}
+ROUNDING_DIVISIONS = ("Tensor_mode", "Scalar_mode", "out_mode", "Scalar_mode_out")
 
 # Elementwise in effect, and not tagged so in every torch version.
 UNTAGGED = """
-    __ilshift__ __irshift__ _conj _conj_physical _neg_view bernoulli cauchy copysign exponential
-    float_power geometric log_normal masked_fill native_dropout native_dropout_backward normal
-    normal_functional random rrelu_with_noise rrelu_with_noise_functional uniform
-    rrelu_with_noise_backward polygamma xlogy where fill_diagonal
+    __ilshift__ __irshift__ _add_relu _conj _conj_physical _neg_view _prelu_kernel
+    _prelu_kernel_backward _standard_gamma absolute alpha_dropout arccos arccosh arcsin arcsinh
+    arctan arctan2 arctanh bernoulli cauchy complex conj copysign dropout elu_backward
+    exponential fill_diagonal fix float_power floor_divide geometric greater greater_equal
+    hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward
+    leaky_relu_backward less less_equal log_normal log_sigmoid_backward log_sigmoid_forward
+    masked_fill mish_backward native_dropout native_dropout_backward normal normal_functional
+    not_equal poisson polar polygamma random rrelu_with_noise rrelu_with_noise_backward
+    rrelu_with_noise_functional rsub softplus_backward softshrink_backward special_ndtr uniform
+    where xlogy
 """
+
+# Other names of elementwise ops.
+ALIASES = {
+    "divide": "div",
+    "multiply": "mul",
+    "negative": "neg",
+    "subtract": "sub",
+    "true_divide": "div",
+}
 
 
 @cache
@@ -93,7 +106,8 @@ def _parse(row: str, n_outputs: int) -> tuple[tuple[Placement, ...], tuple[Place
 
 def partial_alternatives(name: str, n_inputs: int, n_outputs: int = 1) -> list[Alternative]:
     """The rows of op `name` for that many tensor inputs."""
-    rows = (_parse(row, n_outputs) for row in PARTIAL_RULES.get(name, ()))
+    rules = PARTIAL_RULES.get(ALIASES.get(name, name), ())
+    rows = (_parse(row, n_outputs) for row in rules)
     return [Alternative(out, ins) for out, ins in rows if len(ins) == n_inputs]
 
 
@@ -116,14 +130,17 @@ def pointwise_rule(call: Call) -> Merged | None:
     """elementwise"""
     if not call.tensors:
         return None
-    return call.merge(
-        elementwise_alternatives(call.tensors, call.n_outputs)
-        + (
-            []
-            if call.func.name() in NOT_LINEAR_OVERLOADS
-            else partial_alternatives(call.name, len(call.tensors), call.n_outputs)
-        )
-    )
+    options = elementwise_alternatives(call.tensors, call.n_outputs)
+    if call.func._overloadname not in ROUNDING_DIVISIONS:
+        options += partial_alternatives(call.name, len(call.tensors), call.n_outputs)
+    merged = call.merge(options)
+    # A second output may be a buffer of no particular shape.
+    shape = torch.broadcast_shapes(*(t.shape for t in call.tensors))
+    outputs = [
+        placements if own is None or len(own) == len(shape) else (REPLICATE,) * len(placements)
+        for own, placements in zip(call.out_shapes, merged.outputs, strict=True)
+    ]
+    return Merged(merged.inputs, tuple(outputs))
 
 
 def _follow(call: Call) -> Merged:
@@ -132,7 +149,7 @@ def _follow(call: Call) -> Merged:
     return call.follow([t.placements for t in call.tensors], placements)
 
 
-register(*UNTAGGED.split(), "max.other", "min.other")(pointwise_rule)
+register(*UNTAGGED.split(), *ALIASES, "max.other", "min.other")(pointwise_rule)
 register(
     *[
         "alias",
@@ -163,7 +180,7 @@ def _cast_keeps(reduction: str, source: torch.dtype, target: torch.dtype | None)
     return target.is_floating_point or not source.is_floating_point
 
 
-@register("_to_copy")
+@register("_to_copy", "to.dtype")
 def cast(call: Call) -> Merged:
     """elementwise; partial where the cast commutes with the reduction"""
     x = call.tensors[0]

@@ -38,7 +38,7 @@ def reduce_placements(
     mesh_shape: Sequence[int],
 ) -> tuple[Placements, Placements]:
     """The layout to use `x` in, and the result's."""
-    dims = set(dims)
+    dims = set(dims) & set(range(x.ndim))  # a 0-d tensor has, by courtesy, a dim 0
     combines = reduction is not None
     if reduction == "avg":
         # The average of averages weighs every device the same.

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._types import Placements, TensorInfo, replicated
+from ._types import Placements, TensorInfo, replicated, shard_dim
 from .alternatives import Alternative, Merged, merge
-from .notation import expand_ellipsis, infer_forward, parse
+from .notation import alternatives, expand_ellipsis, parse
 
 OutShapes = Sequence[tuple[int, ...] | None]
 
@@ -56,10 +56,8 @@ class Call:
             return None
         return [d % max(ndim, 1) for d in ([value] if isinstance(value, int) else value)]
 
-    def merge(self, alternatives: Sequence[Alternative], *, new_shards: bool = False) -> Merged:
-        return merge(
-            alternatives, self.tensors, self.n_outputs, self.mesh_shape, new_shards=new_shards
-        )
+    def merge(self, options: Sequence[Alternative], *, new_shards: bool = False) -> Merged:
+        return merge(options, self.tensors, self.n_outputs, self.mesh_shape, new_shards=new_shards)
 
     def follow(self, inputs: Sequence[Placements], *outputs: Placements) -> Merged:
         """The given layouts; a single output layout serves all outputs."""
@@ -118,7 +116,9 @@ def notation_rule(text: str, reduction: str = "sum", multilinear: bool = False) 
     def rule(call: Call) -> Merged:
         named = expand_ellipsis(text, [t.ndim for t in call.tensors])
         notation = parse(named, reduction, multilinear)
-        return infer_forward(notation, call.tensors, call.mesh_shape)
+        if len(notation.outputs) != call.n_outputs:
+            raise _wrong_count(call, len(notation.outputs))
+        return call.merge(alternatives(notation, [t.shape for t in call.tensors]))
 
     rule.__doc__ = text
     return rule
@@ -244,11 +244,20 @@ def infer(
     if merged is None:
         return None
     if len(merged.outputs) != len(out_shapes):
-        raise RuntimeError(
-            f"the layout rule of {func} gave {len(merged.outputs)} output layouts "
-            f"for {len(out_shapes)} outputs"
-        )
+        raise _wrong_count(call, len(merged.outputs))
+    for shape, placements in zip(out_shapes, merged.outputs, strict=True):
+        dims = [shard_dim(p) for p in placements]
+        if shape is not None and any(d is not None and d >= len(shape) for d in dims):
+            raise RuntimeError(
+                f"the layout rule of {func} gave {placements} for an output of shape {shape}"
+            )
     return _written(call, merged)
+
+
+def _wrong_count(call: Call, count: int) -> RuntimeError:
+    return RuntimeError(
+        f"the layout rule of {call.func} gave {count} output layouts for {call.n_outputs} outputs"
+    )
 
 
 def infer_placements(

@@ -194,16 +194,10 @@ def fft(call: Call) -> Merged:
     return inactive_dims(call, call.dims(call.tensors[0].ndim) or [], _PASSING)
 
 
-@register(
-    "constant_pad_nd",
-    "pad",
-    "reflection_pad1d",
-    "reflection_pad2d",
-    "reflection_pad3d",
-    "replication_pad1d",
-    "replication_pad2d",
-    "replication_pad3d",
-)
+_PADS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
+
+
+@register("constant_pad_nd", "pad", *_PADS, *(f"{name}_backward" for name in _PADS))
 def pad(call: Call) -> Merged:
     """the dims that are not padded"""
     x = call.tensors[0]

@@ -1,0 +1,52 @@
+"""Shared fixtures: simulated devices, meshes, placements, and a compilation cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before JAX starts: enough threads for XLA's CPU collectives, and the devices.
+os.environ.setdefault("NPROC", "64")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import xla_dtensor as xd
+
+MESHES = {
+    "8": ((8,), ("x",)),
+    "2x4": ((2, 4), ("dp", "tp")),
+    "4x2": ((4, 2), ("dp", "tp")),
+    "2x2x2": ((2, 2, 2), ("pp", "dp", "tp")),
+    "1": ((1,), ("x",)),
+}
+
+
+def make_mesh(name: str) -> DeviceMesh:
+    """The mesh called ``name`` in `MESHES`."""
+    shape, names = MESHES[name]
+    return xd.init_device_mesh("xla", shape, mesh_dim_names=names)
+
+
+@pytest.fixture(params=list(MESHES))
+def mesh(request: pytest.FixtureRequest) -> DeviceMesh:
+    """Each of the meshes that everything is tested on."""
+    return make_mesh(request.param)
+
+
+@pytest.fixture
+def mesh_2x4() -> DeviceMesh:
+    """A (2, 4) mesh with dims dp and tp."""
+    return make_mesh("2x4")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
