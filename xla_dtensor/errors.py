@@ -8,8 +8,8 @@ class XlaDTensorError(Exception):
     """Base of all exceptions raised on purpose by xla_dtensor."""
 
 
-class PlacementError(XlaDTensorError, ValueError):
-    """Placements that don't fit the tensor or the mesh."""
+class PlacementError(XlaDTensorError, ValueError, RuntimeError):
+    """Placements that don't fit the tensor or the mesh (torch raises one or the other)."""
 
 
 class MeshError(XlaDTensorError, RuntimeError):
@@ -26,12 +26,12 @@ class DeviceCountError(MeshError):
     """A mesh that wants more devices than the XLA backend has."""
 
 
-class MeshMismatchError(XlaDTensorError, RuntimeError):
+class MeshMismatchError(XlaDTensorError, RuntimeError, ValueError):
     """Tensors of different meshes in one operation."""
 
 
 class UnsupportedOpError(XlaDTensorError, NotImplementedError):
-    """An operation that has neither a lowering nor a decomposition, or an unsupported form of one."""
+    """An operation without lowering and decomposition, or an unsupported form of one."""
 
 
 class DataDependentError(XlaDTensorError, RuntimeError):

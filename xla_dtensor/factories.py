@@ -66,7 +66,7 @@ def distribute_tensor(
                 f"distribute_tensor: the tensor on {mesh!r} has placements "
                 f"{list(tensor.placements)}, not {list(placements)}; use redistribute(placements=)"
             )
-        return tensor  # type: ignore[return-value]
+        return tensor
     if tensor.is_meta:
         raise UnsupportedOpError(
             "distribute_tensor of a meta tensor: it has no value; make the parameters with "
@@ -134,7 +134,7 @@ def distribute_module(
     if output_fn is not None:
         hook_out = _with_mesh(output_fn, mesh, "output_fn", "outputs")
         module.register_forward_hook(lambda m, inputs, outputs: hook_out(m, outputs))
-    module._distribute_module_applied = True  # type: ignore[assignment]
+    module._distribute_module_applied = True
     return module
 
 

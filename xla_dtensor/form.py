@@ -23,6 +23,7 @@ from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 
 class Form:
@@ -64,6 +65,7 @@ class Form:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    jax_dtype: np.dtype
     padded_shape: tuple[int, ...]
     sharding: Any
     spec: DTensorSpec | None
@@ -93,9 +95,10 @@ class Form:
 
     def reduced(self) -> Form:
         """This form without leading axes: what a freshly computed value has."""
-        return self if not self.unreduced else sharded_form(
-            self.mesh, self.placements, self.shape, self.stride, self.offset, self.dtype
-        )  # type: ignore[arg-type]
+        if not self.unreduced:
+            return self
+        assert self.mesh is not None and self.placements is not None
+        return self.with_placements(self.mesh, self.placements)
 
     def with_placements(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Form:
         """The same tensor on ``mesh`` with ``placements``."""
@@ -105,7 +108,7 @@ class Form:
         import jax.numpy as jnp
 
         assert self.placements is not None
-        reduce_op = self.placements[self.unreduced[0]].reduce_op  # type: ignore[attr-defined]
+        reduce_op = self.placements[self.unreduced[0]].reduce_op
         axes = tuple(range(len(self.unreduced)))
         functions: dict[str, Any] = {
             "sum": jnp.sum, "avg": jnp.mean, "max": jnp.max, "min": jnp.min, "product": jnp.prod

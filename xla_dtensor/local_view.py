@@ -50,15 +50,15 @@ def from_local(
 
 class _FromDevices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> XLAShardedTensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> XLAShardedTensor:
         from xla_dtensor.factories import distribute_tensor
 
         ctx.device = tensor.device
         return distribute_tensor(tensor.detach(), mesh, None)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        full = grad.full_tensor()  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        full = grad.full_tensor()
         return full if ctx.device.type == "xla" else full.cpu(), None
 
 

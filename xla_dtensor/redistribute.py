@@ -45,8 +45,8 @@ def redistribute(
     for i, (new, old) in enumerate(zip(placements, _on(tensor, mesh), strict=True)):
         if isinstance(new, Partial) and new != old:
             raise PlacementError(
-                f"redistribute: mesh dim {i} of {mesh!r} is {old}; only an operation makes a value "
-                f"{new}, redistribute can't"
+                f"redistribute: mesh dim {i} of {mesh!r} is {old!r}; only an operation makes a "
+                f"value {new!r}, redistribute can't"
             )
     return _Redistribute.apply(tensor, mesh, placements, forward_dtype, backward_dtype)
 
@@ -57,7 +57,7 @@ def _on(tensor: XLAShardedTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         tensor: XLAShardedTensor,
         mesh: DeviceMesh,
@@ -72,7 +72,7 @@ class _Redistribute(torch.autograd.Function):
         return move(tensor, mesh, placements)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         mesh, placements, dtype = ctx.source
         wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
         grad = as_sharded(grad, mesh)
@@ -174,7 +174,7 @@ class _ToDevices(torch.autograd.Function):
     """A replicated tensor as what every device holds."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, tensor: XLAShardedTensor, grad_placements: tuple[Placement, ...] | None
     ) -> XLATensor:
         ctx.mesh = tensor.device_mesh
@@ -184,7 +184,7 @@ class _ToDevices(torch.autograd.Function):
         return XLATensor(Storage(read(tensor), own), own)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         for i, placement in enumerate(ctx.grad_placements or ()):
             # Every device contributes the same value to the pending reduction.
             if isinstance(placement, Partial) and placement.reduce_op == "sum":

@@ -47,7 +47,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
     _cache: Any
 
     @staticmethod
-    def __new__(  # type: ignore[misc]
+    def __new__(
         cls,
         storage: Storage,
         form: Form,
@@ -164,7 +164,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
     """
     if not leaf.is_leaf or getattr(leaf, "_keeps_gradients_sharded", False):
         return
-    leaf._keeps_gradients_sharded = True  # type: ignore[attr-defined]
+    leaf._keeps_gradients_sharded = True
     mesh = leaf.device_mesh
     wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in leaf.placements)
 

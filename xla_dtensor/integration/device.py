@@ -15,6 +15,7 @@ import torch
 from torch.utils import backend_registration
 
 from xla_dtensor import _context, rng
+from xla_dtensor.integration import composites
 
 _library: torch.library.Library | None = None
 
@@ -41,6 +42,7 @@ def install() -> None:
     torch._C._acc.register_python_privateuseone_hook(_Hooks())
     torch._C._acc.register_python_privateuseone_device_guard(_DeviceGuard())
     _register_kernels()
+    composites.install()
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):

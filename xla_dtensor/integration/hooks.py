@@ -49,7 +49,7 @@ def _hook_mesh_class() -> None:
         _install_for_dtensor()
         return object.__new__(XLADeviceMesh)
 
-    mesh_class.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
+    mesh_class.__new__ = staticmethod(new)
 
 
 def _hook_distribute() -> None:
@@ -120,7 +120,7 @@ def _hook_from_local() -> None:
 
         return xla_from_local(local_tensor, mesh, placements, **kwargs)
 
-    DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]
+    DTensor.from_local = staticmethod(from_local)
 
 
 def _hook_checkpoint() -> None:

@@ -204,3 +204,20 @@ def flash_attention_backward(
     _refuse_dropout(dropout_p)
     gqa = query.shape[-3] != key.shape[-3]
     return attention_backward(grad_out, query, key, value, attn_mask, is_causal, scale, gqa)[:3]
+
+
+@lowers("xla_dtensor::attention_backward")
+def attention_backward_op(
+    grad_out: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attn_mask: jax.Array | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of query, key and value."""
+    return attention_backward(
+        grad_out, query, key, value, attn_mask, is_causal, scale, enable_gqa
+    )[:3]

@@ -153,6 +153,13 @@ def linear(x, weight, bias=None):
     return result if bias is None else result + bias
 
 
+@lowers("xla_dtensor::linear_weight_grad")
+def linear_weight_grad(grad_out, input):
+    """``[..., o]`` and ``[..., i]`` to ``[o, i]``, contracting all leading dims at once."""
+    outer = tuple(range(input.ndim - 1))
+    return dot(grad_out, input, (outer, outer))
+
+
 @lowers("linear_backward")
 def linear_backward(x, grad, weight, output_mask):
     outer = tuple(range(x.ndim - 1))

@@ -1,4 +1,4 @@
-"""Where: torch's DeviceMesh as a JAX mesh, submeshes, placements as PartitionSpecs. Knows no ops."""
+"""Where: torch's DeviceMesh as a JAX mesh, submeshes, placements. Knows no ops."""
 
 from xla_dtensor.mesh.device_mesh import XLADeviceMesh
 from xla_dtensor.mesh.frame import Axis, Frame, frame_of, mesh_dim_axes, root_mesh

@@ -101,7 +101,7 @@ class XLADeviceMesh(DeviceMesh):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        self._pg_registry = {}
+        self._pg_registry: dict[str, Any] = {}
 
 
 def _unpickle(state: dict) -> XLADeviceMesh:

@@ -8,7 +8,7 @@ the same device order in one program.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,7 @@ class Frame:
         root: the torch root mesh.
         axes: major to minor; sizes multiply to the number of devices.
         jax_mesh: ``jax.sharding.Mesh`` over ``axes``.
+        mesh_dim_axes: per mesh of this root asked about so far, see `mesh_dim_axes`.
     """
 
     def __init__(self, root: DeviceMesh, axes: tuple[Axis, ...]) -> None:
@@ -43,6 +44,7 @@ class Frame:
 
         self.root = root
         self.axes = axes
+        self.mesh_dim_axes: dict[DeviceMesh, tuple[tuple[str, ...], ...]] = {}
         self.sizes = {axis.name: axis.size for axis in axes}
         ids = root._rank_map.tolist()
         devices = np.array(runtime.devices(ids), dtype=object)
@@ -70,13 +72,17 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
-@functools.lru_cache(maxsize=None)
 def mesh_dim_axes(mesh: DeviceMesh) -> tuple[tuple[str, ...], ...]:
     """For each dim of ``mesh``, the frame axes that it consists of, major to minor.
 
     Size-1 dims consist of no axis, except where the root has such a dim.
     """
-    return _axes_in(frame_of(mesh), mesh)
+    frame = frame_of(mesh)
+    # Per frame: equal meshes may have different roots, whose frames name the axes differently.
+    axes = frame.mesh_dim_axes.get(mesh)
+    if axes is None:
+        axes = frame.mesh_dim_axes[mesh] = _axes_in(frame, mesh)
+    return axes
 
 
 def frame_of(mesh: DeviceMesh) -> Frame:
@@ -92,12 +98,11 @@ def frame_of(mesh: DeviceMesh) -> Frame:
         frame = _frames[root] = Frame(root, _root_axes(root))
     if mesh is not root and not _covers(frame, mesh):
         frame = _frames[root] = Frame(root, _refined_axes(frame, mesh))
-        mesh_dim_axes.cache_clear()
     return frame
 
 
 def _mesh_dims(mesh: DeviceMesh) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Per mesh dim its name and its (size, stride) pieces, major to minor, without size-1 pieces."""
+    """Per mesh dim its name and its (size, stride) pieces, major to minor; none of size 1."""
     from xla_dtensor.integration.torch_versions import layout_pieces
 
     names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
@@ -128,7 +133,7 @@ def _covers(frame: Frame, mesh: DeviceMesh) -> bool:
 
 def _refined_axes(frame: Frame, mesh: DeviceMesh) -> tuple[Axis, ...]:
     cuts = sorted(_boundaries(frame.axes) | _needed(mesh), reverse=True)
-    for major, minor in zip(cuts, cuts[1:], strict=False):
+    for major, minor in itertools.pairwise(cuts):
         if major % minor:
             raise MeshError(
                 f"{mesh!r} cuts the {math.prod(frame.root.shape)} devices of {frame.root!r} at a "
@@ -145,7 +150,7 @@ def _refined_axes(frame: Frame, mesh: DeviceMesh) -> tuple[Axis, ...]:
     used = {axis.name for axis in frame.axes}
     for old in frame.axes:
         inside = [c for c in cuts if old.stride <= c <= old.stride * old.size]
-        parts = [(hi // lo, lo) for hi, lo in zip(inside, inside[1:], strict=False)]
+        parts = [(hi // lo, lo) for hi, lo in itertools.pairwise(inside)]
         if len(parts) <= 1:
             axes.append(old)
             continue

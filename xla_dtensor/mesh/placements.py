@@ -89,7 +89,10 @@ def _normalized(placement: Placement, mesh: DeviceMesh, ndim: int, call: str) ->
 
 
 def dim_mesh_dims(
-    placements: Sequence[Placement], mesh_shape: tuple[int, ...], ndim: int, call: str = "placements"
+    placements: Sequence[Placement],
+    mesh_shape: tuple[int, ...],
+    ndim: int,
+    call: str = "placements",
 ) -> tuple[tuple[int, ...], ...]:
     """Per tensor dim the mesh dims that shard it, major to minor.
 
@@ -185,14 +188,20 @@ def from_partition_spec(
         order: list[int] = []
         position = 0
         while position < len(names):
-            for mesh_dim, group in enumerate(axes_of):
-                if group and names[position : position + len(group)] == group:
-                    break
-            else:
+            mesh_dim = next(
+                (
+                    i
+                    for i, group in enumerate(axes_of)
+                    if group and names[position : position + len(group)] == group
+                ),
+                None,
+            )
+            if mesh_dim is None:
                 raise PlacementError(
                     f"from_partition_spec: {names[position]!r} in {spec} is no whole dim of "
                     f"{mesh!r} (axes {tuple(frame.sizes)})"
                 )
+            group = axes_of[mesh_dim]
             if seen & set(group):
                 raise PlacementError(f"from_partition_spec: {spec} uses {group} twice")
             seen.update(group)

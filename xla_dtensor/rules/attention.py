@@ -98,3 +98,6 @@ def attention_backward(call: Call) -> Merged:
             grads.append(_mask_slot(bias, dim, q) if isinstance(bias, TensorInfo) else R)
         options.append(Alternative(tuple(grads[: call.n_outputs]), tuple(inputs)))
     return call.merge(options, new_shards=True)
+
+
+register("attention_backward", namespace="xla_dtensor")(attention_backward)

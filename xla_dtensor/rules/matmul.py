@@ -111,6 +111,15 @@ def linear(call: Call) -> Merged:
     return call.merge(products)
 
 
+@register("linear_weight_grad", namespace="xla_dtensor")
+def linear_weight_grad(call: Call) -> Merged:
+    """... o, ... i -> o i"""
+    grad, x = call.tensors
+    rows = " ".join(string.ascii_letters[: x.ndim - 1])
+    notation = parse(f"{rows} _o, {rows} _i -> _o _i", multilinear=True)
+    return call.merge(alternatives(notation, [grad.shape, x.shape]))
+
+
 @register("einsum")
 def einsum(call: Call) -> Merged | None:
     """the equation itself"""

@@ -30,7 +30,7 @@ def is_started() -> bool:
 
 
 def start(min_cpu_devices: int = 1) -> None:
-    """Start JAX's backend unless it runs, with at least ``min_cpu_devices`` devices if it is the CPU's."""
+    """Start JAX's backend unless it runs; if it is the CPU's, with so many devices or more."""
     with _start_lock:
         if is_started():
             return

@@ -1,0 +1,18 @@
+"""Every op that the models and optimizers of the examples use, in every layout of its inputs,
+against CPU torch: values, dtypes, strides, layouts, gradients and the gradients' layouts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import MESHES, make_mesh
+from tests.ops import math_cases, module_cases, pointwise_cases, shape_cases
+from tests.ops.harness import Case, check_case
+
+CASES = pointwise_cases.CASES + math_cases.CASES + shape_cases.CASES + module_cases.CASES
+
+
+@pytest.mark.parametrize("mesh_name", list(MESHES))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_op(case: Case, mesh_name: str) -> None:
+    check_case(case, make_mesh(mesh_name))

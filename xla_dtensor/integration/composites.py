@@ -1,0 +1,170 @@
+"""Composites that should reach XLA whole.
+
+torch takes ``linear`` and attention apart before a backend sees them: batch dims are flattened into
+one, grouped heads are copied, the scores go through a batched matmul. Each of those reshapes hides
+from XLA's partitioner which dims belong together, and it answers with gathers. Kernels for the
+``AutogradPrivateUse1`` key get hold of the composite first, for xla tensors alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_libraries: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Define the operations and register the kernels."""
+    own = torch.library.Library("xla_dtensor", "DEF")
+    own.define("linear_weight_grad(Tensor grad_out, Tensor input) -> Tensor")
+    own.impl("linear_weight_grad", _linear_weight_grad_meta, "Meta")
+    own.define(
+        "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+        "Tensor? attn_mask, bool is_causal, float? scale, bool enable_gqa) "
+        "-> (Tensor, Tensor, Tensor)"
+    )
+    own.impl("attention_backward", _attention_backward_meta, "Meta")
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("linear", _linear, "AutogradPrivateUse1")
+    aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    _libraries.extend((own, aten))
+
+
+def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
+    from xla_dtensor.dispatch import dispatch
+
+    return dispatch(func, args, kwargs)
+
+
+# --- linear -----------------------------------------------------------------------------------
+
+
+def _linear_weight_grad_meta(grad_out: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return grad_out.new_empty(grad_out.shape[-1], input.shape[-1])
+
+
+def _linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if input.ndim < 2 or weight.ndim != 2:
+        return torch.ops.aten.linear.default.decompose(input, weight, bias)
+    return _Linear.apply(input, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    """``input @ weight.T + bias`` with all leading dims kept apart."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, weight: Any, bias: Any) -> Any:  # type: ignore[override]
+        ctx.save_for_backward(input, weight)
+        return _dispatch(torch.ops.aten.linear.default, input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_input = F.linear(grad, weight.t()) if needs_input else None
+        grad_weight = grad_bias = None
+        if needs_weight and torch.is_grad_enabled():  # differentiated again
+            grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
+        elif needs_weight:
+            grad_weight = _dispatch(
+                torch.ops.xla_dtensor.linear_weight_grad.default, grad, input
+            )
+        if needs_bias:
+            grad_bias = grad.sum(tuple(range(grad.ndim - 1)))
+        return grad_input, grad_weight, grad_bias
+
+
+# --- attention --------------------------------------------------------------------------------
+
+
+def _attention_backward_meta(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(t.new_empty(t.shape) for t in (query, key, value))  # type: ignore[return-value]
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    batch = query.shape[:-3] if enable_gqa else query.shape[:-2]
+    same_batch = all(
+        (t.shape[:-3] if enable_gqa else t.shape[:-2]) == batch for t in (key, value)
+    )
+    mask_needs_grad = attn_mask is not None and attn_mask.requires_grad
+    if dropout_p > 0 or mask_needs_grad or query.ndim < 3 or not same_batch:
+        out, _ = torch._scaled_dot_product_attention_math(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        return out
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(
+            "scaled_dot_product_attention: explicit attn_mask should not be set when is_causal=True"
+        )
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    return _Attention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention whose scores are computed again in backward; nothing of size L x S is saved."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        is_causal: bool,
+        scale: float,
+        enable_gqa: bool,
+    ) -> Any:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.options = is_causal, scale, enable_gqa
+        return _dispatch(
+            torch.ops.aten.scaled_dot_product_attention.default,
+            query,
+            key,
+            value,
+            mask,
+            0.0,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        query, key, value, mask = ctx.saved_tensors
+        grads = _dispatch(
+            torch.ops.xla_dtensor.attention_backward.default,
+            grad,
+            query,
+            key,
+            value,
+            mask,
+            *ctx.options,
+        )
+        return *grads, None, None, None, None
