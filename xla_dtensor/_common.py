@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from xla_dtensor.storage import Storage, ViewStep
 
 
+# What the classes and DTensor keep on a tensor; other attributes are the user's.
+_OWN_ATTRIBUTES = frozenset(
+    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_keeps_gradients_sharded"}
+)
+
+
 class TensorMethods:
     """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
 
@@ -69,8 +75,9 @@ class TensorMethods:
             result = self.detach().clone()  # type: ignore[attr-defined]
         memo[id(self)] = result
         result.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
-        if getattr(self, "_is_param", False):
-            result._is_param = True
+        for name, value in self.__dict__.items():
+            if name not in _OWN_ATTRIBUTES:
+                setattr(result, name, copy.deepcopy(value, memo))
         if self.grad is not None:  # type: ignore[attr-defined]
             result.grad = copy.deepcopy(self.grad, memo)  # type: ignore[attr-defined]
         return result

@@ -47,7 +47,7 @@ def compile(
     Args:
         function: the step.
         compiler_options: passed to XLA's compiler, as ``jax.jit``'s are
-            (``{"xla_cpu_enable_concurrency_optimized_scheduler": False}`` trades speed for memory).
+            (``{"xla_tpu_enable_async_collective_fusion": True}``).
 
     Raises (when called):
         DataDependentError: the step needs a tensor's value in Python.
@@ -282,7 +282,10 @@ class _Program:
         grad = None
         gc.collect()  # what only cycles still hold isn't left behind
         self._written: list[tuple[int, int]] = []
-        self._captured = list(trace.captured.values())
+        self._captured = sorted(
+            (c for c in trace.captured if c.first_use is not None),
+            key=lambda c: c.first_use,  # type: ignore[arg-type, return-value]
+        )
         for position, captured in enumerate(self._captured):
             storage = captured.storage
             if captured.written and storage is not None:

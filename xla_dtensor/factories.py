@@ -72,12 +72,20 @@ def distribute_tensor(
             "distribute_tensor of a meta tensor: it has no value; make the parameters with "
             "torch.distributed.tensor.empty(..., device_mesh=, placements=)"
         )
-    form = sharded_form(mesh, placements, tuple(tensor.shape), dtype=tensor.dtype)
+    form = sharded_form(
+        mesh, placements, tuple(tensor.shape), _dense_stride(tensor), dtype=tensor.dtype
+    )
     result = XLAShardedTensor(Storage(_placed(tensor, form), form), form)
     if tensor.requires_grad:
         result.requires_grad_(True)
         keep_leaf_gradients_sharded(result)
     return result
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides, or a copy's if it has gaps or overlaps."""
+    model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty_like(model).stride()
 
 
 def _placed(tensor: torch.Tensor, form: Form) -> Any:

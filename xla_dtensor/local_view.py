@@ -36,7 +36,8 @@ def from_local(
     """
     if isinstance(local_tensor, DTensor):
         raise RuntimeError(
-            f"the local_tensor argument only accepts torch.Tensor but got {type(local_tensor)} value."
+            "the local_tensor argument only accepts torch.Tensor but got "
+            f"{type(local_tensor)} value."
         )
     placements = normalize_placements(placements, device_mesh, local_tensor.ndim, "from_local")
     if any(not isinstance(p, Replicate) for p in placements) or grad_placements is not None:
@@ -58,7 +59,7 @@ class _FromDevices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        full = grad.full_tensor()
+        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
         return full if ctx.device.type == "xla" else full.cpu(), None
 
 

@@ -87,9 +87,9 @@ def as_sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> XLAShardedTensor:
     """``tensor`` itself if it is sharded, else as replicated on ``mesh``."""
     if isinstance(tensor, XLAShardedTensor):
         return tensor
-    from xla_dtensor.factories import distribute_tensor
+    from xla_dtensor.local_view import from_local
 
-    return distribute_tensor(tensor.detach(), mesh, None)
+    return from_local(tensor, mesh)  # differentiable: gradients of gradients pass here
 
 
 _movers: dict[tuple[Form, Form], Any] = {}

@@ -56,12 +56,14 @@ class Captured:
 
     Attributes:
         array, form: as they were before the trace.
+        first_use: when the step first used it. Unlike the order of capture, this doesn't depend on
+            whether an optimizer made it in this trace.
         fill_value: of state that the step's optimizer made in this trace, its initial value; None
             for storages that existed before.
         written: whether the step overwrites it.
     """
 
-    __slots__ = ("_reference", "_strong", "array", "fill_value", "form", "written")
+    __slots__ = ("_reference", "_strong", "array", "fill_value", "first_use", "form", "written")
 
     def __init__(self, storage: Storage, fill_value: Any = None) -> None:
         # New state may be a temporary; only a weak reference can tell.
@@ -70,6 +72,7 @@ class Captured:
         self.array = storage.array
         self.form = storage.form
         self.written = False
+        self.first_use: int | None = None
         self.fill_value = fill_value
 
     @property
@@ -92,7 +95,9 @@ class StepTrace:
     """The trace of one step; see `_context.Trace` for the methods that dispatch calls."""
 
     def __init__(self) -> None:
-        self.captured: dict[int, Captured] = {}
+        self.captured: list[Captured] = []
+        self._captured_by_id: dict[int, Captured] = {}
+        self._uses = 0
         self.host_tensors: dict[int, tuple[torch.Tensor, Any]] = {}
         self.numbers: list[Number] = []
         self.guards: list[Guard] = []
@@ -132,8 +137,7 @@ class StepTrace:
 
     def array_of(self, storage: Storage, tensor: Any = None) -> Any:
         if not self.owns(storage):
-            if id(storage) not in self.captured:
-                self._capture(storage)
+            self._use(storage)
             if tensor is not None:
                 self.touched(tensor)
         array = storage.array
@@ -146,11 +150,8 @@ class StepTrace:
             self.leaves[id(tensor)] = (weakref.ref(tensor), tensor.grad)
 
     def writing(self, storage: Storage) -> None:
-        if self.owns(storage):
-            return
-        if id(storage) not in self.captured:
-            self._capture(storage)
-        self.captured[id(storage)].written = True
+        if not self.owns(storage):
+            self._use(storage).written = True
 
     def random_key(self) -> Any:
         key = rng.key_of(self.rng_words, rng.position()[1] - self._rng_start)
@@ -205,7 +206,17 @@ class StepTrace:
 
     # --- internals ----------------------------------------------------------------------------
 
-    def _capture(self, storage: Storage, fill_value: Any = None) -> None:
+    def _use(self, storage: Storage) -> Captured:
+        captured = self._captured_by_id.get(id(storage))
+        # The id may be that of a temporary that is gone.
+        if captured is None or captured.storage is not storage:
+            captured = self._capture(storage)
+        if captured.first_use is None:
+            captured.first_use = self._uses
+            self._uses += 1
+        return captured
+
+    def _capture(self, storage: Storage, fill_value: Any = None) -> Captured:
         frame = storage.form.frame
         if frame is not None:
             if self.frame is None:
@@ -223,7 +234,9 @@ class StepTrace:
             with _context.active(None), jax.ensure_compile_time_eval():
                 storage.array = jnp.copy(storage.array)
         self._array_ids.add(id(storage.array))
-        self.captured[id(storage)] = Captured(storage, fill_value)
+        captured = self._captured_by_id[id(storage)] = Captured(storage, fill_value)
+        self.captured.append(captured)
+        return captured
 
     def constant(self, form: Form, value: Any) -> Storage | None:
         """A new storage filled with ``value``, if it may be state that outlives the step.
@@ -243,7 +256,7 @@ class StepTrace:
 
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
-        for captured in self.captured.values():
+        for captured in self.captured:
             captured.restore()
         for reference, grad in self.leaves.values():
             leaf = reference()

@@ -27,9 +27,8 @@ def install() -> None:
         RuntimeError: another backend owns PrivateUse1 already.
     """
     current = torch._C._get_privateuse1_backend_name()
-    if current == "xla" and isinstance(getattr(torch, "xla", None), types.ModuleType):
-        if getattr(torch.xla, "__xla_dtensor__", False):
-            return
+    if current == "xla" and getattr(getattr(torch, "xla", None), "__xla_dtensor__", False):
+        return
     if current != "privateuseone":
         raise RuntimeError(
             f"xla_dtensor needs torch's out-of-tree device slot (PrivateUse1), but {current!r} has "
@@ -104,7 +103,9 @@ def _device_module() -> types.ModuleType:
 def _manual_seed(seed: int) -> None:
     trace = _context.current()
     if trace is not None:
-        trace.refuse("torch.manual_seed (seed outside of the step, or every step is the same), which")
+        trace.refuse(
+            "torch.manual_seed (seed outside of the step, or every step is the same), which"
+        )
     rng.manual_seed(seed)
 
 
@@ -150,6 +151,8 @@ def _register_kernels() -> None:
 
 
 def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
+    from xla_dtensor import runtime
     from xla_dtensor.dispatch import dispatch
 
+    runtime.start()
     return dispatch(func, args, kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import device_mesh as torch_device_mesh
 
+from xla_dtensor import _pickling
 from xla_dtensor.integration import device
 
 _installed = False
@@ -27,7 +28,13 @@ def install() -> None:
     _hook_mesh_class()
     _hook_distribute()
     _hook_checkpoint()
+    _allow_loading()
     _installed = True
+
+
+def _allow_loading() -> None:
+    """``torch.load`` with ``weights_only=True`` rebuilds tensors and meshes."""
+    torch.serialization.add_safe_globals([_pickling.rebuild_tensor, _pickling.rebuild_mesh])
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
+from xla_dtensor._pickling import reduce_mesh
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
 
 
@@ -27,15 +28,20 @@ class XLADeviceMesh(DeviceMesh):
     _dim_group_names: ClassVar[list[str]] = []
 
     def __init__(self, device_type: str, mesh: Any = None, **kwargs: Any) -> None:
+        numbers = kwargs.get("_rank_map") if mesh is None else torch.as_tensor(mesh, device="cpu")
+        if numbers is not None and numbers.numel() == 0:
+            raise MeshError(
+                "DeviceMesh('xla', ...): the mesh has no devices; every mesh dim needs a size of 1 "
+                "or more"
+            )
         super().__init__(device_type, mesh, **kwargs)
         if self._root_mesh is None:
             ids = self._rank_map.tolist()
-            if len(set(ids)) != len(ids) or min(ids, default=0) < 0:
+            if len(set(ids)) != len(ids) or min(ids) < 0:
                 raise MeshError(
-                    f"DeviceMesh('xla', {ids}): device numbers must be distinct and not negative"
+                    f"DeviceMesh('xla', {ids}): device numbers must be distinct and not negative; "
+                    "they are positions in jax.devices()"
                 )
-            if not ids:
-                raise MeshError(f"DeviceMesh('xla', ...) of shape {tuple(self.shape)} has no device")
             runtime.devices(ids)  # starts the backend, or says what is missing
 
     @staticmethod
@@ -72,7 +78,9 @@ class XLADeviceMesh(DeviceMesh):
         if len(names) == 1:
             return flattened[names[0]] if names[0] in flattened else super().__getitem__(names)
         if len(set(names)) != len(names):
-            raise MeshDimError(f"mesh[{names}]: each mesh dim may be named once")
+            raise MeshDimError(f"{self!r}[{names}]: name each mesh dim once")
+        if not names:
+            raise MeshDimError(f"{self!r}[()]: name one or more of its dims {own}")
         if names == own:
             return self
         # torch's own slicing wants ascending order; concatenating slices gives any order.
@@ -90,6 +98,18 @@ class XLADeviceMesh(DeviceMesh):
     def get_coordinate(self) -> NoReturn:
         self._no_rank("get_coordinate()")
 
+    def get_group(self, mesh_dim: int | str | None = None) -> NoReturn:
+        self._no_groups(f"get_group({mesh_dim!r})")
+
+    def get_all_groups(self) -> NoReturn:
+        self._no_groups("get_all_groups()")
+
+    def _no_groups(self, call: str) -> NoReturn:
+        raise MeshError(
+            f"{self!r}.{call}: one process drives all devices of an xla mesh, so it has no process "
+            "groups; XLA inserts the collectives: use redistribute(placements=) or full_tensor()"
+        )
+
     def _no_rank(self, call: str) -> NoReturn:
         raise PerDeviceValueError(
             f"{self!r}.{call} has a different value on each device, and one process drives them "
@@ -97,14 +117,4 @@ class XLADeviceMesh(DeviceMesh):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.__getstate__(),)
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._pg_registry: dict[str, Any] = {}
-
-
-def _unpickle(state: dict) -> XLADeviceMesh:
-    mesh = object.__new__(XLADeviceMesh)
-    mesh.__setstate__(state)
-    return mesh
+        return reduce_mesh(self)

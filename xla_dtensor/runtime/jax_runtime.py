@@ -77,7 +77,7 @@ def devices(ids: Sequence[int]) -> list[Any]:
                 f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={wanted}"
             )
         raise DeviceCountError(
-            f"the mesh wants device {wanted - 1}, so {wanted} devices, but JAX has "
+            f"DeviceMesh('xla', ...) wants device {wanted - 1}, so {wanted} devices, but JAX has "
             f"{len(available)} {platform} device(s): {way_out}"
         )
     return [available[i] for i in ids]

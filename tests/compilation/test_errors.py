@@ -1,0 +1,133 @@
+"""Mistakes inside a compiled step: the exception, the user's line, and state left unharmed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import xla_dtensor as xd
+
+
+def uses_item(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+def uses_if(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def uses_nonzero(x: torch.Tensor) -> torch.Tensor:
+    return x.nonzero().sum()
+
+
+def uses_mask(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0].sum()
+
+
+def uses_numpy(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy()).sum()
+
+
+def uses_print(x: torch.Tensor) -> list:
+    return x.tolist()
+
+
+def uses_seed(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (uses_item, "return x * x.sum().item()"),
+        (uses_if, "if x.sum() > 0:"),
+        (uses_nonzero, "return x.nonzero().sum()"),
+        (uses_mask, "return x[x > 0].sum()"),
+        (uses_numpy, "return torch.from_numpy(x.numpy()).sum()"),
+        (uses_print, "return x.tolist()"),
+        (uses_seed, "torch.manual_seed(0)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_data_dependent_python_shows_the_line(mesh_2x4: DeviceMesh, function, line: str) -> None:
+    x = distribute_tensor(torch.randn(8), mesh_2x4, [Shard(0), Replicate()])
+    with pytest.raises(xd.DataDependentError) as error:
+        xd.compile(function)(x)
+    message = str(error.value)
+    assert f"{__file__}:" in message and message.count(line) == 1, message
+    assert "torch.where" in message
+    function(x)  # eagerly there is nothing wrong with it
+
+
+def test_sizes_and_masks_made_from_sizes_are_no_data(mesh_2x4: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(4, 4), mesh_2x4, [Shard(0), Replicate()])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape[0], x.shape[1], device=x.device).triu(1)
+        return x * 2 if bool((mask == 0).any()) else x
+
+    assert xd.compile(step)(x).cpu().tolist() == [[2.0] * 4] * 4
+
+
+def test_a_failed_trace_changes_nothing(mesh_2x4: DeviceMesh) -> None:
+    model = nn.Linear(4, 4)
+    xd.distribute_module(model, mesh_2x4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = [p.detach().cpu() for p in model.parameters()]
+    x = distribute_tensor(torch.randn(8, 4), mesh_2x4, [Shard(0), Replicate()])
+    fail = True
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if fail:
+            raise ZeroDivisionError("on purpose")
+        return loss
+
+    compiled = xd.compile(step)
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        compiled(x)
+    assert all(p.grad is None for p in model.parameters())
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["capturable"] is False
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), old, rtol=0, atol=0)
+    fail = False
+    assert torch.isfinite(compiled(x).cpu())
+    assert (model.weight + 1).cpu().shape == (4, 4)
+
+
+def test_tensors_of_two_root_meshes(mesh_2x4: DeviceMesh) -> None:
+    other_mesh = xd.init_device_mesh("xla", (2,), mesh_dim_names=("x",))
+    captured = distribute_tensor(torch.ones(8), other_mesh, [Shard(0)])
+    x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.sum() + captured.sum().full_tensor()
+
+    with pytest.raises(xd.MeshMismatchError) as error:
+        xd.compile(step)(x)
+    message = str(error.value)
+    assert "the compiled step uses tensors of" in message
+    assert "[0, 1, 2, 3, 4, 5, 6, 7]" in message and "[0, 1]" in message
+    assert "return x.sum() + captured.sum().full_tensor()" in message
+    assert "redistribute the tensor" in message
+    with pytest.raises(xd.MeshMismatchError, match="inside a compiled step"):
+        xd.compile(lambda x: x.redistribute(other_mesh, [Shard(0)]))(x)
+
+
+def test_an_op_without_a_lowering_is_named(mesh_2x4: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(4, 4), mesh_2x4, [Shard(0), Replicate()])
+    with pytest.raises(xd.UnsupportedOpError) as error:
+        torch.ops.aten._sparse_semi_structured_linear(x, x, x)
+    assert "aten::_sparse_semi_structured_linear.default has no lowering to XLA" in str(error.value)
+    assert "xla_dtensor/lowering/README.md" in str(error.value)

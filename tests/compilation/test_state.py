@@ -1,0 +1,246 @@
+"""What a compiled step reads, overwrites and leaves behind, against CPU torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+
+import xla_dtensor as xd
+
+
+def shard_linears(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    if isinstance(module, nn.Linear):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            sharded = distribute_tensor(parameter.data, mesh, [Replicate(), Shard(0)])
+            module.register_parameter(key, nn.Parameter(sharded))
+
+
+def twin_models(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
+    """A small model on the CPU, and the same one on the mesh."""
+    reference = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = copy.deepcopy(reference)
+    distribute_module(model, mesh, shard_linears)
+    return reference, model
+
+
+def batches(mesh: DeviceMesh, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches on the CPU and on the mesh."""
+    xs = [torch.randn(4, 6) for _ in range(count)]
+    return [(x, distribute_tensor(x, mesh, [Shard(0), Replicate()])) for x in xs]
+
+
+def assert_same_parameters(reference: nn.Module, model: nn.Module) -> None:
+    for expected, actual in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.detach().cpu(), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_left_behind_accumulate(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twin_models(mesh_2x4)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).pow(2).sum().backward()
+
+    compiled = xd.compile(step)
+    for x, dx in batches(mesh_2x4, 4):
+        reference(x).pow(2).sum().backward()
+        assert compiled(dx) is None
+    for expected, actual in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.cpu(), expected.grad, rtol=1e-4, atol=1e-5)
+    # One program without gradients at the start, one that adds to them.
+    assert compiled.compilations == 2
+    assert ".grad" in compiled.recompilations[0]
+
+
+def test_zero_grad_between_calls_is_respected(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twin_models(mesh_2x4)
+    compiled = xd.compile(lambda x: model(x).pow(2).sum().backward())
+    for x, dx in batches(mesh_2x4, 3):
+        for m, run, value in ((reference, None, x), (model, compiled, dx)):
+            m.zero_grad()
+            m(value).pow(2).sum().backward() if run is None else run(value)
+    for expected, actual in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.cpu(), expected.grad, rtol=1e-4, atol=1e-5)
+    assert compiled.compilations == 1
+
+
+@pytest.mark.parametrize("first_in_step", [True, False], ids=["zero_first", "zero_last"])
+def test_lazily_made_optimizer_state_compiles_once(
+    mesh_2x4: DeviceMesh, first_in_step: bool
+) -> None:
+    reference, model = twin_models(mesh_2x4)
+
+    def step_of(m: nn.Module):
+        opt = torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if first_in_step:
+                opt.zero_grad()
+            loss = m(x).pow(2).mean()
+            loss.backward()
+            opt.step()
+            if not first_in_step:
+                opt.zero_grad()
+            return loss
+
+        return step
+
+    reference_step, step = step_of(reference), xd.compile(step_of(model))
+    for x, dx in batches(mesh_2x4, 5):
+        torch.testing.assert_close(
+            step(dx).cpu(), reference_step(x).detach(), rtol=1e-4, atol=1e-5
+        )
+    assert_same_parameters(reference, model)
+    assert step.compilations == 1
+    assert step.recompilations == []
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_that_depends_on_the_first_gradient(mesh_2x4: DeviceMesh, fused: bool) -> None:
+    """SGD's momentum starts as the first gradient: the first step is another program."""
+    reference, model = twin_models(mesh_2x4)
+
+    def step_of(m: nn.Module):
+        opt = torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, fused=fused)
+
+        def step(x: torch.Tensor) -> None:
+            opt.zero_grad()
+            m(x).pow(2).mean().backward()
+            opt.step()
+
+        return step
+
+    reference_step, step = step_of(reference), xd.compile(step_of(model))
+    for x, dx in batches(mesh_2x4, 4):
+        reference_step(x)
+        step(dx)
+    assert_same_parameters(reference, model)
+    assert step.compilations == 2
+
+
+def test_optimizer_continues_between_eager_and_compiled(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twin_models(mesh_2x4)
+
+    def step_of(m: nn.Module):
+        opt = torch.optim.Adam(m.parameters(), lr=0.05, eps=1e-3)
+
+        def step(x: torch.Tensor) -> None:
+            m(x).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+        return step
+
+    reference_step, step = step_of(reference), step_of(model)
+    compiled = xd.compile(step)
+    runs = [step, step, compiled, compiled, step, compiled]
+    for run, (x, dx) in zip(runs, batches(mesh_2x4, len(runs)), strict=True):
+        reference_step(x)
+        run(dx)
+    assert_same_parameters(reference, model)
+
+
+def test_overwritten_state_is_donated(mesh_2x4: DeviceMesh) -> None:
+    state = distribute_tensor(torch.ones(8, 4), mesh_2x4, [Shard(0), Replicate()])
+    kept = distribute_tensor(torch.ones(8, 4), mesh_2x4, [Shard(0), Replicate()])
+
+    @xd.compile
+    def step() -> torch.Tensor:
+        state.mul_(2).add_(kept)
+        return state.sum()
+
+    before, before_kept = state.jax_array, kept.jax_array
+    assert step().item() == 96.0
+    assert before.is_deleted()
+    assert not before_kept.is_deleted()
+    assert step().item() == 224.0
+    assert state.cpu().tolist() == [[7.0] * 4] * 8
+
+
+def test_copies_made_before_survive_donation(mesh_2x4: DeviceMesh) -> None:
+    state = distribute_tensor(torch.arange(8.0), mesh_2x4, [Replicate(), Replicate()])
+    copies = [
+        state.clone(),
+        state.redistribute(placements=[Replicate(), Replicate()]),
+        state.full_tensor(),
+        state.detach().clone().view(2, 4),
+    ]
+    view = state.view(2, 4)
+    xd.compile(lambda: state.add_(1))()
+    for tensor in copies:
+        assert tensor.cpu().flatten().tolist() == list(range(8))
+    assert view.cpu().flatten().tolist() == list(range(1, 9))
+
+
+def test_buffers_and_views_of_state(mesh_2x4: DeviceMesh) -> None:
+    reference = torch.zeros(4, 6)
+    state = distribute_tensor(reference, mesh_2x4, [Shard(0), Shard(1)])
+    row = state[1]
+    expected_row = reference[1]
+
+    @xd.compile
+    def step(value: torch.Tensor) -> None:
+        state[:, 1:3] += value
+        row.mul_(2)
+
+    for i in range(3):
+        value = torch.full((4, 2), float(i + 1))
+        step(distribute_tensor(value, mesh_2x4, [Shard(0), Replicate()]))
+        reference[:, 1:3] += value
+        expected_row.mul_(2)
+    torch.testing.assert_close(state.cpu(), reference)
+    torch.testing.assert_close(row.cpu(), expected_row)
+    assert step.compilations == 1
+
+
+def test_batch_norm_statistics(mesh_2x4: DeviceMesh) -> None:
+    reference = nn.BatchNorm1d(6)
+    model = copy.deepcopy(reference)
+    distribute_module(model, mesh_2x4)
+    step = xd.compile(lambda x: model(x).sum())
+    for x, dx in batches(mesh_2x4, 3):
+        reference(x)
+        step(dx)
+    for expected, actual in zip(reference.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(actual.cpu(), expected)
+
+
+def test_tensors_on_the_cpu_are_read_in_every_call(mesh_2x4: DeviceMesh) -> None:
+    scale = torch.tensor(2.0)
+    x = distribute_tensor(torch.ones(4), mesh_2x4, [Shard(0), Replicate()])
+    step = xd.compile(lambda t, offset: t * scale + offset)
+    assert step(x, torch.ones(4)).cpu().tolist() == [3.0] * 4
+    scale.fill_(5.0)
+    assert step(x, torch.zeros(4)).cpu().tolist() == [5.0] * 4
+    assert step.compilations == 1
+
+
+def test_arguments_are_written_and_results_returned(mesh_2x4: DeviceMesh) -> None:
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh_2x4, None))
+
+    @xd.compile
+    def step(x: torch.Tensor, *, scale: float) -> dict:
+        x.add_(1)
+        y = x * scale
+        return {"y": y, "view": y.view(2, 2)[1], "parameter": parameter, "n": 3, "none": None}
+
+    for start, expected in ((0.0, 2.0), (4.0, 10.0)):
+        x = distribute_tensor(torch.full((4,), start), mesh_2x4, [Shard(0), Replicate()])
+        out = step(x, scale=2.0)
+        assert x.cpu().tolist() == [start + 1] * 4
+        assert out["y"].cpu().tolist() == [expected] * 4
+        assert out["view"].cpu().tolist() == [expected] * 2
+        assert out["parameter"] is parameter
+        assert (out["n"], out["none"]) == (3, None)
+    assert step.compilations == 1
+
+
+def test_result_is_a_new_tensor_in_every_call(mesh_2x4: DeviceMesh) -> None:
+    total = distribute_tensor(torch.zeros(()), mesh_2x4, None)
+    step = xd.compile(lambda: total.add_(1).clone())
+    results = [step() for _ in range(3)]
+    assert [r.item() for r in results] == [1.0, 2.0, 3.0]
