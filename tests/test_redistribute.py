@@ -47,7 +47,7 @@ def check_pairs(
             source, x = before, distribute_tensor(value, mesh, before)
             check_shards(x, value, before)
         y = x.redistribute(placements=after)
-        assert y.device_mesh is mesh
+        assert y.device_mesh == mesh
         check_shards(y, value, after)
         assert (x.placements, y is x) == (before, False)
 
@@ -68,7 +68,7 @@ def test_from_and_to_every_placement(mesh_name: str, shape: tuple[int, ...]) -> 
     mesh = shared.make_mesh(mesh_name)
     sources = list(all_placements(mesh.shape, 2, Partial()))
     targets = list(all_placements(mesh.shape, 2))
-    pairs = [(s, targets[7 * i % len(targets)]) for i, s in enumerate(sources)]
+    pairs = [(s, targets[-i % len(targets)]) for i, s in enumerate(sources)]
     assert {target for _, target in pairs} == set(targets)
     check_pairs(mesh, value_of(shape), pairs)
 
@@ -172,7 +172,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.permutations(MESHES, 2))
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(MESHES, 2)))
 def test_between_meshes(source: str, target: str) -> None:
     here, there = MESHES[source](), MESHES[target]()
     before = (S(0), Partial())[: here.ndim]
@@ -180,7 +180,7 @@ def test_between_meshes(source: str, target: str) -> None:
     value, weight = value_of(UNEVEN), torch.randn(UNEVEN)
     x = distribute_tensor(value, here, before).requires_grad_()
     y = x.redistribute(there, after)
-    assert y.device_mesh is there
+    assert y.device_mesh == there
     if there.ndim == 1 and target != "a submesh":
         check_shards(y.detach(), value, after)
     assert torch.equal(y.full_tensor().cpu(), value)

@@ -146,7 +146,10 @@ class StepTrace:
         return array
 
     def touched(self, tensor: Any) -> None:
-        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
+        if not (tensor.requires_grad and tensor.is_leaf):
+            return
+        known = self.leaves.get(id(tensor))
+        if known is None or known[0]() is not tensor:
             self.leaves[id(tensor)] = (weakref.ref(tensor), tensor.grad)
 
     def writing(self, storage: Storage) -> None:

@@ -1,0 +1,40 @@
+# Everything a new checkout needs; `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Compiled XLA programs are kept between runs of the tests.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+export NPROC ?= 64
+
+.PHONY: help env train test test-slow check bench clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+env: $(VENV)/.installed ## the virtual environment, from the pinned constraints
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+train: env ## train the example on a simulated 2x4 mesh (about two minutes)
+	$(BIN)/python examples/train_llama/train.py $(ARGS)
+
+test: env ## all tests but the slow ones (about ten minutes)
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-slow: env ## the slow tests
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: env ## lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: env ## the compiled step against hand-written JAX
+	$(BIN)/python benchmarks/step_vs_jax.py $(ARGS)
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache .mypy_cache
