@@ -50,8 +50,8 @@ class Form:
         "offset",
         "padded_shape",
         "placements",
-        "sharding",
         "shape",
+        "sharding",
         "spec",
         "stride",
         "unreduced",
@@ -111,7 +111,11 @@ class Form:
         reduce_op = self.placements[self.unreduced[0]].reduce_op
         axes = tuple(range(len(self.unreduced)))
         functions: dict[str, Any] = {
-            "sum": jnp.sum, "avg": jnp.mean, "max": jnp.max, "min": jnp.min, "product": jnp.prod
+            "sum": jnp.sum,
+            "avg": jnp.mean,
+            "max": jnp.max,
+            "min": jnp.min,
+            "product": jnp.prod,
         }
         return functions[reduce_op](array, axis=axes).astype(array.dtype)
 

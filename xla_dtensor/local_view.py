@@ -63,9 +63,7 @@ class _FromDevices(torch.autograd.Function):
         return full if ctx.device.type == "xla" else full.cpu(), None
 
 
-def to_local(
-    tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | None
-) -> torch.Tensor:
+def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """`XLAShardedTensor.to_local`.
 
     Raises:

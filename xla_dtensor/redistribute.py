@@ -211,9 +211,7 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
     by_device = {shard.device: shard for shard in array.addressable_shards}
     shards = []
     assert form.frame is not None
-    for number, device in zip(
-        form.frame.device_ids, form.frame.jax_mesh.devices.flat, strict=True
-    ):
+    for number, device in zip(form.frame.device_ids, form.frame.jax_mesh.devices.flat, strict=True):
         shard = by_device[device]
         index = []
         for part, size in zip(shard.index, form.shape, strict=True):

@@ -73,9 +73,6 @@ class NumberNode:
     def _graph_repr(self) -> str:
         return self.text
 
-    def str(self) -> str:
-        return self.text
-
     def wrap_float(self, number: float) -> NumberNode:
         return NumberNode(number, number, lambda inputs: number, repr(number), self.guard)
 
@@ -137,6 +134,10 @@ class NumberNode:
     sym_sqrt = sqrt
 
 
+# torch asks a node for its text by this name.
+NumberNode.str = NumberNode._graph_repr  # type: ignore[attr-defined]
+
+
 class ComparisonNode:
     """The node of a ``torch.SymBool`` whose outcome is decided (and guarded) already."""
 
@@ -180,9 +181,7 @@ def _install_operators() -> None:
         ("pow", "**", operator.pow),
         ("float_pow", "**", operator.pow),
     ):
-        setattr(
-            NumberNode, name, lambda a, b, s=symbol, f=function: a._binary(b, s, f)
-        )
+        setattr(NumberNode, name, lambda a, b, s=symbol, f=function: a._binary(b, s, f))
     for name, symbol, function in (
         ("eq", "==", operator.eq),
         ("ne", "!=", operator.ne),
@@ -199,9 +198,7 @@ _install_operators()
 
 def input_number(value: float, traced: Any, index: int, name: str, guard: GuardSink) -> Any:
     """The number that is input ``index`` of the trace, as a ``torch.SymFloat``."""
-    return torch.SymFloat(
-        NumberNode(value, traced, lambda inputs: inputs[index], name, guard)
-    )
+    return torch.SymFloat(NumberNode(value, traced, lambda inputs: inputs[index], name, guard))
 
 
 def symbolic_number(traced: Any) -> Any:

@@ -27,9 +27,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("scheduler", list(SCHEDULERS))
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_schedules_do_not_recompile(
-    mesh_2x4: DeviceMesh, optimizer: str, scheduler: str
-) -> None:
+def test_schedules_do_not_recompile(mesh_2x4: DeviceMesh, optimizer: str, scheduler: str) -> None:
     """Also OneCycleLR, which changes the momentum and the betas."""
     reference, model = twin_models(mesh_2x4)
 

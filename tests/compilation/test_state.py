@@ -91,9 +91,7 @@ def test_lazily_made_optimizer_state_compiles_once(
 
     reference_step, step = step_of(reference), xd.compile(step_of(model))
     for x, dx in batches(mesh_2x4, 5):
-        torch.testing.assert_close(
-            step(dx).cpu(), reference_step(x).detach(), rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(step(dx).cpu(), reference_step(x).detach(), rtol=1e-4, atol=1e-5)
     assert_same_parameters(reference, model)
     assert step.compilations == 1
     assert step.recompilations == []

@@ -37,8 +37,8 @@ CUTS: dict[str, Callable[[DeviceMesh], DeviceMesh]] = {
     "flatten all": lambda m: m._flatten("world"),
     "flatten one": lambda m: m["dp"]._flatten("other"),
     "flatten one to its name": lambda m: m["dp"]._flatten("dp"),
-    "unflatten a flattened": lambda m: m["dp", "tp"]._flatten("f")._unflatten(
-        0, (2, 2), ("a", "b")
+    "unflatten a flattened": lambda m: (
+        m["dp", "tp"]._flatten("f")._unflatten(0, (2, 2), ("a", "b"))
     ),
     "unflatten all": lambda m: m._flatten("w")._unflatten("w", (4, 2), ("a", "b")),
     "slice of unflattened": lambda m: m._flatten("v")._unflatten(0, (4, 2), ("a", "b"))["a"],

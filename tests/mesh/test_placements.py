@@ -62,7 +62,16 @@ def test_submeshes_name_root_axes() -> None:
 
 @pytest.mark.parametrize(
     ("mesh_name", "ndim"),
-    [("8", 1), ("8", 3), ("2x4", 1), ("2x4", 2), ("2x4", 3), ("4x2", 2), ("2x2x2", 1), ("2x2x2", 2)],
+    [
+        ("8", 1),
+        ("8", 3),
+        ("2x4", 1),
+        ("2x4", 2),
+        ("2x4", 3),
+        ("4x2", 2),
+        ("2x2x2", 1),
+        ("2x2x2", 2),
+    ],
 )
 def test_round_trips(mesh_name: str, ndim: int) -> None:
     mesh = shared.make_mesh(mesh_name)
@@ -100,7 +109,8 @@ def test_a_sharding_holds_what_torch_says(mesh_name: str) -> None:
         for device, coordinate in enumerate(coordinates):
             expected = torch_index(shape, tuple(mesh.shape), coordinate, placements)
             found = tuple(
-                slice(*part.indices(n)[:2]) for part, n in zip(by_device[device], shape)  # noqa: B905
+                slice(*part.indices(n)[:2])
+                for part, n in zip(by_device[device], shape)  # noqa: B905
             )
             assert found == expected, (placements, coordinate)
 

@@ -4,6 +4,7 @@ parameters after optimizer steps, eagerly and compiled."""
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 import xla_dtensor as xd
-
 from tests.conftest import make_mesh
 
 
@@ -83,7 +83,9 @@ class BasicBlock(nn.Module):
         self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
         self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
-        self.down = nn.Conv2d(channels_in, channels, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        self.down = (
+            nn.Conv2d(channels_in, channels, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.bn1(self.conv1(x)), inplace=True)
@@ -94,7 +96,10 @@ class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, 8, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
         )
         self.blocks = nn.Sequential(BasicBlock(8, 8, 1), BasicBlock(8, 16, 2))
         self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 5)
@@ -204,7 +209,11 @@ def check_training(
         reference.named_parameters(), model.parameters(), strict=True
     ):
         torch.testing.assert_close(
-            actual.detach().cpu(), expected.detach(), rtol=2e-3, atol=2e-4, msg=lambda m: f"{name}: {m}"  # noqa: B023
+            actual.detach().cpu(),
+            expected.detach(),
+            rtol=2e-3,
+            atol=2e-4,
+            msg=lambda m: f"{name}: {m}",  # noqa: B023
         )
     for expected, actual in zip(reference.buffers(), model.buffers(), strict=True):
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)

@@ -143,8 +143,7 @@ def expected(case: Case, parity: int) -> Expected:
     torch.manual_seed(parity)
     values = [i.value(parity) for i in case.inputs]
     leaves = [
-        v.clone().requires_grad_(i.differentiable)
-        for v, i in zip(values, case.inputs, strict=True)
+        v.clone().requires_grad_(i.differentiable) for v, i in zip(values, case.inputs, strict=True)
     ]
     outputs = _tensors(case.function(*leaves))
     output_grads = [torch.randn_like(o) if o.requires_grad else None for o in outputs]
@@ -169,16 +168,21 @@ def layouts(case: Case, mesh_shape: tuple[int, ...]) -> Iterator[tuple[int, Layo
         for parity in (EVEN, UNEVEN):
             shifts = [rng.randrange(len(c)) for c in choices]
             for turn in range(count):
-                yield parity, tuple(
-                    (c[(turn + shift) % len(c)],) for c, shift in zip(choices, shifts, strict=True)
+                yield (
+                    parity,
+                    tuple(
+                        (c[(turn + shift) % len(c)],)
+                        for c, shift in zip(choices, shifts, strict=True)
+                    ),
                 )
         return
     yield UNEVEN, tuple(_one_dim_cut_by_all(i, mesh_shape, rng) for i in case.inputs)
     parity = rng.randrange(2)
     grid = [[rng.sample(c, len(c)) for _ in mesh_shape] for c in choices]
     for turn in range(1 if case.light else count):
-        yield (turn + parity) % 2, tuple(
-            tuple(column[turn % len(column)] for column in columns) for columns in grid
+        yield (
+            (turn + parity) % 2,
+            tuple(tuple(column[turn % len(column)] for column in columns) for columns in grid),
         )
 
 
@@ -213,9 +217,7 @@ def check_case(case: Case, mesh: DeviceMesh) -> None:
         raise AssertionError(f"{case.name} on {mesh!r}\n" + "\n".join(failures)) from last
 
 
-def _check_layout(
-    case: Case, mesh: DeviceMesh, parity: int, layout: Layout, whole: bool
-) -> None:
+def _check_layout(case: Case, mesh: DeviceMesh, parity: int, layout: Layout, whole: bool) -> None:
     want = expected(case, parity)
     leaves = []
     for value, input, placements in zip(want.inputs, case.inputs, layout, strict=True):
@@ -227,9 +229,7 @@ def _check_layout(
     for i, (actual, wanted) in enumerate(zip(outputs, want.outputs, strict=True)):
         check_tensor(actual, wanted, mesh, case, f"result {i}", whole)
     grads = [
-        None
-        if g is None
-        else distribute_tensor(g, mesh, [_whole_or_cut(p) for p in o.placements])
+        None if g is None else distribute_tensor(g, mesh, [_whole_or_cut(p) for p in o.placements])
         for g, o in zip(want.output_grads, outputs, strict=True)
     ]
     _backward(outputs, grads)

@@ -25,9 +25,7 @@ CONV = [
 
 
 def lstm(x: Any, h: Any, c: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> Any:
-    out, hn, cn = torch.lstm(
-        x, (h, c), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, True
-    )
+    out, hn, cn = torch.lstm(x, (h, c), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, True)
     return out, hn, cn
 
 

@@ -10,12 +10,12 @@ import jax
 from xla_dtensor import _context, rng
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch import _special  # noqa: F401  (registers its handlers)
-from xla_dtensor.lowering import families  # noqa: F401  (registers all lowerings)
 from xla_dtensor.dispatch._call import Call, fill
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, tensor_class
 from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
 from xla_dtensor.form import Form
+from xla_dtensor.lowering import families  # noqa: F401  (registers all lowerings)
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage
 from xla_dtensor.symbolic import number_value
@@ -65,6 +65,7 @@ def _execute(plan: Plan, call: Call) -> Any:
     trace = _context.current()
     if trace is not None and plan.info.name in _FILLS:
         form = plan.result_forms[0]
+        assert form is not None
         storage = trace.constant(form, _FILLS[plan.info.name](call))
         if storage is not None:
             return tensor_class(form)(storage, form)
@@ -77,7 +78,11 @@ def _execute(plan: Plan, call: Call) -> Any:
         if not _is_ours(tensor):
             _refuse_host_write(call)
     bases = [
-        None if not t._steps else t._storage_.array if trace is None else trace.array_of(t._storage_)
+        None
+        if not t._steps
+        else t._storage_.array
+        if trace is None
+        else trace.array_of(t._storage_)
         for t in mutated
     ]
     if trace is None:

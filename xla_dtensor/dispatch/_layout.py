@@ -53,9 +53,7 @@ def _representable(
     try:
         dim_mesh_dims(placements, tuple(mesh.shape), ndim)
     except PlacementError:
-        return tuple(
-            Replicate() if isinstance(p, _StridedShard) else p for p in placements
-        )
+        return tuple(Replicate() if isinstance(p, _StridedShard) else p for p in placements)
     return placements
 
 

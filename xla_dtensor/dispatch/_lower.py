@@ -148,7 +148,7 @@ def run_on_arrays(
             argument = (
                 wrapped_args[where]
                 if isinstance(where, int) and where < len(wrapped_args)
-                else wrapped_kwargs.get(where)  # type: ignore[arg-type]
+                else wrapped_kwargs.get(where)
             )
             mutated += [_value(t) for t in flatten_results(argument) if t is not None]
         results = out if isinstance(out, tuple | list) else (out,)

@@ -59,9 +59,7 @@ class OpInfo:
         return self.name in _IDENTITIES
 
 
-_IDENTITIES = frozenset(
-    {"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"}
-)
+_IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
 _infos: dict[Any, OpInfo] = {}
 
 
@@ -147,9 +145,7 @@ def functional_name(func: Any) -> str | None:
 
 
 def _is_out(argument: Any) -> bool:
-    return (
-        argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
-    )
+    return argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
 
 
 SpecialHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -43,7 +43,7 @@ class ViewPlan:
         self.identity = info.is_identity
         self.returns_list = info.returns_lists[0]
         metas = _meta_results(call)
-        self.forms = output_forms(call, metas)
+        self.forms = [form for form in output_forms(call, metas) if form is not None]
         self.steps: list[ViewStep] = []
         if self.identity:
             self.forms = [base_form]
@@ -251,9 +251,7 @@ def _meta_results(call: Call) -> list[Any]:
 def metas_of_fresh(call: Call, metas: list[Any]) -> list[tuple[Meta | None, int]]:
     """The metas of results that alias no argument, flat, with their schema return's position."""
     flat: list[tuple[Meta | None, int]] = []
-    for position, (meta, alias) in enumerate(
-        zip(metas, call.info.returns_mutated, strict=True)
-    ):
+    for position, (meta, alias) in enumerate(zip(metas, call.info.returns_mutated, strict=True)):
         if alias is None:
             flat += [(m, position) for m in flatten_results(meta)]
     return flat

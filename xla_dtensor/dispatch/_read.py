@@ -36,7 +36,7 @@ def logical_value(tensor: Any) -> Any:
     """The tensor's logical value as an array; inside a trace or outside."""
     form = tensor._form
     array = read(tensor)
-    if _context.current() is not None or tuple(array.shape) == form.shape and not form.unreduced:
+    if _context.current() is not None or (tuple(array.shape) == form.shape and not form.unreduced):
         return form.logical(array)
     with jax.enable_x64(True):
         return jax.jit(form.logical)(array)

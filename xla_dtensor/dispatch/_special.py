@@ -151,9 +151,7 @@ def _batch_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, weight, bias, running_mean, running_var, training, momentum, eps = args
     if not training:
         functional = torch.ops.aten._native_batch_norm_legit_no_training.default
-        return dispatch(
-            functional, (x, weight, bias, running_mean, running_var, momentum, eps), {}
-        )
+        return dispatch(functional, (x, weight, bias, running_mean, running_var, momentum, eps), {})
     if running_mean is None:
         functional = torch.ops.aten._native_batch_norm_legit.no_stats
         return dispatch(functional, (x, weight, bias, training, momentum, eps), {})

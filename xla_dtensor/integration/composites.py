@@ -59,12 +59,12 @@ class _Linear(torch.autograd.Function):
     """``input @ weight.T + bias`` with all leading dims kept apart."""
 
     @staticmethod
-    def forward(ctx: Any, input: Any, weight: Any, bias: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, input: Any, weight: Any, bias: Any) -> Any:
         ctx.save_for_backward(input, weight)
         return _dispatch(torch.ops.aten.linear.default, input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad_input = F.linear(grad, weight.t()) if needs_input else None
@@ -72,9 +72,7 @@ class _Linear(torch.autograd.Function):
         if needs_weight and torch.is_grad_enabled():  # differentiated again
             grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
         elif needs_weight:
-            grad_weight = _dispatch(
-                torch.ops.xla_dtensor.linear_weight_grad.default, grad, input
-            )
+            grad_weight = _dispatch(torch.ops.xla_dtensor.linear_weight_grad.default, grad, input)
         if needs_bias:
             grad_bias = grad.sum(tuple(range(grad.ndim - 1)))
         return grad_input, grad_weight, grad_bias
@@ -86,7 +84,7 @@ class _Linear(torch.autograd.Function):
 def _attention_backward_meta(
     grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return tuple(t.new_empty(t.shape) for t in (query, key, value))  # type: ignore[return-value]
+    return tuple(t.new_empty(t.shape) for t in (query, key, value))
 
 
 def _attention(
@@ -101,9 +99,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     batch = query.shape[:-3] if enable_gqa else query.shape[:-2]
-    same_batch = all(
-        (t.shape[:-3] if enable_gqa else t.shape[:-2]) == batch for t in (key, value)
-    )
+    same_batch = all((t.shape[:-3] if enable_gqa else t.shape[:-2]) == batch for t in (key, value))
     mask_needs_grad = attn_mask is not None and attn_mask.requires_grad
     if dropout_p > 0 or mask_needs_grad or query.ndim < 3 or not same_batch:
         out, _ = torch._scaled_dot_product_attention_math(
@@ -130,7 +126,7 @@ class _Attention(torch.autograd.Function):
     """Attention whose scores are computed again in backward; nothing of size L x S is saved."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query: Any,
         key: Any,
@@ -156,7 +152,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         query, key, value, mask = ctx.saved_tensors
         grads = _dispatch(
             torch.ops.xla_dtensor.attention_backward.default,

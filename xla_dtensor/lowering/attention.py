@@ -218,6 +218,6 @@ def attention_backward_op(
     enable_gqa: bool,
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of query, key and value."""
-    return attention_backward(
-        grad_out, query, key, value, attn_mask, is_causal, scale, enable_gqa
-    )[:3]
+    return attention_backward(grad_out, query, key, value, attn_mask, is_causal, scale, enable_gqa)[
+        :3
+    ]

@@ -1,12 +1,9 @@
-"""``xla_dtensor.compile``: a training step as one XLA program."""
+"""One traced and compiled form of a step."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
-import logging
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,175 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.extend.core import jaxpr_as_fun
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from xla_dtensor import _context, rng
+from xla_dtensor.compilation.arguments import Arguments, modules_of, training_flags
+from xla_dtensor.compilation.optimizers import OptimizerHooks
+from xla_dtensor.compilation.trace import Guard, Number, StepTrace
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch import logical_value
 from xla_dtensor.form import Form, device_form
-from xla_dtensor.optimizers import OptimizerHooks
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage
-from xla_dtensor.trace import Guard, Number, StepTrace
-
-logger = logging.getLogger("xla_dtensor")
 
 
-def compile(
-    function: Callable[..., Any], *, compiler_options: dict[str, Any] | None = None
-) -> CompiledStep:
-    """Make ``function``, a training step in ordinary torch code, run as one XLA program.
-
-    The first call traces it: forward, ``loss.backward()``, clipping, ``optimizer.step()``. Tensors
-    that it uses are found by themselves and become inputs (donated where the step overwrites them);
-    tensors that it leaves behind (``.grad``, optimizer state) become outputs. Optimizer
-    hyperparameters are read from ``param_groups`` before every call. Tensor arguments are dynamic:
-    another shape, dtype or layout compiles again; all other arguments are static.
-
-    As under ``jax.jit``, the Python in ``function`` runs when it is traced, not in every call: what
-    it prints or counts happens then. Results come back without autograd history.
-
-    Args:
-        function: the step.
-        compiler_options: passed to XLA's compiler, as ``jax.jit``'s are
-            (``{"xla_tpu_enable_async_collective_fusion": True}``).
-
-    Raises (when called):
-        DataDependentError: the step needs a tensor's value in Python.
-        MeshMismatchError: it uses tensors on different sets of devices.
-    """
-    return CompiledStep(function, compiler_options)
-
-
-class CompiledStep:
-    """A compiled step; call it like the function.
-
-    Attributes:
-        compilations: how many programs were compiled so far.
-        recompilations: one line for each compilation after the first: why it happened.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], compiler_options: dict[str, Any] | None = None
-    ) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-        self._options = compiler_options
-        self._programs: dict[Any, list[_Program]] = {}
-        self._executables: dict[str, Any] = {}
-        self._last: tuple[Any, _Program] | None = None
-        self.compilations = 0
-        self.recompilations: list[str] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = _Arguments(args, kwargs)
-        programs = self._programs.setdefault(arguments.key, [])
-        for program in programs:
-            if program.mismatch(arguments) is None:
-                self._last = (arguments, program)
-                return program.run(arguments)
-        why = self._explain(arguments, programs)
-        program = _Program(
-            self._function, arguments, self._known_leaves(), self._executables, self._options
-        )
-        if program.newly_compiled:
-            self.compilations += 1
-            if why is not None:
-                self.recompilations.append(why)
-                logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
-        programs[:] = [p for p in programs if not p.stale]
-        programs.insert(0, program)
-        self._last = (arguments, program)
-        return program.run(arguments)
-
-    def compiled_programs(self) -> list[Any]:
-        """The ``jax.stages.Compiled`` programs that exist, oldest first: their ``as_text()``,
-        ``memory_analysis()`` and ``cost_analysis()`` say what XLA made of the step."""
-        return list(self._executables.values())
-
-    def _known_leaves(self) -> list[Any]:
-        """The leaves that earlier programs used (weak references)."""
-        return [r for group in self._programs.values() for p in group for r in p.leaf_references]
-
-    def _name(self) -> str:
-        return getattr(self._function, "__qualname__", repr(self._function))
-
-    def _explain(self, arguments: _Arguments, programs: list[_Program]) -> str | None:
-        if programs:
-            return programs[0].mismatch(arguments) or "the program was used up"
-        if self._last is None:
-            return None
-        return arguments.difference(self._last[0])
-
-
-class _Arguments:
-    """The arguments of one call: tensors, static values, and a key of everything static."""
-
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        leaves, self.tree = pytree.tree_flatten((args, kwargs))
-        self.values = leaves
-        self.tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        self.described = [_describe(x) for x in leaves]
-        self.key = (self.tree, tuple(d[0] for d in self.described), _global_state())
-
-    def difference(self, other: _Arguments) -> str:
-        """What differs from another call, in words."""
-        if len(self.described) != len(other.described) or self.tree != other.tree:
-            return "the arguments have another structure"
-        names = [path for path, _ in pytree.tree_flatten_with_path(self._unflatten())[0]]
-        for path, mine, theirs in zip(names, self.described, other.described, strict=True):
-            if mine[0] != theirs[0]:
-                return f"argument {_path_name(path)}: from {theirs[1]} to {mine[1]}"
-        return f"torch's global state: from {other.key[2]} to {self.key[2]}"
-
-    def _unflatten(self) -> Any:
-        return pytree.tree_unflatten(self.values, self.tree)
-
-
-def _path_name(path: Any) -> str:
-    """``([0], [1])`` of ``(args, kwargs)`` as a user would say it."""
-    kind, *rest = path
-    where = "".join(str(part) for part in rest)
-    return where if getattr(kind, "idx", 0) == 0 else f"keyword {where}"
-
-
-def _describe(value: Any) -> tuple[Any, str]:
-    """A hashable description of an argument, and the same for a person."""
-    if isinstance(value, XLAShardedTensor | XLATensor):
-        form = value._form
-        text = f"{list(form.shape)} {form.dtype}"
-        if form.placements is not None:
-            text += f" {list(form.placements)}"
-        key = (form, value._storage_.form, value._steps, value.requires_grad)
-        return key, text
-    if isinstance(value, torch.Tensor):
-        key = (tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
-        return key, f"{list(value.shape)} {value.dtype} on {value.device}"
-    try:
-        hash(value)
-    except TypeError:
-        return (type(value), id(value)), repr(value)
-    return (type(value), value), repr(value)
-
-
-def _global_state() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.is_autocast_enabled("xla"),
-        torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else None,
-    )
-
-
-class _Program:
+class Program:
     """One traced and compiled form of the step, valid while its guards hold."""
 
     def __init__(
         self,
         function: Callable[..., Any],
-        arguments: _Arguments,
+        arguments: Arguments,
         known_leaves: list[Any],
         executables: dict[str, Any],
         compiler_options: dict[str, Any] | None,
@@ -195,14 +43,14 @@ class _Program:
             for leaf in (reference() for reference in known_leaves)
             if leaf is not None and leaf.grad is not None
         }
-        self._modules = _modules_of(function, arguments)
-        self._training = _training_flags(self._modules)
+        self._modules = modules_of(function, arguments)
+        self._training = training_flags(self._modules)
         trace = StepTrace()
         hooks = OptimizerHooks(trace)
         result: dict[str, Any] = {}
 
         def traced() -> list[Any]:
-            args, kwargs = arguments._unflatten()
+            args, kwargs = arguments.unflatten()
             with hooks:
                 out = function(*args, **kwargs)
             result["out"] = out
@@ -299,7 +147,7 @@ class _Program:
                 self._left.append((storage, emit(storage.form.logical(storage.array), form)))
         return arrays
 
-    def _collect_inputs(self, trace: StepTrace, arguments: _Arguments, consts: list[Any]) -> None:
+    def _collect_inputs(self, trace: StepTrace, arguments: Arguments, consts: list[Any]) -> None:
         """Say for each constant of the jaxpr where its value comes from in later calls."""
         by_id: dict[int, _Source] = {}
         grads = {
@@ -337,9 +185,7 @@ class _Program:
 
     # --- compiling ---------------------------------------------------------------------------
 
-    def _compile(
-        self, closed: Any, arguments: _Arguments, executables: dict[str, Any]
-    ) -> None:
+    def _compile(self, closed: Any, arguments: Arguments, executables: dict[str, Any]) -> None:
         sources, captured = self._sources, self._captured
         variable = [s for s in sources if s.kind not in ("constant", "fill")]
         self._donated = [s for s in variable if s.donated]
@@ -387,7 +233,7 @@ class _Program:
 
     # --- running -----------------------------------------------------------------------------
 
-    def mismatch(self, arguments: _Arguments) -> str | None:
+    def mismatch(self, arguments: Arguments) -> str | None:
         """Why this program can't run now, or None."""
         if self.stale:
             return "the first call made state that the step now finds in place"
@@ -411,11 +257,11 @@ class _Program:
             for guard in self._guards:
                 if guard.compute(values) != guard.outcome:
                     return f"the step decided {guard.text}, which holds no longer"
-        if _training_flags(self._modules) != self._training:
+        if training_flags(self._modules) != self._training:
             return "a module was switched between train() and eval()"
         return None
 
-    def run(self, arguments: _Arguments) -> Any:
+    def run(self, arguments: Arguments) -> Any:
         """Execute the program and put its effects in place."""
         with jax.enable_x64(True):
             donated, kept = self._gather(arguments)
@@ -451,10 +297,10 @@ class _Program:
             return device_form(self._frame, form.shape, form.stride, form.offset, form.dtype)
         return form
 
-    def _storage_of(self, position: int, arguments: _Arguments) -> Storage:
+    def _storage_of(self, position: int, arguments: Arguments) -> Storage:
         slot, captured = self._slots[position], self._captured[position]
         if slot.kind == "argument":
-            return arguments.tensors[slot.what]._storage_  # type: ignore[attr-defined]
+            return arguments.tensors[slot.what]._storage_
         if slot.kind == "grad":
             leaf = slot.what()
             if leaf is not None and leaf.grad is not None:
@@ -462,13 +308,13 @@ class _Program:
         assert captured.storage is not None
         return captured.storage
 
-    def _gather(self, arguments: _Arguments) -> tuple[list[Any], list[Any]]:
+    def _gather(self, arguments: Arguments) -> tuple[list[Any], list[Any]]:
         return (
             [self._fetch(source, arguments) for source in self._donated],
             [self._fetch(source, arguments) for source in self._kept],
         )
 
-    def _fetch(self, source: _Source, arguments: _Arguments) -> Any:
+    def _fetch(self, source: _Source, arguments: Arguments) -> Any:
         if source.kind in ("state", "argument", "grad"):
             storage = self._storage_of(source.position, arguments)
             if storage.form.frame is None and self._frame is not None:
@@ -532,33 +378,3 @@ def _same_kind(a: Form, b: Form) -> bool:
 
 def _unique_guards(guards: list[Guard]) -> list[Guard]:
     return list({guard.text: guard for guard in guards}.values())
-
-
-def _modules_of(function: Any, arguments: _Arguments) -> list[nn.Module]:
-    """The modules that the step can reach by name: their train/eval mode is part of the program."""
-    found: list[Any] = [x for x in arguments.values if isinstance(x, nn.Module)]
-    if isinstance(function, types.MethodType):
-        found.append(function.__self__)
-        function = function.__func__
-    if isinstance(function, nn.Module):
-        found.append(function)
-    if isinstance(function, types.FunctionType):
-        for cell in function.__closure__ or ():
-            try:
-                found.append(cell.cell_contents)
-            except ValueError:  # a name that is not assigned yet
-                continue
-        found += [
-            function.__globals__[name]
-            for name in function.__code__.co_names
-            if name in function.__globals__
-        ]
-    modules = [m for m in found if isinstance(m, nn.Module)]
-    for owner in found:
-        if not isinstance(owner, nn.Module | type) and hasattr(owner, "__dict__"):
-            modules += [v for v in vars(owner).values() if isinstance(v, nn.Module)]
-    return list({id(m): m for root in modules for m in root.modules()}.values())
-
-
-def _training_flags(modules: list[nn.Module]) -> list[bool]:
-    return [module.training for module in modules]

@@ -110,6 +110,7 @@ class StepTrace:
         self._recomputed: list[_Recomputation] = []
         self._latest: Any = None
         self.in_optimizer = 0
+        self.random_operations_done = 0
 
     # --- what dispatch reports ---------------------------------------------------------------
 
@@ -256,7 +257,6 @@ class StepTrace:
         self._capture(storage, fill_value=value)
         return storage
 
-
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
@@ -299,7 +299,7 @@ _LIBRARIES = tuple(
 
 
 def _user_line() -> str:
-    """``" (train.py:12: loss.item())"``: the innermost line outside of torch, JAX and this package."""
+    """``"at train.py:12: loss.item()"``: the innermost line outside of torch, JAX and here."""
     for frame in reversed(traceback.extract_stack()):
         if not os.path.abspath(frame.filename).startswith(_LIBRARIES):
             return f"\n  at {frame.filename}:{frame.lineno}: {frame.line}"

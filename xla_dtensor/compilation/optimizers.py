@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,10 +14,10 @@ from torch.optim.optimizer import (
 )
 
 from xla_dtensor import _context
+from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.form import device_form
 from xla_dtensor.storage import Storage
-from xla_dtensor.trace import StepTrace
 
 
 class OptimizerHooks:
@@ -65,12 +66,12 @@ class OptimizerHooks:
             for key, value in group.items():
                 where = f"{name}.param_groups[{index}][{key!r}]"
                 if type(value) is float:
-                    number = trace.number(lambda g=group, k=key: g[k], where)
+                    number = trace.number(partial(_hyperparameter, group, key), where)
                     fused = key == "lr" and group.get("fused")
                     changed[key] = _as_tensor(number) if fused else number
                 elif type(value) is tuple and value and all(type(v) is float for v in value):
                     changed[key] = tuple(
-                        trace.number(lambda g=group, k=key, i=i: g[k][i], f"{where}[{i}]")
+                        trace.number(partial(_hyperparameter, group, key, i), f"{where}[{i}]")
                         for i in range(len(value))
                     )
             if "capturable" in group:
@@ -84,6 +85,10 @@ class OptimizerHooks:
         for _ in optimizer.param_groups:
             group, original = self._saved.pop()
             group.update(original)
+
+
+def _hyperparameter(group: dict[str, Any], key: str, index: int | None = None) -> float:
+    return group[key] if index is None else group[key][index]
 
 
 def _move_step_counts(optimizer: Optimizer) -> None:
