@@ -63,6 +63,10 @@ class TensorMethods:
         """The full value as nested Python lists."""
         return self.detach().cpu().tolist()  # type: ignore[attr-defined]
 
+    def _copy(self) -> Any:
+        """A tensor of its own with the same value and layout; below autograd."""
+        raise NotImplementedError
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
@@ -72,7 +76,7 @@ class TensorMethods:
                 "detach() this one first"
             )
         with torch.no_grad():
-            result = self.detach().clone()  # type: ignore[attr-defined]
+            result = self._copy()
         memo[id(self)] = result
         result.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
         for name, value in self.__dict__.items():

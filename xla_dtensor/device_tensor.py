@@ -60,6 +60,9 @@ class XLATensor(TensorMethods, torch.Tensor):
 
         return dispatch(func, args, kwargs or {})
 
+    def _copy(self) -> Any:
+        return self.detach().clone()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
         if _context.current() is not None:

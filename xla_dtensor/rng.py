@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor import _context
 
@@ -63,7 +64,8 @@ def key_of(state: Any, offset: int = 0) -> Any:
 
 def get_state() -> torch.Tensor:
     """The state as a CPU uint8 tensor of 16 bytes."""
-    return torch.from_numpy(words().view(np.uint8).copy())
+    with _disable_current_modes():  # torch saves and restores it under fake tensors, too
+        return torch.from_numpy(words().view(np.uint8).copy())
 
 
 def set_state(state: torch.Tensor) -> None:
@@ -78,7 +80,8 @@ def set_state(state: torch.Tensor) -> None:
             f"an xla RNG state is a uint8 tensor of 16 elements (torch.xla.get_rng_state()), "
             f"got {state.dtype} with {state.numel()}"
         )
-    w = state.detach().cpu().contiguous().numpy().view(np.uint32).astype(np.uint64)
+    with _disable_current_modes():
+        w = state.detach().cpu().contiguous().numpy().view(np.uint32).astype(np.uint64)
     seed, counter = int(w[0] | (w[1] << np.uint64(32))), int(w[2] | (w[3] << np.uint64(32)))
     if _context.current() is not None and seed != _seed:
         _context.current().refuse("set_rng_state() with another seed")  # type: ignore[union-attr]

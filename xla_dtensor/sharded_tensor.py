@@ -88,6 +88,9 @@ class XLAShardedTensor(TensorMethods, DTensor):
             f"device_mesh={self.device_mesh!r}, placements={self.placements}{grad})"
         )
 
+    def _copy(self) -> Any:
+        return self.detach().redistribute(placements=self.placements)
+
     def requires_grad_(self, requires_grad: bool = True) -> XLAShardedTensor:
         """Start or stop recording; gradients that reach a leaf take on its shardings."""
         torch.Tensor.requires_grad_(self, requires_grad)
@@ -169,8 +172,12 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
     wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in leaf.placements)
 
     def land(grad: torch.Tensor) -> torch.Tensor | None:
-        if not isinstance(grad, XLAShardedTensor) or grad.device_mesh != mesh:
+        if not isinstance(grad, XLAShardedTensor):  # it came through .cpu()
+            from xla_dtensor.redistribute import as_sharded
+
+            grad = as_sharded(grad, mesh)
+        elif grad.device_mesh != mesh or grad.placements == wanted:
             return None
-        return None if grad.placements == wanted else grad.redistribute(placements=wanted)
+        return grad.redistribute(placements=wanted)
 
     leaf.register_hook(land)

@@ -4,7 +4,6 @@ parameters after optimizer steps, eagerly and compiled."""
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 

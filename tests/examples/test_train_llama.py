@@ -1,0 +1,55 @@
+"""The example as a user runs it, against the golden loss curve that plain CPU torch gave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_llama"
+GOLDEN = json.loads((EXAMPLE / "golden.json").read_text())
+
+
+def losses_of(tmp_path: Path, *options: str) -> tuple[list[float], str]:
+    """The losses of a run of train.py, and what it printed."""
+    losses = tmp_path / "losses.json"
+    command = [sys.executable, EXAMPLE / "train.py", *options]
+    # One thread for CPU torch: more of them only wait for each other at this size.
+    result = subprocess.run(
+        [*command, "--out", tmp_path, "--losses", losses],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(losses.read_text()), result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("mesh", ["2x4", "8"])
+def test_golden_losses(tmp_path: Path, mesh: str) -> None:
+    losses, printed = losses_of(tmp_path, *GOLDEN["args"], "--mesh", mesh)
+    assert losses == pytest.approx(GOLDEN["losses"], abs=1e-3)
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert "tokens/s" in printed and "ms/step" in printed
+
+
+def test_golden_losses_are_those_of_cpu_torch(tmp_path: Path) -> None:
+    losses, _ = losses_of(tmp_path, *GOLDEN["args"], "--reference")
+    assert losses == pytest.approx(GOLDEN["losses"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_fifty_steps_agree_with_the_reference(tmp_path: Path) -> None:
+    """Of the default model, on the default mesh."""
+    steps = ("--steps", "50", "--sample", "8")
+    reference, _ = losses_of(tmp_path, *steps, "--reference")
+    sharded, _ = losses_of(tmp_path, *steps)
+    assert len(sharded) == 50
+    assert sharded == pytest.approx(reference, abs=1e-3)
