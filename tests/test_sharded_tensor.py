@@ -153,9 +153,8 @@ def test_grad_placements(
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    value, weight = torch.arange(1.0, 9), torch.linspace(-1, 1, 8)
-
     def gradient(device_type: str) -> DTensor:
+        value, weight = torch.arange(1.0, 9), torch.linspace(-1, 1, 8)
         mesh = xd.init_device_mesh(device_type, (2, 4))
         x = distribute_tensor(value, mesh, source).requires_grad_()
         (x.full_tensor(grad_placements=grad_placements) * weight).sum().backward()

@@ -65,6 +65,42 @@ def test_data_dependent_python_shows_the_line(mesh_2x4: DeviceMesh, function, li
     function(x)  # eagerly there is nothing wrong with it
 
 
+COUNTER = torch.zeros(())
+
+
+def counts_on_the_cpu(x: torch.Tensor) -> torch.Tensor:
+    COUNTER.add_(1)
+    return x
+
+
+def draws_on_the_cpu(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(8)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [(counts_on_the_cpu, "COUNTER.add_(1)"), (draws_on_the_cpu, "return x + torch.rand(8)")],
+    ids=["write", "random"],
+)
+def test_what_would_happen_on_the_cpu_only_once(mesh_2x4: DeviceMesh, function, line: str) -> None:
+    x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
+    with pytest.raises(xd.DataDependentError, match="CPU") as error:
+        xd.compile(function)(x)
+    assert line in str(error.value)
+    assert COUNTER.item() == 0
+
+
+def test_constants_on_the_cpu_are_fine(mesh_2x4: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        scale = torch.zeros(8)
+        scale[2:] = 3.0
+        return x * scale.add_(1)
+
+    assert xd.compile(step)(x).cpu().tolist() == [1.0] * 2 + [4.0] * 6
+
+
 def test_sizes_and_masks_made_from_sizes_are_no_data(mesh_2x4: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(4, 4), mesh_2x4, [Shard(0), Replicate()])
 

@@ -78,7 +78,8 @@ INDEXING = [
          ints("s", 6), f("s k")),
     case("one_hot", lambda i: F.one_hot(i, 6), ints("m", 6)),
     case("masked_select", lambda x, m: x.masked_select(m), f("m k"), bools("m k"), light=True),
-    case("nonzero", torch.nonzero, bools("m k")),
+    # The CPU's result is a transposed buffer, which distributing it makes contiguous.
+    case("nonzero", torch.nonzero, bools("m k"), strides=False),
 ]  # fmt: skip
 
 FACTORIES = [

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor import _context, rng
 from xla_dtensor.compilation.arguments import Arguments, modules_of, training_flags
+from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.trace import Guard, Number, StepTrace
 from xla_dtensor.device_tensor import XLATensor
@@ -62,6 +63,7 @@ class Program:
         try:
             with (
                 _context.active(trace),
+                HostOperations(trace),
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
             ):

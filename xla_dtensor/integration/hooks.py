@@ -28,8 +28,24 @@ def install() -> None:
     _hook_mesh_class()
     _hook_distribute()
     _hook_checkpoint()
+    _hook_synchronize()
     _allow_loading()
     _installed = True
+
+
+def _hook_synchronize() -> None:
+    """``torch.accelerator.synchronize``: C++ has no way to ask a device written in Python."""
+    original = torch.accelerator.synchronize
+
+    @functools.wraps(original)
+    def synchronize(device: Any = None, /) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type == "xla":
+            torch.xla.synchronize()
+        else:
+            original(device)
+
+    torch.accelerator.synchronize = synchronize
 
 
 def _allow_loading() -> None:

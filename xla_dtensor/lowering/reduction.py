@@ -274,6 +274,11 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     return jnp.sum(x**ord, **options) ** (1.0 / ord)
 
 
+@lowers("_foreach_norm.Scalar", static_scalars=True)
+def foreach_norm(xs, ord=2, dtype=None):
+    return [vector_norm(x, ord, dtype=dtype) for x in xs]
+
+
 @lowers("norm.Scalar", "norm.ScalarOpt_dtype", static_scalars=True)
 def norm_all(x, p=2, *, dtype=None):
     return vector_norm(x, 2 if p is None else p, dtype=dtype)
