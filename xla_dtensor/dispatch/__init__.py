@@ -10,7 +10,7 @@ import jax
 from xla_dtensor import _context, rng
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch import _special  # noqa: F401  (registers its handlers)
-from xla_dtensor.dispatch._call import Call, fill
+from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, tensor_class
 from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
@@ -20,7 +20,7 @@ from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage
 from xla_dtensor.symbolic import number_value
 
-__all__ = ["dispatch", "logical_value", "read"]
+__all__ = ["dispatch", "logical_value", "read", "refuse_cpu_leaf"]
 
 _plans: dict[Any, Plan | ViewPlan] = {}
 

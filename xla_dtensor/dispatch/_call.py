@@ -112,6 +112,8 @@ class Call:
                 f"{self.info.name}: a {type(value).__name__} on {value.device} can't be combined "
                 "with xla tensors; move it with .to('xla') or distribute_tensor first"
             )
+        if torch.is_grad_enabled():
+            refuse_cpu_leaf(self.info.name, value)
         form = device_form(None, tuple(value.shape), dtype=value.dtype)
         key.append(form)
         return self._leaf(value, form)
@@ -133,6 +135,19 @@ class Call:
                 raise UnsupportedOpError(
                     f"{self.info.name}: device='meta' from an xla tensor; make it with torch.empty"
                 )
+
+
+def refuse_cpu_leaf(name: str, tensor: torch.Tensor | None) -> None:
+    """Raise for a CPU tensor whose gradient would arrive on the xla device.
+
+    torch's autograd engine aborts with an internal assertion there.
+    """
+    if tensor is not None and tensor.device.type == "cpu" and tensor.requires_grad:
+        raise UnsupportedOpError(
+            f"{name}: a CPU tensor that requires grad ({list(tensor.shape)}) can't be combined "
+            "with xla tensors, because its gradient would be on the xla device; move it with "
+            ".to('xla') or distribute_tensor first"
+        )
 
 
 def fill(template: Any, leaves: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,8 +12,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, _Stri
 from xla_dtensor.dispatch._call import Call, fill
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.form import Form
-from xla_dtensor.mesh import dim_mesh_dims, from_partition_spec
-from xla_dtensor.rules import TensorInfo, infer_placements
+from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_spec
+from xla_dtensor.rules import Merged, TensorInfo, infer
 
 if TYPE_CHECKING:
     from xla_dtensor.dispatch._plan import Meta
@@ -22,6 +23,93 @@ def output_placements(
     call: Call, mesh: DeviceMesh, metas: list[Meta | None]
 ) -> list[tuple[Placement, ...]]:
     """Per result (None for undefined ones) its placements on ``mesh``."""
+    merged = _merged(call, mesh, metas)
+    if merged is None:
+        return _compiler_placements(call, mesh, metas)
+    return [
+        (Replicate(),) * mesh.ndim if m is None else _representable(tuple(p), mesh, len(m.shape))
+        for p, m in zip(merged.outputs, metas, strict=True)
+    ]
+
+
+# Operations whose lowering contains a matrix product.
+_PRODUCTS = frozenset(
+    f"{name}.default"
+    for name in (
+        *(
+            f"aten::{name}"
+            for name in (
+                "_grouped_mm",
+                "_scaled_mm",
+                "addbmm",
+                "addmm",
+                "addmv",
+                "baddbmm",
+                "bmm",
+                "convolution",
+                "convolution_backward",
+                "dot",
+                "linear",
+                "linear_backward",
+                "matmul",
+                "mm",
+                "mv",
+                "scaled_dot_product_attention",
+                "vdot",
+            )
+        ),
+        "xla_dtensor::attention_backward",
+        "xla_dtensor::linear_weight_grad",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Shardings per leaf of a call, per result, and of what it writes to its arguments."""
+
+    leaves: list[Any]
+    results: list[Any]
+    written: Any
+
+
+def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins | None:
+    """Shardings to ask of XLA for the tensors and results of a matrix product, if it must be told.
+
+    On meshes of three or more axes XLA's partitioner sometimes computes a product's blocks in one
+    device order and labels them in another: silently wrong numbers (jaxlib 0.10 and 0.12, every
+    backend shares the pass; `tests/compilation/test_xla_miscompile.py`). It never did, in thousands
+    of random cases, with operands and result pinned to one assignment of axes, which is what a rule
+    gives.
+    """
+    if mesh is None or call.info.name.replace("_.", ".") not in _PRODUCTS:
+        return None
+    frame = frame_of(mesh)
+    if sum(size > 1 for size in frame.sizes.values()) < 3:
+        return None
+    merged = _merged(call, mesh, metas)
+    if merged is None:
+        return None
+    tensors = iter(merged.inputs)
+    inputs = [
+        _sharding(next(tensors), mesh, len(form.shape)) if isinstance(form, Form) else None
+        for form in call.forms
+    ]
+    outputs = [
+        None if m is None else _sharding(p, mesh, len(m.shape))
+        for p, m in zip(merged.outputs, metas, strict=True)
+    ]
+    return Pins(inputs, outputs, frame.replicated)
+
+
+def _sharding(placements: Any, mesh: DeviceMesh, ndim: int) -> Any:
+    placements = _representable(tuple(placements), mesh, ndim)
+    axes = dim_axes(placements, mesh, ndim)
+    return frame_of(mesh).sharding(*(names or None for names in axes))
+
+
+def _merged(call: Call, mesh: DeviceMesh, metas: list[Meta | None]) -> Merged | None:
+    """What the rule of the call says of its inputs and outputs."""
     replicated = (Replicate(),) * mesh.ndim
     infos: list[Any] = []
     for leaf, form in zip(call.leaves, call.forms, strict=True):
@@ -33,13 +121,7 @@ def output_placements(
     shapes = [None if m is None else m.shape for m in metas]
     args = tuple(fill(list(call.args), infos))
     kwargs = {name: fill(value, infos) for name, value in call.kwargs.items()}
-    result = infer_placements(call.info.func, args, kwargs, shapes, tuple(mesh.shape))
-    if result is None:
-        return _compiler_placements(call, mesh, metas)
-    return [
-        replicated if p is None or m is None else _representable(tuple(p), mesh, len(m.shape))
-        for p, m in zip(result, metas, strict=True)
-    ]
+    return infer(call.info.func, args, kwargs, shapes, tuple(mesh.shape))
 
 
 def _representable(

@@ -11,7 +11,7 @@ import torch
 
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._call import Call, Slot, fill
-from xla_dtensor.dispatch._layout import output_placements
+from xla_dtensor.dispatch._layout import Pins, output_placements, pins
 from xla_dtensor.dispatch._lower import flatten_results, lowered_function
 from xla_dtensor.dispatch._ops import OpInfo
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
@@ -109,7 +109,14 @@ class Plan:
         before = [b._storage_.form for b in bases]
         self.base_forms = [form.reduced() for form in before]
         self.run, self.eager, self.random = _functions(
-            call, lowered, self.result_forms, bases, before, self.base_forms, self.mutated
+            call,
+            lowered,
+            self.result_forms,
+            bases,
+            before,
+            self.base_forms,
+            self.mutated,
+            pins(call, _where(call)[0], fresh),
         )
 
     def returns(self, results: list[Any], tensors: list[Any]) -> Any:
@@ -130,6 +137,7 @@ def _functions(
     before: list[Form],
     after: list[Form],
     mutated: list[int],
+    pinned: Pins | None,
 ) -> tuple[Callable[..., Any], Any, bool]:
     # The functions live as long as the plan: they must not hold the call, which holds its tensors.
     info, forms = call.info, list(call.forms)
@@ -143,15 +151,21 @@ def _functions(
             form.logical(leaf) if isinstance(form, Form) else leaf
             for leaf, form in zip(leaves, forms, strict=True)
         ]
+        if pinned is not None:
+            values = list(map(_pin, values, pinned.leaves))
         fresh, writes = lowered(keys, fill(list(args), values), _fill_kwargs(kwargs, values))
         out: list[Any] = []
-        for value, form in zip(fresh, result_forms, strict=False):
+        for i, (value, form) in enumerate(zip(fresh, result_forms, strict=False)):
             if form is None:
                 continue
             value = _checked(value, form.shape, form.jax_dtype, info)
+            if pinned is not None:
+                value = _pin(value, pinned.results[i])
             out.append(form.physical(value) if pad else value)
         for j, value in enumerate(writes[:writes_expected]):
             value = _checked(value, own_forms[j].shape, own_forms[j].jax_dtype, info)
+            if pinned is not None:
+                value = _pin(value, pinned.written)
             if steps[j]:
                 value = write_through(before[j].logical(base_arrays[j]), steps[j], value)
             out.append(after[j].physical(value) if pad else value)
@@ -181,6 +195,10 @@ def _functions(
         info.lowering is None and torch.Tag.nondeterministic_seeded in info.func.tags
     )
     return run, jitted, random
+
+
+def _pin(value: Any, sharding: Any) -> Any:
+    return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
 
 
 def _fill_kwargs(kwargs: dict[str, Any], values: list[Any]) -> dict[str, Any]:

@@ -40,6 +40,15 @@ def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(func, args, kwargs)
 
 
+def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:
+    """Below an autograd function, dispatch can't tell whether gradients will be asked for."""
+    if torch.is_grad_enabled():
+        from xla_dtensor.dispatch import refuse_cpu_leaf
+
+        for tensor in tensors:
+            refuse_cpu_leaf(name, tensor)
+
+
 # --- linear -----------------------------------------------------------------------------------
 
 
@@ -52,6 +61,7 @@ def _linear(
 ) -> torch.Tensor:
     if input.ndim < 2 or weight.ndim != 2:
         return torch.ops.aten.linear.default.decompose(input, weight, bias)
+    _check_leaves("aten::linear", input, weight, bias)
     return _Linear.apply(input, weight, bias)
 
 
@@ -117,6 +127,7 @@ def _attention(
         raise RuntimeError(
             "scaled_dot_product_attention: explicit attn_mask should not be set when is_causal=True"
         )
+    _check_leaves("aten::scaled_dot_product_attention", query, key, value, attn_mask)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     return _Attention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)

@@ -149,7 +149,9 @@ def _register_kernels() -> None:
         func = getattr(getattr(torch.ops.aten, packet), overload or "default")
         _library.impl(name, functools.partial(_dispatch, func), "PrivateUse1")
     # torch.tensor(..., device="xla") copies into the new tensor past its class's dispatch.
-    _library.impl("copy_", functools.partial(_dispatch, torch.ops.aten.copy_.default), "PrivateUse1")
+    _library.impl(
+        "copy_", functools.partial(_dispatch, torch.ops.aten.copy_.default), "PrivateUse1"
+    )
 
 
 def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
