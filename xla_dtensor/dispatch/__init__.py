@@ -12,10 +12,14 @@ from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch import _special  # noqa: F401  (registers its handlers)
 from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
-from xla_dtensor.dispatch._plan import Plan, ViewPlan, tensor_class
+from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, tensor_class
 from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.form import Form
-from xla_dtensor.lowering import families  # noqa: F401  (registers all lowerings)
+from xla_dtensor.lowering import (
+    families,  # noqa: F401  (registers all lowerings)
+    on_change,
+)
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage
 from xla_dtensor.symbolic import number_value
@@ -23,6 +27,7 @@ from xla_dtensor.symbolic import number_value
 __all__ = ["dispatch", "logical_value", "read", "refuse_cpu_leaf"]
 
 _plans: dict[Any, Plan | ViewPlan] = {}
+on_change(_plans.clear)
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -39,6 +44,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if info.mutated:
         # Where a write goes depends on the storages' forms too.
         key = (key, tuple(t._storage_.form for t in tensors if _is_ours(t) and t._steps))
+        if not all(map(_is_ours, (tensors[i] for i in mutated_leaves(call)))):
+            _refuse_host_write(call)
     plan = _plans.get(key)
     if plan is None:
         plan = _make_plan(call)
@@ -74,9 +81,6 @@ def _execute(plan: Plan, call: Call) -> Any:
         for leaf, form in zip(call.leaves, call.forms, strict=True)
     ]
     mutated = [call.leaves[i] for i in plan.mutated]
-    for tensor in mutated:
-        if not _is_ours(tensor):
-            _refuse_host_write(call)
     bases = [
         None
         if not t._steps
@@ -164,8 +168,6 @@ def _host(tensor: Any, trace: _context.Trace | None) -> Any:
 
 
 def _refuse_host_write(call: Call) -> None:
-    from xla_dtensor.errors import UnsupportedOpError
-
     raise UnsupportedOpError(
         f"{call.info.name} would write an xla tensor's value into a CPU tensor; bring the value "
         "over with .cpu() or .full_tensor().cpu() first"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view
+from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view, on_change
 
 # Where and how a result is stored is the runtime's business, not a lowering's.
 DROPPED = frozenset(
@@ -61,6 +61,7 @@ class OpInfo:
 
 _IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
 _infos: dict[Any, OpInfo] = {}
+on_change(_infos.clear)
 
 
 def info_of(func: Any) -> OpInfo:
@@ -69,11 +70,6 @@ def info_of(func: Any) -> OpInfo:
     if info is None:
         info = _infos[func] = _make(func)
     return info
-
-
-def forget() -> None:
-    """Drop what is known, after lowerings were registered or replaced."""
-    _infos.clear()
 
 
 def _make(func: Any) -> OpInfo:

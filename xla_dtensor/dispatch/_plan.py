@@ -95,7 +95,7 @@ class Plan:
         info = call.info
         self.info = info
         lowered = lowered_function(info)
-        self.mutated = _mutated_leaves(call)
+        self.mutated = mutated_leaves(call)
         metas = _meta_results(call)
         fresh = [m for m, _ in metas_of_fresh(call, metas)]
         self.result_forms = output_forms(call, fresh)
@@ -232,7 +232,8 @@ def _numel(shape: tuple[int, ...]) -> int:
     return n
 
 
-def _mutated_leaves(call: Call) -> list[int]:
+def mutated_leaves(call: Call) -> list[int]:
+    """The indices of the leaves that the call writes to, in schema order."""
     result = []
     for where in call.info.mutated:
         value = call.args[where] if isinstance(where, int) else call.kwargs.get(where)

@@ -7,6 +7,15 @@ from xla_dtensor.lowering._registry import (
     find_view,
     lowers,
     lowers_view,
+    on_change,
 )
 
-__all__ = ["Lowering", "ViewLowering", "find_lowering", "find_view", "lowers", "lowers_view"]
+__all__ = [
+    "Lowering",
+    "ViewLowering",
+    "find_lowering",
+    "find_view",
+    "lowers",
+    "lowers_view",
+    "on_change",
+]

@@ -42,6 +42,7 @@ class ViewLowering:
 
 _LOWERINGS: dict[str, Lowering] = {}
 _VIEWS: dict[str, ViewLowering] = {}
+_listeners: list[Callable[[], None]] = []
 
 
 def lowers(*overloads: str, random: bool = False, static_scalars: bool = False) -> Callable[[F], F]:
@@ -57,6 +58,7 @@ def lowers(*overloads: str, random: bool = False, static_scalars: bool = False) 
             if name in _LOWERINGS or name in _VIEWS:
                 raise ValueError(f"{name} already has a lowering")
             _LOWERINGS[name] = Lowering(function, random, static_scalars)
+        _tell_listeners()
         return function
 
     return register
@@ -70,9 +72,20 @@ def lowers_view(*overloads: str, put: Callable[..., Any]) -> Callable[[F], F]:
             if name in _LOWERINGS or name in _VIEWS:
                 raise ValueError(f"{name} already has a lowering")
             _VIEWS[name] = ViewLowering(function, put)
+        _tell_listeners()
         return function
 
     return register
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call ``listener`` whenever a lowering is registered."""
+    _listeners.append(listener)
+
+
+def _tell_listeners() -> None:
+    for listener in _listeners:
+        listener()
 
 
 def qualified_name(overload: str) -> str:

@@ -1,0 +1,121 @@
+"""Plans: made once per kind of call, holding no tensors, numbers as inputs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+import xla_dtensor as xd
+from xla_dtensor import dispatch
+from xla_dtensor.lowering import find_lowering, lowers
+
+
+def sharded(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    return distribute_tensor(value, mesh, [Shard(0), *[Replicate()] * (mesh.ndim - 1)])
+
+
+def loop(x: torch.Tensor, w: torch.Tensor, i: int) -> torch.Tensor:
+    y = torch.relu(x @ w) * (1.0 / (i + 1)) + i
+    y[1:3] += 0.5 * i
+    return (y.softmax(-1).sum(0) - i).view(2, -1).t()
+
+
+def test_a_steady_loop_makes_no_plan_and_compiles_nothing(mesh_2x4: DeviceMesh) -> None:
+    x, w = sharded(torch.randn(8, 6), mesh_2x4), sharded(torch.randn(6, 4), mesh_2x4)
+    for i in range(2):
+        loop(x, w, i)
+    plans = len(dispatch._plans)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **kw: compiled.append(event) if "compile" in event else None
+    )
+    try:
+        for i in range(50):
+            loop(x, w, i)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert len(dispatch._plans) == plans
+    assert compiled == []
+
+
+def test_plans_keep_no_tensor_alive(mesh_2x4: DeviceMesh) -> None:
+    x, w = sharded(torch.randn(8, 7), mesh_2x4), sharded(torch.randn(7, 5), mesh_2x4)
+    references = [weakref.ref(t._storage_) for t in (x, w)]
+    w.requires_grad_()
+    loss = loop_with_state(x, w)
+    references += [weakref.ref(t._storage_) for t in (loss, w.grad)]
+    del x, w, loss
+    gc.collect()
+    assert [r() for r in references] == [None] * 4
+
+
+def loop_with_state(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    loss = torch.relu(x @ w).sum()
+    loss.backward()
+    return loss
+
+
+def test_many_operations_hold_no_memory(mesh_2x4: DeviceMesh) -> None:
+    x, w = sharded(torch.randn(8, 6), mesh_2x4), sharded(torch.randn(6, 4), mesh_2x4)
+    loop(x, w, 0)
+    gc.collect()
+    before = len(jax.live_arrays())
+    for i in range(100):
+        loop(x, w, i)
+    gc.collect()
+    assert len(jax.live_arrays()) <= before
+
+
+def test_a_lowering_of_ones_own(mesh_2x4: DeviceMesh) -> None:
+    torch.library.define("xd_test::double", "(Tensor x) -> Tensor")
+    torch.library.impl("xd_test::double", "Meta", lambda x: torch.empty_like(x))
+    x = sharded(torch.ones(8), mesh_2x4)
+    with pytest.raises(xd.UnsupportedOpError, match=r"xd_test::double\.default has no lowering"):
+        torch.ops.xd_test.double(x)
+    lowers("xd_test::double")(lambda x: x * 2)
+    assert find_lowering("xd_test::double.default") is not None
+    y = torch.ops.xd_test.double(x)
+    assert y.cpu().tolist() == [2.0] * 8
+    # Without a rule the layout is what XLA chooses when nothing moves.
+    assert y.placements == x.placements
+    with pytest.raises(ValueError, match="has a lowering"):
+        lowers("xd_test::double")(lambda x: x)
+
+
+def test_tensors_of_different_meshes(mesh_2x4: DeviceMesh) -> None:
+    other = xd.init_device_mesh("xla", (2,), mesh_dim_names=("x",))
+    x, y = sharded(torch.ones(8), mesh_2x4), sharded(torch.ones(8), other)
+    with pytest.raises(xd.MeshMismatchError) as error:
+        x + y
+    message = str(error.value)
+    assert message.startswith("aten::add.Tensor: one tensor is on DeviceMesh((dp=2, tp=4), 'xla'")
+    assert "(x=2)" in message and "redistribute(device_mesh, placements)" in message
+    moved = y.redistribute(mesh_2x4, [Shard(0), Replicate()])
+    assert (x + moved).cpu().tolist() == [2.0] * 8
+    with pytest.raises(xd.MeshMismatchError, match="redistribute"):
+        x + sharded(torch.ones(8), mesh_2x4["dp"])
+
+
+def test_errors_are_torchs_own(mesh_2x4: DeviceMesh) -> None:
+    x = sharded(torch.ones(8, 3), mesh_2x4)
+    with pytest.raises(RuntimeError, match="broadcast"):
+        x + torch.ones(8, 4)
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        x.sum(5)
+    with pytest.raises(xd.UnsupportedOpError, match="generator"):
+        torch.rand_like(x, generator=torch.Generator())
+    with pytest.raises(xd.UnsupportedOpError, match="into a CPU tensor"):
+        torch.ones(8, 3).add_(x)
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "avg", "max", "min", "product"])
+def test_partial_operands_count_as_reduced(mesh_2x4: DeviceMesh, reduce_op: str) -> None:
+    value = torch.randn(4, 4)
+    x = distribute_tensor(value, mesh_2x4, [Partial(reduce_op), Shard(0)])
+    torch.testing.assert_close((x.exp() * 2 - x).cpu(), value.exp() * 2 - value)
