@@ -54,8 +54,8 @@ def expected_indices(
 def all_placements(
     mesh_shape: Sequence[int], ndim: int, *others: Placement
 ) -> Iterator[tuple[Placement, ...]]:
-    """Every placement of a tensor of ``ndim`` dims: each mesh dim replicated, sharding a dim, or one
-    of ``others``; several on one dim in each order (``_StridedShard``)."""
+    """Every placement of a tensor of ``ndim`` dims: each mesh dim replicated, sharding a dim, or
+    one of ``others``; several on one dim in each order (``_StridedShard``)."""
     choices: list[Placement] = [Replicate(), *others, *(Shard(d) for d in range(ndim))]
     for placements in itertools.product(choices, repeat=len(mesh_shape)):
         cutters = [

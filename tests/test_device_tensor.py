@@ -192,7 +192,6 @@ def test_with_sharded_tensors(
             torch.testing.assert_close(other.grad.cpu(), rb.grad)
 
 
-@pytest.mark.xfail(strict=True, reason="torch's autograd engine fails an internal assertion")
 def test_cpu_tensors_that_require_grad(mesh_2x4: DeviceMesh) -> None:
     """Their gradient is an xla tensor: they must be moved explicitly."""
     leaf = torch.ones(3, requires_grad=True)

@@ -31,6 +31,42 @@ class TensorMethods:
     _own_form: Form
     _cache: Any
 
+    @staticmethod
+    def __new__(
+        cls: Any,
+        storage: Storage,
+        form: Form,
+        steps: tuple[ViewStep, ...] = (),
+        requires_grad: bool = False,
+    ) -> Any:
+        r = torch.Tensor._make_wrapper_subclass(
+            cls,
+            form.shape,
+            strides=form.stride,
+            storage_offset=form.offset,
+            dtype=form.dtype,
+            device="xla:0",
+            requires_grad=requires_grad,
+        )
+        r._storage_ = storage
+        r._own_form = form
+        r._steps = steps
+        r._cache = None
+        if form.spec is not None:
+            r._spec = form.spec
+        return r
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything happens in ``__new__``; ``DTensor.__init__`` wants other arguments."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from xla_dtensor.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
     @property
     def _form(self) -> Form:
         """The tensor's current physical form."""

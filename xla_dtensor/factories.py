@@ -211,7 +211,7 @@ def make_sharded(
     if partial is not None and name != "zeros":
         # torch fills every rank's part, so that the sum depends on the number of ranks.
         raise UnsupportedOpError(
-            f"{name} with {partial} on {mesh!r}: what is filled, the parts or the sum? Make it "
+            f"{name} with {partial!r} on {mesh!r}: what is filled, the parts or the sum? Make it "
             "Replicate() and shard or reduce it"
         )
     form = sharded_form(mesh, placements, tuple(size), dtype=dtype)

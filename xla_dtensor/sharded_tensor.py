@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,10 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor._common import TensorMethods
-
-if TYPE_CHECKING:
-    from xla_dtensor.form import Form
-    from xla_dtensor.storage import Storage, ViewStep
 
 
 @dataclass(frozen=True)
@@ -40,46 +36,6 @@ class XLAShardedTensor(TensorMethods, DTensor):
     Made by ``distribute_tensor``, the factories of ``torch.distributed.tensor`` and operations on
     sharded tensors; not by calling the class.
     """
-
-    _storage_: Storage
-    _steps: tuple[ViewStep, ...]
-    _own_form: Form
-    _cache: Any
-
-    @staticmethod
-    def __new__(
-        cls,
-        storage: Storage,
-        form: Form,
-        steps: tuple[ViewStep, ...] = (),
-        requires_grad: bool = False,
-    ) -> XLAShardedTensor:
-        r = torch.Tensor._make_wrapper_subclass(
-            cls,
-            form.shape,
-            strides=form.stride,
-            storage_offset=form.offset,
-            dtype=form.dtype,
-            device="xla:0",
-            requires_grad=requires_grad,
-        )
-        r._storage_ = storage
-        r._own_form = form
-        r._steps = steps
-        r._cache = None
-        r._spec = form.spec
-        return r
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from xla_dtensor.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""

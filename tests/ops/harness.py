@@ -109,8 +109,8 @@ class Case:
 
     Attributes:
         function: takes the inputs; returns one tensor or several. The inputs are its own.
-        light: whether meshes of several dims get two layouts alone: for an op that shares both its
-            rule and the shape of its program with another case.
+        light: whether it is tried in few layouts: an op that shares its rule and the shape of its
+            program with another case.
         strides: whether the result's strides are torch's on the CPU; where not, the case says why.
         tolerance: rtol and atol, where assert_close's (1e-5 for float32) are too tight.
     """
@@ -151,39 +151,38 @@ def expected(case: Case, parity: int) -> Expected:
     return Expected(values, [o.detach() for o in outputs], output_grads, [t.grad for t in leaves])
 
 
-def layouts(case: Case, mesh_shape: tuple[int, ...]) -> Iterator[tuple[int, Layout]]:
-    """The layouts to try on a mesh, each with the parity of the shapes.
+def layouts(
+    case: Case, mesh_shape: tuple[int, ...], exhaustive: bool = False
+) -> Iterator[tuple[int, Layout]]:
+    """The layouts to try on a mesh, each with the parity of the shapes; the same ones on every run.
 
-    On a mesh of one dim each placement of each input, with even and with uneven shapes. On others
-    each placement of each input on each mesh dim, with shapes in turn, and one layout in which all
-    mesh dims cut one tensor dim. The same ones on every run.
+    On a mesh of one dim each placement of each input with uneven shapes (two for a light case), and
+    one layout with even ones. On others one layout in which all mesh dims cut one tensor dim, and
+    one of a mix of placements. ``exhaustive``: each placement of each input, on a mesh of one dim
+    with even shapes too.
     """
     rng = random.Random(f"{case.name} {mesh_shape}")
-    choices = [_alternatives(i) for i in case.inputs]
-    count = max(map(len, choices), default=1)
+    choices = [rng.sample(c, len(c)) for c in map(_alternatives, case.inputs)]
+    every = max(map(len, choices))
+    ndim = len(mesh_shape)
+    few = case.light and not exhaustive
     if mesh_shape == (1,):
-        yield UNEVEN, tuple((c[min(1, len(c) - 1)],) for c in choices)
-        return
-    if len(mesh_shape) == 1:
-        for parity in (EVEN, UNEVEN):
-            shifts = [rng.randrange(len(c)) for c in choices]
-            for turn in range(count):
-                yield (
-                    parity,
-                    tuple(
-                        (c[(turn + shift) % len(c)],)
-                        for c, shift in zip(choices, shifts, strict=True)
-                    ),
-                )
-        return
-    yield UNEVEN, tuple(_one_dim_cut_by_all(i, mesh_shape, rng) for i in case.inputs)
-    parity = rng.randrange(2)
-    grid = [[rng.sample(c, len(c)) for _ in mesh_shape] for c in choices]
-    for turn in range(1 if case.light else count):
-        yield (
-            (turn + parity) % 2,
-            tuple(tuple(column[turn % len(column)] for column in columns) for columns in grid),
-        )
+        yield UNEVEN, tuple((c[0],) for c in choices)
+    elif ndim == 1:
+        for turn in range(2 if few else every):
+            yield UNEVEN, tuple((c[turn % len(c)],) for c in choices)
+        for turn in range(every if exhaustive else 1):
+            # Shifted, so that other placements meet.
+            yield EVEN, tuple((c[(turn + i) % len(c)],) for i, c in enumerate(choices))
+    else:
+        yield UNEVEN, tuple(_one_dim_cut_by_all(i, mesh_shape, rng) for i in case.inputs)
+        parity = rng.randrange(2)
+        for turn in range(-(-every // ndim) if exhaustive else 0 if few else 1):
+            first = turn * ndim
+            yield (
+                (turn + parity) % 2,
+                tuple(tuple(c[(first + i) % len(c)] for i in range(ndim)) for c in choices),
+            )
 
 
 def _alternatives(input: Input) -> list[Placement]:
@@ -203,10 +202,10 @@ def _one_dim_cut_by_all(
     return (*(first for _ in mesh_shape[:-1]), Shard(dim))
 
 
-def check_case(case: Case, mesh: DeviceMesh) -> None:
-    """Compare the case with CPU torch in each of its layouts on ``mesh``."""
+def check_case(case: Case, mesh: DeviceMesh, exhaustive: bool = False) -> None:
+    """Compare the case with CPU torch in its `layouts` on ``mesh``."""
     failures = []
-    for number, (parity, layout) in enumerate(layouts(case, tuple(mesh.shape))):
+    for number, (parity, layout) in enumerate(layouts(case, tuple(mesh.shape), exhaustive)):
         try:
             _check_layout(case, mesh, parity, layout, whole=number == 0)
         except Exception as error:

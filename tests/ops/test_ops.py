@@ -1,4 +1,4 @@
-"""Every op that the models and optimizers of the examples use, in every layout of its inputs,
+"""Every op that the models and optimizers of the examples use, in the layouts of its inputs,
 against CPU torch: values, dtypes, strides, layouts, gradients and the gradients' layouts."""
 
 from __future__ import annotations
@@ -16,3 +16,10 @@ CASES = pointwise_cases.CASES + math_cases.CASES + shape_cases.CASES + module_ca
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_op(case: Case, mesh_name: str) -> None:
     check_case(case, make_mesh(mesh_name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_name", ["8", "2x4", "4x2", "2x2x2"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_op_in_more_layouts(case: Case, mesh_name: str) -> None:
+    check_case(case, make_mesh(mesh_name), exhaustive=True)

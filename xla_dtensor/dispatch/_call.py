@@ -112,7 +112,8 @@ class Call:
                 f"{self.info.name}: a {type(value).__name__} on {value.device} can't be combined "
                 "with xla tensors; move it with .to('xla') or distribute_tensor first"
             )
-        if torch.is_grad_enabled():
+        # Copies move the gradient back to the CPU by themselves.
+        if torch.is_grad_enabled() and self.info.name != "aten::copy_.default":
             refuse_cpu_leaf(self.info.name, value)
         form = device_form(None, tuple(value.shape), dtype=value.dtype)
         key.append(form)

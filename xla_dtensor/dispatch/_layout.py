@@ -64,6 +64,9 @@ _PRODUCTS = frozenset(
 )
 
 
+_CONVOLUTIONS = frozenset({"aten::convolution.default", "aten::convolution_backward.default"})
+
+
 @dataclass(frozen=True)
 class Pins:
     """Shardings per leaf of a call, per result, and of what it writes to its arguments."""
@@ -80,31 +83,36 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
     device order and labels them in another: silently wrong numbers (jaxlib 0.10 and 0.12, every
     backend shares the pass; `tests/compilation/test_xla_miscompile.py`). It never did, in thousands
     of random cases, with operands and result pinned to one assignment of axes, which is what a rule
-    gives.
+    gives. Convolutions over sharded spatial dims go wrong on any mesh (weight gradients above all):
+    those dims are whole while it computes.
     """
-    if mesh is None or call.info.name.replace("_.", ".") not in _PRODUCTS:
+    name = call.info.name.replace("_.", ".")
+    if mesh is None or name not in _PRODUCTS:
         return None
     frame = frame_of(mesh)
-    if sum(size > 1 for size in frame.sizes.values()) < 3:
+    if name not in _CONVOLUTIONS and sum(size > 1 for size in frame.sizes.values()) < 3:
         return None
     merged = _merged(call, mesh, metas)
     if merged is None:
         return None
     tensors = iter(merged.inputs)
+    # [batch or out channels, in channels, positions...]
+    dims = 2 if name in _CONVOLUTIONS else None
     inputs = [
-        _sharding(next(tensors), mesh, len(form.shape)) if isinstance(form, Form) else None
+        _sharding(next(tensors), mesh, len(form.shape), dims) if isinstance(form, Form) else None
         for form in call.forms
     ]
     outputs = [
-        None if m is None else _sharding(p, mesh, len(m.shape))
+        None if m is None else _sharding(p, mesh, len(m.shape), dims)
         for p, m in zip(merged.outputs, metas, strict=True)
     ]
     return Pins(inputs, outputs, frame.replicated)
 
 
-def _sharding(placements: Any, mesh: DeviceMesh, ndim: int) -> Any:
+def _sharding(placements: Any, mesh: DeviceMesh, ndim: int, dims: int | None = None) -> Any:
+    """The sharding that ``placements`` mean, of the first ``dims`` dims alone."""
     placements = _representable(tuple(placements), mesh, ndim)
-    axes = dim_axes(placements, mesh, ndim)
+    axes = dim_axes(placements, mesh, ndim)[:dims]
     return frame_of(mesh).sharding(*(names or None for names in axes))
 
 

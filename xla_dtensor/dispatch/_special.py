@@ -18,7 +18,7 @@ Ours = XLAShardedTensor | XLATensor
 
 
 def to_cpu(tensor: Any) -> torch.Tensor:
-    """The full value of an xla tensor as a CPU tensor with the same strides."""
+    """The full value of an xla tensor as a CPU tensor."""
     from xla_dtensor.transfer import to_host
 
     trace = _context.current()
@@ -30,12 +30,10 @@ def to_cpu(tensor: Any) -> torch.Tensor:
             trace.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
         form = tensor._form
         value = to_host(np.asarray(recipe())[tuple(slice(0, n) for n in form.shape)])
-    if value.stride() == tensor.stride():
-        return value
-    if any(n == 0 for n in tensor.stride()):
-        return value  # expanded: the copy has memory of its own
-    out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=value.dtype)
-    return out.copy_(value)
+    # A copy to another device keeps the order of the strides, not their gaps.
+    model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=value.dtype, device="meta")
+    out = torch.empty_like(model, device="cpu")
+    return value if out.stride() == value.stride() else out.copy_(value)
 
 
 @handles("aten::_to_copy.default")

@@ -41,7 +41,21 @@ def _uniform(key: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
 
 
 def _normal(key: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
-    return jax.random.normal(key, tuple(shape), _float(dtype)).astype(dtype)
+    work = _float(dtype)
+    if work != np.float32:
+        return jax.random.normal(key, tuple(shape), work).astype(dtype)
+    low = np.nextafter(np.float32(-1), np.float32(0))
+    uniform = jax.random.uniform(key, tuple(shape), work, minval=low, maxval=1)
+
+    # In double precision, then rounded: XLA's single-precision erf_inv rounds differently in
+    # vectorised and scalar loops, so that a number would depend on the tensor's layout.
+    def double(u: jax.Array) -> jax.Array:
+        return (np.sqrt(2) * lax.erf_inv(u.astype(np.float64))).astype(np.float32)
+
+    def single(u: jax.Array) -> jax.Array:
+        return np.float32(np.sqrt(2)) * lax.erf_inv(u)
+
+    return lax.platform_dependent(uniform, tpu=single, default=double).astype(dtype)
 
 
 def _integers(key: jax.Array, shape: Shape, low: Any, span: Any) -> jax.Array:

@@ -1,0 +1,141 @@
+"""What importing costs, and when devices come into being: in fresh processes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("JAX_", "XLA_")) and name != "NPROC"
+}
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` without the variables that tests/conftest.py sets, on the CPU."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=CLEAN | {"JAX_PLATFORMS": "cpu"} | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def output(code: str, **env: str) -> str:
+    result = run(code, **env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_starts_no_jax() -> None:
+    out = output(
+        "import sys, torch, xla_dtensor as xd\n"
+        "print(torch.device('xla'), torch.accelerator.current_accelerator(),"
+        " xd.init_device_mesh is torch.distributed.init_device_mesh,"
+        " [m for m in ('jax', 'jaxlib') if m in sys.modules])"
+    )
+    assert out == "xla xla True []"
+
+
+def test_import_time() -> None:
+    """Under 0.3 s beyond importing torch."""
+    code = (
+        "import time, torch\n"
+        "start = time.perf_counter()\n"
+        "import xla_dtensor\n"
+        "print(time.perf_counter() - start)"
+    )
+    seconds = [float(output(code)) for _ in range(5)]
+    assert statistics.median(seconds) < 0.3, seconds
+
+
+def test_all_names_exist() -> None:
+    code = "import xla_dtensor as xd\nprint(len([getattr(xd, name) for name in xd.__all__]))"
+    assert int(output(code)) > 10
+
+
+@pytest.mark.parametrize("owner", ["npu", "xla"])
+def test_the_device_slot_is_taken(owner: str) -> None:
+    result = run(
+        f"import torch\ntorch.utils.rename_privateuse1_backend({owner!r})\nimport xla_dtensor"
+    )
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1] == (
+        "RuntimeError: xla_dtensor needs torch's out-of-tree device slot (PrivateUse1), but "
+        f"{owner!r} has taken it in this process; import xla_dtensor without that backend "
+        "(torch_npu, torchax, ...)"
+    )
+
+
+MAKE = "import torch, xla_dtensor as xd\nmesh = xd.init_device_mesh('xla', (2, 4))\n"
+
+
+def test_devices_are_simulated_and_one_line_says_so() -> None:
+    result = run(
+        MAKE + "xd.init_device_mesh('xla', (8,)); torch.ones(3, device='xla')\n"
+        "x = xd.distribute_tensor(torch.ones(8), mesh); print(len(x.jax_array.devices()))\n"
+        "import os; print(os.environ['NPROC'])"
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["8", "64"]
+    assert result.stderr == "xla_dtensor: using 8 simulated CPU devices\n"
+
+
+def test_no_line_for_one_device() -> None:
+    result = run("import torch, xla_dtensor as xd\nxd.init_device_mesh('xla', (1,))")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_number_of_devices_can_be_set() -> None:
+    out = output(
+        "import xla_dtensor as xd, jax\nxd.init_device_mesh('xla', (2,))\n"
+        "print(jax.device_count())",
+        JAX_NUM_CPU_DEVICES="4",
+    )
+    assert out == "4"
+
+
+START = {
+    "a tensor": "torch.ones(3, device='xla')",
+    "a smaller mesh": "xd.init_device_mesh('xla', (2,))",
+    "JAX itself": "import jax; jax.devices()",
+}
+
+
+@pytest.mark.parametrize("start", START)
+def test_too_late(start: str) -> None:
+    had = 2 if start == "a smaller mesh" else 1
+    result = run(f"import torch, xla_dtensor as xd\n{START[start]}\n{MAKE}")
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1] == (
+        "xla_dtensor.errors.DeviceCountError: DeviceMesh('xla', ...) wants device 7, so 8 devices, "
+        f"but JAX has {had} cpu device(s): JAX was started before this mesh was made, so simulated "
+        "devices can't be added any more. Make the largest mesh first, or set "
+        "JAX_NUM_CPU_DEVICES=8 before the program starts"
+    )
+
+
+def test_impossible() -> None:
+    """XLA's own flag fixes the number of devices."""
+    result = run(MAKE, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1] == (
+        "xla_dtensor.errors.DeviceCountError: DeviceMesh('xla', ...) wants device 7, so 8 devices, "
+        "but JAX has 2 cpu device(s): set JAX_NUM_CPU_DEVICES=8 (and remove "
+        "--xla_force_host_platform_device_count from XLA_FLAGS)"
+    )
+
+
+def test_more_threads_than_devices_whoever_starts_jax_first() -> None:
+    """With fewer threads than devices XLA's CPU collectives can wait for each other forever."""
+    out = output(
+        "import os, torch, xla_dtensor\ntorch.ones(3, device='xla')\nprint(os.environ['NPROC'])",
+        JAX_NUM_CPU_DEVICES="8",
+    )
+    assert out == "64"
