@@ -21,13 +21,18 @@ _AS_BITS = {
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The value of a CPU tensor, as a view of its memory where possible."""
+    """A copy of a CPU tensor's value: the tensor may change while JAX, which runs behind, reads
+    what it was given.
+
+    Raises:
+        TypeError: XLA doesn't have the dtype.
+    """
+    dtype = to_jax_dtype(tensor.dtype)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     bits = _AS_BITS.get(tensor.dtype)
     if bits is not None:
-        return tensor.contiguous().view(bits).numpy().view(to_jax_dtype(tensor.dtype))
-    to_jax_dtype(tensor.dtype)  # raises for what XLA doesn't have
-    return tensor.numpy()
+        return np.array(tensor.contiguous().view(bits).numpy().view(dtype), order="C")
+    return np.array(tensor.numpy(), order="C")
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
@@ -46,8 +51,6 @@ def to_devices(tensor: torch.Tensor, form: Form) -> Any:
     import jax
 
     value = to_numpy(tensor)
-    # The tensor's memory may change or go away while JAX still reads it.
-    value = np.array(value, order="C")
     with jax.enable_x64(True):
         if form.sharding is None:
             return jax.numpy.asarray(value)

@@ -333,7 +333,7 @@ class Program:
         tensor = source.what
         if isinstance(tensor, int):
             tensor = arguments.tensors[tensor]
-        return np.array(to_numpy(tensor))
+        return to_numpy(tensor)
 
 
 class _Source:

@@ -172,7 +172,7 @@ class StepTrace:
         known = self.host_tensors.get(id(tensor))
         if known is None:
             with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-                array = jnp.array(to_numpy(tensor), copy=True)
+                array = jnp.asarray(to_numpy(tensor))
             known = self.host_tensors[id(tensor)] = (tensor, array)
         return known[1]
 

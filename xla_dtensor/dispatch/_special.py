@@ -11,7 +11,7 @@ import torch
 from xla_dtensor import _context
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._ops import handles, info_of
-from xla_dtensor.dispatch._read import constant_recipe, logical_value
+from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 
 Ours = XLAShardedTensor | XLATensor
@@ -23,7 +23,10 @@ def to_cpu(tensor: Any) -> torch.Tensor:
 
     trace = _context.current()
     if trace is None:
-        value = to_host(logical_value(tensor))
+        form = tensor._form
+        array = logical_value(tensor) if form.unreduced else read(tensor)
+        # Padding is cut off here: on the devices that would be a program per shape.
+        value = to_host(np.asarray(array)[tuple(slice(0, n) for n in form.shape)])
     else:
         recipe = constant_recipe(tensor)
         if recipe is None:

@@ -140,11 +140,15 @@ _FACTORIES = (
     "zeros",
 )
 
+# Overloads with both a CPU kernel and a composite: without a kernel of ours, torch would run the
+# composite above autograd, and they would never arrive whole.
+_WHOLE = ("mish_backward", "native_channel_shuffle", "silu_backward")
+
 
 def _register_kernels() -> None:
     global _library
     _library = torch.library.Library("aten", "IMPL")
-    for name in _FACTORIES:
+    for name in _FACTORIES + _WHOLE:
         packet, _, overload = name.partition(".")
         func = getattr(getattr(torch.ops.aten, packet), overload or "default")
         _library.impl(name, functools.partial(_dispatch, func), "PrivateUse1")
