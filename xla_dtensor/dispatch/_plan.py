@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,9 @@ from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._call import Call, Slot, fill
 from xla_dtensor.dispatch._layout import Pins, output_placements, pins
 from xla_dtensor.dispatch._lower import flatten_results, lowered_function
-from xla_dtensor.dispatch._ops import OpInfo
+from xla_dtensor.dispatch._ops import OpInfo, info_of
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
-from xla_dtensor.form import Form, device_form, sharded_form
+from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import ViewStep, freeze, write_through
 
@@ -33,9 +34,13 @@ class Meta:
 
 
 class ViewPlan:
-    """A view call: no computation, a step to append and the form of each result."""
+    """A view call: no computation, a step to append and the form of each result.
 
-    __slots__ = ("forms", "identity", "returns_list", "steps")
+    ``as_strided`` looks at the memory behind a tensor, not at the tensor: its step follows not those
+    of its base but the ones that put the storage in the order of memory.
+    """
+
+    __slots__ = ("forms", "identity", "of_memory", "returns_list", "steps")
 
     def __init__(self, call: Call) -> None:
         info = call.info
@@ -45,12 +50,20 @@ class ViewPlan:
         metas = _meta_results(call)
         self.forms = [form for form in output_forms(call, metas) if form is not None]
         self.steps: list[ViewStep] = []
+        self.of_memory = False
         if self.identity:
             self.forms = [base_form]
             return
         assert info.view is not None
         args = tuple(freeze(a) for a in call.args[1:])
         kwargs = tuple(sorted((k, freeze(v)) for k, v in call.kwargs.items()))
+        self.of_memory = info.name == "aten::as_strided.default"
+        if self.of_memory:
+            # The offset counts from the start of the memory; by default it is the base's own.
+            bound = dict(zip(info.argument_names[1:], args, strict=False)) | dict(kwargs)
+            if bound.get("storage_offset") is None:
+                bound["storage_offset"] = base_form.offset
+            args, kwargs = (), tuple(sorted(bound.items()))
         for index, meta in enumerate(metas):
             assert meta is not None
             which = index if self.returns_list else None
@@ -61,11 +74,38 @@ class ViewPlan:
         storage, steps = base._storage_, base._steps
         if self.identity:
             return type(base)(storage, base._own_form if steps else storage.form, steps)
+        if self.of_memory:
+            steps = _memory_order(storage.form)
         results = [
             tensor_class(form)(storage, form, (*steps, step))
             for form, step in zip(self.forms, self.steps, strict=True)
         ]
         return results if self.returns_list else results[0]
+
+
+@functools.cache
+def _memory_order(form: Form) -> tuple[ViewStep, ...]:
+    """The view of a storage whose row-major order is the order of its memory.
+
+    Raises:
+        UnsupportedOpError: the storage's strides have gaps, so its memory isn't its elements.
+    """
+    if form.stride == contiguous_stride(form.shape):
+        return ()
+    order = tuple(sorted(range(len(form.shape)), key=lambda d: -form.stride[d]))
+    shape = tuple(form.shape[d] for d in order)
+    expected = contiguous_stride(shape)
+    if any(
+        form.shape[d] > 1 and form.stride[d] != step
+        for d, step in zip(order, expected, strict=True)
+    ):
+        raise UnsupportedOpError(
+            f"as_strided of a tensor of shape {list(form.shape)} and strides {list(form.stride)}: "
+            "its memory has gaps or overlaps; call .contiguous() first"
+        )
+    permute = info_of(torch.ops.aten.permute.default).view
+    assert permute is not None
+    return (ViewStep(permute, (order,), (), None, shape),)
 
 
 class Plan:
@@ -98,6 +138,9 @@ class Plan:
         self.mutated = mutated_leaves(call)
         metas = _meta_results(call)
         fresh = [m for m, _ in metas_of_fresh(call, metas)]
+        for meta in fresh:
+            if meta is not None:
+                meta.offset = 0  # memory of its own
         self.result_forms = output_forms(call, fresh)
         self.structure = _structure(call, metas)
         bases = [tensors[i] for i in self.mutated]
@@ -248,9 +291,7 @@ def _meta_results(call: Call) -> list[Any]:
     leaves = []
     for leaf, form in zip(call.leaves, call.forms, strict=True):
         if isinstance(form, Form):
-            leaves.append(
-                torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
-            )
+            leaves.append(_meta_tensor(form))
         else:
             leaves.append(form(leaf) if not isinstance(leaf, torch.SymFloat) else 1.0)
     kwargs = _fill_kwargs(call.kwargs, leaves) | call.meta_kwargs
@@ -265,6 +306,15 @@ def _meta_results(call: Call) -> list[Any]:
         [Meta(t) for t in r] if isinstance(r, list | tuple) else None if r is None else Meta(r)
         for r in results
     ]
+
+
+def _meta_tensor(form: Form) -> torch.Tensor:
+    if not form.offset:
+        return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+    reach = form.offset + 1
+    reach += sum((n - 1) * step for n, step in zip(form.shape, form.stride, strict=True) if n)
+    memory = torch.empty(reach, dtype=form.dtype, device="meta")
+    return memory.as_strided(form.shape, form.stride, form.offset)
 
 
 def metas_of_fresh(call: Call, metas: list[Any]) -> list[tuple[Meta | None, int]]:

@@ -233,12 +233,17 @@ def _put_range(
     # A range written by dynamic-update-slice makes XLA gather a base sharded in `dim`.
     size = base.shape[dim]
     after = size - start - (length - 1) * step - 1
-    config = [(0, 0, 0)] * base.ndim
-    config[dim] = (start, after, step - 1)
-    padded = lax.pad(value, jnp.zeros((), base.dtype), config)
     written = np.zeros(size, bool)
     written[start : size - after : step] = True
-    return jnp.where(_along(written, dim, base.ndim), padded, base)
+    if step == 1:
+        config = [(0, 0, 0)] * base.ndim
+        config[dim] = (start, after, 0)
+        spread = lax.pad(value, jnp.zeros((), base.dtype), config)
+    else:
+        # Not lax.pad: XLA's partitioner fails on interior padding of uneven shards.
+        positions = np.clip((np.arange(size) - start) // step, 0, length - 1)
+        spread = jnp.take(value, jnp.asarray(positions), axis=dim, mode="clip")
+    return jnp.where(_along(written, dim, base.ndim), spread, base)
 
 
 def _along(values: Any, dim: int, ndim: int) -> jax.Array:

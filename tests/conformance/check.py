@@ -1,0 +1,255 @@
+"""Runs one entry of ``op_db`` in all its forms on sharded tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+from tests.conformance import entries
+from tests.conformance.compare import CLASSES, PASS, WRONG, Mismatch, classify, compare
+from tests.conformance.layouts import Distributor, fresh, tensors
+
+FORMS = ("forward", "backward", "method", "inplace", "out", "alias")
+SEED = 1234
+
+
+@dataclass
+class Result:
+    """What became of an entry: per form the worst class, or nothing where it has no such form."""
+
+    name: str
+    forms: dict[str, str] = field(default_factory=dict)
+    layouts: list[str] = field(default_factory=list)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    samples: int = 0
+
+    def note(self, form: str, kind: str) -> None:
+        worst = max(kind, self.forms.get(form, PASS), key=CLASSES.index)
+        self.forms[form] = worst
+
+
+class SkippedError(Exception):
+    """CPU torch has no such form of a sample."""
+
+
+def check_entry(
+    entry: Any, dtype: torch.dtype, mesh: DeviceMesh, limit: int, variants: int = 1
+) -> Result:
+    """Compare an entry with CPU torch: up to ``limit`` samples, each in ``variants`` layouts."""
+    result = Result(entries.full_name(entry))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's samples use what torch deprecates
+        for number, sample in enumerate(entries.samples(entry, dtype, limit)):
+            result.samples += 1
+            for variant in range(variants):
+                _Sample(entry, dtype, mesh, sample, number, variant, result).run()
+    return result
+
+
+class _Sample:
+    def __init__(
+        self,
+        entry: Any,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        sample: Any,
+        number: int,
+        variant: int,
+        result: Result,
+    ) -> None:
+        self.entry, self.dtype, self.mesh, self.sample = entry, dtype, mesh, sample
+        self.number, self.variant, self.result = number, variant, result
+        self.call = (sample.input, tuple(sample.args), dict(sample.kwargs))
+        self.seed = f"{result.name} {tuple(mesh.shape)} {number} {variant}"
+        self.random = bool(entries.RANDOM.fullmatch(result.name))
+        self.values = not self.random and not entries.UNDEFINED.fullmatch(result.name)
+        if self.random and entries.SOMETIMES_RANDOM.fullmatch(result.name):
+            self.values = not self._draws()
+        self.tolerance = entries.tolerance(entry, dtype)
+
+    def _draws(self) -> bool:
+        try:
+            self._cpu(self.entry, fresh(self.call, False))
+        except SkippedError:
+            return False
+        after = torch.random.get_rng_state()
+        # 42: what torch's `wrapper_set_seed` sets.
+        untouched = [torch.manual_seed(s).get_state() for s in (SEED, 42)]
+        return not any(torch.equal(after, state) for state in untouched)
+
+    def run(self) -> None:
+        entry, first = self.entry, self.number == 0 and self.variant == 0
+        self._form("forward", self.forward)
+        if entries.differentiable(entry, self.dtype) and not self.random:
+            self._form("backward", self.backward)
+        if entry.method_variant is not None and first:
+            self._form("method", lambda: self.forward(entry.method_variant))
+        if entry.inplace_variant is not None and not self.sample.broadcasts_input:
+            self._form("inplace", self.inplace)
+        if entry.supports_out:
+            self._form("out", self.out)
+        if first:
+            self._form("alias", self.alias)
+
+    def _form(self, form: str, check: Callable[[], None]) -> None:
+        self.layout: list[str] = []
+        try:
+            check()
+        except SkippedError:
+            return
+        except Exception as error:
+            kind = classify(error)
+            self.result.note(form, kind)
+            text = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
+            self.result.failures.append(
+                {
+                    "form": form,
+                    "class": kind,
+                    "sample": self.number,
+                    "call": _describe(self.call)[:300],
+                    "layouts": self.layout,
+                    "text": text[:600],
+                }
+            )
+        else:
+            self.result.note(form, PASS)
+        finally:
+            if form == "forward":
+                self.result.layouts.append("; ".join(self.layout))
+
+    def _cpu(self, function: Callable[..., Any], call: Any, **extra: Any) -> Any:
+        torch.manual_seed(SEED)
+        try:
+            return function(call[0], *call[1], **call[2], **extra)
+        except Exception as error:
+            raise SkippedError(f"{type(error).__name__}: {error}") from error
+
+    def _ours(self, call: Any, whole: bool = False) -> tuple[Distributor, Any]:
+        to_mesh = Distributor(self.mesh, self.seed, whole)
+        self.layout = to_mesh.layouts
+        return to_mesh, to_mesh(call)
+
+    def _run(self, function: Callable[..., Any], call: Any, **extra: Any) -> Any:
+        torch.manual_seed(SEED)
+        return function(call[0], *call[1], **call[2], **extra)
+
+    def _compare(self, actual: Any, wanted: Any, what: str) -> None:
+        process = self.sample.output_process_fn_grad
+        if process is not None and entries.UP_TO_PHASE.fullmatch(self.result.name):
+            compare(actual, wanted, self.tolerance, what, values=False)
+            actual, wanted = process(actual), process(wanted)
+        compare(actual, wanted, self.tolerance, what, self.values)
+
+    def forward(self, function: Callable[..., Any] | None = None) -> None:
+        function = function or self.entry
+        wanted = self._cpu(function, fresh(self.call, False))
+        _, call = self._ours(fresh(self.call, False))
+        actual = self._run(function, call)
+        self._compare(actual, wanted, "result")
+        if self.random:
+            _, again = self._ours(fresh(self.call, False), whole=True)
+            other = self._run(function, again)
+            _, call = self._ours(fresh(self.call, False))
+            for a, b in zip(tensors(actual), tensors(other), strict=True):
+                compare(a, b.cpu(), None, "the same seed in another layout")
+
+    def backward(self) -> None:
+        call = fresh(self.call, True)
+        wanted = self._cpu(self.entry, call)
+        process = self.sample.output_process_fn_grad or (lambda out: out)
+        outputs = [t for t in tensors(process(wanted)) if t.requires_grad]
+        sources = [t for t in _unique(tensors(call)) if t.requires_grad]
+        if not outputs or not sources:
+            raise SkippedError
+        torch.manual_seed(SEED)
+        seeds = [torch.randn_like(t.detach()) for t in outputs]
+        try:
+            grads = torch.autograd.grad(outputs, sources, seeds, allow_unused=True)
+        except Exception as error:
+            raise SkippedError from error
+        to_mesh, ours = self._ours(call)
+        results = tensors(process(self._run(self.entry, ours)))
+        results = [t for t in results if t.requires_grad]
+        if len(results) != len(outputs):
+            text = f"{len(results)} results require grad, torch has {len(outputs)}"
+            raise Mismatch("shape/dtype", text)
+        our_seeds = [_like(s, r) for s, r in zip(seeds, results, strict=True)]
+        our_sources = [to_mesh.tensor(t) for t in sources]
+        actual = torch.autograd.grad(results, our_sources, our_seeds, allow_unused=True)
+        compare(list(actual), list(grads), self.tolerance, "gradient", self.values)
+
+    def inplace(self) -> None:
+        call = fresh(self.call, False)
+        _, ours = self._ours(fresh(self.call, False))
+        wanted = self._cpu(self.entry.inplace_variant, call)
+        actual = self._run(self.entry.inplace_variant, ours)
+        compare(actual, wanted, self.tolerance, "result", self.values)
+        compare(ours[0], call[0], self.tolerance, "written input", self.values)
+        if (wanted is call[0]) != (actual is ours[0]):
+            raise Mismatch(WRONG, "the result is not the input itself")
+
+    def out(self) -> None:
+        plain = self._cpu(self.entry, fresh(self.call, False))
+        if not isinstance(plain, torch.Tensor | tuple | list) or not tensors(plain):
+            raise SkippedError
+        empty = fresh(plain, False)
+        with torch.no_grad():
+            for t in tensors(empty):
+                t.fill_(1)
+        call = fresh(self.call, False)
+        to_mesh, ours = self._ours(fresh(self.call, False))
+        our_out = to_mesh(empty)
+        wanted = self._cpu(self.entry, call, out=empty)
+        self._run(self.entry, ours, out=our_out)
+        self._compare(our_out, wanted, "out")
+
+    def alias(self) -> None:
+        """A write to the first result reaches the inputs where CPU torch's does, and no others."""
+        if not self.values:
+            raise SkippedError
+        call = fresh(self.call, False)
+        wanted = self._cpu(self.entry, call)
+        results = tensors(wanted)
+        if not results:
+            raise SkippedError
+        try:
+            results[0].fill_(1)
+        except RuntimeError as error:
+            raise SkippedError from error
+        _, ours = self._ours(fresh(self.call, False))
+        actual = self._run(self.entry, ours)
+        tensors(actual)[0].fill_(1)
+        compare(tensors(ours), tensors(call), None, "input after a write to the result")
+
+
+def _unique(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(v): v for v in values}.values())
+
+
+def _like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """``value`` laid out as ``model``."""
+    if not isinstance(model, DTensor):
+        return value.to(model.device)
+    whole = [Replicate() if isinstance(p, Partial) else p for p in model.placements]
+    return distribute_tensor(value, model.device_mesh, whole)
+
+
+def _describe(call: Any) -> str:
+    def one(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype)[6:]}{list(value.shape)}"
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            return "(" + ", ".join(map(one, value)) + ")"
+        return repr(value)
+
+    parts = [one(call[0]), *map(one, call[1]), *(f"{k}={one(v)}" for k, v in call[2].items())]
+    return ", ".join(parts)
+
+
+__all__ = ["FORMS", "Result", "check_entry"]

@@ -1,0 +1,147 @@
+"""A fast subset of the conformance run, and tests of the harness itself."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from tests.conformance import entries
+from tests.conformance.check import check_entry
+from tests.conformance.compare import Mismatch, compare
+from tests.conformance.layouts import draw, short
+from tests.conformance.report import render
+
+NAMES = (
+    "add",
+    "addmm",
+    "amax",
+    "atan2",
+    "bmm",
+    "cat",
+    "clamp",
+    "cumsum",
+    "einsum",
+    "gather",
+    "index_add",
+    "index_select",
+    "linalg.cholesky",
+    "logsumexp",
+    "masked_fill",
+    "native_layer_norm",
+    "nn.functional.conv2d",
+    "nn.functional.cross_entropy",
+    "nn.functional.gelu",
+    "permute",
+    "scatter_add",
+    "softmax",
+    "sort",
+    "split",
+    "std",
+    "topk",
+    "var_mean",
+    "view",
+    "where",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_entry(name: str, mesh_2x4: DeviceMesh) -> None:
+    for entry in entries.select(name):
+        result = check_entry(entry, torch.float32, mesh_2x4, limit=2)
+        assert result.samples
+        assert result.forms["forward"] == "pass", result.failures
+        assert not result.failures
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "nn.functional.dropout", "rand_like"])
+def test_random_entry(name: str, mesh_2x4: DeviceMesh) -> None:
+    (entry, *_) = entries.select(name)
+    assert not check_entry(entry, torch.float32, mesh_2x4, limit=1).failures
+
+
+class _Broken:
+    """An entry whose op is wrong on sharded tensors only."""
+
+    def __init__(self, name: str, damage: Any) -> None:
+        self._entry, self._damage = entries.select(name)[0], damage
+        self.method_variant = self.inplace_variant = None
+        self.supports_out = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    def __call__(self, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = self._entry(first, *args, **kwargs)
+        return self._damage(result) if first.device.type == "xla" else result
+
+
+def _raise(result: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("no")
+
+
+@pytest.mark.parametrize(
+    "damage, kind",
+    [
+        (lambda result: result + 1, "wrong"),
+        (lambda result: result * (1 + 3e-5) + 3e-5, "precision"),
+        (lambda result: result.double(), "shape/dtype"),
+        (lambda result: result[None], "shape/dtype"),
+        (lambda result: result.cpu(), "shape/dtype"),
+        (lambda result: result.nothing, "error"),
+        (_raise, "unsupported"),
+    ],
+)
+def test_classes_of_failure(damage: Any, kind: str, mesh_2x4: DeviceMesh) -> None:
+    result = check_entry(_Broken("exp", damage), torch.float32, mesh_2x4, limit=1)
+    assert result.forms["forward"] == kind
+    assert result.failures[0]["class"] == kind
+
+
+def test_wrong_gradient(mesh_2x4: DeviceMesh) -> None:
+    twice = lambda result: result + result - result.detach()
+    result = check_entry(_Broken("exp", twice), torch.float32, mesh_2x4, limit=1)
+    assert (result.forms["forward"], result.forms["backward"]) == ("pass", "wrong")
+
+
+def test_wrong_alias(mesh_2x4: DeviceMesh) -> None:
+    result = check_entry(_Broken("t", torch.clone), torch.float32, mesh_2x4, limit=1)
+    assert (result.forms["forward"], result.forms["alias"]) == ("pass", "wrong")
+
+
+def test_every_kind_of_placement_is_drawn() -> None:
+    import random
+
+    drawn = {short(draw(random.Random(i), (5, 5), torch.float32, (2, 4))) for i in range(300)}
+    assert {"[S0][S0]", "[S1/4][S1]", "[R][S1]", "[S0][S1]", "[P][S0]", "[R][R]"} <= drawn
+    assert draw(random.Random(1), (), torch.bool, (2,)) == (Replicate(),)
+    assert {type(p) for i in range(30) for p in draw(random.Random(i), (), torch.int64, (2,))} == {
+        Replicate,
+        Partial,
+    }
+    assert Shard(0) in draw(random.Random(0), (5,), torch.bool, (2,) * 9)
+
+
+def test_compare_names_the_difference() -> None:
+    with pytest.raises(Mismatch, match="result: 1 results, torch has 2"):
+        compare(torch.zeros(1), (torch.zeros(1), torch.zeros(1)), None, "result")
+
+
+def test_report_counts_and_explains() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        failure = {"form": "out", "class": "wrong", "layouts": ["[5] [S0]"], "text": "7 | 8"}
+        common = {"dtype": "float32", "mesh": "8", "limit": 1, "samples": 1}
+        text = render(
+            [
+                {"name": "a", "forms": {"forward": "pass"}, "failures": [], **common},
+                {"name": "b", "forms": {"out": "wrong"}, "failures": [failure], **common},
+            ]
+        )
+    assert "| forward | 1 | 1 | 100.0 % |" in text
+    assert "| out | 1 | 0 | 0.0 % | 1 |" in text
+    assert "| b | out | [5] [S0] | 7 \\| 8 |" in text

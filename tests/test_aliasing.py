@@ -1,0 +1,167 @@
+"""Views and in-place writes on sharded tensors, against the same program on CPU torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+Program = Callable[[torch.Tensor], object]
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "slice": lambda x: x[:, 1:3],
+    "strided_slice": lambda x: x[1::2, ::3],
+    "select": lambda x: x[2],
+    "transpose": lambda x: x.t(),
+    "view": lambda x: x.view(3, 2, 5),
+    "flatten": lambda x: x.view(-1),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "expand_of_one": lambda x: x.unsqueeze(0).expand(1, 6, 5),
+    "diagonal": lambda x: x.diagonal(),
+    "split": lambda x: x.split(4)[1],
+    "chunk": lambda x: x.chunk(2, 1)[0],
+    "unbind": lambda x: x.unbind(1)[3],
+    "as_strided": lambda x: x.as_strided((2, 3), (7, 2), 1),
+    "unfold": lambda x: x.unfold(0, 2, 2),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "view_of_view": lambda x: x.t()[1:4].unsqueeze(-1)[0],
+    "view_of_view_of_view": lambda x: x.view(2, 15)[1].view(3, 5)[:, 2:],
+}
+
+
+def both(mesh: DeviceMesh, program: Program) -> None:
+    """Run ``program`` on a (6, 5) tensor on the CPU and on the mesh; compare what it returns."""
+    start = torch.arange(30.0).view(6, 5)
+    placements = [Replicate()] * mesh.ndim
+    placements[-1], placements[0] = Shard(1), Shard(0)
+    expected = program(start.clone())
+    actual = program(distribute_tensor(start, mesh, placements))
+    for e, a in zip(expected, actual, strict=True):
+        if isinstance(e, torch.Tensor):
+            torch.testing.assert_close(a.detach().cpu(), e.detach())
+            assert a.dtype == e.dtype
+        else:
+            assert a == e
+
+
+@pytest.mark.parametrize("view", list(VIEWS))
+def test_writes_go_both_ways(mesh_2x4: DeviceMesh, view: str) -> None:
+    def program(x: torch.Tensor) -> list:
+        v = VIEWS[view](x)
+        before = v.clone()
+        x.mul_(2)  # the view sees it
+        seen = v.clone()
+        v.add_(100)  # and so does the base
+        v.copy_(v + torch.ones(v.shape))
+        x[0] = -1
+        return [before, seen, v, x, v.shape, v.stride(), v.storage_offset(), x._version]
+
+    both(mesh_2x4, program)
+
+
+@pytest.mark.parametrize("shape", ["8", "2x2x2", "1"])
+def test_assignments(shape: str) -> None:
+    from tests.conftest import make_mesh
+
+    def program(x: torch.Tensor) -> list:
+        x[:, 1:3] = torch.full((6, 2), 7.0)
+        x[4] = x[0]
+        x[1:3, 2:] *= -1
+        x[x > 20] = 0
+        x[torch.tensor([0, 5]), torch.tensor([1, 4])] = 9
+        x.t()[0].zero_()
+        x.masked_fill_(x == 7, 70).clamp_(max=60)
+        row = x[3]
+        row += 1
+        return [x, row]
+
+    both(make_mesh(shape), program)
+
+
+def test_in_place_keeps_the_dtype(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        n = x.to(torch.int64)
+        n.add_(1).mul_(3)
+        n //= 2
+        half = x.to(torch.bfloat16)
+        half.add_(0.3)
+        n[0] = 2.9
+        return [n, half]
+
+    both(mesh_2x4, program)
+
+
+def test_out_arguments(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        out = torch.zeros_like(x)
+        result = torch.add(x, x, out=out)
+        torch.exp(x / 10, out=out[:]) if x.device.type == "cpu" else torch.exp(x / 10, out=out)
+        return [out, result is out]
+
+    both(mesh_2x4, program)
+
+
+def test_gradients_through_writes_to_views(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        leaf = x.detach().clone().requires_grad_()
+        y = leaf * 1
+        y[1:3] *= leaf[3:5]
+        y.t()[2] = leaf[:, 0] ** 2
+        y.view(-1)[::7].sin_()
+        (y * y).sum().backward()
+        return [y, leaf.grad]
+
+    both(mesh_2x4, program)
+
+
+def test_as_strided_looks_at_memory(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        transposed = x.t().clone(memory_format=torch.preserve_format)
+        part = x[2:, 1:]
+        return [
+            transposed.stride(),
+            transposed.as_strided((4, 3), (7, 2), 1),
+            part.as_strided((2, 2), (5, 1)),  # from the offset of the view
+            part.as_strided((2, 2), (5, 1), 0),
+            x.t()[1:].as_strided((3,), (2,)),
+        ]
+
+    both(mesh_2x4, program)
+
+
+def test_autograd_notices_overwritten_values(mesh_2x4: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()]).requires_grad_()
+    y = x.exp()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        x.add_(1)
+    parameter = nn.Parameter(x.detach().clone())
+    with torch.no_grad():
+        parameter.mul_(3)
+        parameter[2:4] = 0
+    assert parameter.tolist() == [3, 3, 0, 0, 3, 3, 3, 3]
+    assert parameter._version == 2
+
+
+def test_expanded_memory_can_not_be_written(mesh_2x4: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(4, 1), mesh_2x4, [Shard(0), Replicate()])
+    with pytest.raises(RuntimeError):
+        x.expand(4, 3).add_(1)
+
+
+def test_complex_views(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        pairs = x[:, :4].reshape(6, 2, 2).contiguous()
+        z = torch.view_as_complex(pairs)
+        z *= 1j
+        torch.view_as_real(z)[..., 0] += 1
+        return [pairs, z, z.real, z.imag, z.conj() * z]
+
+    both(mesh_2x4, program)
