@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import xla_dtensor as xd
+
 Program = Callable[[torch.Tensor], object]
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -154,6 +156,41 @@ def test_expanded_memory_can_not_be_written(mesh_2x4: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(4, 1), mesh_2x4, [Shard(0), Replicate()])
     with pytest.raises(RuntimeError):
         x.expand(4, 3).add_(1)
+
+
+def test_data_can_be_assigned(mesh_2x4: DeviceMesh) -> None:
+    parameter = nn.Parameter(distribute_tensor(torch.ones(8), mesh_2x4, [Replicate(), Shard(0)]))
+    value = distribute_tensor(torch.arange(8.0), mesh_2x4, [Shard(0), Replicate()])
+    parameter.data = value
+    assert parameter.placements == value.placements
+    value.mul_(2)  # one storage
+    assert parameter.tolist() == [2.0 * i for i in range(8)]
+    (parameter * parameter).sum().backward()
+    assert parameter.grad.tolist() == [4.0 * i for i in range(8)]
+    assert parameter.grad.placements == value.placements
+
+
+def test_modules_convert_their_parameters(mesh_2x4: DeviceMesh) -> None:
+    module = nn.Linear(4, 8)
+    xd.distribute_module(module, mesh_2x4)
+    expected = [p.detach().bfloat16().double() for p in nn.Linear(4, 8).parameters()]
+    for parameter, value in zip(module.parameters(), expected, strict=True):
+        parameter.data.copy_(value)
+    module.bfloat16().double()
+    for parameter, value in zip(module.parameters(), expected, strict=True):
+        assert parameter.dtype is torch.float64
+        assert torch.equal(parameter.detach().cpu(), value)
+    assert all(
+        type(p) is nn.Parameter and p.device.type == "cpu" for p in module.cpu().parameters()
+    )
+
+
+@pytest.mark.parametrize("name", ["t_", "squeeze_", "swapaxes_", "resize_"])
+def test_a_tensor_keeps_its_shape(mesh_2x4: DeviceMesh, name: str) -> None:
+    x = distribute_tensor(torch.ones(4, 1), mesh_2x4, [Shard(0), Replicate()])
+    arguments = {"swapaxes_": (0, 1), "resize_": (2, 2)}.get(name, ())
+    with pytest.raises(xd.UnsupportedOpError, match="change the shape of the tensor itself"):
+        getattr(x, name)(*arguments)
 
 
 def test_complex_views(mesh_2x4: DeviceMesh) -> None:

@@ -16,15 +16,11 @@ if TYPE_CHECKING:
 
 
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
-_OWN_ATTRIBUTES = frozenset(
-    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_keeps_gradients_sharded"}
-)
+_OWN_ATTRIBUTES = frozenset({"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing"})
 
 
 class TensorMethods:
     """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
-
-    __slots__ = ()
 
     _storage_: Storage
     _steps: tuple[ViewStep, ...]
@@ -71,6 +67,28 @@ class TensorMethods:
     def _form(self) -> Form:
         """The tensor's current physical form."""
         return self._own_form if self._steps else self._storage_.form
+
+    @property
+    def data(self) -> Any:
+        """The tensor without autograd, on the same storage. Assigning to it makes the tensor
+        another view of the assigned one's storage, as in torch.
+
+        Raises:
+            RuntimeError: the assigned tensor is of another kind.
+        """
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        torch.Tensor.data.__set__(self, value)
+        if isinstance(value, TensorMethods):  # torch moved its own part alone
+            self._storage_, self._steps = value._storage_, value._steps
+            self._own_form, self._cache = value._own_form, None
+            if value._own_form.spec is not None:
+                from xla_dtensor.sharded_tensor import keep_leaf_gradients_sharded
+
+                self._spec = value._own_form.spec
+                keep_leaf_gradients_sharded(self)  # type: ignore[arg-type]
 
     @property
     def jax_array(self) -> jax.Array:

@@ -121,9 +121,13 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
     By its operation's rule a gradient may be ``Partial`` or replicated where the leaf is sharded:
     each device would hold all of it.
     """
-    if not leaf.is_leaf or getattr(leaf, "_keeps_gradients_sharded", False):
+    if not leaf.is_leaf or not leaf.requires_grad:
         return
-    leaf._keeps_gradients_sharded = True
+    handle = getattr(leaf, "_landing", None)
+    if handle is not None:
+        if handle.layout == (leaf.device_mesh, leaf.placements):
+            return
+        handle.remove()  # the leaf's layout has changed since (leaf.data = ...)
     mesh = leaf.device_mesh
     wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in leaf.placements)
 
@@ -136,4 +140,5 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
             return None
         return grad.redistribute(placements=wanted)
 
-    leaf.register_hook(land)
+    leaf._landing = leaf.register_hook(land)
+    leaf._landing.layout = mesh, leaf.placements

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import torch
 
 from xla_dtensor import _context, rng
 from xla_dtensor.device_tensor import XLATensor
@@ -59,6 +60,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _make_plan(call: Call) -> Plan | ViewPlan:
+    if torch.Tag.inplace_view in call.info.func.tags:
+        raise UnsupportedOpError(
+            f"{call.info.name} would change the shape of the tensor itself, which an xla tensor "
+            "can't; use the form without the underscore and assign it (x = x.t())"
+        )
     if call.info.view is not None and _is_ours(call.leaves[0]):
         return ViewPlan(call)
     return Plan(call, call.leaves)

@@ -36,8 +36,8 @@ class Meta:
 class ViewPlan:
     """A view call: no computation, a step to append and the form of each result.
 
-    ``as_strided`` looks at the memory behind a tensor, not at the tensor: its step follows not those
-    of its base but the ones that put the storage in the order of memory.
+    ``as_strided`` looks at the memory behind a tensor, not at the tensor: its step follows not
+    those of its base but the ones that put the storage in the order of memory.
     """
 
     __slots__ = ("forms", "identity", "of_memory", "returns_list", "steps")

@@ -89,6 +89,11 @@ def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return to_cpu(args[0]).item()
 
 
+@handles("aten::detach_.default")
+def _detach_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0]  # autograd has done it already
+
+
 @handles("aten::is_pinned.default")
 def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return False
