@@ -29,7 +29,7 @@ NAMES = (
     "gather",
     "index_add",
     "index_select",
-    "linalg.cholesky",
+    "linalg.eigh",
     "logsumexp",
     "masked_fill",
     "native_layer_norm",

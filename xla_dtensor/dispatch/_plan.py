@@ -15,6 +15,7 @@ from xla_dtensor.dispatch._call import Call, Slot, fill
 from xla_dtensor.dispatch._layout import Pins, output_placements, pins
 from xla_dtensor.dispatch._lower import flatten_results, lowered_function
 from xla_dtensor.dispatch._ops import OpInfo, info_of
+from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
@@ -206,6 +207,7 @@ def _functions(
                 value = _pin(value, pinned.results[i])
             out.append(form.physical(value) if pad else value)
         for j, value in enumerate(writes[:writes_expected]):
+            _check_castable(value, own_forms[j])
             value = _checked(value, own_forms[j].shape, own_forms[j].jax_dtype, info)
             if pinned is not None:
                 value = _pin(value, pinned.written)
@@ -258,6 +260,23 @@ def _checked(value: Any, shape: tuple[int, ...], dtype: Any, info: OpInfo) -> An
             f"{shape}: a bug in xla_dtensor, please report it"
         )
     return _cast(value, dtype)
+
+
+_CATEGORIES = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
+
+
+def _check_castable(value: Any, form: Form) -> None:
+    """Refuse to write a result to a tensor that would lose its fraction or imaginary part.
+
+    torch's meta kernels let numbers through here (``int_tensor.mul_(0.5)``).
+    """
+    result = jnp.result_type(value)
+    wanted = _CATEGORIES.get(form.jax_dtype.kind, 2)
+    if wanted and _CATEGORIES.get(result.kind, 2) > wanted:
+        raise RuntimeError(
+            f"result type {to_torch_dtype(result)} can't be cast to the desired output type "
+            f"{form.dtype}"
+        )
 
 
 def _cast(value: Any, dtype: Any) -> Any:

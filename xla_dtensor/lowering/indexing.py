@@ -87,7 +87,11 @@ def index_put(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> jax.Array:
-    values = values.astype(x.dtype)
+    if values.dtype != x.dtype:
+        raise RuntimeError(
+            "Index put requires the source and destination dtypes match, got "
+            f"{x.dtype} for the destination and {values.dtype} for the source."
+        )
     if any(map(_is_mask, indices)):
         return _index_put_mask(x, indices, values, accumulate)
     if all(i is None for i in indices):

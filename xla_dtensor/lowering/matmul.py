@@ -34,7 +34,16 @@ def dot(
     out_dtype: Any = None,
 ) -> jax.Array:
     """``lax.dot_general`` as torch multiplies: half-precision operands accumulate, and are
-    returned, in float32."""
+    returned, in float32.
+
+    Raises:
+        RuntimeError: the operands' dtypes differ, as in torch (whose meta kernels don't check).
+    """
+    if x.dtype != y.dtype:
+        raise RuntimeError(
+            "expected both operands of a matrix product to have the same dtype, but got: "
+            f"{x.dtype} != {y.dtype}"
+        )
     accumulator = math_dtype(x.dtype) if out_dtype is None else to_jax_dtype(out_dtype)
     full_width = np.dtype(x.dtype) in (np.float32, np.float64) or np.dtype(x.dtype).kind == "c"
     return jax.lax.dot_general(

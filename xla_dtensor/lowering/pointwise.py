@@ -333,7 +333,7 @@ def pow_scalar(x, y):
     base, _ = promote_for_math(x, y)
     if isinstance(y, bool | int) or (isinstance(y, float) and y.is_integer() and abs(y) <= 3):
         if is_integral(base) and y < 0:
-            return pow_tensor(x, y)
+            raise RuntimeError("Integers to negative integer powers are not allowed.")
         return jax.lax.integer_pow(base.astype(np.int64) if base.dtype == bool else base, int(y))
     if y == 0.5:
         return jnp.sqrt(base)
