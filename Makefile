@@ -23,7 +23,7 @@ train: env ## train the example on a simulated 2x4 mesh (about two minutes)
 	$(BIN)/python examples/train_llama/train.py $(ARGS)
 
 test: env ## all tests but the slow ones (about ten minutes)
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
 
 test-slow: env ## the slow tests
 	$(BIN)/python -m pytest -m slow $(ARGS)

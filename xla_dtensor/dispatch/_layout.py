@@ -64,6 +64,14 @@ _PRODUCTS = frozenset(
 )
 
 
+# Their lowerings scatter along a dim in batches, which XLA's partitioner gets wrong in some layouts
+# on meshes of two axes and more (also in plain JAX): they run on whole tensors.
+_SCATTERS = (
+    "aten::index_reduce.",
+    "aten::scatter.",
+    "aten::scatter_add.",
+    "aten::scatter_reduce.",
+)
 _CONVOLUTIONS = frozenset({"aten::convolution.default", "aten::convolution_backward.default"})
 
 
@@ -87,9 +95,14 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
     those dims are whole while it computes.
     """
     name = call.info.name.replace("_.", ".")
-    if mesh is None or name not in _PRODUCTS:
+    if mesh is None:
         return None
     frame = frame_of(mesh)
+    if name.startswith(_SCATTERS):
+        whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
+        return Pins(whole, [frame.replicated] * len(metas), frame.replicated)
+    if name not in _PRODUCTS:
+        return None
     if name not in _CONVOLUTIONS and sum(size > 1 for size in frame.sizes.values()) < 3:
         return None
     merged = _merged(call, mesh, metas)

@@ -252,6 +252,11 @@ def add(x, y, alpha=1):
 
 @lowers("sub.Tensor", "sub.Scalar")
 def sub(x, y, alpha=1):
+    if any(isinstance(v, bool) or getattr(v, "dtype", None) == np.bool_ for v in (x, y)):
+        raise RuntimeError(
+            "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying "
+            "to invert a mask, use the `~` or `logical_not()` operator instead."
+        )
     x, y = promote_for_math(x, y)
     return x - y * alpha
 
