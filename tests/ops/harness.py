@@ -193,7 +193,8 @@ def _one_dim_cut_by_all(
     input: Input, mesh_shape: tuple[int, ...], rng: random.Random
 ) -> tuple[Placement, ...]:
     if not input.ndim:
-        return (Replicate(), *(Partial(rng.choice(["sum", "avg", "max"])) for _ in mesh_shape[1:]))
+        partial = Partial(rng.choice(["sum", "avg", "max"]))
+        return (Replicate(), *(partial for _ in mesh_shape[1:]))
     dim = rng.randrange(input.ndim)
     if rng.random() < 0.5:
         return tuple(Shard(dim) for _ in mesh_shape)
