@@ -65,8 +65,10 @@ _PRODUCTS = frozenset(
 
 
 # Their lowerings scatter along a dim in batches, which XLA's partitioner gets wrong in some layouts
-# on meshes of two axes and more (also in plain JAX): they run on whole tensors.
+# on meshes of two axes and more (also in plain JAX); some layouts of a gather by index tensors it
+# fails to compile. They run on whole tensors.
 _SCATTERS = (
+    "aten::index.",
     "aten::index_reduce.",
     "aten::scatter.",
     "aten::scatter_add.",
