@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -185,12 +186,110 @@ def test_modules_convert_their_parameters(mesh_2x4: DeviceMesh) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["t_", "squeeze_", "swapaxes_", "resize_"])
-def test_a_tensor_keeps_its_shape(mesh_2x4: DeviceMesh, name: str) -> None:
+RESHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "swapaxes_": lambda x: x.swapaxes_(0, 1),
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "squeeze_": lambda x: x.unsqueeze_(0).squeeze_(),
+    "squeeze_dims": lambda x: x.unsqueeze_(0).squeeze_((0, 1)),
+    "as_strided_": lambda x: x.as_strided_((2, 3), (7, 2), 1),
+    "resize_less": lambda x: x.resize_(2, 3),
+    "resize_as_": lambda x: x.resize_as_(torch.empty(5, 6, device=x.device)),
+    "set_": lambda x: x.set_(x[1:3, 1:]),
+    "set_strided": lambda x: x.set_(x, 3, (2, 4), (10, 1)),
+}
+
+
+@pytest.mark.parametrize("name", list(RESHAPES))
+def test_a_tensor_that_changes_shape(mesh_2x4: DeviceMesh, name: str) -> None:
+    """It stays a view of the same memory, and other views of it stay what they were."""
+
+    def program(x: torch.Tensor) -> list:
+        before = x.view(-1)
+        same = RESHAPES[name](x)
+        x.add_(100)
+        before[4] = -1.0
+        return [same is x, tuple(x.shape), x.stride(), x.storage_offset(), x, before, before.shape]
+
+    both(mesh_2x4, program)
+
+
+def test_resize_to_more(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        y = x.clone()
+        y.resize_(8, 7).view(-1)[30:] = 7.0
+        empty = torch.empty_like(x).resize_(0)
+        empty.resize_(4, 2).copy_(x[:4, :2])
+        nothing = x.clone().set_()
+        return [y, empty, nothing.shape]
+
+    both(mesh_2x4, program)
     x = distribute_tensor(torch.ones(4, 1), mesh_2x4, [Shard(0), Replicate()])
-    arguments = {"swapaxes_": (0, 1), "resize_": (2, 2)}.get(name, ())
-    with pytest.raises(xd.UnsupportedOpError, match="change the shape of the tensor itself"):
-        getattr(x, name)(*arguments)
+    view = x[1:]
+    with pytest.raises(xd.UnsupportedOpError, match=r"share the memory.*make a new tensor"):
+        x.resize_(8, 2)
+    assert view.shape == (3, 1)
+    with pytest.raises(xd.UnsupportedOpError, match=r"use x\.set_\(other_tensor\)"):
+        x.set_(torch.ones(3).untyped_storage())
+
+
+def test_changed_shape_in_autograd(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        x.requires_grad_()
+        y = x * x
+        version = y._version
+        y.t_().unsqueeze_(0)
+        (y * torch.arange(5.0, device=x.device)[:, None]).sum().backward()
+        return [x.grad, y._version > version, y.grad_fn is not None]
+
+    both(mesh_2x4, program)
+
+
+def test_changed_shape_in_a_compiled_step(mesh_2x4: DeviceMesh) -> None:
+    x = distribute_tensor(torch.arange(6.0).view(2, 3), mesh_2x4, [Shard(0), Replicate()])
+    step = xd.compile(lambda x: (x * 2).t_().unsqueeze_(0))
+    assert step(x).shape == (1, 3, 2)
+    torch.testing.assert_close(step(x).cpu(), torch.arange(6.0).view(2, 3).t()[None] * 2)
+    with pytest.raises(xd.UnsupportedOpError, match="from outside of it"):
+        xd.compile(lambda x: x.t_())(x)
+    assert x.shape == (2, 3)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 2), (6, 5)])
+def test_out_is_resized(mesh_2x4: DeviceMesh, shape: tuple[int, ...]) -> None:
+    def program(x: torch.Tensor) -> list:
+        out = torch.empty(shape, device=x.device)
+        result = torch.mul(x, 3, out=out)
+        values, indices = torch.empty(0, device=x.device), torch.empty(0, device=x.device).long()
+        torch.sort(x, 1, True, out=(values, indices))
+        return [out, result is out, values, indices]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "An output with one or more elements was resized")
+        both(mesh_2x4, program)
+
+
+def test_unsafe_views_are_views(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        x.unsafe_split(2)[1].zero_()
+        x.unsafe_chunk(2, 1)[0].add_(1)
+        torch.ops.aten._unsafe_view(x, [30])[3] = 50.0
+        return [x]
+
+    both(mesh_2x4, program)
+
+
+def test_filling_an_expanded_tensor(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        x[0].expand(3, 5).fill_(4)
+        x[:, :1].expand(2, 6, 5).zero_()
+        return [x]
+
+    both(mesh_2x4, program)
+    x = distribute_tensor(torch.ones(4, 1), mesh_2x4, [Shard(0), Replicate()])
+    with pytest.raises(RuntimeError, match="single memory location"):
+        x.expand(4, 3).add_(1)
 
 
 def test_complex_views(mesh_2x4: DeviceMesh) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +21,24 @@ if TYPE_CHECKING:
 _OWN_ATTRIBUTES = frozenset({"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing"})
 
 
+_DEVICE = torch.device("xla:0")
+
+
+@functools.cache
+def _dispatcher() -> Callable[..., Any]:
+    # An import statement in each call would cost more than the call.
+    from xla_dtensor.dispatch import dispatch
+
+    return dispatch
+
+
 class TensorMethods:
     """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
 
     _storage_: Storage
-    _steps: tuple[ViewStep, ...]
+    _steps: tuple[ViewStep, ...] = ()
     _own_form: Form
-    _cache: Any
+    _cache: Any = None
 
     @staticmethod
     def __new__(
@@ -41,13 +54,13 @@ class TensorMethods:
             strides=form.stride,
             storage_offset=form.offset,
             dtype=form.dtype,
-            device="xla:0",
+            device=_DEVICE,
             requires_grad=requires_grad,
         )
         r._storage_ = storage
         r._own_form = form
-        r._steps = steps
-        r._cache = None
+        if steps:
+            r._steps = steps
         if form.spec is not None:
             r._spec = form.spec
         return r
@@ -59,9 +72,7 @@ class TensorMethods:
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from xla_dtensor.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return _dispatcher()(func, args, kwargs or {})
 
     @property
     def _form(self) -> Form:

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from xla_dtensor.dispatch._batch import Batch
     from xla_dtensor.storage import Storage
 
 
@@ -14,6 +15,9 @@ class Trace(Protocol):
 
     def created(self, storage: Storage) -> None:
         """A storage was made inside the trace."""
+
+    def owns(self, storage: Storage) -> bool:
+        """Whether the storage was made inside the trace."""
 
     def array_of(self, storage: Storage, tensor: Any = None) -> Any:
         """The array of a storage, which is about to be used (through ``tensor``)."""
@@ -45,6 +49,7 @@ class Trace(Protocol):
 
 class _ThreadState(threading.local):
     trace: Trace | None = None
+    batch: Batch | None = None
 
 
 _state = _ThreadState()
@@ -53,6 +58,16 @@ _state = _ThreadState()
 def current() -> Trace | None:
     """The trace that is active in this thread."""
     return _state.trace
+
+
+def batch() -> Batch | None:
+    """The batch in which this thread's operations are written down, in place of running."""
+    return _state.batch
+
+
+def set_batch(batch: Batch | None) -> None:
+    """Make ``batch`` the one of this thread."""
+    _state.batch = batch
 
 
 class active:

@@ -104,6 +104,13 @@ class Form:
         """The same tensor on ``mesh`` with ``placements``."""
         return sharded_form(mesh, placements, self.shape, self.stride, self.offset, self.dtype)
 
+    def placed(self, frame: Frame | None) -> Form:
+        """The form of a per-device tensor of the default device once it is on all of ``frame``'s;
+        any other form is itself."""
+        if self.frame is not None or frame is None:
+            return self
+        return device_form(frame, self.shape, self.stride, self.offset, self.dtype)
+
     def _reduce(self, array: jax.Array) -> jax.Array:
         import jax.numpy as jnp
 

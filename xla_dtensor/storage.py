@@ -7,6 +7,7 @@ torch's aliasing, with immutable arrays underneath.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,9 @@ from xla_dtensor.lowering import ViewLowering
 if TYPE_CHECKING:
     import jax
 
+    from xla_dtensor.dispatch._batch import Batch
     from xla_dtensor.form import Form
+    from xla_dtensor.mesh import Frame
 
 
 @dataclass(frozen=True)
@@ -79,20 +82,41 @@ def write_through(base: jax.Array, steps: tuple[ViewStep, ...], value: jax.Array
     return first.put(base, write_through(first.get(base), rest, value) if rest else value)
 
 
+class Pending:
+    """What a storage holds in place of an array that a batch of operations has yet to compute.
+
+    Attributes:
+        batch: running it puts the array in place.
+        index: the value's number in the batch.
+        storage: a weak reference to the storage that waits for it.
+    """
+
+    __slots__ = ("batch", "index", "storage")
+
+    storage: Callable[[], Storage | None]
+
+    def __init__(self, batch: Batch, index: int) -> None:
+        self.batch = batch
+        self.index = index
+        self.storage = lambda: None
+
+
 class Storage:
     """A jax array with a version, in a physical form.
 
     Attributes:
         array: the current value; replaced, never changed, by a write.
+        value: the same, or a `Pending` until somebody asks for ``array``.
         form: the physical form of ``array`` (of the tensor that the storage was made for).
         version: counts the writes; views and caches compare it.
         recipe: inside a trace, computes the array outside of it, if it depends on no input of the
             step (a mask made from sizes); else None.
     """
 
-    __slots__ = ("__weakref__", "array", "form", "recipe", "version")
+    __slots__ = ("__weakref__", "form", "recipe", "value", "version")
 
     recipe: Callable[[], Any] | None
+    value: Any
 
     def __init__(self, array: jax.Array, form: Form) -> None:
         self.array = array
@@ -102,6 +126,32 @@ class Storage:
         trace = _context.current()
         if trace is not None:
             trace.created(self)
+
+    @property
+    def array(self) -> jax.Array:
+        value = self.value
+        if value.__class__ is Pending:
+            value.batch.run()
+            value = self.value
+            if value.__class__ is Pending:
+                raise RuntimeError("the operations that compute this tensor have failed")
+        return value
+
+    @array.setter
+    def array(self, value: jax.Array | Pending) -> None:
+        self.value = value
+        if value.__class__ is Pending:
+            value.storage = weakref.ref(self)
+
+    def place(self, frame: Frame | None) -> None:
+        """Copy the value of the default device to all devices of ``frame``."""
+        form = self.form.placed(frame)
+        if form is not self.form:
+            import jax
+
+            with jax.enable_x64(True):
+                self.array = jax.device_put(self.array, form.sharding)
+            self.form = form
 
     # The order matters in `write`: a trace must see the storage as it was.
     def write(self, array: jax.Array, form: Form) -> None:

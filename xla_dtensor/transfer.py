@@ -77,6 +77,14 @@ def _padded_slice(value: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
     return out
 
 
+def fetch(array: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The elements of a padded array that are within ``shape``."""
+    if 0 in shape:
+        # Of an array without elements, XLA gives shards of other shapes than their sharding says.
+        return np.zeros(shape, array.dtype)
+    return np.asarray(array)[tuple(slice(0, n) for n in shape)]
+
+
 def to_host(array: Any) -> torch.Tensor:
     """A CPU tensor with the value of a (logical) array."""
     return from_numpy(np.asarray(array))

@@ -27,6 +27,8 @@ SOMETIMES_RANDOM = re.compile(
 )
 # Their numbers are whatever was in memory.
 UNDEFINED = re.compile(r"(new_)?empty(_like|_strided|_permuted)?(\..*)?")
+# Arguments that torch wants on the CPU whatever the device: numbers that decide shapes.
+ON_HOST = re.compile(r"tensor_split(\..*)?")
 # Factors that are unique up to signs, phases or order: what torch's own gradient check takes of
 # them (`output_process_fn_grad`) is compared.
 UP_TO_PHASE = re.compile(r"linalg\.(eig|eigh|svd|qr)|svd|qr|geqrf|svd_lowrank|pca_lowrank")

@@ -156,10 +156,10 @@ def layouts(
 ) -> Iterator[tuple[int, Layout]]:
     """The layouts to try on a mesh, each with the parity of the shapes; the same ones on every run.
 
-    On a mesh of one dim each placement of each input with uneven shapes (two for a light case), and
+    On a mesh of one dim each placement of each input with uneven shapes (one for a light case), and
     one layout with even ones. On others one layout in which all mesh dims cut one tensor dim, and
-    one of a mix of placements. ``exhaustive``: each placement of each input, on a mesh of one dim
-    with even shapes too.
+    one of a mix of placements (for a light case either). ``exhaustive``: each placement of each
+    input, on a mesh of one dim with even shapes too.
     """
     rng = random.Random(f"{case.name} {mesh_shape}")
     choices = [rng.sample(c, len(c)) for c in map(_alternatives, case.inputs)]
@@ -169,15 +169,17 @@ def layouts(
     if mesh_shape == (1,):
         yield UNEVEN, tuple((c[0],) for c in choices)
     elif ndim == 1:
-        for turn in range(2 if few else every):
+        for turn in range(1 if few else every):
             yield UNEVEN, tuple((c[turn % len(c)],) for c in choices)
         for turn in range(every if exhaustive else 1):
             # Shifted, so that other placements meet.
-            yield EVEN, tuple((c[(turn + i) % len(c)],) for i, c in enumerate(choices))
+            yield EVEN, tuple((c[(turn + 1 + i) % len(c)],) for i, c in enumerate(choices))
     else:
-        yield UNEVEN, tuple(_one_dim_cut_by_all(i, mesh_shape, rng) for i in case.inputs)
+        if not few or mesh_shape[0] == 4:
+            yield UNEVEN, tuple(_one_dim_cut_by_all(i, mesh_shape, rng) for i in case.inputs)
+        mixes = -(-every // ndim) if exhaustive else 0 if mesh_shape[0] == 4 else 1
         parity = rng.randrange(2)
-        for turn in range(-(-every // ndim) if exhaustive else 0 if few else 1):
+        for turn in range(mixes):
             first = turn * ndim
             yield (
                 (turn + parity) % 2,

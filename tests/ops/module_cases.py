@@ -38,7 +38,7 @@ CONV = [
     case("conv1d", F.conv1d, f("b c m"), f("h c 3"), f("h"), light=True, tolerance=(5e-5, 5e-5)),
     case("max_pool2d", lambda x: F.max_pool2d(x, 3, 2, 1), distinct("b c w w")),
     case("avg_pool2d", lambda x: F.avg_pool2d(x, 2), f("b c w w"), light=True),
-    case("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, 1), f("b c w w")),
+    case("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, 1), f("b c w w"), light=True),
 ]
 
 
@@ -159,7 +159,7 @@ def optimizer_case(name: str, make: Any, light: bool = True) -> Any:
 
 
 OPTIMIZERS = [
-    case("clip_grad_norm", clip(2.0, False), f("m k").constant, f("n").constant),
+    case("clip_grad_norm", clip(2.0, False), f("m k").constant, f("n").constant, light=True),
     case("clip_grad_norm_foreach", clip(2.0, True), f("m k").constant, f("n").constant, light=True),
     case(
         "clip_grad_norm_inf",
@@ -194,8 +194,8 @@ def foreach(x: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 IN_PLACE = [
-    case("foreach", foreach, f("m k").constant, f("n").constant),
-    case("add_", lambda x, y: x.clone().add_(y, alpha=2), f("m k"), f("m k")),
+    case("foreach", foreach, f("m k").constant, f("n").constant, light=True),
+    case("add_", lambda x, y: x.clone().add_(y, alpha=2), f("m k"), f("m k"), light=True),
     case("mul_", lambda x, y: x.clone().mul_(y), f("m k"), f("k"), light=True),
     case("div_", lambda x, y: x.clone().div_(y), f("m k"), positive("m k"), light=True),
     case("lerp_", lambda x, y: x.clone().lerp_(y, 0.1), f("m k"), f("m k"), light=True),
@@ -207,7 +207,7 @@ IN_PLACE = [
         positive("m k"),
         light=True,
     ),
-    case("relu_", lambda x: F.relu(x.clone(), inplace=True), distinct("m k")),
+    case("relu_", lambda x: F.relu(x.clone(), inplace=True), distinct("m k"), light=True),
     case(
         "masked_fill_",
         lambda x, m: x.clone().masked_fill_(m, 3.0),

@@ -10,7 +10,7 @@ from tests.ops.harness import bools, case, distinct, f, ints, positive
 bf16, f64, c64 = torch.bfloat16, torch.float64, torch.complex64
 
 UNARY = [
-    case("neg", torch.neg, f("m k")),
+    case("neg", torch.neg, f("m k"), light=True),
     case("abs", torch.abs, distinct("m k"), light=True),
     case("exp", torch.exp, f("m k"), light=True),
     case("log", torch.log, positive("m k"), light=True),
@@ -60,8 +60,8 @@ BINARY = [
     case("minimum", torch.minimum, f("m k"), f("m k"), light=True),
     case("add_bias", torch.add, f("b s h"), f("h")),
     case("mul_outer", torch.mul, f("m 1"), f("1 n"), light=True),
-    case("mul_heads", torch.mul, f("b s k h"), f("s 1 h")),
-    case("mul_0d", torch.mul, f("m k"), f("")),
+    case("mul_heads", torch.mul, f("b s k h"), f("s 1 h"), light=True),
+    case("mul_0d", torch.mul, f("m k"), f(""), light=True),
     case(
         "comparisons",
         lambda x, y: (x < y, x >= y, x == y),
@@ -70,9 +70,9 @@ BINARY = [
         light=True,
     ),
     case("comparisons_number", lambda x: (x > 0, x <= 1, x != 2), ints("m k", 3), light=True),
-    case("logical", lambda x, y: (x & y, x | y, x ^ y, ~x), bools("m k"), bools("m k")),
+    case("logical", lambda x, y: (x & y, x | y, x ^ y, ~x), bools("m k"), bools("m k"), light=True),
     case("where", torch.where, bools("m k"), f("m k"), f("m k"), light=True),
-    case("where_broadcast", torch.where, bools("s 1"), f("b s h"), f("")),
+    case("where_broadcast", torch.where, bools("s 1"), f("b s h"), f(""), light=True),
     case("where_number", lambda m, x: torch.where(m, x, 0.0), bools("m k"), f("m k"), light=True),
     case("masked_fill", lambda x, m: x.masked_fill(m, -1e9), f("b s s"), bools("s s")),
     case("lerp", torch.lerp, f("m k"), f("m k"), f("m k"), light=True),
@@ -84,12 +84,13 @@ BINARY = [
         f("m k"),
         f("m k"),
         positive("m k"),
+        light=True,
     ),
-    case("rotate", rotate, f("b s k 8"), f("s 1 8").constant, f("s 1 8").constant),
+    case("rotate", rotate, f("b s k 8"), f("s 1 8").constant, f("s 1 8").constant, light=True),
 ]
 
 DTYPES = [
-    case("bf16_mul_add", lambda x, y: x * y + 1, f("m k", bf16), f("m k", bf16)),
+    case("bf16_mul_add", lambda x, y: x * y + 1, f("m k", bf16), f("m k", bf16), light=True),
     case("bf16_silu", F.silu, f("m k", bf16), light=True),
     case("bf16_to_float", lambda x: x.float(), f("m k", bf16), light=True),
     case("float_to_bf16", lambda x: x.bfloat16(), f("m k"), light=True),
@@ -107,7 +108,7 @@ DTYPES = [
     case("float_to_int", lambda x: x.long(), f("m k").constant, light=True),
     case("complex_mul", torch.mul, f("m k", c64), f("m k", c64), light=True),
     case("complex_times_float", torch.mul, f("m k", c64), f("m k"), light=True),
-    case("complex_parts", lambda x: (x.real, x.imag, x.abs()), f("m k", c64)),
+    case("complex_parts", lambda x: (x.real, x.imag, x.abs()), f("m k", c64), light=True),
     case("complex_conj", lambda x: x.conj() * x, f("m k", c64), light=True),
     case("polar", torch.polar, positive("m k"), f("m k"), light=True),
     case("view_as_complex", lambda x: torch.view_as_complex(x), f("m k 2")),

@@ -21,7 +21,7 @@ from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.trace import Guard, Number, StepTrace
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch import logical_value
-from xla_dtensor.form import Form, device_form
+from xla_dtensor.form import Form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage
 
@@ -295,9 +295,7 @@ class Program:
 
     def _placed(self, form: Form) -> Form:
         """Per-device results live on all devices of the program."""
-        if form.frame is None and self._frame is not None:
-            return device_form(self._frame, form.shape, form.stride, form.offset, form.dtype)
-        return form
+        return form.placed(self._frame)
 
     def _storage_of(self, position: int, arguments: Arguments) -> Storage:
         slot, captured = self._slots[position], self._captured[position]
@@ -319,10 +317,7 @@ class Program:
     def _fetch(self, source: _Source, arguments: Arguments) -> Any:
         if source.kind in ("state", "argument", "grad"):
             storage = self._storage_of(source.position, arguments)
-            if storage.form.frame is None and self._frame is not None:
-                form = self._placed(storage.form)
-                storage.array = jax.device_put(storage.array, form.sharding)
-                storage.form = form
+            storage.place(self._frame)
             return storage.array
         if source.kind == "number":
             return np.float64(self._numbers[source.what].read())

@@ -9,11 +9,13 @@ import jax
 import torch
 
 from xla_dtensor import _context, rng
-from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor._common import TensorMethods
 from xla_dtensor.dispatch import _special  # noqa: F401  (registers its handlers)
+from xla_dtensor.dispatch._batch import batched
 from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
+from xla_dtensor.dispatch._metadata import become, refuse_shared
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
-from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, tensor_class
+from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
 from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.form import Form
@@ -21,11 +23,10 @@ from xla_dtensor.lowering import (
     families,  # noqa: F401  (registers all lowerings)
     on_change,
 )
-from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage
 from xla_dtensor.symbolic import number_value
+from xla_dtensor.transfer import to_numpy
 
-__all__ = ["dispatch", "logical_value", "read", "refuse_cpu_leaf"]
+__all__ = ["batched", "dispatch", "logical_value", "read", "refuse_cpu_leaf"]
 
 _plans: dict[Any, Plan | ViewPlan] = {}
 on_change(_plans.clear)
@@ -39,6 +40,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = special(func, args, kwargs)
         if result is not NotImplemented:
             return result
+    if info.aliasing_composite:
+        # Autograd takes these apart, and is not there in inference mode and below other kernels.
+        return func.decompose(*args, **kwargs)
     call = Call(info, args, kwargs)
     tensors = call.leaves
     key = call.key
@@ -62,8 +66,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _make_plan(call: Call) -> Plan | ViewPlan:
     if torch.Tag.inplace_view in call.info.func.tags:
         raise UnsupportedOpError(
-            f"{call.info.name} would change the shape of the tensor itself, which an xla tensor "
-            "can't; use the form without the underscore and assign it (x = x.t())"
+            f"{call.info.name} would change what the tensor itself is, which is not implemented "
+            "for this overload; use the form without the underscore and assign it (x = x.t())"
         )
     if call.info.view is not None and _is_ours(call.leaves[0]):
         return ViewPlan(call)
@@ -71,57 +75,92 @@ def _make_plan(call: Call) -> Plan | ViewPlan:
 
 
 def _is_ours(value: Any) -> bool:
-    return isinstance(value, XLATensor | XLAShardedTensor)
+    return isinstance(value, TensorMethods)
 
 
 def _execute(plan: Plan, call: Call) -> Any:
     trace = _context.current()
-    if trace is not None and plan.info.name in _FILLS:
-        form = plan.result_forms[0]
-        assert form is not None
-        storage = trace.constant(form, _FILLS[plan.info.name](call))
-        if storage is not None:
-            return tensor_class(form)(storage, form)
+    recipes = None
+    if trace is None:
+        arrays = _run(plan, call)
+    else:
+        constant = _constant(plan, call, trace)
+        if constant is not None:
+            return constant
+        recipes = _recipes(plan, call)
+        arrays = _trace(plan, call, trace)
+    remaining = iter(arrays)
+    results = [
+        None if form is None else new_tensor(next(remaining), form) for form in plan.result_forms
+    ]
+    mutated = []
+    if plan.mutated:
+        mutated = [call.leaves[i] for i in plan.mutated]
+        written = zip(mutated, plan.base_forms, plan.grown, remaining, strict=True)
+        for tensor, form, grown, array in written:
+            if grown is None:
+                tensor._storage_.write(array, form)
+            else:
+                refuse_shared(tensor, plan.info.name, grown.shape)
+                become(tensor, new_tensor(array, grown), plan.info.name)
+    if recipes is not None:
+        made = [tensor for tensor in results if tensor is not None]
+        for position, tensor in enumerate(made):
+            tensor._storage_.recipe = functools.partial(_cook, plan, recipes, position)
+    return plan.structure(results, mutated)
+
+
+def _run(plan: Plan, call: Call) -> Any:
+    """The arrays of the call's results and writes, from the plan's executable."""
+    batch = _context.batch()
+    if batch is not None and not plan.random:
+        return batch.add(plan, call)
+    leaves: list[Any] = []
+    for leaf, form in zip(call.leaves, call.forms):  # noqa: B905  (strict costs time)
+        if form.__class__ is not Form:
+            leaves.append(leaf)
+        elif _is_ours(leaf):
+            leaves.append(read(leaf) if leaf._steps else leaf._storage_.array)
+        else:
+            leaves.append(to_numpy(leaf))
+    bases = []
+    for i in plan.mutated:
+        tensor = call.leaves[i]
+        bases.append(tensor._storage_.array if tensor._steps else None)
+    if not plan.random:
+        with jax.enable_x64(True):
+            return plan.eager(None, leaves, bases)
+    with jax.enable_x64(True):
+        arrays = plan.eager(rng.words(), leaves, bases)
+    rng.advance()
+    return arrays
+
+
+def _trace(plan: Plan, call: Call, trace: _context.Trace) -> Any:
+    """The same on tracers, from the plan's function."""
     leaves = [
-        leaf if not isinstance(form, Form) else read(leaf) if _is_ours(leaf) else _host(leaf, trace)
+        number_value(leaf)
+        if not isinstance(form, Form)
+        else read(leaf)
+        if _is_ours(leaf)
+        else trace.host_tensor(leaf)
         for leaf, form in zip(call.leaves, call.forms, strict=True)
     ]
     mutated = [call.leaves[i] for i in plan.mutated]
-    bases = [
-        None
-        if not t._steps
-        else t._storage_.array
-        if trace is None
-        else trace.array_of(t._storage_)
-        for t in mutated
-    ]
-    if trace is None:
-        state = rng.words() if plan.random else None
-        with jax.enable_x64(True):
-            arrays = plan.eager(state, leaves, bases)
-        if plan.random:
-            rng.advance()
-        recipes = None
-    else:
-        recipes = _recipes(plan, call)
-        leaves = [number_value(leaf) for leaf in leaves]
-        with jax.enable_x64(True):
-            arrays = plan.run(trace.random_key, leaves, bases, False)
-    results: list[Any] = []
-    position = 0
-    for form in plan.result_forms:
-        if form is None:
-            results.append(None)
-            continue
-        storage = Storage(arrays[position], form)
-        if recipes is not None:
-            storage.recipe = functools.partial(_cook, plan, recipes, position)
-        results.append(tensor_class(form)(storage, form))
-        position += 1
-    for tensor, form in zip(mutated, plan.base_forms, strict=True):
-        tensor._storage_.write(arrays[position], form)
-        position += 1
-    return plan.returns(results, call.leaves)
+    bases = [trace.array_of(t._storage_) if t._steps else None for t in mutated]
+    with jax.enable_x64(True):
+        return plan.run(trace.random_key, leaves, bases, False)
+
+
+def _constant(plan: Plan, call: Call, trace: _context.Trace) -> Any:
+    """The result of a factory of constant tensors, if the trace wants it made outside."""
+    filled = _FILLS.get(plan.info.name)
+    if filled is None:
+        return None
+    form = plan.result_forms[0]
+    assert form is not None
+    storage = trace.constant(form, filled(call))
+    return None if storage is None else tensor_class(form)(storage, form)
 
 
 def _recipes(plan: Plan, call: Call) -> list[Any] | None:
@@ -163,14 +202,6 @@ _FILLS: dict[str, Any] = {
     "aten::full.default": lambda call: fill(call.args[1], call.leaves),
     "aten::full_like.default": lambda call: fill(call.args[1], call.leaves),
 }
-
-
-def _host(tensor: Any, trace: _context.Trace | None) -> Any:
-    if trace is not None:
-        return trace.host_tensor(tensor)
-    from xla_dtensor.transfer import to_numpy
-
-    return to_numpy(tensor)
 
 
 def _refuse_host_write(call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ class Slot:
     index: int
 
 
+_slot = functools.cache(Slot)
+
+
 class Call:
     """One call of an overload.
 
@@ -38,15 +42,13 @@ class Call:
         self.info = info
         self.leaves: list[Any] = []
         self.forms: list[Any] = []
-        key: list[Any] = [info.func]
-        names = info.argument_names
-        tensor_names, scalar_names = info.tensor_arguments, info.scalar_arguments
-        static_scalars = info.lowering is not None and info.lowering.static_scalars
+        key: list[Any] = [info]
+        if info.may_contract:
+            key.append(torch.get_float32_matmul_precision())
+        dynamic = info.dynamic_arguments
         new_args = []
-        for position, value in enumerate(args):
-            name = names[position]
-            dynamic = name in tensor_names or (name in scalar_names and not static_scalars)
-            new_args.append(self._take(value, dynamic, key))
+        for name, value in zip(info.argument_names, args):  # noqa: B905  (fewer values)
+            new_args.append(self._take(value, name in dynamic, key))  # noqa: PERF401  (faster)
         self.args = tuple(new_args)
         self.kwargs = {}
         self.meta_kwargs: dict[str, Any] = {}
@@ -59,8 +61,7 @@ class Call:
                     self.meta_kwargs["memory_format"] = value
                 continue
             key.append(name)
-            dynamic = name in tensor_names or (name in scalar_names and not static_scalars)
-            self.kwargs[name] = self._take(value, dynamic, key)
+            self.kwargs[name] = self._take(value, name in dynamic, key)
         self.key = tuple(key)
 
     def _take(self, value: Any, dynamic: bool, key: list[Any]) -> Any:
@@ -122,7 +123,7 @@ class Call:
     def _leaf(self, value: Any, form: Form | type) -> Slot:
         self.leaves.append(value)
         self.forms.append(form)
-        return Slot(len(self.leaves) - 1)
+        return _slot(len(self.leaves) - 1)
 
     def _check_dropped(self, name: str, value: Any) -> None:
         if name == "generator" and value is not None:

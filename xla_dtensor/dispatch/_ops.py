@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view, on_change
+from xla_dtensor.lowering.meta import shapes_of
 
 # Where and how a result is stored is the runtime's business, not a lowering's.
 DROPPED = frozenset(
@@ -25,7 +26,8 @@ _FUNCTIONAL_NAMES = {
 }
 
 
-@dataclass(frozen=True)
+# Compared and hashed by identity: there is one per overload, and it begins every plan's key.
+@dataclass(frozen=True, eq=False)
 class OpInfo:
     """An overload's static facts.
 
@@ -34,10 +36,17 @@ class OpInfo:
         mutated: the arguments that it writes to, positions or keyword names, in schema order.
         view: its view lowering, if it is a view.
         lowering: of itself, or of its functional counterpart if it mutates.
+        shapes: our meta kernel (lowering/meta.py), of the same, where torch has none.
         argument_names: all of the schema's.
-        scalar_arguments: names of ``Scalar`` arguments (numbers that may be traced).
+        dynamic_arguments: names of those whose tensors and numbers are inputs of the executable;
+            the others' numbers are part of it.
         returns_mutated: per schema return, the position in ``mutated`` that it aliases, or None.
         returns_lists: per schema return, whether it is a list of tensors.
+        is_out: whether the arguments written are ``out=`` ones, which torch resizes.
+        may_contract: whether it may contain a matrix product, whose precision is a setting of
+            torch's.
+        aliasing_composite: whether torch composes it of views, so that its result may share its
+            argument's memory (``narrow``, ``reshape``, ``contiguous``) without being a view here.
         lowered_returns: whether the lowering also returns the results that alias nothing.
     """
 
@@ -46,11 +55,14 @@ class OpInfo:
     mutated: tuple[int | str, ...]
     view: ViewLowering | None
     lowering: Lowering | None
+    shapes: Callable[..., Any] | None
     argument_names: tuple[str, ...]
-    scalar_arguments: frozenset[str]
-    tensor_arguments: frozenset[str]
+    dynamic_arguments: frozenset[str]
     returns_mutated: tuple[int | None, ...]
     returns_lists: tuple[bool, ...]
+    is_out: bool
+    may_contract: bool
+    aliasing_composite: bool
     defaults: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,9 +78,10 @@ on_change(_infos.clear)
 
 def info_of(func: Any) -> OpInfo:
     """The `OpInfo` of an overload, made once."""
-    info = _infos.get(func)
+    # Hashing the overload itself runs Python; its C++ operation is hashed by address.
+    info = _infos.get(func._op)
     if info is None:
-        info = _infos[func] = _make(func)
+        info = _infos[func._op] = _make(func)
     return info
 
 
@@ -91,26 +104,45 @@ def _make(func: Any) -> OpInfo:
     )
     types = {argument.name: str(argument.type) for argument in schema.arguments}
     view = None if mutated else find_view(name)
-    lowering = find_lowering(name)
+    lowering, shapes = find_lowering(name), shapes_of(name)
     if lowering is None and mutated:
         functional = functional_name(func)
         lowering = None if functional is None else find_lowering(functional)
+        shapes = None if functional is None else shapes_of(functional)
     return OpInfo(
         name=name,
         func=func,
         mutated=tuple(mutated),
         view=view,
         lowering=lowering,
+        shapes=shapes,
         argument_names=tuple(argument.name for argument in schema.arguments),
-        scalar_arguments=frozenset(n for n, t in types.items() if "number" in t.lower()),
-        tensor_arguments=frozenset(n for n, t in types.items() if "Tensor" in t),
+        dynamic_arguments=frozenset(n for n, t in types.items() if _is_dynamic(t, lowering)),
         returns_mutated=returns_mutated,
         returns_lists=tuple("List[" in str(r.type) for r in schema.returns),
+        is_out=any(map(_is_out, schema.arguments)),
+        may_contract=view is None and torch.Tag.pointwise not in func.tags,
+        aliasing_composite=view is None and lowering is None and _is_aliasing_composite(func),
         defaults={
             argument.name: argument.default_value
             for argument in schema.arguments
             if argument.has_default_value()
         },
+    )
+
+
+def _is_dynamic(type_name: str, lowering: Lowering | None) -> bool:
+    if "number" in type_name.lower():
+        return lowering is None or not lowering.static_scalars
+    if type_name == "float":
+        return lowering is not None and lowering.traced_floats
+    return "Tensor" in type_name
+
+
+def _is_aliasing_composite(func: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
     )
 
 

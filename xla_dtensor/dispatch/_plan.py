@@ -14,12 +14,12 @@ from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._call import Call, Slot, fill
 from xla_dtensor.dispatch._layout import Pins, output_placements, pins
 from xla_dtensor.dispatch._lower import flatten_results, lowered_function
-from xla_dtensor.dispatch._ops import OpInfo, info_of
+from xla_dtensor.dispatch._ops import DROPPED, OpInfo, info_of
 from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import ViewStep, freeze, write_through
+from xla_dtensor.storage import Storage, ViewStep, freeze, write_through
 
 
 class Meta:
@@ -118,12 +118,16 @@ class Plan:
         result_forms: per result that aliases no argument, its form (None for an undefined one).
         mutated: the leaf indices of the arguments written, in schema order.
         base_forms: their storages' forms after the write.
+        grown: per argument written None, or the form with which it gets memory of its own: ``out=``
+            of another shape than the result's.
         random: whether the executable takes the generator's state first.
+        structure: arranges new tensors and mutated arguments as torch returns them.
     """
 
     __slots__ = (
         "base_forms",
         "eager",
+        "grown",
         "info",
         "mutated",
         "random",
@@ -145,13 +149,18 @@ class Plan:
         self.result_forms = output_forms(call, fresh)
         self.structure = _structure(call, metas)
         bases = [tensors[i] for i in self.mutated]
+        self.grown = _grown(call, metas, bases)
         if len({id(b._storage_) for b in bases}) != len(bases):
             raise UnsupportedOpError(
                 f"{info.name} writes to two tensors that share memory in one call; call it once "
                 "for each"
             )
+        _refuse_overlap(info, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
-        self.base_forms = [form.reduced() for form in before]
+        self.base_forms = [
+            form.reduced() if grown is None else grown
+            for form, grown in zip(before, self.grown, strict=True)
+        ]
         self.run, self.eager, self.random = _functions(
             call,
             lowered,
@@ -159,18 +168,21 @@ class Plan:
             bases,
             before,
             self.base_forms,
+            self.grown,
             self.mutated,
             pins(call, _where(call)[0], fresh),
         )
-
-    def returns(self, results: list[Any], tensors: list[Any]) -> Any:
-        """The Python result: new tensors, and the arguments themselves where torch returns them."""
-        return self.structure(results, [tensors[i] for i in self.mutated])
 
 
 def tensor_class(form: Form) -> Any:
     """The tensor class that shows ``form``."""
     return XLAShardedTensor if form.mesh is not None else XLATensor
+
+
+def new_tensor(array: Any, form: Form) -> Any:
+    """A tensor with a storage of its own."""
+    cls = XLAShardedTensor if form.mesh is not None else XLATensor
+    return cls.__new__(cls, Storage(array, form), form)
 
 
 def _functions(
@@ -180,6 +192,7 @@ def _functions(
     bases: list[Any],
     before: list[Form],
     after: list[Form],
+    grown: list[Form | None],
     mutated: list[int],
     pinned: Pins | None,
 ) -> tuple[Callable[..., Any], Any, bool]:
@@ -187,8 +200,8 @@ def _functions(
     info, forms = call.info, list(call.forms)
     args, kwargs = call.args, call.kwargs
     writes_expected = len(bases)
-    steps = [b._steps for b in bases]
-    own_forms = [forms[i] for i in mutated]
+    steps = [b._steps if new is None else () for b, new in zip(bases, grown, strict=True)]
+    own_forms = [forms[i] if new is None else new for i, new in zip(mutated, grown, strict=True)]
 
     def run(keys: Any, leaves: Any, base_arrays: Any, pad: bool) -> list[Any]:
         values = [
@@ -316,8 +329,12 @@ def _meta_results(call: Call) -> list[Any]:
     kwargs = _fill_kwargs(call.kwargs, leaves) | call.meta_kwargs
     if "device" in call.info.argument_names:
         kwargs["device"] = torch.device("meta")
+    args = fill(list(call.args), leaves)
     with torch.no_grad():
-        out = call.info.func(*fill(list(call.args), leaves), **kwargs)
+        if call.info.shapes is not None:
+            out = _own_meta(call.info, args, kwargs)
+        else:
+            out = call.info.func(*args, **kwargs)
     results = [out] if len(call.info.returns_mutated) == 1 else list(out)
     if call.info.view is not None and call.info.returns_lists[0]:
         return [Meta(t) for t in results[0]]
@@ -325,6 +342,13 @@ def _meta_results(call: Call) -> list[Any]:
         [Meta(t) for t in r] if isinstance(r, list | tuple) else None if r is None else Meta(r)
         for r in results
     ]
+
+
+def _own_meta(info: OpInfo, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """What our own meta kernel says: it knows neither ``out=`` nor where tensors are."""
+    assert info.shapes is not None
+    kwargs = {k: v for k, v in kwargs.items() if k not in info.mutated and k not in DROPPED}
+    return info.shapes(*args, **kwargs)
 
 
 def _meta_tensor(form: Form) -> torch.Tensor:
@@ -392,6 +416,45 @@ def _where(call: Call) -> tuple[Any, Any]:
             )
         frame = form.frame
     return mesh, frame
+
+
+_FILLS = frozenset({"aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_.default"})
+
+
+def _refuse_overlap(info: OpInfo, written: list[Form]) -> None:
+    """Raise for a write to an expanded tensor, as torch's kernels do; filling it is no problem."""
+    if info.name in _FILLS:
+        return
+    for form in written:
+        if any(n > 1 and not step for n, step in zip(form.shape, form.stride, strict=True)):
+            raise RuntimeError(
+                f"{info.name}: more than one element of the written-to tensor {list(form.shape)} "
+                "refers to a single memory location; clone() the tensor before writing to it"
+            )
+
+
+def _grown(call: Call, metas: list[Any], bases: list[Any]) -> list[Form | None]:
+    """Per tensor written the form that it takes on because the result has another shape, or None.
+
+    torch resizes ``out=`` tensors; they then are laid out as the rule says of the result.
+    """
+    grown: list[Form | None] = [None] * len(bases)
+    if not call.info.is_out or len(call.info.mutated) != len(bases):
+        return grown
+    written: list[Any] = [None] * len(bases)
+    for meta, alias in zip(metas, call.info.returns_mutated, strict=True):
+        if alias is not None:
+            written[alias] = meta
+    changed = [
+        m if m is not None and m.shape != tuple(b.shape) else None
+        for m, b in zip(written, bases, strict=True)
+    ]
+    if not any(changed):
+        return grown
+    for meta in changed:
+        if meta is not None:
+            meta.offset = 0
+    return output_forms(call, changed)
 
 
 def _structure(call: Call, metas: list[Any]) -> Callable[[list[Any], list[Any]], Any]:

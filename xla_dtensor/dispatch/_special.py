@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from xla_dtensor import _context
@@ -19,20 +18,20 @@ Ours = XLAShardedTensor | XLATensor
 
 def to_cpu(tensor: Any) -> torch.Tensor:
     """The full value of an xla tensor as a CPU tensor."""
-    from xla_dtensor.transfer import to_host
+    from xla_dtensor.transfer import fetch, to_host
 
     trace = _context.current()
     if trace is None:
         form = tensor._form
         array = logical_value(tensor) if form.unreduced else read(tensor)
         # Padding is cut off here: on the devices that would be a program per shape.
-        value = to_host(np.asarray(array)[tuple(slice(0, n) for n in form.shape)])
+        value = to_host(fetch(array, form.shape))
     else:
         recipe = constant_recipe(tensor)
         if recipe is None:
             trace.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
         form = tensor._form
-        value = to_host(np.asarray(recipe())[tuple(slice(0, n) for n in form.shape)])
+        value = to_host(fetch(recipe(), form.shape))
     # A copy to another device keeps the order of the strides, not their gaps.
     model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=value.dtype, device="meta")
     out = torch.empty_like(model, device="cpu")
@@ -74,6 +73,14 @@ def _like_elsewhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(model, *args[1:], **kwargs)
 
 
+@handles("aten::_efficientzerotensor.default")
+def _zero_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """torch's zeros without memory, which its derivative formulas make; XLA has constants."""
+    from xla_dtensor.dispatch import dispatch
+
+    return dispatch(torch.ops.aten.zeros.default, args, kwargs)
+
+
 @handles("aten::copy_.default")
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if isinstance(args[0], Ours):
@@ -87,6 +94,18 @@ def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if trace is not None and constant_recipe(args[0]) is None:
         trace.refuse(".item() (also float(), int(), bool(), `if tensor:`)")
     return to_cpu(args[0]).item()
+
+
+@handles("aten::_linalg_check_errors.default")
+def _check_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Raises if a factorisation failed. A compiled step can't: its results are then not finite."""
+    if _context.current() is None:
+        func(to_cpu(args[0]), *args[1:], **kwargs)
+
+
+@handles("aten::allclose.default")
+def _allclose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return on_host(func, args, kwargs)
 
 
 @handles("aten::detach_.default")

@@ -15,7 +15,7 @@ import torch
 from torch.utils import backend_registration
 
 from xla_dtensor import _context, rng
-from xla_dtensor.integration import composites
+from xla_dtensor.integration import backward, composites
 
 _library: torch.library.Library | None = None
 
@@ -42,6 +42,7 @@ def install() -> None:
     torch._C._acc.register_python_privateuseone_device_guard(_DeviceGuard())
     _register_kernels()
     composites.install()
+    backward.install()
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
@@ -55,9 +56,13 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+_PRIVATEUSE1 = torch._C._autograd.DeviceType.PrivateUse1
+
+
 class _DeviceGuard(torch._C._acc.DeviceGuard):
     def type_(self) -> Any:
-        return torch._C._autograd.DeviceType.PrivateUse1
+        backward.take_pending()
+        return _PRIVATEUSE1
 
 
 class _DeviceContext:
@@ -118,6 +123,7 @@ def _synchronize(device: Any = None) -> None:
 
 # Overloads that take a device and no tensor. Everything else reaches the tensor classes themselves.
 _FACTORIES = (
+    "_efficientzerotensor",
     "arange",
     "arange.start",
     "arange.start_step",
@@ -140,9 +146,18 @@ _FACTORIES = (
     "zeros",
 )
 
-# Overloads with both a CPU kernel and a composite: without a kernel of ours, torch would run the
-# composite above autograd, and they would never arrive whole.
-_WHOLE = ("mish_backward", "native_channel_shuffle", "silu_backward")
+# Overloads that torch would take apart above autograd if they had no kernel of ours, and must not:
+# the composite is not what the CPU computes, or doesn't write its `out=` for tensor subclasses.
+_WHOLE = (
+    "linalg_matrix_rank.atol_rtol_float_out",
+    "linalg_matrix_rank.atol_rtol_tensor_out",
+    "linalg_matrix_rank.out",
+    "linalg_matrix_rank.out_tol_tensor",
+    "mish_backward",
+    "native_channel_shuffle",
+    "set_.source_Tensor_storage_offset",
+    "silu_backward",
+)
 
 
 def _register_kernels() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import device_mesh as torch_device_mesh
 
 from xla_dtensor import _pickling
-from xla_dtensor.integration import device
+from xla_dtensor.integration import device, optimizers
 
 _installed = False
 
@@ -25,6 +25,7 @@ def install() -> None:
     if _installed:
         return
     device.install()
+    optimizers.install()
     _hook_mesh_class()
     _hook_distribute()
     _hook_checkpoint()

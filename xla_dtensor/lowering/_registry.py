@@ -18,11 +18,13 @@ class Lowering:
         random: ``function`` takes a JAX PRNG key before the overload's own arguments.
         static_scalars: ``Scalar`` arguments must be Python numbers (they decide shapes or the
             code path); otherwise they may be traced, so that a new value compiles nothing.
+        traced_floats: ``float`` arguments may be traced, too.
     """
 
     function: Callable[..., Any]
     random: bool = False
     static_scalars: bool = False
+    traced_floats: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,12 @@ _VIEWS: dict[str, ViewLowering] = {}
 _listeners: list[Callable[[], None]] = []
 
 
-def lowers(*overloads: str, random: bool = False, static_scalars: bool = False) -> Callable[[F], F]:
+def lowers(
+    *overloads: str,
+    random: bool = False,
+    static_scalars: bool = False,
+    traced_floats: bool = False,
+) -> Callable[[F], F]:
     """Register the decorated function as the lowering of ``overloads`` (``"add.Tensor"``,
     ``"mylib::op.default"``; the ``aten`` namespace is implied).
 
@@ -57,8 +64,8 @@ def lowers(*overloads: str, random: bool = False, static_scalars: bool = False) 
         for name in map(qualified_name, overloads):
             if name in _LOWERINGS or name in _VIEWS:
                 raise ValueError(f"{name} already has a lowering")
-            _LOWERINGS[name] = Lowering(function, random, static_scalars)
-        _tell_listeners()
+            _LOWERINGS[name] = Lowering(function, random, static_scalars, traced_floats)
+        tell_listeners()
         return function
 
     return register
@@ -72,18 +79,19 @@ def lowers_view(*overloads: str, put: Callable[..., Any]) -> Callable[[F], F]:
             if name in _LOWERINGS or name in _VIEWS:
                 raise ValueError(f"{name} already has a lowering")
             _VIEWS[name] = ViewLowering(function, put)
-        _tell_listeners()
+        tell_listeners()
         return function
 
     return register
 
 
 def on_change(listener: Callable[[], None]) -> None:
-    """Call ``listener`` whenever a lowering is registered."""
+    """Call ``listener`` whenever a lowering or a meta kernel is registered."""
     _listeners.append(listener)
 
 
-def _tell_listeners() -> None:
+def tell_listeners() -> None:
+    """What is registered has changed."""
     for listener in _listeners:
         listener()
 

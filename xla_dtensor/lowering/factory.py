@@ -152,7 +152,7 @@ def arange_step(
     return (positions * wide.type(step) + wide.type(start)).astype(target)
 
 
-def _linspace(start: Any, end: Any, steps: int, dtype: np.dtype) -> jax.Array:
+def line(start: Any, end: Any, steps: int, dtype: np.dtype) -> jax.Array:
     """Counted from both ends, so that the last value is ``end`` itself."""
     start, end = jnp.asarray(start).astype(dtype), jnp.asarray(end).astype(dtype)
     if steps == 1:
@@ -178,7 +178,7 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = No
     target, wide = _line_dtypes(dtype, start, end)
     if target.kind in "iub":
         start, end = (jnp.trunc(jnp.asarray(v).astype(wide)) for v in (start, end))
-    return _linspace(start, end, steps, wide).astype(target)
+    return line(start, end, steps, wide).astype(target)
 
 
 @lowers("logspace", *(f"logspace.{a}" for a in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")))
@@ -188,7 +188,7 @@ def logspace(
     target, wide = _line_dtypes(dtype, start, end)
     if target.kind in "iub":
         start, end = (jnp.trunc(jnp.asarray(v).astype(wide)) for v in (start, end))
-    return jnp.power(wide.type(base), _linspace(start, end, steps, wide)).astype(target)
+    return jnp.power(wide.type(base), line(start, end, steps, wide)).astype(target)
 
 
 @lowers("eye")

@@ -18,6 +18,7 @@ from jax import lax
 
 from xla_dtensor.lowering._promotion import promote
 from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering._scatter import highest, lowest, narrow, write, write_each
 from xla_dtensor.lowering.view import wrap_dim
 
 _SHAPE_DEPENDS = (
@@ -26,14 +27,8 @@ _SHAPE_DEPENDS = (
 )
 
 
-def _narrow(index: jax.Array, size: int) -> jax.Array:
-    """Indices into ``size`` positions, as 32-bit integers where those suffice: 64-bit ones are
-    emulated on TPUs."""
-    return index.astype(np.int32 if size < 2**31 else np.int64)
-
-
 def _wrapped(index: jax.Array, size: int) -> jax.Array:
-    index = _narrow(index, size)
+    index = narrow(index, size)
     return jnp.where(index < 0, index + size, index)
 
 
@@ -42,11 +37,11 @@ def _widened(dtype: Any) -> Any:
     return np.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
-def _updater(positions: Any, dtype: Any, accumulate: bool) -> Callable[..., jax.Array]:
+def _method(dtype: Any, accumulate: bool) -> str:
     """The method of ``x.at[...]`` that sets, or accumulates, values of ``dtype``."""
     if not accumulate:
-        return positions.set
-    return positions.max if dtype.kind == "b" else positions.add
+        return "set"
+    return "max" if dtype.kind == "b" else "add"
 
 
 # Advanced indexing ---------------------------------------------------------------------------
@@ -99,8 +94,9 @@ def index_put(
         return x + values if accumulate else values
     if x.size == 0:
         return x
-    update = _updater(x.at[_index_tuple(x, indices)], x.dtype, accumulate)
-    return update(values, mode="promise_in_bounds", wrap_negative_indices=False)
+    wide = _widened(x.dtype) if accumulate else x.dtype
+    method = _method(x.dtype, accumulate)
+    return write(x.astype(wide), _index_tuple(x, indices), method, values.astype(wide))
 
 
 def _index_put_mask(
@@ -161,15 +157,15 @@ def _along_dim(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     def wrapper(x: jax.Array, dim: int, index: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         whole = x.reshape(1) if x.ndim == 0 else x
-        index = _narrow(jnp.atleast_1d(index), max(whole.shape))
+        index = narrow(jnp.atleast_1d(index), max(whole.shape))
         out = function(whole, wrap_dim(dim, x.ndim), index, *args, **kwargs)
         return out.reshape(x.shape) if x.ndim == 0 else out
 
     return wrapper
 
 
-def _at(x: jax.Array, dim: int, index: jax.Array) -> Any:
-    return x.at[(slice(None),) * dim + (index,)]
+def _along(dim: int, index: jax.Array) -> tuple[Any, ...]:
+    return (slice(None),) * dim + (index,)
 
 
 @lowers("index_select")
@@ -177,7 +173,8 @@ def _at(x: jax.Array, dim: int, index: jax.Array) -> Any:
 def index_select(x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
     if x.shape[dim] == 0:
         return jnp.zeros((*x.shape[:dim], index.size, *x.shape[dim + 1 :]), x.dtype)
-    return _at(x, dim, index).get(mode="promise_in_bounds", wrap_negative_indices=False)
+    selected = x.at[_along(dim, index)]
+    return selected.get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @lowers("index_add")
@@ -189,8 +186,8 @@ def index_add(
     wide = _widened(x.dtype)
     addend = source.astype(wide) * jnp.asarray(alpha).astype(wide)
     if x.dtype.kind == "b":
-        return _at(x, dim, index).max(addend.astype(bool))
-    return _at(x.astype(wide), dim, index).add(addend, mode="promise_in_bounds")
+        return write(x, _along(dim, index), "max", addend.astype(bool))
+    return write(x.astype(wide), _along(dim, index), "add", addend)
 
 
 def _source_shape(x: jax.Array, dim: int, index: jax.Array) -> tuple[int, ...]:
@@ -201,7 +198,7 @@ def _source_shape(x: jax.Array, dim: int, index: jax.Array) -> tuple[int, ...]:
 @_along_dim
 def index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
     source = source.reshape(_source_shape(x, dim, index)).astype(x.dtype)
-    return _at(x, dim, index).set(source, mode="promise_in_bounds")
+    return write(x, _along(dim, index), "set", source)
 
 
 @lowers("index_fill.int_Scalar", "index_fill.int_Tensor")
@@ -210,7 +207,8 @@ def index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Arra
     if x.shape[dim] == 0:
         return x
     # A mask along the dim is cheaper than a scatter, and partitions like a pointwise op.
-    filled = jnp.zeros(x.shape[dim], bool).at[_wrapped(index, x.shape[dim])].set(True)
+    position = _wrapped(index, x.shape[dim])
+    filled = write(jnp.zeros(x.shape[dim], bool), (position,), "set", jnp.asarray(True))
     filled = filled.reshape([-1 if d == dim else 1 for d in range(x.ndim)])
     return jnp.where(filled, jnp.asarray(value).astype(x.dtype), x)
 
@@ -227,7 +225,7 @@ def index_reduce(
     include_self: bool = True,
 ) -> jax.Array:
     source = source.reshape(_source_shape(x, dim, index))
-    update = lambda base, name, value: getattr(_at(base, dim, index), name)(value)
+    update = lambda base, method, value: write(base, _along(dim, index), method, value)
     return _reduced(x, source, reduce, include_self, update)
 
 
@@ -243,8 +241,10 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 def put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
     if index.size == 0:
         return x
-    update = _updater(x.reshape(-1).at[_wrapped(index, x.size)], x.dtype, accumulate)
-    return update(source.reshape(index.shape).astype(x.dtype)).reshape(x.shape)
+    wide = _widened(x.dtype) if accumulate else x.dtype
+    source = source.reshape(index.shape).astype(wide)
+    flat, position = x.reshape(-1).astype(wide), _wrapped(index, x.size)
+    return write(flat, (position,), _method(x.dtype, accumulate), source).reshape(x.shape)
 
 
 # An index per element ------------------------------------------------------------------------
@@ -264,25 +264,7 @@ def gather(x: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = Fals
     if x.ndim == 0 or index.ndim == 0:
         return gather(x.reshape(-1), 0, index.reshape(-1)).reshape(index.shape)
     x = _cut(x, index.shape, dim)
-    return jnp.take_along_axis(x, _narrow(index, x.shape[dim]), dim, mode="promise_in_bounds")
-
-
-def _scatter_update(
-    x: jax.Array, dim: int, index: jax.Array, name: str, value: jax.Array
-) -> jax.Array:
-    """``x.at[..., index, ...].<name>(value)`` with an index per element."""
-
-    def update(line: jax.Array, index: jax.Array, value: jax.Array) -> jax.Array:
-        return getattr(line.at[index], name)(
-            value, mode="promise_in_bounds", wrap_negative_indices=False
-        )
-
-    for _ in range(dim):  # vmap over the other dims makes them batch dims of one scatter
-        update = jax.vmap(update, 0, 0)
-    for _ in range(x.ndim - dim - 1):
-        update = jax.vmap(update, -1, -1)
-    part = update(_cut(x, index.shape, dim), _narrow(index, x.shape[dim]), value)
-    return part if part.shape == x.shape else lax.dynamic_update_slice(x, part, [0] * x.ndim)
+    return jnp.take_along_axis(x, narrow(index, x.shape[dim]), dim, mode="promise_in_bounds")
 
 
 def _scatter(
@@ -298,7 +280,7 @@ def _scatter(
     if getattr(src, "ndim", 0) == index.ndim:
         src = lax.slice(src, [0] * index.ndim, index.shape)
     src = jnp.broadcast_to(jnp.asarray(src).astype(x.dtype), index.shape)
-    update = lambda base, name, value: _scatter_update(base, dim, index, name, value)
+    update = lambda base, method, value: write_each(base, dim, index, method, value)
     return _reduced(x, src, reduce, include_self, update)
 
 
@@ -330,18 +312,6 @@ def _reduced(
     return out / count if jnp.issubdtype(wide, jnp.inexact) else jnp.floor_divide(out, count)
 
 
-def _lowest(dtype: Any) -> Any:
-    if dtype.kind == "b":
-        return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
-
-
-def _highest(dtype: Any) -> Any:
-    if dtype.kind == "b":
-        return True
-    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
-
-
 # torch's name -> the method of `x.at[...]` and its identity for a dtype.
 _REDUCTIONS: dict[str, Callable[[Any], tuple[str, Any]]] = {
     "set": lambda dtype: ("set", 0),
@@ -350,8 +320,8 @@ _REDUCTIONS: dict[str, Callable[[Any], tuple[str, Any]]] = {
     "mean": lambda dtype: ("add", 0),
     "prod": lambda dtype: ("multiply", 1),
     "multiply": lambda dtype: ("multiply", 1),
-    "amax": lambda dtype: ("max", _lowest(dtype)),
-    "amin": lambda dtype: ("min", _highest(dtype)),
+    "amax": lambda dtype: ("max", lowest(dtype)),
+    "amin": lambda dtype: ("min", highest(dtype)),
 }
 
 
@@ -406,7 +376,7 @@ def masked_scatter_backward(grad: jax.Array, mask: jax.Array, sizes: Sequence[in
     mask = jnp.broadcast_to(mask, grad.shape)
     size = int(np.prod(sizes))
     target = jnp.where(mask.reshape(-1), _order_in_mask(mask), size)
-    out = jnp.zeros(size, grad.dtype).at[target].set(grad.reshape(-1), mode="drop")
+    out = write(jnp.zeros(size, grad.dtype), (target,), "set", grad.reshape(-1))
     return out.reshape(tuple(sizes))
 
 
@@ -430,7 +400,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
-    rows = weight.at[_narrow(indices, weight.shape[0])]
+    rows = weight.at[narrow(indices, weight.shape[0])]
     return rows.get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
@@ -442,15 +412,20 @@ def embedding_dense_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> jax.Array:
-    indices = _narrow(indices, num_weights)
+    indices = narrow(indices, num_weights)
     wide = grad.astype(_widened(grad.dtype))
     if scale_grad_by_freq:
-        count = jnp.zeros(num_weights, wide.dtype).at[indices].add(1)
+        count = write(
+            jnp.zeros(num_weights, wide.dtype),
+            (indices,),
+            "add",
+            jnp.ones_like(indices, wide.dtype),
+        )
         wide = wide / count[indices][..., None]
     if padding_idx >= 0:  # out of range, so its updates are dropped
         indices = jnp.where(indices == padding_idx, num_weights, indices)
     zeros = jnp.zeros((num_weights, grad.shape[-1]), wide.dtype)
-    return zeros.at[indices].add(wide, mode="drop", wrap_negative_indices=False)
+    return write(zeros, (indices,), "add", wide)
 
 
 # Search --------------------------------------------------------------------------------------

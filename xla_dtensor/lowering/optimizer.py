@@ -114,11 +114,11 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
     return step
 
 
-lowers("_fused_adam.default", "_fused_adam.tensor_lr")(_adam(decoupled=False))
-lowers("_fused_adamw.default", "_fused_adamw.tensor_lr")(_adam(decoupled=True))
+lowers("_fused_adam.default", "_fused_adam.tensor_lr", traced_floats=True)(_adam(decoupled=False))
+lowers("_fused_adamw.default", "_fused_adamw.tensor_lr", traced_floats=True)(_adam(decoupled=True))
 
 
-@lowers("_fused_sgd.default", "_fused_sgd.tensor_lr")
+@lowers("_fused_sgd.default", "_fused_sgd.tensor_lr", traced_floats=True)
 def fused_sgd(
     params,
     grads,
@@ -170,10 +170,10 @@ def _adagrad(
     )
 
 
-lowers("_fused_adagrad.tensor_lr")(_adagrad)
+lowers("_fused_adagrad.tensor_lr", traced_floats=True)(_adagrad)
 
 
-@lowers("_fused_adagrad.default")
+@lowers("_fused_adagrad.default", traced_floats=True)
 def fused_adagrad(params, grads, state_sums, state_steps, **options):
     """This overload returns the step counts too, which the optimizer has already advanced."""
     return *_adagrad(params, grads, state_sums, state_steps, **options), list(state_steps)

@@ -108,6 +108,26 @@ def all_dims(x, dim=None, keepdim=False):
     return jnp.all(x != 0, axes_of(dim, x.ndim, empty_is_all=False), keepdims=keepdim)
 
 
+@lowers("hash_tensor")
+def hash_tensor(x, dim=(), *, keepdim=False, mode=0):
+    """The exclusive or of the elements' bits as 64-bit numbers, bit by bit: XLA has no such
+    collective."""
+    axes = axes_of(dim, x.ndim)
+    if is_integral(x):
+        bits = x.astype(np.uint64 if np.dtype(x.dtype).kind in "bu" else np.int64)
+        bits = bits.astype(np.uint64)
+    else:
+        bits = jax.lax.bitcast_convert_type(x.astype(np.float64), np.uint64)
+    out = jnp.zeros(
+        jax.eval_shape(lambda v: jnp.sum(v, axes, keepdims=keepdim), bits).shape, np.uint64
+    )
+    for place in range(64):
+        place = np.uint64(place)
+        count = jnp.sum((bits >> place) & np.uint64(1), axes, keepdims=keepdim)
+        out = out | ((count & np.uint64(1)) << place)
+    return out
+
+
 # ------------------------------------------------------------------------------------ extrema
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.dtypes import to_jax_dtype
+from xla_dtensor.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.lowering._promotion import math_dtype, promote_for_math
 from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.reduction import axes_of
@@ -18,7 +18,14 @@ from xla_dtensor.lowering.reduction import axes_of
 
 
 def _shifted(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """``x`` minus its maximum, so that its exponentials cannot overflow."""
+    """``x`` minus its maximum, so that its exponentials cannot overflow.
+
+    Raises:
+        NotImplementedError: ``x`` isn't floating-point; torch's meta kernels let integers through,
+            its CPU kernels don't.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise NotImplementedError(f"softmax is not implemented for {to_torch_dtype(x.dtype)}")
     return x - jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
 
 

@@ -20,11 +20,7 @@ from jax import lax
 from xla_dtensor.dtypes import to_jax_dtype
 from xla_dtensor.lowering._promotion import math_dtype
 from xla_dtensor.lowering._registry import lowers, lowers_view
-
-_OVERLAP = (
-    "more than one element of the written-to tensor refers to a single memory location; "
-    "clone() the tensor before writing to it"
-)
+from xla_dtensor.lowering._scatter import write
 
 
 def wrap_dim(dim: int, ndim: int) -> int:
@@ -44,7 +40,7 @@ def alias(base: jax.Array) -> jax.Array:
     return base
 
 
-@lowers_view("view", "_reshape_alias", put=_put_reshaped)
+@lowers_view("view", "_reshape_alias", "_unsafe_view", put=_put_reshaped)
 def view(base: jax.Array, size: Sequence[int], stride: Any = None) -> jax.Array:
     return base.reshape(_infer_size(size, base.size))
 
@@ -194,9 +190,10 @@ def _put_expanded(
 ) -> jax.Array:
     if value.size == 0:
         return base
-    if value.size != base.size:
-        raise RuntimeError(_OVERLAP)
-    return value.astype(base.dtype).reshape(base.shape)
+    # Only fills get here (the dispatcher refuses other writes): all copies have the same value.
+    added = value.ndim - base.ndim
+    first = tuple(slice(n) for n in base.shape)
+    return value[(0,) * added + first].astype(base.dtype)
 
 
 @lowers_view("expand", put=_put_expanded)
@@ -313,7 +310,7 @@ def _put_split(
     return _put_split_sizes(base, value, index, _chunk_sizes(base.shape[dim], split_size), dim)
 
 
-@lowers_view("split.Tensor", put=_put_split)
+@lowers_view("split.Tensor", "unsafe_split.Tensor", put=_put_split)
 def split(base: jax.Array, split_size: int, dim: int = 0) -> tuple[jax.Array, ...]:
     dim = wrap_dim(dim, base.ndim)
     return split_with_sizes(base, _chunk_sizes(base.shape[dim], split_size), dim)
@@ -326,7 +323,7 @@ def _put_split_sizes(
     return _put_range(base, value, dim, sum(split_sizes[:index]), split_sizes[index])
 
 
-@lowers_view("split_with_sizes", put=_put_split_sizes)
+@lowers_view("split_with_sizes", "unsafe_split_with_sizes", put=_put_split_sizes)
 def split_with_sizes(
     base: jax.Array, split_sizes: Sequence[int], dim: int = 0
 ) -> tuple[jax.Array, ...]:
@@ -436,15 +433,16 @@ def _put_strided(
     order = _dense_permutation(base.size, size, stride, offset)
     if order is not None:
         return value.transpose(order).reshape(base.shape)
-    if any(step == 0 and n > 1 for step, n in zip(stride, size, strict=True)):
-        raise RuntimeError(_OVERLAP)
+    once = tuple(0 if step == 0 else slice(None) for step in stride)  # only fills get here
+    value = value[once]
+    size = [n for n, step in zip(size, stride, strict=True) if step]
+    stride = [step for step in stride if step]
     positions = _strided_positions(base.size, size, stride, offset).reshape(-1)
     flat, value = base.reshape(-1), value.reshape(-1)
     if not _overlaps(size, stride):
-        written = flat.at[positions].set(value, mode="promise_in_bounds", unique_indices=True)
-        return written.reshape(base.shape)
+        return write(flat, (positions,), "set", value).reshape(base.shape)
     # The last element in the view's order wins; a scatter alone leaves the order open.
-    writer = jnp.full(base.size, -1, np.int64).at[positions].max(jnp.arange(value.size))
+    writer = write(jnp.full(base.size, -1), (positions,), "max", jnp.arange(value.size))
     return jnp.where(writer >= 0, value[jnp.maximum(writer, 0)], flat).reshape(base.shape)
 
 
@@ -511,7 +509,7 @@ for _name, _put in _SCATTERS.items():
 
 _COPIES: dict[Callable[..., Any], tuple[str, ...]] = {
     alias: ("alias_copy", "detach_copy", "lift_fresh_copy"),
-    view: ("view_copy", "_reshape_alias_copy", "_unsafe_view", "_reshape_copy"),
+    view: ("view_copy", "_reshape_alias_copy", "_reshape_copy"),
     view_dtype: ("view_copy.dtype",),
     squeeze: ("squeeze_copy",),
     squeeze_dims: ("squeeze_copy.dim", "squeeze_copy.dims"),
@@ -527,8 +525,8 @@ _COPIES: dict[Callable[..., Any], tuple[str, ...]] = {
     slice_: ("slice_copy.Tensor",),
     select: ("select_copy.int",),
     unbind: ("unbind_copy.int",),
-    split: ("split_copy.Tensor", "unsafe_split.Tensor"),
-    split_with_sizes: ("split_with_sizes_copy", "unsafe_split_with_sizes"),
+    split: ("split_copy.Tensor",),
+    split_with_sizes: ("split_with_sizes_copy",),
     diagonal: ("diagonal_copy",),
     as_strided: ("as_strided_copy",),
     unfold: ("unfold_copy",),

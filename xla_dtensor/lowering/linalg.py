@@ -1,4 +1,4 @@
-"""Matrix decompositions, linear systems and Fourier transforms.
+"""Matrix decompositions, linear systems and functions of matrices.
 
 XLA does not say why a factorisation failed: where torch's `info` names the failing pivot or minor,
 it is the first zero pivot for LU, and 1 for a Cholesky factor that came out as NaN.
@@ -6,8 +6,6 @@ it is the first zero pivot for LU, and 1 for a Cholesky factor that came out as 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -253,47 +251,3 @@ def matrix_exp(a: jax.Array) -> jax.Array:
 def cross(x: jax.Array, y: jax.Array, *, dim: int = -1) -> jax.Array:
     x, y = jnp.broadcast_arrays(*promote(x, y))
     return jnp.cross(x, y, axis=dim)
-
-
-# Fourier transforms ----------------------------------------------------------------------------
-
-# By dims one after the other: XLA's own transforms take three at most.
-
-
-def _normalised(x: jax.Array, lengths: Sequence[int], normalization: int) -> jax.Array:
-    """torch's codes: 0 nothing, 1 by the root of the transforms' size, 2 by the size."""
-    size = math.prod(lengths)
-    if normalization == 0 or size == 0:
-        return x
-    return x * x.real.dtype.type(1 / (math.sqrt(size) if normalization == 1 else size))
-
-
-def _each(
-    x: jax.Array, transform: Callable[..., jax.Array], dims: Sequence[int], norm: str
-) -> jax.Array:
-    for dim in dims:
-        x = transform(x, axis=dim, norm=norm)
-    return x
-
-
-@lowers("_fft_c2c")
-def fft_c2c(x: jax.Array, dim: Sequence[int], normalization: int, forward: bool) -> jax.Array:
-    # These `norm`s leave out all scaling.
-    transform, norm = (jnp.fft.fft, "backward") if forward else (jnp.fft.ifft, "forward")
-    return _normalised(_each(x, transform, dim, norm), [x.shape[d] for d in dim], normalization)
-
-
-@lowers("_fft_r2c")
-def fft_r2c(x: jax.Array, dim: Sequence[int], normalization: int, onesided: bool) -> jax.Array:
-    lengths = [x.shape[d] for d in dim]
-    last = jnp.fft.rfft if onesided else jnp.fft.fft
-    out = _each(last(x, axis=dim[-1]), jnp.fft.fft, dim[:-1], "backward")
-    return _normalised(out, lengths, normalization)
-
-
-@lowers("_fft_c2r")
-def fft_c2r(x: jax.Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> jax.Array:
-    lengths = [*(x.shape[d] for d in dim[:-1]), last_dim_size]
-    whole = _each(x, jnp.fft.ifft, dim[:-1], "forward")
-    out = jnp.fft.irfft(whole, last_dim_size, axis=dim[-1], norm="forward")
-    return _normalised(out, lengths, normalization)

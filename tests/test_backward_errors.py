@@ -1,0 +1,64 @@
+"""Errors that happen while a backward pass runs reach the caller as what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from xla_dtensor import UnsupportedOpError
+from xla_dtensor.dispatch._ops import SPECIAL
+
+
+class _Expected(Exception):
+    pass
+
+
+def _fail(grad: torch.Tensor) -> torch.Tensor:
+    raise _Expected("from a hook")
+
+
+def _leaf(mesh: DeviceMesh) -> torch.Tensor:
+    return distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+
+
+@pytest.mark.parametrize("to_cpu", [False, True])
+def test_from_a_hook(mesh: DeviceMesh, to_cpu: bool) -> None:
+    y = _leaf(mesh) * 2
+    y.register_hook(_fail)
+    loss = y.sum()
+    loss = loss.cpu() if to_cpu else loss
+    with pytest.raises(_Expected, match="from a hook"):
+        loss.backward()
+    x = _leaf(mesh)
+    x.sum().backward()  # and the next one works
+    assert x.grad is not None
+
+
+def test_from_an_operation(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = _leaf(mesh)
+    y = x.sinh().sum()
+
+    def refuse(*_: object) -> object:
+        raise UnsupportedOpError("no cosh")
+
+    monkeypatch.setitem(SPECIAL, "aten::cosh.default", refuse)
+    with pytest.raises(UnsupportedOpError, match="no cosh"):
+        torch.autograd.grad(y, x)
+
+
+def test_no_stale_error(mesh: DeviceMesh) -> None:
+    """An error that the hook itself handles is nobody's."""
+
+    def handle(grad: torch.Tensor) -> None:
+        with torch.enable_grad(), pytest.raises(_Expected):
+            inner = _leaf(mesh) * 1
+            inner.register_hook(_fail)
+            inner.sum().backward()
+
+    x = _leaf(mesh)
+    y = x * 2
+    y.register_hook(handle)
+    y.sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,196 @@
+"""Overloads that change what a tensor is, not only its values: ``t_``, ``squeeze_``, ``resize_``,
+``set_``, and ``out=`` tensors that must grow.
+
+A tensor is a view (form and steps) of a storage, so it changes by becoming another view, or a view
+of another storage. torch's own part (sizes, strides) follows through the ``data`` setter, as when
+a user assigns ``x.data``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+from xla_dtensor import _context
+from xla_dtensor._common import TensorMethods
+from xla_dtensor.dispatch._ops import handles
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.form import contiguous_stride
+
+aten = torch.ops.aten
+
+_IN_PLACE_VIEWS = {
+    "aten::as_strided_.default": aten.as_strided.default,
+    "aten::squeeze_.default": aten.squeeze.default,
+    "aten::squeeze_.dim": aten.squeeze.dim,
+    "aten::squeeze_.dims": aten.squeeze.dims,
+    "aten::t_.default": aten.t.default,
+    "aten::transpose_.default": aten.transpose.int,
+    "aten::unsqueeze_.default": aten.unsqueeze.default,
+}
+
+
+def become(tensor: Any, other: Any, name: str) -> None:
+    """Make ``tensor`` what ``other`` is: the same view of the same storage.
+
+    Raises:
+        UnsupportedOpError: a step is being compiled, and the tensor is from outside of it.
+    """
+    trace = _context.current()
+    if trace is not None and not trace.owns(tensor._storage_):
+        raise UnsupportedOpError(
+            f"{name} in a compiled step changes the shape or memory of a tensor "
+            f"{list(tensor.shape)} from outside of it, which would happen when the step is "
+            "compiled and in no later call; do it before the step, or on a tensor that the step "
+            "makes"
+        )
+    tensor.data = other
+
+
+@handles("aten::_has_compatible_shallow_copy_type.default")
+def _can_become(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Asked by the ``data`` setter below autograd."""
+    return isinstance(args[0], TensorMethods) and isinstance(args[1], TensorMethods)
+
+
+@handles(*_IN_PLACE_VIEWS)
+def _view_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from xla_dtensor.dispatch import dispatch
+
+    schema = func._schema
+    name = f"{schema.name}.{schema.overload_name or 'default'}"
+    become(args[0], dispatch(_IN_PLACE_VIEWS[name], args, kwargs), name)
+    return args[0]
+
+
+@handles("aten::as_strided.default")
+def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Of a view: the same of its base, since both are about the memory behind them."""
+    from xla_dtensor.dispatch import dispatch
+
+    tensor = args[0]
+    if not tensor._steps:
+        return NotImplemented
+    trace = _context.current()
+    if trace is not None:
+        trace.touched(tensor)
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    offset = tensor._form.offset if offset is None else offset
+    form = tensor._storage_.form
+    base = type(tensor)(tensor._storage_, form)
+    return dispatch(func, (base, args[1], args[2], offset), {})
+
+
+@handles("aten::resize_.default")
+def _resize(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor, size = args[0], tuple(args[1])
+    memory_format = kwargs.get("memory_format")
+    stride = contiguous_stride(size)
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        like = torch.empty(size, device="meta", memory_format=memory_format)
+        stride = tuple(like.stride())
+    resize(tensor, size, stride, "aten::resize_.default")
+    return tensor
+
+
+@handles("aten::resize_as_.default")
+def _resize_as(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor, like = args[0], args[1]
+    memory_format = kwargs.get("memory_format")
+    if memory_format is torch.preserve_format:
+        kwargs = {"memory_format": torch._prims_common.suggest_memory_format(like)}
+    return _resize(func, (tensor, tuple(like.shape)), kwargs)
+
+
+def resize(tensor: Any, size: tuple[int, ...], stride: tuple[int, ...], name: str) -> None:
+    """Give a tensor another size over its own memory, which grows if it must (new elements are 0).
+
+    Raises:
+        UnsupportedOpError: the memory must grow and other tensors share it.
+    """
+    from xla_dtensor.dispatch import dispatch
+
+    if tuple(tensor.shape) == size:
+        return
+    form = tensor._form
+    base = tensor._storage_.form
+    memory = math.prod(base.shape)
+    needed = form.offset + (
+        math.prod(size) and 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    )
+    if needed <= memory:
+        view = dispatch(aten.as_strided.default, (tensor, size, stride, form.offset), {})
+        become(tensor, view, name)
+        return
+    if not memory:
+        become(tensor, dispatch(aten.new_empty_strided.default, (tensor, size, stride), {}), name)
+        return
+    refuse_shared(tensor, name, size)
+    flat = dispatch(aten.as_strided.default, (tensor, (memory,), (1,), 0), {})
+    grown = dispatch(aten.constant_pad_nd.default, (flat, [0, needed - memory]), {})
+    become(tensor, dispatch(aten.as_strided.default, (grown, size, stride, form.offset), {}), name)
+
+
+def refuse_shared(tensor: Any, name: str, size: tuple[int, ...]) -> None:
+    """Raise if other tensors see the memory that ``tensor`` is about to leave."""
+    storage = tensor._storage_
+    # This variable, the tensor's attribute, and the argument of getrefcount.
+    if math.prod(storage.form.shape) and sys.getrefcount(storage) > 3:
+        raise UnsupportedOpError(
+            f"{name}: a tensor of shape {list(tensor.shape)} would need new memory for "
+            f"{list(size)}, and other tensors (views of it, or what autograd has saved) share the "
+            "memory that it has; make a new tensor instead"
+        )
+
+
+@handles("aten::set_.source_Tensor")
+def _set(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    become(args[0], args[1], "aten::set_.source_Tensor")
+    return args[0]
+
+
+@handles("aten::set_.source_Tensor_storage_offset")
+def _set_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from xla_dtensor.dispatch import dispatch
+
+    tensor, source, offset, size = args[:4]
+    stride = args[4] if len(args) > 4 and args[4] else contiguous_stride(tuple(size))
+    view = dispatch(aten.as_strided.default, (source, size, stride, offset), {})
+    become(tensor, view, "aten::set_.source_Tensor_storage_offset")
+    return tensor
+
+
+@handles("aten::set_.default")
+def _set_empty(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from xla_dtensor.dispatch import dispatch
+
+    become(args[0], dispatch(aten.new_empty.default, (args[0], [0]), {}), "aten::set_.default")
+    return args[0]
+
+
+@handles("aten::set_.source_Storage", "aten::set_.source_Storage_storage_offset")
+def _refuse_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedOpError(
+        "set_ with a torch storage: the memory of an xla tensor is a jax.Array, which torch's "
+        "storages don't show; use x.set_(other_tensor) or x.set_(other_tensor, offset, size, "
+        "stride)"
+    )
+
+
+@handles(
+    "aten::linalg_matrix_rank.atol_rtol_float_out",
+    "aten::linalg_matrix_rank.atol_rtol_tensor_out",
+    "aten::linalg_matrix_rank.out",
+    "aten::linalg_matrix_rank.out_tol_tensor",
+)
+def _write_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The form without ``out=``, then the write: torch's own composite forgets it for tensor
+    subclasses."""
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out")
+    result = torch.linalg.matrix_rank(*args, **kwargs)
+    resize(out, tuple(result.shape), contiguous_stride(tuple(result.shape)), func.name())
+    return out.copy_(result)
