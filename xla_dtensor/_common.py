@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xla_dtensor.storage import LayoutStep
+
 if TYPE_CHECKING:
     import jax
     import numpy as np
 
     from xla_dtensor.form import Form
-    from xla_dtensor.storage import Storage, ViewStep
+    from xla_dtensor.storage import Step, Storage
 
 
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
-_OWN_ATTRIBUTES = frozenset({"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing"})
+_OWN_ATTRIBUTES = frozenset(
+    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local"}
+)
 
 
 _DEVICE = torch.device("xla:0")
@@ -36,7 +40,7 @@ class TensorMethods:
     """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
 
     _storage_: Storage
-    _steps: tuple[ViewStep, ...] = ()
+    _steps: tuple[Step, ...] = ()
     _own_form: Form
     _cache: Any = None
 
@@ -45,7 +49,7 @@ class TensorMethods:
         cls: Any,
         storage: Storage,
         form: Form,
-        steps: tuple[ViewStep, ...] = (),
+        steps: tuple[Step, ...] = (),
         requires_grad: bool = False,
     ) -> Any:
         r = torch.Tensor._make_wrapper_subclass(
@@ -77,7 +81,14 @@ class TensorMethods:
     @property
     def _form(self) -> Form:
         """The tensor's current physical form."""
-        return self._own_form if self._steps else self._storage_.form
+        form = self._storage_.form
+        if not self._steps:
+            return form
+        if self._own_form.varying != form.varying and not any(
+            isinstance(step, LayoutStep) for step in self._steps
+        ):  # since a write to the storage
+            self._own_form = self._own_form.placed(form.frame).with_varying(form.varying)
+        return self._own_form
 
     @property
     def data(self) -> Any:

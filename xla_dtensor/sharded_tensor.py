@@ -37,6 +37,8 @@ class XLAShardedTensor(TensorMethods, DTensor):
     sharded tensors; not by calling the class.
     """
 
+    _local: Any = None  # what to_local() returned last, see local_view.py
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -89,10 +91,16 @@ class XLAShardedTensor(TensorMethods, DTensor):
         return full_tensor(self, grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """What each device holds, as an `XLATensor`; differentiable.
+        """What each device holds, as an `XLATensor` that varies along the mesh dims that shard
+        (or hold parts of) this tensor; differentiable. It shares this tensor's memory. The same
+        object until this tensor is written to.
+
+        Args:
+            grad_placements: how the devices' gradients make up this tensor's gradient; by default
+                as its placements say, with ``Replicate`` for ``Partial``.
 
         Raises:
-            UnsupportedOpError: the devices hold different values.
+            UnsupportedOpError: a sharded dim doesn't divide.
         """
         from xla_dtensor.local_view import to_local
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from xla_dtensor import _context
 from xla_dtensor.lowering import ViewLowering
+from xla_dtensor.per_device import over_devices, union
 
 if TYPE_CHECKING:
     import jax
@@ -67,19 +68,75 @@ def thaw(value: Any) -> Any:
     return [thaw(v) for v in value] if isinstance(value, tuple) else value
 
 
-def read_through(base: jax.Array, steps: tuple[ViewStep, ...]) -> jax.Array:
-    """The logical value of the view ``steps`` of ``base`` (a logical value)."""
+@dataclass(frozen=True)
+class LayoutStep:
+    """The step from a sharded tensor to what its devices hold, or back.
+
+    Attributes:
+        source, target: the forms before and after; one sharded, one per device.
+    """
+
+    source: Form
+    target: Form
+
+    def get(self, base: jax.Array) -> jax.Array:
+        """The whole array in ``target`` from the one in ``source``."""
+        from xla_dtensor.local_layout import from_devices, to_devices
+
+        convert = to_devices if self.source.is_sharded else from_devices
+        return convert(base, self.source, self.target)
+
+    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
+        """The inverse of `get`: of ``base`` nothing remains."""
+        return LayoutStep(self.target, self.source).get(value)
+
+
+Step = ViewStep | LayoutStep
+
+
+def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
+    """The logical value of the view ``steps`` of ``base``.
+
+    Args:
+        base: a logical value in ``form``, varying axes included; so is the result.
+    """
+    varying = form.varying
     for step in steps:
-        base = step.get(base)
+        if isinstance(step, LayoutStep):
+            base, varying = step.get(base), step.target.varying
+        else:
+            base = over_devices(step.get, [varying], form.frame)[0](base)
     return base
 
 
-def write_through(base: jax.Array, steps: tuple[ViewStep, ...], value: jax.Array) -> jax.Array:
-    """``base`` after ``value`` was written to its view ``steps``."""
-    if not steps:
-        return value
-    first, rest = steps[0], steps[1:]
-    return first.put(base, write_through(first.get(base), rest, value) if rest else value)
+def write_through(
+    base: jax.Array, form: Form, steps: tuple[Step, ...], value: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """``base`` after ``value`` was written to its view ``steps``.
+
+    Args:
+        base: a logical value in ``form``.
+        axes: those along which ``value`` varies: the view's, and perhaps more.
+
+    Returns:
+        the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
+    """
+
+    def write(base: jax.Array, varying: tuple[str, ...], steps: tuple[Step, ...]) -> jax.Array:
+        if not steps:
+            return value
+        first, rest = steps[0], steps[1:]
+        if isinstance(first, LayoutStep):
+            inside = write(first.get(base), first.target.varying, rest) if rest else value
+            return first.put(base, inside)
+        inside = value
+        if rest:
+            part = over_devices(first.get, [varying], form.frame)[0](base)
+            inside = write(part, varying, rest)
+        put, _ = over_devices(first.put, [varying, union(form.frame, [varying, axes])], form.frame)
+        return put(base, inside)
+
+    return write(base, form.varying, steps)
 
 
 class Pending:

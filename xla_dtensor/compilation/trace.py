@@ -252,7 +252,7 @@ class StepTrace:
         if not self.in_optimizer:
             return None
         with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-            array = jnp.full(form.padded_shape, value, dtype=form.jax_dtype, device=form.sharding)
+            array = jnp.full(form.array_shape, value, dtype=form.jax_dtype, device=form.sharding)
             storage = Storage(array, form)
         self._capture(storage, fill_value=value)
         return storage

@@ -48,7 +48,7 @@ class Call:
         dynamic = info.dynamic_arguments
         new_args = []
         for name, value in zip(info.argument_names, args):  # noqa: B905  (fewer values)
-            new_args.append(self._take(value, name in dynamic, key))  # noqa: PERF401  (faster)
+            new_args.append(self._take(value, name in dynamic, key))
         self.args = tuple(new_args)
         self.kwargs = {}
         self.meta_kwargs: dict[str, Any] = {}
@@ -68,7 +68,7 @@ class Call:
         cls = type(value)
         if cls is XLAShardedTensor or cls is XLATensor:
             steps = value._steps
-            form = value._own_form if steps else value._storage_.form
+            form = value._form if steps else value._storage_.form
             key.append(form)
             if steps:
                 key.append(steps)

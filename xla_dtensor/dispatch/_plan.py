@@ -18,8 +18,10 @@ from xla_dtensor.dispatch._ops import DROPPED, OpInfo, info_of
 from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
+from xla_dtensor.mesh import mesh_dim_axes
+from xla_dtensor.per_device import coordinate, logical, over_devices, union
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage, ViewStep, freeze, write_through
+from xla_dtensor.storage import LayoutStep, Storage, ViewStep, freeze, write_through
 
 
 class Meta:
@@ -74,7 +76,7 @@ class ViewPlan:
         """The view or views of ``base``."""
         storage, steps = base._storage_, base._steps
         if self.identity:
-            return type(base)(storage, base._own_form if steps else storage.form, steps)
+            return type(base)(storage, base._form if steps else storage.form, steps)
         if self.of_memory:
             steps = _memory_order(storage.form)
         results = [
@@ -157,9 +159,11 @@ class Plan:
             )
         _refuse_overlap(info, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
+        frame = _where(call)[1]
+        axes = varying_axes(call, frame)
         self.base_forms = [
-            form.reduced() if grown is None else grown
-            for form, grown in zip(before, self.grown, strict=True)
+            _written_form(base, axes, frame, info) if grown is None else grown
+            for base, grown in zip(bases, self.grown, strict=True)
         ]
         self.run, self.eager, self.random = _functions(
             call,
@@ -203,7 +207,7 @@ def _functions(
     steps = [b._steps if new is None else () for b, new in zip(bases, grown, strict=True)]
     own_forms = [forms[i] if new is None else new for i, new in zip(mutated, grown, strict=True)]
 
-    def run(keys: Any, leaves: Any, base_arrays: Any, pad: bool) -> list[Any]:
+    def on_one_device(keys: Any, leaves: Any, pad: bool) -> list[Any]:
         values = [
             form.logical(leaf) if isinstance(form, Form) else leaf
             for leaf, form in zip(leaves, forms, strict=True)
@@ -224,9 +228,31 @@ def _functions(
             value = _checked(value, own_forms[j].shape, own_forms[j].jax_dtype, info)
             if pinned is not None:
                 value = _pin(value, pinned.written)
+            out.append(value)
+        return out
+
+    frame = next((f.frame for f in (*result_forms, *after) if f is not None and f.frame), None)
+    varying = [f.varying if isinstance(f, Form) else () for f in forms]
+    axes = union(frame, varying)
+
+    def on_devices(keys: Any, leaves: Any, pad: bool) -> list[Any]:
+        def one(index: Any, *own_leaves: Any) -> list[Any]:
+            # Each device draws numbers of its own where it varies.
+            own_keys = lambda: jax.random.fold_in(keys(), index)
+            return on_one_device(own_keys, own_leaves, pad)
+
+        mapped, _ = over_devices(one, [axes, *varying], frame)
+        return mapped(coordinate(frame, axes), *leaves)
+
+    def run(keys: Any, leaves: Any, base_arrays: Any, pad: bool) -> list[Any]:
+        out = (on_devices if axes else on_one_device)(keys, leaves, pad)
+        first = len(out) - writes_expected
+        for j, base in enumerate(base_arrays):
+            value = out[first + j]
             if steps[j]:
-                value = write_through(before[j].logical(base_arrays[j]), steps[j], value)
-            out.append(after[j].physical(value) if pad else value)
+                base = logical(base, before[j])
+                value = write_through(base, before[j], steps[j], value, axes)
+            out[first + j] = after[j].physical(value) if pad else value
         if pad:
             # A result that is an argument as it came would share its buffer, and writes to one
             # donate buffers.
@@ -372,18 +398,67 @@ def metas_of_fresh(call: Call, metas: list[Any]) -> list[tuple[Meta | None, int]
 def output_forms(call: Call, metas: list[Meta | None]) -> list[Form | None]:
     """The form of each result: its meta data from torch, its layout from the rules."""
     mesh, frame = _where(call)
+    axes = varying_axes(call, frame)
     if mesh is None:
         return [
-            None if m is None else device_form(frame, m.shape, m.stride, m.offset, m.dtype)
+            None if m is None else device_form(frame, m.shape, m.stride, m.offset, m.dtype, axes)
             for m in metas
         ]
     if not any(m is not None for m in metas):
         return [None for _ in metas]
     placements = output_placements(call, mesh, metas)
     return [
-        None if m is None else sharded_form(mesh, p, m.shape, m.stride, m.offset, m.dtype)
+        None
+        if m is None
+        else sharded_form(mesh, p, m.shape, m.stride, m.offset, m.dtype, varying=axes)
         for m, p in zip(metas, placements, strict=True)
     ]
+
+
+def _written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) -> Form:
+    """The form of a tensor's storage after the write of a value that varies along ``axes``.
+
+    Raises:
+        UnsupportedOpError: what the devices hold of a sharded tensor would differ along an axis
+            along which the sharded tensor doesn't.
+    """
+    form = tensor._storage_.form.reduced()
+    own = tensor._form
+    if not set(axes) - set(own.varying):
+        return form
+    if any(isinstance(step, LayoutStep) for step in tensor._steps):
+        raise UnsupportedOpError(
+            f"{info.name}: the written tensor {list(own.shape)} is what devices hold of a sharded "
+            f"tensor, the same along {sorted(set(axes) - set(own.varying))}, and would differ "
+            "there; write to a copy (x.to_local().clone())"
+        )
+    return form.placed(frame).with_varying(union(frame, [form.varying, axes]))
+
+
+def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:
+    """The axes along which the call's results vary: those of all its tensors."""
+    forms = [form for form in call.forms if isinstance(form, Form)]
+    axes = union(frame, [form.varying for form in forms])
+    if not axes:
+        return ()
+    for form in forms:
+        if form.varying and form.frame is not frame:
+            raise UnsupportedOpError(
+                f"{call.info.name}: a tensor that varies along {list(form.varying)} is older than "
+                f"a mesh that cuts the devices finer ({frame!r}); make the meshes first"
+            )
+        if form.mesh is None:
+            continue
+        own = {name for names in mesh_dim_axes(form.mesh) for name in names}
+        if own & set(axes):
+            raise UnsupportedOpError(
+                f"{call.info.name}: a sharded tensor on {form.mesh!r} with placements "
+                f"{list(form.placements or ())} can't be combined with a per-device tensor that "
+                f"varies along {sorted(own & set(axes))}: is it one value per device, or a part of "
+                "one value? Say which with DTensor.from_local(per_device_tensor, mesh, "
+                "placements), or compute per device with sharded_tensor.to_local()"
+            )
+    return axes
 
 
 def _where(call: Call) -> tuple[Any, Any]:

@@ -11,6 +11,8 @@ from xla_dtensor import _context
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._ops import handles, info_of
 from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
+from xla_dtensor.errors import PerDeviceValueError
+from xla_dtensor.form import Form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 
 Ours = XLAShardedTensor | XLATensor
@@ -20,6 +22,7 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     """The full value of an xla tensor as a CPU tensor."""
     from xla_dtensor.transfer import fetch, to_host
 
+    refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
     trace = _context.current()
     if trace is None:
         form = tensor._form
@@ -36,6 +39,17 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=value.dtype, device="meta")
     out = torch.empty_like(model, device="cpu")
     return value if out.stride() == value.stride() else out.copy_(value)
+
+
+def refuse_varying(form: Form, what: str) -> None:
+    """Raise if the tensor is another one on each device, so that ``what`` would be too."""
+    if form.varying:
+        raise PerDeviceValueError(
+            f"a per-device tensor of shape {list(form.shape)} varies along {list(form.varying)}: "
+            f"{what} would differ from device to device. Look at .local_values() (one CPU tensor "
+            "per device), or make it one value first: DTensor.from_local(x, mesh, placements)"
+            ".full_tensor(), or a collective (all_reduce, all_gather_tensor)"
+        )
 
 
 @handles("aten::_to_copy.default")
@@ -139,6 +153,8 @@ def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if trace is not None:
         trace.refuse(f"{info_of(func).name}, whose result's shape depends on values,")
     ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
+    for tensor in ours:
+        refuse_varying(tensor._form, f"the shape of {info_of(func).name}'s result")
     out = func(*_map(args, _to_host_argument), **_map(kwargs, _to_host_argument))
     mesh = next((t._form.mesh for t in ours if t._form.mesh is not None), None)
 
