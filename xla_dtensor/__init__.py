@@ -35,9 +35,12 @@ __all__ = [
     "XLAShardedTensor",
     "XLATensor",
     "XlaDTensorError",
+    "axis_index",
+    "collectives",
     "compile",
     "distribute_module",
     "distribute_tensor",
+    "from_device_values",
     "init_device_mesh",
 ]
 
@@ -46,16 +49,21 @@ _LAZY = {
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.sharded_tensor",
     "XLATensor": "xla_dtensor.device_tensor",
+    "axis_index": "xla_dtensor.collectives",
     "compile": "xla_dtensor.compilation",
     "distribute_module": "xla_dtensor.factories",
     "distribute_tensor": "xla_dtensor.factories",
+    "from_device_values": "xla_dtensor.local_view",
 }
+_MODULES = ("collectives",)
 
 
 def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        import importlib
+    import importlib
 
+    if name in _MODULES:
+        return importlib.import_module(f"xla_dtensor.{name}")
+    if name in _LAZY:
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value

@@ -10,7 +10,7 @@ import torch
 
 from xla_dtensor import _context, rng
 from xla_dtensor._common import TensorMethods
-from xla_dtensor.dispatch import _special  # noqa: F401  (registers its handlers)
+from xla_dtensor.dispatch import _collective_ops, _special  # noqa: F401  (register handlers)
 from xla_dtensor.dispatch._batch import batched
 from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
 from xla_dtensor.dispatch._metadata import become, refuse_shared

@@ -59,7 +59,10 @@ def _install_for_dtensor() -> None:
     """The hooks into torch.distributed.tensor, which takes long to import: with the first mesh."""
     from xla_dtensor.integration.torch_versions import let_subclasses_dispatch
 
+    from xla_dtensor.integration import functional_collectives
+
     let_subclasses_dispatch()
+    functional_collectives.install()
     _hook_factories()
     _hook_from_local()
 
