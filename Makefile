@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow check bench clean
+.PHONY: help env train test test-slow check bench bench-eager clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -35,6 +35,9 @@ check: env ## lint, formatting, types
 
 bench: env ## the compiled step against hand-written JAX
 	$(BIN)/python benchmarks/step_vs_jax.py $(ARGS)
+
+bench-eager: env ## the time per eager call, next to torch's DTensor and jax.jit
+	$(BIN)/python benchmarks/eager.py $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -73,16 +73,16 @@ class Batch:
 
     def add(self, plan: Plan, call: Call) -> list[Pending]:
         """Write a call down: what its results and its writes will be."""
-        frame = _frame_of(plan)
-        if frame is not None:
-            if self._frame is not None and self._frame.device_ids != frame.device_ids:
-                self.run()  # one program runs on one set of devices
-            self._frame = frame
         operands = [
             leaf if form.__class__ is not Form else _source(leaf)
             for leaf, form in zip(call.leaves, call.forms, strict=True)
         ]
         written = [call.leaves[i] for i in plan.mutated]
+        frame = _frame_of(plan)
+        if frame is not None:
+            if self._frame is not None and self._frame.device_ids != frame.device_ids:
+                self.run()  # one program runs on one set of devices
+            self._frame = frame
         # From here on nothing runs the batch, so that the operands stay what they are.
         leaves = self._operands(operands, _number_lists(call))
         bases = tuple(self._operand(t._storage_) if t._steps else None for t in written)
@@ -156,7 +156,7 @@ def _source(leaf: Any) -> Any:
 
 def _number_lists(call: Call) -> dict[int, int]:
     """Per leaf that is a number of a list, which list."""
-    result = {}
+    result: dict[int, int] = {}
     for which, argument in enumerate((*call.args, *call.kwargs.values())):
         if (
             argument.__class__ is list
