@@ -26,6 +26,7 @@ _OWN_ATTRIBUTES = frozenset(
 
 
 _DEVICE = torch.device("xla:0")
+_META = torch.device("meta")
 
 
 @functools.cache
@@ -58,7 +59,7 @@ class TensorMethods:
             strides=form.stride,
             storage_offset=form.offset,
             dtype=form.dtype,
-            device=_DEVICE,
+            device=_META if form.meta else _DEVICE,
             requires_grad=requires_grad,
         )
         r._storage_ = storage

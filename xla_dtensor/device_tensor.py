@@ -36,8 +36,11 @@ class XLATensor(TensorMethods, torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
         if self.varying:
-            values = f"shape={list(self.shape)}, dtype={self.dtype}, varying along {', '.join(self.varying)}"
-        elif _context.current() is not None:
+            values = (
+                f"shape={list(self.shape)}, dtype={self.dtype}, "
+                f"varying along {', '.join(self.varying)}"
+            )
+        elif self.is_meta or _context.current() is not None:
             values = f"shape={list(self.shape)}, dtype={self.dtype}"
         else:
             text = repr(self.detach().cpu())

@@ -40,6 +40,7 @@ class Form:
         unreduced: the ``Partial`` mesh dims that have a leading axis (their reduction is pending).
         frame: the JAX mesh that the array lives on; None for an array of the default device.
         shape, stride, offset, dtype: as torch sees the tensor.
+        meta: whether it has no value (torch's "meta" device): there is no array.
         padded_shape: the logical dims of the array.
         sharding: the array's ``NamedSharding``; None without a frame.
         spec: torch's ``DTensorSpec``; None for a per-device tensor.
@@ -51,6 +52,7 @@ class Form:
         "frame",
         "jax_dtype",
         "mesh",
+        "meta",
         "offset",
         "padded_shape",
         "placements",
@@ -65,6 +67,7 @@ class Form:
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...] | None
     varying: tuple[str, ...]
+    meta: bool
     unreduced: tuple[int, ...]
     frame: Frame | None
     shape: tuple[int, ...]
@@ -133,18 +136,29 @@ class Form:
             self.offset,
             self.dtype,
             varying=self.varying,
+            meta=self.meta,
         )
 
     def with_varying(self, varying: tuple[str, ...]) -> Form:
         """The same tensor, varying along exactly these axes of its frame."""
-        if varying == self.varying:
-            return self
-        meta = self.shape, self.stride, self.offset, self.dtype
+        return self if varying == self.varying else self._with(varying, self.meta)
+
+    def with_meta(self, meta: bool) -> Form:
+        """The same tensor with or without a value."""
+        return self if meta == self.meta else self._with(self.varying, meta)
+
+    def _with(self, varying: tuple[str, ...], meta: bool) -> Form:
+        about = self.shape, self.stride, self.offset, self.dtype
         if self.mesh is None:
-            return device_form(self.frame, *meta, varying=varying)
+            return device_form(self.frame, *about, varying=varying, meta=meta)
         assert self.placements is not None
         return sharded_form(
-            self.mesh, self.placements, *meta, unreduced=self.unreduced, varying=varying
+            self.mesh,
+            self.placements,
+            *about,
+            unreduced=self.unreduced,
+            varying=varying,
+            meta=meta,
         )
 
     def placed(self, frame: Frame | None) -> Form:
@@ -152,7 +166,8 @@ class Form:
         any other form is itself."""
         if self.frame is not None or frame is None:
             return self
-        return device_form(frame, self.shape, self.stride, self.offset, self.dtype)
+        about = self.shape, self.stride, self.offset, self.dtype
+        return device_form(frame, *about, meta=self.meta)
 
     def _reduce(self, array: jax.Array) -> jax.Array:
         assert self.placements is not None
@@ -202,6 +217,7 @@ def sharded_form(
     dtype: torch.dtype = torch.float32,
     unreduced: tuple[int, ...] = (),
     varying: tuple[str, ...] = (),
+    meta: bool = False,
 ) -> Form:
     """The form of a global-view tensor. ``placements`` must be normalised.
 
@@ -212,7 +228,7 @@ def sharded_form(
     stride = contiguous_stride(shape) if stride is None else tuple(stride)
     frame = frame_of(mesh)
     # The frame is part of the key: a refined one has other axis names.
-    key = (mesh, placements, frame, shape, stride, offset, dtype, unreduced, varying)
+    key = (mesh, placements, frame, shape, stride, offset, dtype, unreduced, varying, meta)
     form = _forms.get(key)
     if form is None:
         axes = mesh_dim_axes(mesh)
@@ -220,7 +236,7 @@ def sharded_form(
             raise PlacementError(
                 f"a tensor on {mesh!r} can't vary along {list(varying)}, which is part of its mesh"
             )
-        form = _new_form(shape, stride, offset, dtype, varying)
+        form = _new_form(shape, stride, offset, dtype, varying, meta)
         form.mesh, form.placements, form.unreduced, form.frame = mesh, placements, unreduced, frame
         form.dim_axes = dim_axes(placements, mesh, len(shape))
         form.padded_shape = tuple(
@@ -243,15 +259,16 @@ def device_form(
     offset: int = 0,
     dtype: torch.dtype = torch.float32,
     varying: tuple[str, ...] = (),
+    meta: bool = False,
 ) -> Form:
     """The form of a per-device tensor: one on each device of ``frame`` along the varying axes, the
     same one along the others."""
     shape = tuple(shape)
     stride = contiguous_stride(shape) if stride is None else tuple(stride)
-    key = (None, None, frame, shape, stride, offset, dtype, (), varying)
+    key = (None, None, frame, shape, stride, offset, dtype, (), varying, meta)
     form = _forms.get(key)
     if form is None:
-        form = _new_form(shape, stride, offset, dtype, varying)
+        form = _new_form(shape, stride, offset, dtype, varying, meta)
         form.mesh, form.placements, form.unreduced, form.frame = None, None, (), frame
         form.dim_axes = ((),) * len(shape)
         form.padded_shape = shape
@@ -267,9 +284,10 @@ def _new_form(
     offset: int,
     dtype: torch.dtype,
     varying: tuple[str, ...],
+    meta: bool,
 ) -> Form:
     form: Form = object.__new__(Form)
-    form.varying = varying
+    form.varying, form.meta = varying, meta
     form.shape, form.stride, form.offset, form.dtype = shape, stride, offset, dtype
     form.jax_dtype = to_jax_dtype(dtype)
     return form

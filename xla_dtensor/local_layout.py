@@ -51,7 +51,7 @@ def local_form(form: Form) -> Form:
     ]
     varying = union(form.frame, [form.varying, *own])
     stride = _dense_stride(tuple(shape), form.stride)
-    return device_form(form.frame, tuple(shape), stride, 0, form.dtype, varying)
+    return device_form(form.frame, tuple(shape), stride, 0, form.dtype, varying, form.meta)
 
 
 def _dense_stride(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:

@@ -158,7 +158,11 @@ def _shard(
 ) -> XLAShardedTensor:
     """The sharded tensor; below autograd."""
     frame = frame_of(mesh)
-    local._storage_.place(frame) if _context.current() is None else None
+    if local.is_meta and not isinstance(local, XLATensor):
+        form = device_form(frame, tuple(local.shape), local.stride(), 0, local.dtype, meta=True)
+        local = XLATensor(Storage(None, form), form)
+    if _context.current() is None and not local.is_meta:
+        local._storage_.place(frame)
     source = local._form.placed(frame)
     for i in _replicated_but_varying(source.varying, mesh, placements):
         if not run_check:
@@ -179,6 +183,7 @@ def _shard(
         source.dtype,
         unreduced=unreduced_dims(placements, source, mesh),
         varying=tuple(name for name in source.varying if name not in own),
+        meta=source.meta,
     )
     parts = local_form(target.reduced())
     if parts.shape != source.shape:
@@ -190,6 +195,8 @@ def _shard(
         # One and the same memory, as in torch.
         step = LayoutStep(source, target)
         return XLAShardedTensor(local._storage_, target, (*local._steps, step))
+    if target.meta:
+        return XLAShardedTensor(Storage(None, target), target)
     return relayout(local, source, target, from_devices)
 
 

@@ -126,6 +126,8 @@ def move(
     """``tensor``'s value in another layout, as a tensor of its own; below autograd."""
     source = tensor._form
     target = source.with_placements(mesh, placements)
+    if target.meta:
+        return XLAShardedTensor(Storage(None, target), target)
     array = read(tensor)
     trace = _context.current()
     if trace is not None:
@@ -212,9 +214,9 @@ class _ToDevices(torch.autograd.Function):
         ctx.grad_placements = grad_placements
         form = tensor._form
         own = device_form(
-            form.frame, form.shape, form.stride, form.offset, form.dtype, form.varying
+            form.frame, form.shape, form.stride, form.offset, form.dtype, form.varying, form.meta
         )
-        return XLATensor(Storage(read(tensor), own), own)
+        return XLATensor(Storage(None if own.meta else read(tensor), own), own)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -81,7 +82,10 @@ def _is_ours(value: Any) -> bool:
 def _execute(plan: Plan, call: Call) -> Any:
     trace = _context.current()
     recipes = None
-    if trace is None:
+    arrays: Any
+    if plan.run is None:
+        arrays = itertools.repeat(None)
+    elif trace is None:
         arrays = _run(plan, call)
     else:
         constant = _constant(plan, call, trace)
@@ -96,7 +100,7 @@ def _execute(plan: Plan, call: Call) -> Any:
     mutated = []
     if plan.mutated:
         mutated = [call.leaves[i] for i in plan.mutated]
-        written = zip(mutated, plan.base_forms, plan.grown, remaining, strict=True)
+        written = zip(mutated, plan.base_forms, plan.grown, remaining, strict=False)
         for tensor, form, grown, array in written:
             if grown is None:
                 tensor._storage_.write(array, form)

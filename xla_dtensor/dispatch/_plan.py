@@ -116,7 +116,8 @@ class Plan:
 
     Attributes:
         run: takes the leaves (arrays, numbers) and the bases of mutated views; returns the arrays
-            of all results, then of all mutated storages. ``run.eager`` is its executable.
+            of all results, then of all mutated storages. ``run.eager`` is its executable. Both are
+            None where the tensors have no value.
         result_forms: per result that aliases no argument, its form (None for an undefined one).
         mutated: the leaf indices of the arguments written, in schema order.
         base_forms: their storages' forms after the write.
@@ -165,6 +166,11 @@ class Plan:
             _written_form(base, axes, frame, info) if grown is None else grown
             for base, grown in zip(bases, self.grown, strict=True)
         ]
+        if has_no_value(call):
+            _refuse_meta_write(info, before)
+            self.run = self.eager = None
+            self.random = False
+            return
         self.run, self.eager, self.random = _functions(
             call,
             lowered,
@@ -399,9 +405,12 @@ def output_forms(call: Call, metas: list[Meta | None]) -> list[Form | None]:
     """The form of each result: its meta data from torch, its layout from the rules."""
     mesh, frame = _where(call)
     axes = varying_axes(call, frame)
+    valueless = has_no_value(call)
     if mesh is None:
         return [
-            None if m is None else device_form(frame, m.shape, m.stride, m.offset, m.dtype, axes)
+            None
+            if m is None
+            else device_form(frame, m.shape, m.stride, m.offset, m.dtype, axes, valueless)
             for m in metas
         ]
     if not any(m is not None for m in metas):
@@ -410,9 +419,20 @@ def output_forms(call: Call, metas: list[Meta | None]) -> list[Form | None]:
     return [
         None
         if m is None
-        else sharded_form(mesh, p, m.shape, m.stride, m.offset, m.dtype, varying=axes)
+        else sharded_form(
+            mesh, p, m.shape, m.stride, m.offset, m.dtype, varying=axes, meta=valueless
+        )
         for m, p in zip(metas, placements, strict=True)
     ]
+
+
+def _refuse_meta_write(info: OpInfo, written: list[Form]) -> None:
+    for form in written:
+        if not form.meta:
+            raise NotImplementedError(
+                f"{info.name}: Cannot copy out of meta tensor; no data! (into a tensor of shape "
+                f"{list(form.shape)})"
+            )
 
 
 def _written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) -> Form:
@@ -433,6 +453,11 @@ def _written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) 
             "there; write to a copy (x.to_local().clone())"
         )
     return form.placed(frame).with_varying(union(frame, [form.varying, axes]))
+
+
+def has_no_value(call: Call) -> bool:
+    """Whether a tensor of the call is on the meta device, and so all results."""
+    return any(isinstance(form, Form) and form.meta for form in call.forms)
 
 
 def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     """The full value of an xla tensor as a CPU tensor."""
     from xla_dtensor.transfer import fetch, to_host
 
+    if tensor._form.meta:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
     trace = _context.current()
     if trace is None:
@@ -55,7 +57,12 @@ def refuse_varying(form: Form, what: str) -> None:
 @handles("aten::_to_copy.default")
 def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
-    if device is None or torch.device(device).type == "xla":
+    if args[0]._form.meta and device is not None and torch.device(device).type != "meta":
+        raise NotImplementedError(
+            "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty() "
+            "instead of torch.nn.Module.to() when moving module from meta to a different device."
+        )
+    if device is None or torch.device(device).type == "xla" or args[0]._form.meta:
         return NotImplemented
     tensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
@@ -80,9 +87,11 @@ def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _like_elsewhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A tensor like an xla tensor on another device, which ``device=`` names."""
     device = kwargs.get("device")
-    if device is None or torch.device(device).type == "xla":
-        return NotImplemented
     like = args[0]
+    if like._form.meta and device is not None and torch.device(device).type == "xla":
+        return func(_with_a_value(like), *args[1:], **kwargs)
+    if device is None or torch.device(device).type == "xla" or like._form.meta:
+        return NotImplemented
     model = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
     return func(model, *args[1:], **kwargs)
 
@@ -93,6 +102,19 @@ def _zero_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     from xla_dtensor.dispatch import dispatch
 
     return dispatch(torch.ops.aten.zeros.default, args, kwargs)
+
+
+def _with_a_value(tensor: Any) -> Any:
+    """A tensor with the layout of one on the meta device; zeros, as memory has to be something."""
+    import jax
+    import jax.numpy as jnp
+
+    from xla_dtensor.dispatch._plan import new_tensor
+
+    form = tensor._form.reduced().with_meta(False)
+    with jax.enable_x64(True):
+        array = jnp.zeros(form.array_shape, form.jax_dtype, device=form.sharding)
+    return new_tensor(array, form)
 
 
 @handles("aten::copy_.default")
