@@ -25,6 +25,7 @@ __all__ = [
     "DataDependentError",
     "DeviceCountError",
     "DeviceMesh",
+    "FSDPModule",
     "MeshDimError",
     "MeshError",
     "MeshMismatchError",
@@ -41,11 +42,14 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "from_device_values",
+    "fully_shard",
     "init_device_mesh",
+    "replicate",
 ]
 
 # Loaded on first use: these import JAX.
 _LAZY = {
+    "FSDPModule": "xla_dtensor.parallel",
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.sharded_tensor",
     "XLATensor": "xla_dtensor.device_tensor",
@@ -54,6 +58,8 @@ _LAZY = {
     "distribute_module": "xla_dtensor.factories",
     "distribute_tensor": "xla_dtensor.factories",
     "from_device_values": "xla_dtensor.local_view",
+    "fully_shard": "xla_dtensor.parallel",
+    "replicate": "xla_dtensor.parallel",
 }
 _MODULES = ("collectives",)
 

@@ -1,9 +1,10 @@
 """Running a function on each device's value of tensors that differ per device.
 
 A tensor that varies has one leading axis per frame axis along which it does (`form.py`). What an
-operation does on one device is a function of values without these axes; ``jax.vmap`` over them
-makes it a function of whole arrays, and since each leading axis is sharded over the mesh axis that
-it stands for, XLA runs every device's part on that device, without communication.
+operation does on one device is a function of values without these axes. On per-device tensors alone
+it runs under ``jax.shard_map``: each device runs it on what it has, and XLA's partitioner has no say.
+On sharded tensors of a submesh XLA must partition the rest, so there it runs under ``jax.vmap``, whose
+mapped axes are sharded over the mesh axes that they stand for.
 """
 
 from __future__ import annotations
@@ -31,19 +32,25 @@ def union(frame: Frame | None, varying: Iterable[Axes]) -> Axes:
 
 
 def over_devices(
-    function: Callable[..., Any], varying: Sequence[Axes], frame: Frame | None
-) -> tuple[Callable[..., Any], Axes]:
-    """``function`` of one device's arrays as a function of whole arrays.
+    function: Callable[..., Any], varying: Sequence[Axes], frame: Frame | None, sharded: bool
+) -> Callable[..., Any]:
+    """``function`` of one device's values as a function of whole arrays.
 
     Args:
-        function: takes as many positional arguments (pytrees of arrays) as ``varying`` has items.
-        varying: per argument the axes that its arrays have in front.
+        function: takes as many positional arguments (arrays or numbers) as ``varying`` has items.
+        varying: per argument the axes that its array has in front.
         frame: their frame.
+        sharded: whether the values, or parts of the work, are sharded over other axes.
 
     Returns:
-        the function, whose results have all of the axes in front, and these axes.
+        the function, whose results have all of the axes in front.
     """
     axes = union(frame, varying)
+    if not axes:
+        return function
+    assert frame is not None
+    if not sharded:
+        return _by_shard_map(function, varying, axes, frame)
     # The first axis is the outermost, so it is mapped last.
     for i in reversed(range(len(axes))):
         function = jax.vmap(
@@ -51,12 +58,34 @@ def over_devices(
             in_axes=tuple(0 if axes[i] in own else None for own in varying),
             spmd_axis_name=axes[i],
         )
-    return function, axes
+    return function
+
+
+def _by_shard_map(
+    function: Callable[..., Any], varying: Sequence[Axes], axes: Axes, frame: Frame
+) -> Callable[..., Any]:
+    spec = jax.sharding.PartitionSpec
+
+    def on_device(*blocks: Any) -> Any:
+        values = [
+            block.reshape(block.shape[len(own) :]) if own else block
+            for block, own in zip(blocks, varying, strict=True)
+        ]
+        results = function(*values)
+        return jax.tree.map(lambda r: jnp.asarray(r).reshape((1,) * len(axes) + r.shape), results)
+
+    return jax.shard_map(
+        on_device,
+        mesh=frame.jax_mesh,
+        in_specs=tuple(spec(*own) for own in varying),
+        out_specs=spec(*axes),
+        check_vma=False,
+    )
 
 
 def logical(array: Any, form: Form) -> Any:
     """The logical value in a whole array of ``form``: varying axes, then the tensor's dims."""
-    return over_devices(form.logical, [form.varying], form.frame)[0](array)
+    return over_devices(form.logical, [form.varying], form.frame, form.is_sharded)(array)
 
 
 def coordinate(frame: Frame, axes: Axes) -> jax.Array:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from xla_dtensor import _context
 from xla_dtensor.lowering import ViewLowering
-from xla_dtensor.per_device import over_devices, union
+from xla_dtensor.per_device import logical, over_devices, union
 
 if TYPE_CHECKING:
     import jax
@@ -98,14 +98,18 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
     """The logical value of the view ``steps`` of ``base``.
 
     Args:
-        base: a logical value in ``form``, varying axes included; so is the result.
+        base: an array in ``form``.
+
+    Returns:
+        the logical value, behind the axes along which it varies.
     """
-    varying = form.varying
+    if not isinstance(steps[0], LayoutStep):
+        base = logical(base, form)
     for step in steps:
         if isinstance(step, LayoutStep):
-            base, varying = step.get(base), step.target.varying
+            base, form = step.get(base), step.target
         else:
-            base = over_devices(step.get, [varying], form.frame)[0](base)
+            base = over_devices(step.get, [form.varying], form.frame, form.is_sharded)(base)
     return base
 
 
@@ -115,28 +119,31 @@ def write_through(
     """``base`` after ``value`` was written to its view ``steps``.
 
     Args:
-        base: a logical value in ``form``.
+        base: an array in ``form``.
         axes: those along which ``value`` varies: the view's, and perhaps more.
 
     Returns:
         the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
     """
 
-    def write(base: jax.Array, varying: tuple[str, ...], steps: tuple[Step, ...]) -> jax.Array:
+    def write(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
         if not steps:
             return value
         first, rest = steps[0], steps[1:]
         if isinstance(first, LayoutStep):
-            inside = write(first.get(base), first.target.varying, rest) if rest else value
+            inside = write(first.get(base), first.target, rest) if rest else value
             return first.put(base, inside)
+        own, frame, sharded = form.varying, form.frame, form.is_sharded
         inside = value
         if rest:
-            part = over_devices(first.get, [varying], form.frame)[0](base)
-            inside = write(part, varying, rest)
-        put, _ = over_devices(first.put, [varying, union(form.frame, [varying, axes])], form.frame)
+            part = over_devices(first.get, [own], frame, sharded)(base)
+            inside = write(part, form, rest)
+        put = over_devices(first.put, [own, union(frame, [own, axes])], frame, sharded)
         return put(base, inside)
 
-    return write(base, form.varying, steps)
+    if not isinstance(steps[0], LayoutStep):
+        base = logical(base, form)
+    return write(base, form, steps)
 
 
 class Pending:

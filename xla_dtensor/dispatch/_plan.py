@@ -19,7 +19,7 @@ from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
 from xla_dtensor.mesh import mesh_dim_axes
-from xla_dtensor.per_device import coordinate, logical, over_devices, union
+from xla_dtensor.per_device import coordinate, over_devices, union
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import LayoutStep, Storage, ViewStep, freeze, write_through
 
@@ -240,6 +240,7 @@ def _functions(
     frame = next((f.frame for f in (*result_forms, *after) if f is not None and f.frame), None)
     varying = [f.varying if isinstance(f, Form) else () for f in forms]
     axes = union(frame, varying)
+    any_sharded = any(isinstance(form, Form) and form.is_sharded for form in forms)
 
     def on_devices(keys: Any, leaves: Any, pad: bool) -> list[Any]:
         def one(index: Any, *own_leaves: Any) -> list[Any]:
@@ -247,7 +248,7 @@ def _functions(
             own_keys = lambda: jax.random.fold_in(keys(), index)
             return on_one_device(own_keys, own_leaves, pad)
 
-        mapped, _ = over_devices(one, [axes, *varying], frame)
+        mapped = over_devices(one, [axes, *varying], frame, any_sharded)
         return mapped(coordinate(frame, axes), *leaves)
 
     def run(keys: Any, leaves: Any, base_arrays: Any, pad: bool) -> list[Any]:
@@ -256,8 +257,8 @@ def _functions(
         for j, base in enumerate(base_arrays):
             value = out[first + j]
             if steps[j]:
-                base = logical(base, before[j])
-                value = write_through(base, before[j], steps[j], value, axes)
+                placed = before[j].placed(after[j].frame)
+                value = write_through(base, placed, steps[j], value, axes)
             out[first + j] = after[j].physical(value) if pad else value
         if pad:
             # A result that is an argument as it came would share its buffer, and writes to one
@@ -442,8 +443,9 @@ def _written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) 
         UnsupportedOpError: what the devices hold of a sharded tensor would differ along an axis
             along which the sharded tensor doesn't.
     """
-    form = tensor._storage_.form.reduced()
-    own = tensor._form
+    form, own, steps = tensor._storage_.form, tensor._form, tensor._steps
+    if not (steps and isinstance(steps[0], LayoutStep)):
+        form = form.reduced()  # else written in the parts that the devices hold
     if not set(axes) - set(own.varying):
         return form
     if any(isinstance(step, LayoutStep) for step in tensor._steps):

@@ -24,7 +24,7 @@ def read(tensor: Any) -> Any:
         base = trace.array_of(storage, tensor)
         if not steps:
             return base
-        return read_through(logical(base, storage.form), storage.form, steps)
+        return read_through(base, storage.form, steps)
     if not steps:
         return storage.array
     cache = tensor._cache
@@ -65,7 +65,7 @@ def _view_reader(form: Form, steps: tuple[Step, ...], own: Form) -> Any:
     if reader is None:
 
         def function(array: Any) -> Any:
-            value = read_through(logical(array, form), form, steps)
+            value = read_through(array, form, steps)
             return own.physical(value.astype(own.jax_dtype))
 
         jitted = jax.jit(function, out_shardings=own.sharding)
