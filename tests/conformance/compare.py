@@ -89,6 +89,43 @@ def _compare_one(
         raise Mismatch(_severity(a, w), f"{what} {[*w.shape]}: {text}") from None
 
 
+def as_exact(
+    actual: Any, wanted: Any, exact: Any, tolerance: tuple[float, float] | None, kind: str
+) -> bool:
+    """Whether ``actual`` is as good as CPU torch's ``wanted``, judged by ``exact``, which CPU torch
+    computes in double precision: within torch's tolerance of it, or (if the difference is one of
+    precision) with no larger error than ``wanted``. Only floating-point results may differ."""
+    triples = list(zip(leaves(actual), leaves(wanted), leaves(exact), strict=False))
+    if kind not in (PRECISION, WRONG) or len(leaves(actual)) != len(triples):
+        return False
+    for a, w, e in triples:
+        if not isinstance(w, torch.Tensor) or w.dtype == e.dtype:
+            try:
+                compare(a, w, tolerance, "")
+            except Mismatch:
+                return False
+            continue
+        a, w, e = plain(a), plain(w), plain(e)
+        try:
+            rtol, atol = tolerance or (None, None)
+            torch.testing.assert_close(
+                a, e.to(w.dtype), rtol=rtol, atol=atol, equal_nan=True, check_stride=False
+            )
+        except AssertionError:
+            if kind != PRECISION or _error(a, e) > _error(w, e):
+                return False
+    return True
+
+
+def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error among the finite numbers; infinite if others differ."""
+    value = value.to(exact.dtype)
+    finite = torch.isfinite(value) & torch.isfinite(exact)
+    if not torch.equal(value[~finite].nan_to_num(), exact[~finite].nan_to_num()):
+        return float("inf")
+    return float((value - exact)[finite].abs().max()) if finite.any() else 0.0
+
+
 def _severity(actual: torch.Tensor, wanted: torch.Tensor) -> str:
     if not (wanted.dtype.is_floating_point or wanted.dtype.is_complex):
         return WRONG

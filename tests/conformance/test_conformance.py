@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.conformance import entries
 from tests.conformance.check import check_entry
-from tests.conformance.compare import Mismatch, compare
+from tests.conformance.compare import Mismatch, as_exact, compare
 from tests.conformance.layouts import draw, short
 from tests.conformance.report import render
 
@@ -145,3 +145,15 @@ def test_report_counts_and_explains() -> None:
     assert "| forward | 1 | 1 | 100.0 % |" in text
     assert "| out | 1 | 0 | 0.0 % | 1 |" in text
     assert "| b | out | [5] [S0] | 7 \\| 8 |" in text
+
+
+def test_more_exact_than_torch_passes() -> None:
+    exact = torch.tensor([1e4, 1e-3], dtype=torch.float64)
+    torchs, near, far = exact + 2e-2, exact + 1e-2, exact + 3e-2
+    judge = lambda a, kind: as_exact(a.float(), torchs.float(), exact, None, kind)
+    assert judge(near, "precision") and not judge(far, "precision")
+    assert judge(exact, "wrong") and not judge(near, "wrong") and not judge(exact, "shape/dtype")
+    count = torch.tensor([3])
+    assert not as_exact(count + 1, count, count, None, "wrong")
+    infinite = torch.tensor([float("inf"), 0.0], dtype=torch.float64)
+    assert not as_exact(exact.float(), infinite.float(), infinite, None, "precision")

@@ -48,7 +48,7 @@ class Call:
         dynamic = info.dynamic_arguments
         new_args = []
         for name, value in zip(info.argument_names, args):  # noqa: B905  (fewer values)
-            new_args.append(self._take(value, name in dynamic, key))  # noqa: PERF401  (faster)
+            new_args.append(self._take(value, name in dynamic, key))
         self.args = tuple(new_args)
         self.kwargs = {}
         self.meta_kwargs: dict[str, Any] = {}
