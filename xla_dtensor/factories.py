@@ -71,8 +71,8 @@ def distribute_tensor(
         return tensor
     if tensor.layout is not torch.strided:
         raise UnsupportedOpError(
-            f"distribute_tensor of a tensor with layout {tensor.layout}: XLA has dense arrays only; "
-            "distribute tensor.to_dense()"
+            f"distribute_tensor of a tensor with layout {tensor.layout}: XLA has dense arrays "
+            "only; distribute tensor.to_dense()"
         )
     if tensor.is_meta:
         raise UnsupportedOpError(

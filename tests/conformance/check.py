@@ -37,8 +37,8 @@ class Result:
     """What became of an entry: per form the worst class, or nothing where it has no such form.
 
     Attributes:
-        more_exact: how many results were outside of torch's tolerance of CPU torch's, but closer to
-            what CPU torch computes in double precision.
+        more_exact: how many results were outside of torch's tolerance of CPU torch's, but as close
+            to what CPU torch computes in double precision.
     """
 
     name: str
@@ -326,7 +326,8 @@ class _Sample:
         tensors(actual)[0].fill_(1)
         pairs = zip(tensors(ours), tensors(call), strict=True)
         moved = [(a, w) for a, w in pairs if a.device.type == "xla"]
-        compare(*map(list, zip(*moved, strict=True)), None, "input after a write to the result")
+        ours_moved, theirs = [a for a, _ in moved], [w for _, w in moved]
+        compare(ours_moved, theirs, None, "input after a write to the result")
 
 
 def _real_numbers(tensor: torch.Tensor) -> np.ndarray:

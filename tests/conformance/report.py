@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.conformance.compare import ERRORS_OF_TORCH
 from tests.conformance.expected import EXPECTED, reason
 
 FORMS = ("forward", "backward", "method", "inplace", "out", "alias")
@@ -48,7 +49,8 @@ def _head(records: list[Record]) -> Iterator[str]:
     closer = sum(r.get("more_exact", 0) for r in records)
     yield (
         f"{closer} results count as passed that are outside of torch's tolerance of CPU torch's, "
-        "but closer to what CPU torch computes in double precision.\n"
+        "but as close to what CPU torch computes in double precision: within the tolerance of it, "
+        f"or within {ERRORS_OF_TORCH:.0f} times CPU torch's own error.\n"
     )
 
 

@@ -147,12 +147,18 @@ def test_report_counts_and_explains() -> None:
     assert "| b | out | [5] [S0] | 7 \\| 8 |" in text
 
 
-def test_more_exact_than_torch_passes() -> None:
+def test_as_exact_as_torch_passes() -> None:
     exact = torch.tensor([1e4, 1e-3], dtype=torch.float64)
-    torchs, near, far = exact + 2e-2, exact + 1e-2, exact + 3e-2
-    judge = lambda a, kind: as_exact(a.float(), torchs.float(), exact, None, kind)
-    assert judge(near, "precision") and not judge(far, "precision")
-    assert judge(exact, "wrong") and not judge(near, "wrong") and not judge(exact, "shape/dtype")
+
+    def judge(error: float, kind: str, error_of_torch: float = 2e-2) -> bool:
+        ours, torchs = (exact + error).float(), (exact + error_of_torch).float()
+        return as_exact(ours, torchs, exact, None, kind)
+
+    assert judge(5e-2, "precision") and not judge(7e-2, "precision")
+    assert judge(5e-2, "wrong") and not judge(7e-2, "wrong")
+    assert judge(0, "wrong", 1) and not judge(0, "shape/dtype")
+    # torch's number is within its tolerance: ours has to be, too.
+    assert not judge(1e-1, "wrong", 1e-6)
     count = torch.tensor([3])
     assert not as_exact(count + 1, count, count, None, "wrong")
     infinite = torch.tensor([float("inf"), 0.0], dtype=torch.float64)

@@ -104,8 +104,9 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
     always = name in _CONVOLUTIONS or name.startswith(_TRANSFORMS)
     if not always and sum(size > 1 for size in frame.sizes.values()) < 3:
         return None
-    if call.info.mutated and name.startswith(_TRANSFORMS + _GATHERS):
-        # out=: rules know the functional overload alone.
+    product = f"{name.rpartition('.')[0]}.default" in _PRODUCTS
+    if call.info.is_out and (product or name.startswith(_TRANSFORMS + _GATHERS)):
+        # Rules know the functional overload alone.
         whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
         return Pins(whole, [], frame.replicated)
     if not always and name not in _PRODUCTS and not name.startswith(_GATHERS):
@@ -186,10 +187,10 @@ def _compiler_placements(
             for leaf, form in zip(leaves, forms, strict=True)
         ]
         kwargs = {name: fill(value, values) for name, value in call.kwargs.items()}
-        fresh, _ = lowered(
+        fresh, writes = lowered(
             lambda: rng.key_of(rng.words(), next(counter)), fill(list(call.args), values), kwargs
         )
-        return [value for value in fresh if value is not None]
+        return [value for value in (*fresh, *writes) if value is not None]
 
     leaves = [
         jax.ShapeDtypeStruct(
