@@ -36,8 +36,12 @@ MESHES = {
 
 
 def make_mesh(name: str) -> DeviceMesh:
-    """The mesh called ``name`` in `MESHES`."""
-    shape, names = MESHES[name]
+    """The mesh called ``name`` in `MESHES`, or one of any other shape (``"5"``, ``"5x1"``)."""
+    if name in MESHES:
+        shape, names = MESHES[name]
+    else:
+        shape = tuple(map(int, name.split("x")))
+        names = tuple(f"d{i}" for i in range(len(shape)))
     return xd.init_device_mesh("xla", shape, mesh_dim_names=names)
 
 

@@ -301,3 +301,23 @@ def test_complex_views(mesh_2x4: DeviceMesh) -> None:
         return [pairs, z, z.real, z.imag, z.conj() * z]
 
     both(mesh_2x4, program)
+
+
+def test_inference_mode(mesh_2x4: DeviceMesh) -> None:
+    def program(x: torch.Tensor) -> list:
+        with torch.inference_mode():
+            y = x * 2
+            y[0].add_(1)
+            row = x[1]  # an ordinary tensor
+            row.mul_(3)
+            kinds = [y.is_inference(), y[0].is_inference(), row.is_inference(), x.is_inference()]
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            y.add_(1)
+        with pytest.raises(RuntimeError, match="do not track version counter"):
+            assert y._version
+        z = x.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            z * y
+        return [y, row, x, x._version, *kinds]
+
+    both(mesh_2x4, program)

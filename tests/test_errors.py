@@ -406,3 +406,11 @@ def test_nothing_is_changed_by_a_refused_call() -> None:
         with pytest.raises(xd.XlaDTensorError):
             call()
         assert (x.placements, x.tolist()) == ((S(0), R), [1, 1, 1, 1])
+
+
+def test_sparse_tensors_are_refused(mesh_2x4: DeviceMesh) -> None:
+    with pytest.raises(xd.UnsupportedOpError, match=r"sparse_coo.*distribute tensor.to_dense"):
+        distribute_tensor(torch.eye(4).to_sparse(), mesh_2x4, [Shard(0), Replicate()])
+    x = distribute_tensor(torch.eye(4), mesh_2x4, [Shard(0), Replicate()])
+    with pytest.raises(xd.UnsupportedOpError, match="_to_sparse"):
+        x.to_sparse()

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import tests.conftest as shared
 import xla_dtensor as xd
-from tests.oracle import all_placements, expected_indices
+from tests.torch_layouts import all_placements, expected_indices
 from xla_dtensor import factories, rng
 
 R, S = Replicate(), Shard

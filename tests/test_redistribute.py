@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import tests.conftest as shared
 import xla_dtensor as xd
-from tests.oracle import all_placements, expected_indices
+from tests.torch_layouts import all_placements, expected_indices
 
 R, S = Replicate(), Shard
 Placements = tuple[Placement, ...]

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import tests.conftest as shared
 import xla_dtensor as xd
-from tests.oracle import expected_indices
+from tests.torch_layouts import expected_indices
 
 R, S = Replicate(), Shard
 

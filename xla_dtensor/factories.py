@@ -49,6 +49,7 @@ def distribute_tensor(
         RuntimeError: ``tensor`` isn't a leaf (as in torch).
         PlacementError: the placements fit neither mesh nor tensor, or a sharded tensor has others.
         MeshMismatchError: ``tensor`` is sharded over another mesh.
+        UnsupportedOpError: ``tensor`` has a sparse layout.
     """
     mesh = device_mesh or _mesh_resources.get_current_mesh()
     if not tensor.is_leaf:
@@ -69,6 +70,11 @@ def distribute_tensor(
                 f"{list(tensor.placements)}, not {list(placements)}; use redistribute(placements=)"
             )
         return tensor
+    if tensor.layout is not torch.strided:
+        raise UnsupportedOpError(
+            f"distribute_tensor of a tensor with layout {tensor.layout}: XLA has dense arrays "
+            "only; distribute tensor.to_dense()"
+        )
     form = sharded_form(
         mesh,
         placements,

@@ -139,7 +139,9 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
     mesh = leaf.device_mesh
     wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in leaf.placements)
 
-    def land(grad: torch.Tensor) -> torch.Tensor | None:
+    def land(grad: torch.Tensor | None) -> torch.Tensor | None:
+        if grad is None:  # undefined: a formula of torch's gave no gradient
+            return None
         if not isinstance(grad, XLAShardedTensor):  # it came through .cpu()
             from xla_dtensor.redistribute import as_sharded
 

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import MESHES, make_mesh  # isort: skip  (sets the environment: first)
+from tests.conftest import make_mesh  # isort: skip  (sets the environment: first)
 
 import torch
 
 from tests.conformance import entries
-from tests.conformance.check import Result, check_entry
+from tests.conformance.check import FORMS, Result, check_entry
 from tests.conformance.compare import ERROR, EntryTimeout
 
 
@@ -55,7 +55,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=3, help="samples per entry")
     parser.add_argument("--layouts", type=int, default=1, help="layouts per sample")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--mesh", default="2x4", choices=list(MESHES))
+    parser.add_argument("--forms", default=",".join(FORMS), help="which, comma separated")
+    parser.add_argument(
+        "--mesh", default="2x4", help="a shape; most samples divide by 5, few by 2x4"
+    )
     parser.add_argument("--out", default="report.jsonl")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th entry from the i-th")
     parser.add_argument("--resume", action="store_true", help="skip what --out has")
@@ -84,7 +87,8 @@ def _guarded(entry: Any, dtype: torch.dtype, mesh: Any, options: Any) -> Result:
     faulthandler.dump_traceback_later(3 * options.timeout, exit=True)
     signal.alarm(options.timeout)
     try:
-        return check_entry(entry, dtype, mesh, options.limit, options.layouts)
+        forms = options.forms.split(",")
+        return check_entry(entry, dtype, mesh, options.limit, options.layouts, forms)
     except EntryTimeout:
         return _failed(entries.full_name(entry), f"took over {options.timeout} s")
     except Exception as error:

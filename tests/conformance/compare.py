@@ -20,6 +20,10 @@ PASS, UNSUPPORTED, ERROR, SHAPE, PRECISION, WRONG = CLASSES = (
 )
 
 
+# Times CPU torch's own error against double precision that a result may be off.
+ERRORS_OF_TORCH = 3.0
+
+
 class Mismatch(Exception):
     """A result that is not CPU torch's."""
 
@@ -87,6 +91,56 @@ def _compare_one(
     except AssertionError as error:
         text = " ".join(str(error).split())[:300]
         raise Mismatch(_severity(a, w), f"{what} {[*w.shape]}: {text}") from None
+
+
+def as_exact(
+    actual: Any, wanted: Any, exact: Any, tolerance: tuple[float, float] | None, kind: str
+) -> bool:
+    """Whether ``actual`` is as good as CPU torch's ``wanted``, judged by ``exact``, which CPU torch
+    computes in double precision: within torch's tolerance of it, or with an error of the order of
+    ``wanted``'s own (other orders of summation differ by as much). Only floating-point results may
+    differ."""
+    triples = list(zip(leaves(actual), leaves(wanted), leaves(exact), strict=False))
+    if kind not in (PRECISION, WRONG) or len(leaves(actual)) != len(triples):
+        return False
+    for a, w, e in triples:
+        if not isinstance(w, torch.Tensor) or w.dtype == e.dtype:
+            try:
+                compare(a, w, tolerance, "")
+            except Mismatch:
+                return False
+            continue
+        a, w, e = plain(a), plain(w), plain(e)
+        if _within(a, e, tolerance):
+            continue
+        # A large difference counts as one of precision only where torch's number is off, too.
+        if kind == WRONG and _within(w, e, tolerance):
+            return False
+        if _error(a, e) > ERRORS_OF_TORCH * _error(w, e):
+            return False
+    return True
+
+
+def _within(
+    value: torch.Tensor, exact: torch.Tensor, tolerance: tuple[float, float] | None
+) -> bool:
+    rtol, atol = tolerance or (None, None)
+    try:
+        torch.testing.assert_close(
+            value, exact.to(value.dtype), rtol=rtol, atol=atol, equal_nan=True, check_stride=False
+        )
+    except AssertionError:
+        return False
+    return True
+
+
+def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error among the finite numbers; infinite if others differ."""
+    value = value.to(exact.dtype)
+    finite = torch.isfinite(value) & torch.isfinite(exact)
+    if not torch.equal(value[~finite].nan_to_num(), exact[~finite].nan_to_num()):
+        return float("inf")
+    return float((value - exact)[finite].abs().max()) if finite.any() else 0.0
 
 
 def _severity(actual: torch.Tensor, wanted: torch.Tensor) -> str:

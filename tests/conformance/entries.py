@@ -25,6 +25,10 @@ SOMETIMES_RANDOM = re.compile(
     r"nn\.functional\.(multi_head_attention_forward|scaled_dot_product_attention|rrelu)(\..*)?"
     r"|(svd|pca)_lowrank"
 )
+# Factors of a random projection: unique up to signs (phases), which the layout may change.
+UP_TO_SIGNS = re.compile(r"(svd|pca)_lowrank")
+# Which of equal numbers' positions they return is up to torch: integer inputs are made distinct.
+DISTINCT = re.compile(r"kthvalue|topk|mode|(nan)?median|(arg)?sort|msort")
 # Their numbers are whatever was in memory.
 UNDEFINED = re.compile(r"(new_)?empty(_like|_strided|_permuted)?(\..*)?")
 # Arguments that torch wants on the CPU whatever the device: numbers that decide shapes.
@@ -70,7 +74,19 @@ def samples(entry: Any, dtype: torch.dtype, limit: int) -> list[Any]:
     random.seed(0)
     grad = differentiable(entry, dtype)
     every = list(entry.sample_inputs("cpu", dtype, requires_grad=grad))
-    return every[:: max(1, -(-len(every) // limit))]
+    chosen = every[:: max(1, -(-len(every) // limit))]
+    if DISTINCT.fullmatch(entry.name):
+        for sample in chosen:
+            sample.input = _distinct(sample.input)
+    return chosen
+
+
+def _distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one without two equal numbers, if the dtype has as many."""
+    if tensor.dtype in (torch.float32, torch.float64) or tensor.numel() > 127:
+        return tensor
+    numbers = torch.randperm(tensor.numel()).view(tensor.shape)
+    return numbers.to(tensor.dtype).requires_grad_(tensor.requires_grad)
 
 
 def tolerance(entry: Any, dtype: torch.dtype) -> tuple[float, float] | None:

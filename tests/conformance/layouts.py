@@ -85,6 +85,28 @@ def fresh(value: Any, grad: bool) -> Any:
     return map_leaves(value, copy)
 
 
+def in_double(value: Any) -> Any:
+    """A copy of a call with its floating-point tensors, and dtypes, in double precision."""
+    known: dict[int, torch.Tensor] = {}
+
+    def wide(dtype: torch.dtype) -> torch.dtype:
+        if dtype.is_complex:
+            return torch.complex128
+        return torch.float64 if dtype.is_floating_point else dtype
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, torch.dtype):
+            return wide(leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in known:
+            made = leaf.detach().clone().to(wide(leaf.dtype))
+            known[id(leaf)] = made.requires_grad_(leaf.requires_grad)
+        return known[id(leaf)]
+
+    return map_leaves(value, copy)
+
+
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     """``function`` of everything in nested lists, tuples and dicts."""
     if isinstance(value, list):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.conformance import entries
 from tests.conformance.check import check_entry
-from tests.conformance.compare import Mismatch, compare
+from tests.conformance.compare import Mismatch, as_exact, compare
 from tests.conformance.layouts import draw, short
 from tests.conformance.report import render
 
@@ -145,3 +145,21 @@ def test_report_counts_and_explains() -> None:
     assert "| forward | 1 | 1 | 100.0 % |" in text
     assert "| out | 1 | 0 | 0.0 % | 1 |" in text
     assert "| b | out | [5] [S0] | 7 \\| 8 |" in text
+
+
+def test_as_exact_as_torch_passes() -> None:
+    exact = torch.tensor([1e4, 1e-3], dtype=torch.float64)
+
+    def judge(error: float, kind: str, error_of_torch: float = 2e-2) -> bool:
+        ours, torchs = (exact + error).float(), (exact + error_of_torch).float()
+        return as_exact(ours, torchs, exact, None, kind)
+
+    assert judge(5e-2, "precision") and not judge(7e-2, "precision")
+    assert judge(5e-2, "wrong") and not judge(7e-2, "wrong")
+    assert judge(0, "wrong", 1) and not judge(0, "shape/dtype")
+    # torch's number is within its tolerance: ours has to be, too.
+    assert not judge(1e-1, "wrong", 1e-6)
+    count = torch.tensor([3])
+    assert not as_exact(count + 1, count, count, None, "wrong")
+    infinite = torch.tensor([float("inf"), 0.0], dtype=torch.float64)
+    assert not as_exact(exact.float(), infinite.float(), infinite, None, "precision")

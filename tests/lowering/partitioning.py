@@ -313,7 +313,8 @@ def _difference(actual: torch.Tensor, wanted: torch.Tensor) -> str:
     return f"{int((actual != wanted).sum())} of {wanted.numel()} numbers are wrong"
 
 
-def _failures(names: list[str], mesh: DeviceMesh, numbers: range) -> Iterator[str]:
+def failures(names: list[str], mesh: DeviceMesh, numbers: range) -> Iterator[str]:
+    """A line for each of these cases that is wrong on the mesh."""
     for name in names:
         for number in numbers:
             problem = run(case(name, number), mesh)
@@ -333,7 +334,7 @@ def main() -> None:
     for mesh in options.mesh.split(","):
         for name in names:
             numbers = range(options.first, options.first + options.cases)
-            found = list(_failures([name], make_mesh(mesh), numbers))
+            found = list(failures([name], make_mesh(mesh), numbers))
             print(f"{mesh} {name}: {len(found)} of {options.cases} wrong", flush=True)
             for line in found[:4]:
                 print("   ", line, flush=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import tests.conftest as shared
 import xla_dtensor as xd
-from tests.oracle import all_placements, torch_index
+from tests.torch_layouts import all_placements, torch_index
 from xla_dtensor.mesh import (
     dim_mesh_dims,
     from_partition_spec,

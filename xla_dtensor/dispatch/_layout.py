@@ -64,15 +64,14 @@ _PRODUCTS = frozenset(
 )
 
 
-# Their lowerings scatter along a dim in batches, which XLA's partitioner gets wrong in some layouts
-# on meshes of two axes and more (also in plain JAX); some layouts of a gather by index tensors it
-# fails to compile. They run on whole tensors.
-_SCATTERS = (
+# Gathers, which XLA's partitioner gets wrong where a result's dim is sharded by several axes.
+_GATHERS = (
+    "aten::_unsafe_index.",
+    "aten::embedding.",
+    "aten::gather.",
     "aten::index.",
-    "aten::index_reduce.",
-    "aten::scatter.",
-    "aten::scatter_add.",
-    "aten::scatter_reduce.",
+    "aten::index_select.",
+    "aten::take.",
 )
 # XLA's partitioner ends the process on a transform along a sharded dim.
 _TRANSFORMS = ("aten::_fft_",)
@@ -89,30 +88,28 @@ class Pins:
 
 
 def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins | None:
-    """Shardings to ask of XLA for the tensors and results of a matrix product, if it must be told.
+    """Shardings to ask of XLA for the tensors and results of an operation, if it must be told.
 
-    On meshes of three or more axes XLA's partitioner sometimes computes a product's blocks in one
-    device order and labels them in another: silently wrong numbers (jaxlib 0.10 and 0.12, every
-    backend shares the pass; `tests/compilation/test_xla_miscompile.py`). It never did, in thousands
-    of random cases, with operands and result pinned to one assignment of axes, which is what a rule
-    gives. Convolutions over sharded spatial dims go wrong on any mesh (weight gradients above all):
-    those dims are whole while it computes.
+    On meshes of three or more axes XLA's partitioner sometimes computes a matrix product's or a
+    gather's blocks in one device order and labels them in another: silently wrong numbers (jaxlib
+    0.10 and 0.12, every backend shares the pass; `tests/compilation/test_xla_miscompile.py`). It
+    never did, in thousands of random cases, with operands and result pinned to one assignment of
+    axes, which is what a rule gives. Convolutions over sharded spatial dims go wrong on any mesh
+    (weight gradients above all): those dims are whole while it computes.
     """
     name = call.info.name.replace("_.", ".")
     if mesh is None:
         return None
     frame = frame_of(mesh)
-    if name.startswith(_SCATTERS) and not __import__("os").environ.get("NOPIN"):
-        whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
-        return Pins(whole, [frame.replicated] * len(metas), frame.replicated)
-    transform = name.startswith(_TRANSFORMS)
-    if transform and call.info.mutated:  # out=: rules know the functional overload alone
+    always = name in _CONVOLUTIONS or name.startswith(_TRANSFORMS)
+    if not always and sum(size > 1 for size in frame.sizes.values()) < 3:
+        return None
+    product = f"{name.rpartition('.')[0]}.default" in _PRODUCTS
+    if call.info.is_out and (product or name.startswith(_TRANSFORMS + _GATHERS)):
+        # Rules know the functional overload alone.
         whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
         return Pins(whole, [], frame.replicated)
-    always = name in _CONVOLUTIONS or transform
-    if name not in _PRODUCTS and not always:
-        return None
-    if not always and sum(size > 1 for size in frame.sizes.values()) < 3:
+    if not always and name not in _PRODUCTS and not name.startswith(_GATHERS):
         return None
     merged = _merged(call, mesh, metas)
     if merged is None:
@@ -189,10 +186,10 @@ def _compiler_placements(
             for leaf, form in zip(leaves, forms, strict=True)
         ]
         kwargs = {name: fill(value, values) for name, value in call.kwargs.items()}
-        fresh, _ = lowered(
+        fresh, writes = lowered(
             lambda: rng.key_of(rng.words(), next(counter)), fill(list(call.args), values), kwargs
         )
-        return [value for value in fresh if value is not None]
+        return [value for value in (*fresh, *writes) if value is not None]
 
     # What varies is computed on each device by itself.
     forms = [f.with_varying(()) if isinstance(f, Form) else f for f in call.forms]

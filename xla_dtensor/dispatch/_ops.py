@@ -20,6 +20,7 @@ DROPPED = frozenset(
 _FUNCTIONAL_NAMES = {
     "aten::normal_.default": "aten::normal_functional.default",
     "aten::bernoulli_.float": "aten::bernoulli.p",
+    "aten::rrelu_with_noise.default": "aten::rrelu_with_noise_functional.default",
     "aten::rrelu_with_noise_.default": "aten::rrelu_with_noise_functional.default",
     "aten::_native_batch_norm_legit.default": "aten::_native_batch_norm_legit_functional.default",
     "aten::_batch_norm_with_update.default": "aten::_batch_norm_with_update_functional.default",

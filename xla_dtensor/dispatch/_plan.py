@@ -74,6 +74,13 @@ class ViewPlan:
 
     def make(self, base: Any) -> Any:
         """The view or views of ``base``."""
+        if torch.is_inference_mode_enabled() and not base.is_inference():
+            # As in torch, such a view is an ordinary tensor, which shares its base's version.
+            with torch.inference_mode(False):
+                return self._make(base)
+        return self._make(base)
+
+    def _make(self, base: Any) -> Any:
         storage, steps = base._storage_, base._steps
         if self.identity:
             return type(base)(storage, base._form if steps else storage.form, steps)
@@ -230,7 +237,8 @@ def _functions(
                 value = _pin(value, pinned.results[i])
             out.append(form.physical(value) if pad else value)
         for j, value in enumerate(writes[:writes_expected]):
-            _check_castable(value, own_forms[j])
+            if not random:  # numbers drawn for an integer tensor are whole
+                _check_castable(value, own_forms[j])
             value = _checked(value, own_forms[j].shape, own_forms[j].jax_dtype, info)
             if pinned is not None:
                 value = _pin(value, pinned.written)
@@ -381,7 +389,10 @@ def _own_meta(info: OpInfo, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """What our own meta kernel says: it knows neither ``out=`` nor where tensors are."""
     assert info.shapes is not None
     kwargs = {k: v for k, v in kwargs.items() if k not in info.mutated and k not in DROPPED}
-    return info.shapes(*args, **kwargs)
+    out = info.shapes(*args, **kwargs)
+    # That of the functional overload also gives what the arguments become.
+    count = len(info.returns_mutated)
+    return out[:count] if isinstance(out, tuple) and count > 1 else out
 
 
 def _meta_tensor(form: Form) -> torch.Tensor:

@@ -194,6 +194,26 @@ def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _map(out, lambda x: back(x) if isinstance(x, torch.Tensor) else x)
 
 
+_ON_HOST_OUT = {
+    "aten::masked_select.out": torch.ops.aten.masked_select.default,
+    "aten::nonzero.out": torch.ops.aten.nonzero.default,
+}
+
+
+@handles(*_ON_HOST_OUT)
+def _on_host_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from xla_dtensor.dispatch import dispatch
+
+    out = kwargs["out"]
+    result = on_host(_ON_HOST_OUT[info_of(func).name], args, {})
+    if out.dtype != result.dtype:
+        raise RuntimeError(
+            f"{info_of(func).name}: expected out to have dtype {result.dtype}, not {out.dtype}"
+        )
+    dispatch(torch.ops.aten.resize_.default, (out, list(result.shape)), {})
+    return dispatch(torch.ops.aten.copy_.default, (out, result), {})
+
+
 @handles("aten::index.Tensor", "aten::index_put.default")
 def _index_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):

@@ -64,4 +64,4 @@ def install() -> None:
         raise error
 
     torch.autograd.graph._engine_run_backward = run_backward
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run_backward

@@ -31,6 +31,7 @@ def install() -> None:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("linear", _linear, "AutogradPrivateUse1")
     aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    aten.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "AutogradPrivateUse1")
     _libraries.extend((own, aten))
 
 
@@ -47,6 +48,21 @@ def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:
 
         for tensor in tensors:
             refuse_cpu_leaf(name, tensor)
+
+
+# --- tensor_split -----------------------------------------------------------------------------
+
+
+def _tensor_split(
+    self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0
+) -> list[torch.Tensor]:
+    """torch reads where to split on the CPU, and refuses a tensor that isn't there."""
+    from xla_dtensor.dispatch._special import Ours, to_cpu
+
+    if isinstance(tensor_indices_or_sections, Ours):
+        tensor_indices_or_sections = to_cpu(tensor_indices_or_sections)
+    func = torch.ops.aten.tensor_split.tensor_indices_or_sections
+    return func.decompose(self, tensor_indices_or_sections, dim)
 
 
 # --- linear -----------------------------------------------------------------------------------

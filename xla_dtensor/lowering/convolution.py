@@ -119,15 +119,72 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
-    forward = lambda x, weight: _convolve(
-        x, weight, stride, padding, dilation, transposed, output_padding, groups
-    )
+    static = (stride, padding, dilation, transposed, output_padding, groups)
+    forward = lambda x, weight: _convolve(x, weight, *static)
     # JAX's cotangents are the conjugates of torch's gradients.
-    _, pullback = jax.vjp(forward, x, weight)
-    grads = [jnp.conj(g) for g in pullback(jnp.conj(grad).astype(x.dtype))]
+    cotangent = jnp.conj(grad).astype(x.dtype)
+    if groups == 1:
+        _, pullback = jax.vjp(forward, x, weight)
+        grads = [jnp.conj(g) for g in pullback(cotangent)]
+    else:
+        _, pullback = jax.vjp(lambda x: forward(x, weight), x)
+        spaced = (stride, padding, dilation, transposed, groups)
+        grads = [jnp.conj(pullback(cotangent)[0]), _grouped_weight_grad(grad, x, weight, *spaced)]
     wide = grad.astype(math_dtype(grad.dtype))
     grads.append(jnp.sum(wide, axis=(0, *range(2, grad.ndim))))
     return tuple(g if wanted else None for g, wanted in zip(grads, output_mask, strict=True))
+
+
+def _grouped_weight_grad(
+    grad: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    transposed: bool,
+    groups: int,
+) -> jax.Array:
+    """The gradient of a grouped convolution's weight, as a matrix product per element of the
+    kernel.
+
+    As a convolution it has groups of the batch, and XLA's partitioner counts shards of the batch
+    several times in some layouts (cases `conv` of tests/lowering/partitioning.py).
+    """
+    spatial = weight.ndim - 2
+    stride, padding, dilation = (_per_dim(v, spatial) for v in (stride, padding, dilation))
+    # Position p of one is multiplied with position p * stride + k * dilation of the other.
+    each, other = (jnp.conj(x), grad) if transposed else (grad, jnp.conj(x))
+    batch, positions = each.shape[0], each.shape[2:]
+    if 0 in each.shape or 0 in other.shape:
+        return jnp.zeros(weight.shape, weight.dtype)
+    reach = [
+        (n - 1) * s + (k - 1) * d + 1
+        for n, s, k, d in zip(positions, stride, weight.shape[2:], dilation, strict=True)
+    ]
+    config = [(0, 0, 0), (0, 0, 0)]
+    config += [
+        (pad, r - pad - n, 0) for pad, r, n in zip(padding, reach, other.shape[2:], strict=True)
+    ]
+    other = lax.pad(other, jnp.zeros((), other.dtype), config)
+    grouped = lambda a: a.reshape(batch, groups, a.shape[1] // groups, *positions)
+    each = grouped(each)
+    letters = "xyzuvw"[:spatial]
+    taps = []
+    for tap in np.ndindex(*weight.shape[2:]):
+        start = [k * d for k, d in zip(tap, dilation, strict=True)]
+        limit = [b + (n - 1) * s + 1 for b, n, s in zip(start, positions, stride, strict=True)]
+        picked = lax.slice(other, [0, 0, *start], [batch, other.shape[1], *limit], [1, 1, *stride])
+        taps.append(
+            jnp.einsum(
+                f"nga{letters},ngb{letters}->gab",
+                each,
+                grouped(picked),
+                precision=_precision(),
+                preferred_element_type=math_dtype(grad.dtype),
+            )
+        )
+    return jnp.stack(taps, -1).reshape(weight.shape)
 
 
 @lowers("conv_tbc")
@@ -227,7 +284,9 @@ def _max_pool(spatial: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return max_pool
 
 
-def _max_pool_backward(spatial: int) -> Callable[..., jax.Array]:
+def max_pool_backward(spatial: int) -> Callable[..., jax.Array]:
+    """Each gradient goes to the flat position that ``indices``, the last argument, has for it."""
+
     def backward(grad: jax.Array, x: jax.Array, *args: Any) -> jax.Array:
         indices = args[-1]
         lead = x.shape[: x.ndim - spatial]
@@ -251,7 +310,7 @@ for _n in (2, 3):
     lowers(f"max_pool{_n}d_with_indices")(_max_pool(_n))
     lowers(f"adaptive_max_pool{_n}d")(_adaptive_max_pool(_n))
     lowers(f"max_pool{_n}d_with_indices_backward", f"adaptive_max_pool{_n}d_backward")(
-        _max_pool_backward(_n)
+        max_pool_backward(_n)
     )
 
 

@@ -76,6 +76,8 @@ def cdist_backward(
     grad: jax.Array, x: jax.Array, y: jax.Array, p: float, distance: jax.Array
 ) -> jax.Array:
     grad, x, y, distance = promote_for_math(grad, x, y, distance)
+    if distance.size == 0:
+        return jnp.zeros_like(x)
     batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     difference = x[..., :, None, :] - y[..., None, :, :]
     out = jnp.sum(grad[..., None] * _norm_gradient(difference, distance, p), -2)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import lax
 
 from xla_dtensor.lowering._promotion import math_dtype
 from xla_dtensor.lowering._registry import lowers
@@ -36,12 +37,19 @@ def _spread(x: jax.Array, widening: float) -> tuple[jax.Array, jax.Array]:
 
 @lowers("histc")
 def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Array:
+    # In half precision torch rounds after every operation: that decides the bin.
+    half = None if x.dtype == math_dtype(x.dtype) else jnp.finfo(x.dtype)
+
+    def rounded(value: jax.Array) -> jax.Array:
+        return value if half is None else lax.reduce_precision(value, half.nexp, half.nmant)
+
     x = x.reshape(-1).astype(math_dtype(x.dtype))
     low, high = jnp.asarray(min).astype(x.dtype), jnp.asarray(max).astype(x.dtype)
     least, largest = _spread(x, 1)
     low, high = jnp.where(low == high, least, low), jnp.where(low == high, largest, high)
     if x.dtype.kind == "f":
-        position = jnp.floor((x - low) * bins / (high - low))
+        position = rounded(rounded(rounded(x - low) * bins) / rounded(high - low))
+        position = jnp.floor(position)
     else:
         position = (x - low) * bins // (high - low)
     inside = (x >= low) & (x <= high)

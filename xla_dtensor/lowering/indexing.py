@@ -2,8 +2,8 @@
 
 Indices out of range are an error in torch. A compiled program cannot raise, so here they read the
 nearest element and their writes are dropped: XLA's own gather and scatter semantics
-(`promise_in_bounds` adds no code, and XLA stays memory-safe). The batched forms below come out as
-gathers and scatters with batch dims, which XLA partitions without communication in those dims.
+(`promise_in_bounds` adds no code, and XLA stays memory-safe). Gathers have batch dims, which XLA
+partitions without communication; scatters must not (`_scatter.py`).
 """
 
 from __future__ import annotations

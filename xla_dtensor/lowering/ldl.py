@@ -7,6 +7,7 @@ it, 1-based pivots, and ``-p`` twice for a block of 2.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -170,5 +171,5 @@ def ldl_solve(
         jnp.broadcast_to(x, (*batch, *own)).reshape(-1, *own)
         for x, own in ((ld, (n, n)), (pivots, (n,)), (b, b.shape[-2:]))
     )
-    solve = jax.vmap(lambda *args: _solve_one(*args, hermitian))
+    solve = jax.vmap(functools.partial(_solve_one, hermitian=hermitian))
     return solve(ld, pivots, b).reshape(shape)

@@ -6,15 +6,18 @@ it is the first zero pivot for LU, and 1 for a Cholesky factor that came out as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
-from xla_dtensor.lowering._promotion import promote
+from xla_dtensor.lowering._promotion import promote, promote_for_math
 from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.meta import meta_of
 
 # LU --------------------------------------------------------------------------------------
 
@@ -45,6 +48,10 @@ def _broadcast(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _triangular(a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:
     return lax.linalg.triangular_solve(*_broadcast(a, b), **options)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
 @lowers("linalg_lu_solve")
@@ -207,9 +214,111 @@ def geqrf(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.swapaxes(reflectors, -1, -2), tau
 
 
+@meta_of("geqrf")
+def _geqrf_meta(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if a.ndim < 2:
+        raise RuntimeError(f"torch.geqrf: input must have at least 2 dimensions, got {a.ndim}")
+    return _column_major(a, *a.shape), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))
+
+
+def _column_major(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return like.new_empty((*shape[:-2], shape[-1], shape[-2])).mT
+
+
 @lowers("linalg_householder_product")
 def householder_product(a: jax.Array, tau: jax.Array) -> jax.Array:
     return lax.linalg.householder_product(a, tau)
+
+
+@lowers("ormqr")
+def ormqr(
+    a: jax.Array, tau: jax.Array, c: jax.Array, left: bool = True, transpose: bool = False
+) -> jax.Array:
+    """``Q C``, ``Q^H C``, ``C Q`` or ``C Q^H``, with Q the square product of the reflectors."""
+    order = c.shape[-2 if left else -1]
+    if 0 in c.shape or 0 in tau.shape:
+        return c
+    widths = [(0, 0, 0)] * (a.ndim - 1) + [(0, order - a.shape[-1], 0)]
+    q = lax.linalg.householder_product(lax.pad(a, jnp.zeros((), a.dtype), widths), tau)
+    if transpose:
+        q = _adjoint(q)
+    return _product(q, c) if left else _product(c, q)
+
+
+@lowers("linalg_lstsq")
+def lstsq(
+    a: jax.Array, b: jax.Array, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """By singular values, whatever the driver: the drivers differ in what they report, and "gels"
+    takes for granted that the rank is full."""
+    driver = driver or "gelsy"
+    rows, columns = a.shape[-2:]
+    vector = _is_vector(a.shape, b.shape)
+    if vector:
+        b = b[..., None]
+    a_batch = a.shape[:-2]
+    if rcond is None:
+        rcond = float(jnp.finfo(a.dtype).eps) * max(rows, columns)
+    none = jnp.zeros(0, a.real.dtype)
+    batch = np.broadcast_shapes(a_batch, b.shape[:-2])
+    if 0 in a.shape or 0 in b.shape:
+        x = jnp.zeros((*batch, columns, b.shape[-1]), a.dtype)
+        rank, values = jnp.zeros(a_batch, np.int64), jnp.zeros((*a_batch, min(rows, columns)))
+        residuals = jnp.sum(jnp.abs(jnp.broadcast_to(b, (*batch, *b.shape[-2:]))) ** 2, -2)
+    else:
+        u, values, vh = jnp.linalg.svd(a, full_matrices=False)
+        kept = values > (0 if driver == "gels" else max(rcond, 0) * values[..., :1])
+        rank = jnp.sum(kept, -1)
+        inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
+        x = _product(_adjoint(vh), inverse[..., None] * _product(_adjoint(u), b))
+        residuals = jnp.sum(jnp.abs(_product(a, x) - b) ** 2, -2)
+    return (
+        x[..., 0] if vector else x,
+        residuals if rows > columns and driver != "gelsy" else none,
+        jnp.zeros(0, np.int64) if driver == "gels" else rank,
+        values if driver in ("gelsd", "gelss") else none,
+    )
+
+
+def _is_vector(a_shape: Sequence[int], b_shape: Sequence[int]) -> bool:
+    """Whether a right-hand side is one vector per matrix."""
+    return len(a_shape) - 1 == len(b_shape) and tuple(a_shape[:-1]) == tuple(b_shape)
+
+
+@meta_of("linalg_lstsq")
+def _lstsq_meta(
+    a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    if a.ndim < 2:
+        raise RuntimeError("torch.linalg.lstsq: input must have at least 2 dimensions.")
+    if b.ndim < 1:
+        raise RuntimeError("torch.linalg.lstsq: other must have at least 1 dimension.")
+    if a.dtype != b.dtype:
+        raise RuntimeError(
+            f"torch.linalg.lstsq: Expected input and other to have the same dtype, but got input's "
+            f"dtype {a.dtype} and other's dtype {b.dtype}"
+        )
+    driver = driver or "gelsy"
+    if driver not in ("gels", "gelsy", "gelsd", "gelss"):
+        raise RuntimeError(
+            "torch.linalg.lstsq: parameter `driver` should be one of (gels, gelsy, gelsd, gelss)"
+        )
+    vector = _is_vector(a.shape, b.shape)
+    rows, columns = a.shape[-2:]
+    others = b.unsqueeze(-1) if vector else b
+    if others.shape[-2] != rows:
+        raise RuntimeError("torch.linalg.lstsq: input.size(-2) should match other.size(-2)")
+    batch = torch.broadcast_shapes(a.shape[:-2], others.shape[:-2])
+    real = a.abs().dtype
+    x = _column_major(a, *batch, max(rows, columns), others.shape[-1])[..., :columns, :]
+    residuals = a.new_empty(0, dtype=real)
+    if rows > columns and driver != "gelsy":
+        residuals = a.new_empty((*batch, others.shape[-1]), dtype=real)
+    rank = a.new_empty(0 if driver == "gels" else a.shape[:-2], dtype=torch.int64)
+    values = a.new_empty(0, dtype=real)
+    if driver in ("gelsd", "gelss"):
+        values = a.new_empty((*a.shape[:-2], min(rows, columns)), dtype=real)
+    return x[..., 0] if vector else x, residuals, rank, values
 
 
 @lowers("_linalg_svd")
@@ -234,7 +343,7 @@ def eig(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tuple(jnp.linalg.eig(a))
 
 
-@lowers("_linalg_eigvals")
+@lowers("linalg_eigvals", "_linalg_eigvals")
 def eigvals(a: jax.Array) -> jax.Array:
     return jnp.linalg.eigvals(a)
 
@@ -242,9 +351,61 @@ def eigvals(a: jax.Array) -> jax.Array:
 # Products and functions of matrices ----------------------------------------------------------
 
 
+# Bader, Blanes & Casas, "Computing the Matrix Exponential with an Optimized Taylor Polynomial
+# Approximation" (2019), table 3: the Taylor polynomial of degree 18 in five products, as torch.
+_TAYLOR_18 = (
+    (0.0, -1.00365581030144618291e-01, -8.02924648241156932449e-03, -8.92138498045729985177e-04, 0),
+    (
+        *(0.0, 3.97849749499645077844e-01, 1.36783778460411720168e00),
+        *(4.98289622525382669416e-01, -6.37898194594723280150e-04),
+    ),
+    (
+        *(-1.09676396052962061844e01, 1.68015813878906206114e00, 5.71779846478865511061e-02),
+        *(-6.98210122488052056106e-03, 3.34975017086070470649e-05),
+    ),
+    (
+        *(-9.04316832390810593223e-02, -6.76404519071381882256e-02, 6.75961301770459654925e-02),
+        *(2.95552570429315521194e-02, -1.39180257516060693404e-05),
+    ),
+    (
+        0.0,
+        0.0,
+        -9.23364619367118555360e-02,
+        -1.69364939002081722752e-02,
+        -1.40086798182036094347e-05,
+    ),
+)
+# Up to which 1-norm it is exact to rounding.
+_TAYLOR_18_NORM = {4: 3.010066362817634e00, 8: 1.090863719290036e00}
+
+
 @lowers("linalg_matrix_exp")
 def matrix_exp(a: jax.Array) -> jax.Array:
-    return jax.scipy.linalg.expm(a) if a.size else a
+    """Scaling and squaring, each matrix by its own norm."""
+    if a.size == 0:
+        return a
+    (a,) = promote_for_math(a)
+    limit = _TAYLOR_18_NORM[a.real.dtype.itemsize]
+    norm = jnp.max(jnp.sum(jnp.abs(a), -2), -1)[..., None, None]
+    squarings = jnp.where(norm > limit, jnp.ceil(jnp.log2(norm / limit)), 0)
+    squarings = jnp.where(jnp.isfinite(squarings), squarings, 0).astype(np.int32)
+    a = a * jnp.exp2(-squarings.astype(norm.dtype))
+    a2 = _product(a, a)
+    a3 = _product(a2, a)
+    identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
+    powers = (identity, a, a2, a3, _product(a3, a3))
+    b1, b2, b3, b4, b5 = (
+        sum(c * power for c, power in zip(row, powers, strict=True) if c) for row in _TAYLOR_18
+    )
+    a9 = _product(b1, b5) + b4
+    out = b2 + _product(b3 + a9, a9)
+
+    def square(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        done, x = state
+        return done + 1, jnp.where(done < squarings, _product(x, x), x)
+
+    most = jnp.max(squarings)
+    return lax.while_loop(lambda state: state[0] < most, square, (jnp.int32(0), out))[1]
 
 
 @lowers("linalg_cross")

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from xla_dtensor.lowering._promotion import promote_for_math
 from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.meta import meta_of
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
 
@@ -160,6 +162,16 @@ def soft_margin_loss_backward(grad, x, y, reduction):
 # ------------------------------------------------------------------------ multi-class margins
 
 
+def _positive(x: jax.Array) -> jax.Array:
+    """``max(0, x)``, with torch's gradient: 0 at 0."""
+    return jnp.where(x > 0, x, 0)
+
+
+@meta_of("multi_margin_loss_backward", "multilabel_margin_loss_backward")
+def _(grad, x, *rest, **options):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _multi_margin(x, target, p, margin, weight, reduction):
     """Per sample: mean over the other classes of ``w * max(0, margin - x[target] + x)^p``."""
     (x,) = promote_for_math(x)
@@ -167,12 +179,25 @@ def _multi_margin(x, target, p, margin, weight, reduction):
     target = target.reshape(-1)
     is_target = _is_target(classes, target)
     own = jnp.sum(jnp.where(is_target, classes, 0), axis=1, keepdims=True)
-    violation = jnp.maximum(margin - own + classes, 0)
+    violation = _positive(margin - own + classes)
     violation = violation if p == 1 else violation * violation
     if weight is not None:
         violation = violation * weight[target][:, None]
     loss = jnp.sum(jnp.where(is_target, 0, violation), axis=1) / classes.shape[1]
     return _reduce(loss if x.ndim == 2 else loss[0], reduction)
+
+
+# One sample's loss has no dims; torch's meta kernels give it one.
+@meta_of("multi_margin_loss")
+def _(x, target, p=1, margin=1, weight=None, reduction=MEAN):
+    out = torch.ops.aten.multi_margin_loss(x, target, p, margin, weight, reduction)
+    return out if x.ndim == 2 else out.new_empty(())
+
+
+@meta_of("multilabel_margin_loss_forward")
+def _(x, target, reduction):
+    out, is_target = torch.ops.aten.multilabel_margin_loss_forward(x, target, reduction)
+    return (out if x.ndim == 2 else out.new_empty(())), is_target
 
 
 @lowers("multi_margin_loss", static_scalars=True)
@@ -198,8 +223,10 @@ def _multilabel_margin(x, target, is_target, reduction):
     """Per sample: sum over labels ``i`` and other classes ``j`` of ``max(0, 1 - x_i + x_j)``,
     over the number of classes. A label listed twice counts twice."""
     listed = jnp.cumprod(target >= 0, axis=-1).astype(np.bool_)
-    own = jnp.take_along_axis(x, jnp.where(listed, target, 0), axis=-1)
-    violation = jnp.maximum(1 - own[..., :, None] + x[..., None, :], 0)
+    # Not a gather: its transpose is a scatter, which XLA partitions wrongly (_scatter.py).
+    chosen = target[..., :, None] == jnp.arange(x.shape[-1], dtype=target.dtype)
+    own = jnp.sum(jnp.where(chosen, x[..., None, :], 0), axis=-1)
+    violation = _positive(1 - own[..., :, None] + x[..., None, :])
     counted = listed[..., :, None] & ~is_target[..., None, :]
     loss = jnp.sum(jnp.where(counted, violation, 0), axis=(-2, -1)) / x.shape[-1]
     return _reduce(loss, reduction)

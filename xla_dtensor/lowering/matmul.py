@@ -200,6 +200,29 @@ def grouped_mm(x, y, offs=None, bias=None, out_dtype=None):
     return dot(jnp.where(member[:, None, :], x, 0), y, ((2,), (0,)))
 
 
+@lowers("_scaled_mm")
+def scaled_mm(
+    x,
+    y,
+    scale_a,
+    scale_b,
+    bias=None,
+    scale_result=None,
+    out_dtype=None,
+    use_fast_accum=False,
+):
+    """A product of float8 matrices, each with a scale for all or for each of its rows (``x``) or
+    columns (``y``). ``scale_result`` counts for float8 results only."""
+    scale = lambda s: s.reshape(()) if s.size == 1 else s
+    # float8 products are exact in float32.
+    out = dot(x.astype(np.float32), y.astype(np.float32), ((1,), (0,)))
+    out = out * scale(scale_a) * scale(scale_b)
+    if bias is not None:
+        out = out + bias.astype(np.float32)
+    narrow = x.dtype.itemsize == 1 if out_dtype is None else out_dtype.itemsize == 1
+    return out / scale(scale_result) if scale_result is not None and narrow else out
+
+
 @lowers("triu")
 def triu(x, diagonal=0):
     return jnp.triu(x, diagonal)

@@ -151,7 +151,9 @@ def normal_float_float(
 
 @lowers("uniform", random=True)
 def uniform(key: jax.Array, x: jax.Array, from_: float = 0.0, to: float = 1.0) -> jax.Array:
-    return _uniform(key, x.shape, x.dtype) * x.dtype.type(to - from_) + x.dtype.type(from_)
+    # Both parts of a complex number are between the bounds.
+    low = complex(from_, from_) if x.dtype.kind == "c" else from_
+    return _uniform(key, x.shape, x.dtype) * x.dtype.type(to - from_) + x.dtype.type(low)
 
 
 @lowers("normal_functional", random=True)

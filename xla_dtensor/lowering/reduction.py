@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,14 +119,12 @@ def hash_tensor(x, dim=(), *, keepdim=False, mode=0):
         bits = bits.astype(np.uint64)
     else:
         bits = jax.lax.bitcast_convert_type(x.astype(np.float64), np.uint64)
-    out = jnp.zeros(
-        jax.eval_shape(lambda v: jnp.sum(v, axes, keepdims=keepdim), bits).shape, np.uint64
+    one = np.uint64(1)
+    parities = (
+        (jnp.sum((bits >> place) & one, axes, keepdims=keepdim) & one) << place
+        for place in map(np.uint64, range(64))
     )
-    for place in range(64):
-        place = np.uint64(place)
-        count = jnp.sum((bits >> place) & np.uint64(1), axes, keepdims=keepdim)
-        out = out | ((count & np.uint64(1)) << place)
-    return out
+    return functools.reduce(jnp.bitwise_or, parities)
 
 
 # ------------------------------------------------------------------------------------ extrema

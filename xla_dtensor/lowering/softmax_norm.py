@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from xla_dtensor.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.lowering._promotion import math_dtype, promote_for_math
 from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.reduction import axes_of
 
 # ------------------------------------------------------------------------------------- softmax
@@ -222,7 +224,39 @@ def _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, 
     rstd = jax.lax.rsqrt(variance + eps)
     normalized = (x - _by_channel(mean, ndim)) * _by_channel(rstd, ndim)
     result = _affine(normalized, _by_channel(weight, ndim), _by_channel(bias, ndim))
+    if not training:  # nothing is saved
+        mean = rstd = jnp.zeros(0, result.dtype)
     return result, mean, rstd, new_mean, new_var
+
+
+# torch's meta kernels give saved statistics where the CPU's kernels save none.
+@meta_of("_native_batch_norm_legit_no_training")
+def _(x, weight, bias, running_mean, running_var, momentum, eps):
+    saved = x.new_empty(0, dtype=running_mean.dtype)
+    return torch.empty_like(x), saved, torch.empty_like(saved)
+
+
+@meta_of("_batch_norm_no_update")
+def _(x, weight, bias, running_mean, running_var, momentum, eps):
+    saved = x.new_empty(0, dtype=running_mean.dtype)
+    reserve = x.new_empty(0, dtype=torch.uint8)
+    return torch.empty_like(x), saved, torch.empty_like(saved), reserve
+
+
+@meta_of("_native_batch_norm_legit_functional")
+def _(x, weight, bias, running_mean, running_var, training, momentum, eps):
+    args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
+    result, mean, rstd, *running = torch.ops.aten._native_batch_norm_legit_functional(*args)
+    if not training:
+        mean, rstd = mean.new_empty(0), rstd.new_empty(0)
+    return result, mean, rstd, *running
+
+
+@meta_of("native_batch_norm")
+def _(x, weight, bias, running_mean, running_var, training, momentum, eps):
+    args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
+    result, mean, rstd = torch.ops.aten.native_batch_norm(*args)
+    return (result, mean, rstd) if training else (result, mean.new_empty(0), rstd.new_empty(0))
 
 
 @lowers("_native_batch_norm_legit_functional")

@@ -319,16 +319,13 @@ def _legendre(x: jax.Array, n: jax.Array) -> jax.Array:
     return jnp.where((jnp.abs(x) == 1) & (n >= 0), sign, out)
 
 
+def _shifted(kind: str, x: jax.Array, n: jax.Array) -> jax.Array:
+    return _chebyshev_polynomial(kind, 2 * x - 1, n)
+
+
 _POLYNOMIALS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    **{
-        f"{shifted}chebyshev_polynomial_{kind}": (
-            lambda x, n, kind=kind, shifted=shifted: _chebyshev_polynomial(
-                kind, 2 * x - 1 if shifted else x, n
-            )
-        )
-        for kind in "tuvw"
-        for shifted in ("", "shifted_")
-    },
+    **{f"chebyshev_polynomial_{k}": functools.partial(_chebyshev_polynomial, k) for k in "tuvw"},
+    **{f"shifted_chebyshev_polynomial_{k}": functools.partial(_shifted, k) for k in "tuvw"},
     "hermite_polynomial_h": lambda x, n: _hermite(x, n, 2),
     "hermite_polynomial_he": lambda x, n: _hermite(x, n, 1),
     "laguerre_polynomial_l": _laguerre,
@@ -337,13 +334,13 @@ _POLYNOMIALS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def _register_polynomials() -> None:
-    def lowering(x: Any, n: Any, function: Callable) -> jax.Array:
+    def evaluate(function: Callable, x: Any, n: Any) -> jax.Array:
         x, n = jnp.broadcast_arrays(*promote_to_float(x, n))
         return function(x, _degrees(n))
 
     for name, function in _POLYNOMIALS.items():
         overloads = [f"special_{name}{suffix}" for suffix in (".default", ".x_scalar", ".n_scalar")]
-        lowers(*overloads)(functools.partial(lowering, function=function))
+        lowers(*overloads)(lambda x, n, f=function: evaluate(f, x, n))
 
 
 _register_polynomials()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Partial, Placement
 
@@ -26,6 +26,8 @@ MAX_COMBINATIONS = 1024
 class Alternative:
     outputs: Placements
     inputs: Placements
+    exchanges: bool = False
+    """Whether shards need values of each other, though all of them stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Merged:
 
     inputs: tuple[Placements, ...]
     outputs: tuple[Placements, ...]
+    exchanges: bool = False
+    """Whether computing needs communication that the layouts don't show."""
 
 
 def merge(
@@ -56,6 +60,7 @@ def merge(
     return Merged(
         tuple(tuple(a.inputs[i] for a in per_mesh_dim) for i in range(len(inputs))),
         tuple(tuple(a.outputs[i] for a in per_mesh_dim) for i in range(n_outputs)),
+        any(a.exchanges for a in per_mesh_dim),
     )
 
 
@@ -91,7 +96,9 @@ def _strided(alternative: Alternative, factor: int) -> Alternative:
     def convert(slots: Placements) -> Placements:
         return tuple(p if (dim := shard_dim(p)) is None else make_shard(dim, factor) for p in slots)
 
-    return Alternative(convert(alternative.outputs), convert(alternative.inputs))
+    return replace(
+        alternative, outputs=convert(alternative.outputs), inputs=convert(alternative.inputs)
+    )
 
 
 def _exact(

@@ -6,6 +6,8 @@ only worth it where the input came so. Then it is kept.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from ._types import REPLICATE, TensorInfo
@@ -39,8 +41,8 @@ def convolution(call: Call) -> Merged:
         ]
     elif not call.args.get("transposed"):
         options.append(option(Shard(1), Shard(1), Shard(0), Shard(0)))
-    options += [option(Shard(d), Shard(d), R, R) for d in range(2, x.ndim)]
-    return call.merge(options)
+    positions = (option(Shard(d), Shard(d), R, R) for d in range(2, x.ndim))
+    return call.merge([*options, *(replace(o, exchanges=True) for o in positions)])
 
 
 @register("convolution_backward", "convolution_backward_overrideable")
@@ -58,10 +60,10 @@ def convolution_backward(call: Call) -> Merged:
             option(Partial(), Shard(outer), Shard(0), Shard(1), R, Shard(outer)),
             option(Shard(1), Shard(inner), R, R, Shard(1), Shard(inner)),
         ]
-    options += [
+    positions = (
         option(Shard(d), Partial(), Partial(), Shard(d), Shard(d), R) for d in range(2, x.ndim)
-    ]
-    return call.merge(options)
+    )
+    return call.merge([*options, *(replace(o, exchanges=True) for o in positions)])
 
 
 _SPATIAL = {"1d": 1, "2d": 2, "3d": 3}

@@ -17,6 +17,8 @@ def foreach_rule(func: torch._ops.OpOverload) -> Rule | None:
     name = func._schema.name.split("::")[1]
     if name.startswith("_fused_"):
         return fused_optimizer
+    if name.removesuffix("_") == "_amp_foreach_non_finite_check_and_unscale":
+        return unscale
     if name.removesuffix("_") in REDUCTIONS:
         return foreach_reduction
     return foreach_elementwise
@@ -40,6 +42,16 @@ def foreach_elementwise(call: Call) -> Merged | None:
     inputs += per_element[0].inputs[len(lists) :] if per_element else ()
     outputs = [merged.outputs[0] for merged in per_element]
     return Merged(tuple(inputs), tuple(outputs[: call.n_outputs]))
+
+
+def unscale(call: Call) -> Merged | None:
+    """elementwise, per gradient; whether any is infinite is known everywhere"""
+    merged = foreach_elementwise(call)
+    if merged is None or not call.n_outputs:
+        return merged
+    grads = len(merged.inputs) - 2
+    found = merged.inputs[grads]
+    return Merged(merged.inputs, (*merged.outputs[:grads], found))
 
 
 REDUCTIONS = {"_foreach_norm": "norm", "_foreach_max": "max", "_foreach_powsum": "sum"}

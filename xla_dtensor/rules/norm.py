@@ -104,6 +104,7 @@ def _per_dim(tensors: Sequence[TensorInfo], dim: int, channel: Placement) -> lis
 def batch_norm(call: Call) -> Merged:
     """the channels; or the batch and positions, whose statistics are then whole"""
     x = call.tensors[0]
+    whole = _whole_statistics(call)
     options = []
     for d in [1, *(d for d in range(x.ndim) if d != 1)]:
         channel: Placement = Shard(0) if d == 1 else R
@@ -111,8 +112,15 @@ def batch_norm(call: Call) -> Merged:
         for i, shape in enumerate(call.out_shapes):
             if i and (shape is None or shape != (x.shape[1],)):
                 outs[i] = R
-        options.append(Alternative(tuple(outs), tuple(_per_dim(call.tensors, d, channel))))
+        inputs = tuple(_per_dim(call.tensors, d, channel))
+        options.append(Alternative(tuple(outs), inputs, exchanges=whole and d != 1))
     return call.merge(options)
+
+
+def _whole_statistics(call: Call) -> bool:
+    """Whether mean and variance are taken of the batch, and not given."""
+    given = call.name.endswith("_no_training")
+    return not given and bool(call.args.get("training", call.args.get("train", True)))
 
 
 @register("native_batch_norm_backward", "batch_norm_backward", "cudnn_batch_norm_backward")
@@ -127,6 +135,7 @@ def batch_norm_backward(call: Call) -> Merged:
             Alternative(
                 (Shard(d), *(gradient,) * (call.n_outputs - 1)),
                 tuple(_per_dim(call.tensors, d, channel)),
+                exchanges=d != 1,
             )
         )
     return call.merge(options)

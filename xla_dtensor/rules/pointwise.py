@@ -7,6 +7,7 @@ reductions f(reduce(x)) = reduce(f(x)); everything else needs the reduced value 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -140,7 +141,7 @@ def pointwise_rule(call: Call) -> Merged | None:
         placements if own is None or len(own) == len(shape) else (REPLICATE,) * len(placements)
         for own, placements in zip(call.out_shapes, merged.outputs, strict=True)
     ]
-    return Merged(merged.inputs, tuple(outputs))
+    return replace(merged, outputs=tuple(outputs))
 
 
 def _follow(call: Call) -> Merged:
@@ -161,7 +162,6 @@ register(
         "lift_fresh_copy",
         "view.dtype",
         "zero",
-        "_reshape_alias_copy",
         "set_.source_Tensor",
         "_autocast_to_full_precision",
     ]

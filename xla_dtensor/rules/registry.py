@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ class Call:
     @cached_property
     def name(self) -> str:
         """The op without its namespace, overload and in-place underscore."""
-        return _base_name(self.func)
+        return base_name(self.func)
 
     @cached_property
     def tensors(self) -> list[TensorInfo]:
@@ -148,13 +148,25 @@ def _find_rule(func: torch._ops.OpOverload) -> Rule | None:
     from .foreach import foreach_rule
     from .pointwise import pointwise_rule
 
+    name = rule_name(func)
+    if name == FOREACH:
+        return foreach_rule(func)
+    return pointwise_rule if name == ELEMENTWISE else _RULES[name] if name else None
+
+
+FOREACH, ELEMENTWISE = "foreach", "elementwise"
+"""The names of the rules that ops have by their kind, not by being registered."""
+
+
+def rule_name(func: torch._ops.OpOverload) -> str | None:
+    """The name that the rule of `func` is registered under, or of its kind; None without a rule."""
     for name in _names(func):
         if name in _RULES:
-            return _RULES[name]
-    if _base_name(func).startswith(("_foreach_", "_amp_foreach_", "_fused_")):
-        return foreach_rule(func)
+            return name
+    if base_name(func).startswith(("_foreach_", "_amp_foreach_", "_fused_")):
+        return FOREACH
     if torch.Tag.pointwise in func.tags or _functional_is_pointwise(func):
-        return pointwise_rule
+        return ELEMENTWISE
     return None
 
 
@@ -165,7 +177,7 @@ def _names(func: torch._ops.OpOverload) -> Iterator[str]:
     packet, _, overload = full.partition(".")
     yield full
     yield packet
-    base = f"{namespace}::{_base_name(func)}"
+    base = f"{namespace}::{base_name(func)}"
     functional = _functional(func)
     if functional is not None:
         yield functional.name()
@@ -176,7 +188,8 @@ def _names(func: torch._ops.OpOverload) -> Iterator[str]:
         yield base.removesuffix("_copy")
 
 
-def _base_name(func: torch._ops.OpOverload) -> str:
+def base_name(func: torch._ops.OpOverload) -> str:
+    """The op's name without its namespace, overload and in-place underscore."""
     name = func._schema.name.split("::")[1]
     dunder = name.startswith("__") and name.endswith("__")
     return name if dunder else name.removesuffix("_")
@@ -188,7 +201,7 @@ def _functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if not func._schema.is_mutable:
         return None
     namespace = getattr(torch.ops, func.namespace)
-    packet = getattr(namespace, _base_name(func), None)
+    packet = getattr(namespace, base_name(func), None)
     if packet is None:
         return None
 
@@ -276,7 +289,8 @@ def infer_placements(
 
 
 def _written(call: Call, merged: Merged) -> Merged:
-    """A result that is an argument, written in place, stays laid out as that argument is."""
+    """A result that is an argument, written in place, stays laid out as that argument is; an
+    ``out=`` tensor that gets another shape is laid out as the rule says."""
     outputs = list(merged.outputs)
     written = [a for a in call.func._schema.arguments if a.alias_info and a.alias_info.is_write]
     by_alias = {tuple(a.alias_info.before_set): a for a in written}
@@ -286,6 +300,8 @@ def _written(call: Call, merged: Merged) -> Merged:
         targets = list(_tensors(call.args[argument.name])) if argument else [None]
         for target in targets:
             if target is not None and at < len(outputs):
-                outputs[at] = target.placements
+                shape = call.out_shapes[at]
+                if shape is None or tuple(shape) == tuple(target.shape):
+                    outputs[at] = target.placements
             at += 1
-    return Merged(merged.inputs, tuple(outputs))
+    return replace(merged, outputs=tuple(outputs))

@@ -15,7 +15,8 @@ def scan(call: Call) -> Merged:
     """as the input, the scanned dim gathered and partial reduced"""
     x = call.tensors[0]
     used = unpartial(without_dims(x.placements, [call.dim(x.ndim)], x.ndim))
-    return call.follow([used], used)
+    # The helpers of cummax and cummin write to two more.
+    return call.follow([used] * len(call.tensors), used)
 
 
 @register("sort", "argsort", "topk", "msort")

@@ -60,7 +60,7 @@ VIEWS: dict[str, Build] = {
 }
 
 # Torch gathers a shard of an inner flattened dim where the result is a copy anyway.
-COPIES: dict[str, Build] = {"view_copy": _reshape}
+COPIES: dict[str, Build] = {"view_copy": _reshape, "_reshape_alias_copy": _reshape}
 
 
 def _view_rule(build: Build, strided: bool) -> Callable[[Call], Merged]:

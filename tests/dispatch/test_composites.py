@@ -1,0 +1,54 @@
+"""Composites of views reach the dispatcher whole where autograd isn't there to take them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x.narrow(0, 1, 2),
+    lambda x: x.reshape(2, 8)[1],
+    lambda x: x.contiguous(),
+    lambda x: x.to(torch.float32),
+    lambda x: x.T,
+    lambda x: x.chunk(2)[1],
+    lambda x: x.tensor_split(torch.tensor([1, 3]))[1],
+]
+
+
+@pytest.mark.parametrize("number", range(len(VIEWS)))
+def test_writes_reach_the_tensor_in_inference_mode(number: int, mesh_2x4: DeviceMesh) -> None:
+    plain = torch.arange(16.0).view(4, 4)
+    with torch.inference_mode():
+        ours = distribute_tensor(plain.clone(), mesh_2x4, [Shard(0), Replicate()])
+        VIEWS[number](ours).fill_(-1)
+        VIEWS[number](plain).fill_(-1)
+    torch.testing.assert_close(ours.full_tensor().cpu(), plain)
+
+
+def test_writes_through_views_below_a_custom_op() -> None:
+    @torch.library.custom_op("xla_dtensor_tests::fill_part", mutates_args=())
+    def fill_part(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        out.narrow(0, 1, 2).copy_(x.narrow(0, 0, 2))
+        torch.mul(x[0], 2, out=out[3])
+        return out
+
+    @fill_part.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(fill_part(x.to("xla")).cpu(), fill_part(x))
+
+
+def test_tensor_split_by_a_tensor_of_the_mesh(mesh_2x4: DeviceMesh) -> None:
+    x, at = torch.randn(6, 2), torch.tensor([1, 4])
+    ours = distribute_tensor(x, mesh_2x4, [Shard(0), Replicate()])
+    where = distribute_tensor(at, mesh_2x4, [Replicate(), Replicate()])
+    for actual, expected in zip(ours.tensor_split(where), x.tensor_split(at), strict=True):
+        torch.testing.assert_close(actual.full_tensor().cpu(), expected)

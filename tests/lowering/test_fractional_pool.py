@@ -1,0 +1,32 @@
+"""Fractional max pooling against CPU torch, on the same random numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.lowering.harness import check_call
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize(("kernel", "out"), [([2, 3], [3, 4]), ([3, 2], [1, 5])])
+def test_2d(batch: tuple[int, ...], kernel: list[int], out: list[int]) -> None:
+    x, samples = torch.randn(*batch, 3, 9, 10), torch.rand(*(batch or (1,)), 3, 2)
+    x[..., 0, 3, 3] = torch.nan
+    assert not check_call(aten.fractional_max_pool2d.default, x, kernel, out, samples).mismatches
+    values, indices = aten.fractional_max_pool2d(x, kernel, out, samples)
+    grad = torch.randn_like(values)
+    backward = aten.fractional_max_pool2d_backward.default
+    assert not check_call(backward, grad, x, kernel, out, indices).mismatches
+
+
+def test_3d() -> None:
+    x, samples = torch.randn(2, 3, 5, 6, 7), torch.rand(2, 3, 3)
+    kernel, out = [2, 3, 2], [3, 2, 4]
+    assert not check_call(aten.fractional_max_pool3d.default, x, kernel, out, samples).mismatches
+    values, indices = aten.fractional_max_pool3d(x, kernel, out, samples)
+    backward = aten.fractional_max_pool3d_backward.default
+    grad = torch.randn_like(values)
+    assert not check_call(backward, grad, x, kernel, out, indices).mismatches
