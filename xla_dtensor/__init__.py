@@ -29,6 +29,7 @@ __all__ = [
     "MeshDimError",
     "MeshError",
     "MeshMismatchError",
+    "MixedPrecisionPolicy",
     "PerDeviceValueError",
     "PlacementError",
     "UnsupportedOpError",
@@ -50,6 +51,7 @@ __all__ = [
 # Loaded on first use: these import JAX.
 _LAZY = {
     "FSDPModule": "xla_dtensor.parallel",
+    "MixedPrecisionPolicy": "xla_dtensor.parallel",
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.sharded_tensor",
     "XLATensor": "xla_dtensor.device_tensor",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xla_dtensor import tensor_index
 from xla_dtensor.storage import LayoutStep
 
 if TYPE_CHECKING:
@@ -78,6 +79,16 @@ class TensorMethods:
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatcher()(func, args, kwargs or {})
+
+    def __getitem__(self, index: Any) -> Any:
+        result = tensor_index.select(self, index)  # type: ignore[arg-type]
+        if result is NotImplemented:
+            return torch.Tensor.__getitem__(self, index)  # type: ignore[arg-type]
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if not tensor_index.assign(self, index, value):  # type: ignore[arg-type]
+            torch.Tensor.__setitem__(self, index, value)  # type: ignore[arg-type]
 
     @property
     def _form(self) -> Form:

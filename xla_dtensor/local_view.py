@@ -125,10 +125,10 @@ class _ToLocal(torch.autograd.Function):
         varying = grad._form.varying if isinstance(grad, XLATensor) else ()
         for i in _replicated_but_varying(varying, mesh, placements):
             raise UnsupportedOpError(
-                f"the gradient of to_local() differs from device to device along "
+                f"the gradient of to_local() or full_tensor() differs from device to device along "
                 f"{_dim_name(mesh, i)!r}, where the sharded tensor on {mesh!r} is replicated: "
                 "each device has contributed its own part. Say how they make up one gradient: "
-                "to_local(grad_placements=[...]) with Partial() there sums them"
+                "grad_placements=[...] with Partial() there sums them"
             )
         # Of a dim that doesn't divide there is no local view; so the shape is that of the tensor.
         return _FromLocal.apply(grad, mesh, placements, False, ctx.meta, None), None

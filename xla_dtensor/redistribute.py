@@ -200,33 +200,9 @@ def full_tensor(
                 f"full_tensor(grad_placements={list(grad_placements)}) on {mesh!r}: the gradient "
                 "of a full tensor is whole on every device, so it can be Replicate or Partial"
             )
-    return _ToDevices.apply(tensor.redistribute(placements=replicated), grad_placements)
+    from xla_dtensor.local_view import to_local
 
-
-class _ToDevices(torch.autograd.Function):
-    """A replicated tensor as what every device holds."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: XLAShardedTensor, grad_placements: tuple[Placement, ...] | None
-    ) -> XLATensor:
-        ctx.mesh = tensor.device_mesh
-        ctx.grad_placements = grad_placements
-        form = tensor._form
-        own = device_form(
-            form.frame, form.shape, form.stride, form.offset, form.dtype, form.varying, form.meta
-        )
-        return XLATensor(Storage(None if own.meta else read(tensor), own), own)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        for i, placement in enumerate(ctx.grad_placements or ()):
-            # Every device contributes the same value to the pending reduction.
-            if isinstance(placement, Partial) and placement.reduce_op == "sum":
-                grad = grad * ctx.mesh.size(i)
-            elif isinstance(placement, Partial) and placement.reduce_op == "product":
-                grad = grad ** ctx.mesh.size(i)
-        return as_sharded(grad, ctx.mesh), None
+    return to_local(tensor.redistribute(placements=replicated), grad_placements)
 
 
 def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:

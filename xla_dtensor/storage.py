@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xla_dtensor import _context
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering import ViewLowering
 from xla_dtensor.per_device import logical, over_devices, union
 
@@ -175,11 +176,14 @@ class Storage:
         version: counts the writes; views and caches compare it.
         recipe: inside a trace, computes the array outside of it, if it depends on no input of the
             step (a mask made from sizes); else None.
+        refuses_writes: what a write would be, of a copy where torch has a view; None if writes are
+            torch's.
     """
 
-    __slots__ = ("__weakref__", "form", "recipe", "value", "version")
+    __slots__ = ("__weakref__", "form", "recipe", "refuses_writes", "value", "version")
 
     recipe: Callable[[], Any] | None
+    refuses_writes: str | None
     value: Any
 
     def __init__(self, array: jax.Array, form: Form) -> None:
@@ -187,6 +191,7 @@ class Storage:
         self.form = form
         self.version = 0
         self.recipe = None
+        self.refuses_writes = None
         trace = _context.current()
         if trace is not None:
             trace.created(self)
@@ -219,7 +224,13 @@ class Storage:
 
     # The order matters in `write`: a trace must see the storage as it was.
     def write(self, array: jax.Array, form: Form) -> None:
-        """Replace the value; all tensors on this storage see it."""
+        """Replace the value; all tensors on this storage see it.
+
+        Raises:
+            UnsupportedOpError: see ``refuses_writes``.
+        """
+        if self.refuses_writes is not None:
+            raise UnsupportedOpError(self.refuses_writes)
         trace = _context.current()
         if trace is not None:
             trace.writing(self)

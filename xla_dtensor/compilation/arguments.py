@@ -98,10 +98,6 @@ def modules_of(function: Any, arguments: Arguments) -> list[nn.Module]:
     return list({id(m): m for root in modules for m in root.modules()}.values())
 
 
-def training_flags(modules: list[nn.Module]) -> list[Any]:
-    """What the modules decide by: their train/eval mode, and what `fully_shard` was told."""
-    return [(m.training, *getattr(type(m), "_program_guards", _none)(m)) for m in modules]
-
-
-def _none(module: nn.Module) -> tuple[Any, ...]:
-    return ()
+def training_flags(modules: list[nn.Module]) -> list[bool]:
+    """The modules' train/eval mode."""
+    return [m.training for m in modules]

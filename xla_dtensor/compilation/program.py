@@ -78,6 +78,7 @@ class Program:
         self._frame = trace.frame
         self._numbers: list[Number] = trace.numbers
         self._guards: list[Guard] = _unique_guards(trace.guards)
+        self._settings = trace.settings
         self._random_operations = trace.random_operations_done
         self.leaf_references = [reference for reference, _ in trace.leaves.values()]
         # Whether a leaf has a .grad when the step begins matters, unless the step was seen to clear
@@ -262,6 +263,9 @@ class Program:
                     return f"the step decided {guard.text}, which holds no longer"
         if training_flags(self._modules) != self._training:
             return "a module was switched between train() and eval()"
+        for read, (value, text) in self._settings.items():
+            if read() != value:
+                return f"{text}: from {value!r} to {read()!r}"
         return None
 
     def run(self, arguments: Arguments) -> Any:

@@ -101,6 +101,7 @@ class StepTrace:
         self.host_tensors: dict[int, tuple[torch.Tensor, Any]] = {}
         self.numbers: list[Number] = []
         self.guards: list[Guard] = []
+        self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.leaves: dict[int, tuple[weakref.ref[Any], torch.Tensor | None]] = {}
         self.frame: Frame | None = None
         self.rng_words = jnp.asarray(rng.words())
@@ -199,6 +200,10 @@ class StepTrace:
 
     def _guard(self, node: NumberNode, what: str, outcome: Any) -> None:
         self.guards.append(Guard(node.compute, float(outcome), f"{node.text} {what} {outcome}"))
+
+    def depends_on(self, read: Callable[[], Any], text: str) -> None:
+        if read not in self.settings:
+            self.settings[read] = read(), text
 
     # --- recomputation ------------------------------------------------------------------------
 

@@ -220,9 +220,12 @@ def _functions(
     steps = [b._steps if new is None else () for b, new in zip(bases, grown, strict=True)]
     own_forms = [forms[i] if new is None else new for i, new in zip(mutated, grown, strict=True)]
 
+    unread = info.name in READ_NO_VALUES
+    stand_in = lambda form: jnp.zeros(form.shape, form.jax_dtype)
+
     def on_one_device(keys: Any, leaves: Any, pad: bool) -> list[Any]:
         values = [
-            form.logical(leaf) if isinstance(form, Form) else leaf
+            leaf if not isinstance(form, Form) else stand_in(form) if unread else form.logical(leaf)
             for leaf, form in zip(leaves, forms, strict=True)
         ]
         if pinned is not None:
@@ -246,7 +249,7 @@ def _functions(
         return out
 
     frame = next((f.frame for f in (*result_forms, *after) if f is not None and f.frame), None)
-    varying = [f.varying if isinstance(f, Form) else () for f in forms]
+    varying = [f.varying if isinstance(f, Form) and not unread else () for f in forms]
     axes = union(frame, varying)
     any_sharded = any(isinstance(form, Form) and form.is_sharded for form in forms)
 
@@ -468,13 +471,25 @@ def _written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) 
     return form.placed(frame).with_varying(union(frame, [form.varying, axes]))
 
 
+# They take shape, dtype and layout from a tensor, and nothing that differs from device to device.
+READ_NO_VALUES = frozenset(
+    f"aten::{name}.default"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+)
+
+
 def has_no_value(call: Call) -> bool:
     """Whether a tensor of the call is on the meta device, and so all results."""
     return any(isinstance(form, Form) and form.meta for form in call.forms)
 
 
 def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:
-    """The axes along which the call's results vary: those of all its tensors."""
+    """The axes along which the call's results vary: those of all tensors whose values it reads."""
+    if call.info.name in READ_NO_VALUES:
+        return ()
     forms = [form for form in call.forms if isinstance(form, Form)]
     axes = union(frame, [form.varying for form in forms])
     if not axes:
