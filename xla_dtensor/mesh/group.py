@@ -79,7 +79,9 @@ def group_of(mesh: DeviceMesh, dim: int | str | None = None) -> MeshGroup:
     dim %= mesh.ndim
     frame = frame_of(mesh)
     axes = mesh_dim_axes(mesh)[dim]
-    name = f"xla:{','.join(map(str, frame.device_ids))}:{'.'.join(axes)}"
+    # Other meshes of these devices may have dims of the same names.
+    sizes = ",".join(f"{axis}={size}" for axis, size in frame.sizes.items())
+    name = f"xla:{','.join(map(str, frame.device_ids))}:{sizes}:{'.'.join(axes)}"
     group = _groups.get(name)
     if group is None:
         group = _groups[name] = MeshGroup(name)
