@@ -289,7 +289,9 @@ def native_dropout(
 
 @lowers("native_dropout_backward")
 def native_dropout_backward(grad: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
-    return grad * (mask.astype(grad.dtype) * grad.dtype.type(scale))
+    # torch's kernel multiplies a bool or integer gradient by the number it was given.
+    number = grad.dtype.type(scale) if jnp.issubdtype(grad.dtype, jnp.inexact) else scale
+    return grad * (mask.astype(grad.dtype) * number)
 
 
 @lowers("dropout", random=True)
