@@ -40,6 +40,10 @@ def write(x: jax.Array, positions: Positions, method: str, value: jax.Array) -> 
         method: ``"set"``, ``"add"``, ``"multiply"``, ``"max"`` or ``"min"``.
         value: of the dtype of ``x``; broadcast to what ``x[positions]`` would be.
     """
+    if x.dtype.kind == "c" and method in ("set", "add"):
+        # XLA's partitioner can't pad a complex operand, and aborts.
+        parts = zip((x.real, x.imag), (value.real, value.imag), strict=True)
+        return lax.complex(*(write(part, positions, method, v) for part, v in parts))
     dims = [d for d, p in enumerate(positions) if not isinstance(p, slice)]
     indices = jnp.broadcast_arrays(*(positions[d] for d in dims))
     full = indices[0].shape
