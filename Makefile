@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow check bench bench-eager clean
+.PHONY: help env train test test-slow check rules-check bench bench-eager clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -32,6 +32,9 @@ check: env ## lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+rules-check: env ## the layout rules against what XLA does (about eight minutes on two cores)
+	$(BIN)/python -m xla_dtensor.rules.check $(ARGS)
 
 bench: env ## the compiled step against hand-written JAX
 	$(BIN)/python benchmarks/step_vs_jax.py $(ARGS)
