@@ -144,7 +144,7 @@ def test_report_counts_and_explains() -> None:
         )
     assert "| forward | 1 | 1 | 100.0 % |" in text
     assert "| out | 1 | 0 | 0.0 % | 1 |" in text
-    assert "| b | out | [5] [S0] | 7 \\| 8 |" in text
+    assert "| b | out | float32 | [5] [S0] | 7 \\| 8 |" in text
 
 
 def test_as_exact_as_torch_passes() -> None:
