@@ -1,7 +1,7 @@
 """torch's optimizers on xla tensors: updating all parameters of a group together is one launch.
 
-With ``foreach`` (the default) or ``fused=True`` an optimizer's ``step`` hands its lists of tensors to a
-function like ``torch.optim.adam._multi_tensor_adam``. The operations in it run as a batch; the
+With ``foreach`` (the default) or ``fused=True`` an optimizer's ``step`` hands its lists of tensors
+to a function like ``torch.optim.adam._multi_tensor_adam``. The operations in it run as a batch; the
 formula and its Python stay torch's.
 """
 
