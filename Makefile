@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow check bench bench-eager clean
+.PHONY: help env train test test-slow check rules-check conformance bench bench-eager clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -32,6 +32,21 @@ check: env ## lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+rules-check: env ## the layout rules against what XLA does (about eight minutes on two cores)
+	$(BIN)/python -m xla_dtensor.rules.check $(ARGS)
+
+CONFORMANCE := $(BIN)/python -W ignore -m tests.conformance --restart
+RECORDS := .cache/conformance
+conformance: env ## every op of torch's op_db against CPU torch (about 40 minutes on two cores)
+	mkdir -p $(RECORDS)
+	for i in 0 1; do ( \
+	  $(CONFORMANCE) --shard $$i/2 --limit 2 --out $(RECORDS)/float32.$$i && \
+	  $(CONFORMANCE) --shard $$i/2 --limit 1 --mesh 5 --forms forward,backward --out $(RECORDS)/even.$$i && \
+	  for d in bfloat16 int64 bool complex64; do \
+	    $(CONFORMANCE) --shard $$i/2 --limit 2 --forms forward --dtype $$d --out $(RECORDS)/$$d.$$i || exit; \
+	  done ) & done 2> $(RECORDS)/warnings; wait
+	$(BIN)/python -m tests.conformance.report $(RECORDS)/*.[01] > tests/conformance/REPORT.md
 
 bench: env ## the compiled step against hand-written JAX
 	$(BIN)/python benchmarks/step_vs_jax.py $(ARGS)

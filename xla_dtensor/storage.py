@@ -218,6 +218,9 @@ class Storage:
         if form is not self.form:
             import jax
 
+            # A trace knows captured state by its array.
+            assert _context.current() is None, "placed while a step is traced"
+
             with jax.enable_x64(True):
                 self.array = jax.device_put(self.array, form.sharding)
             self.form = form

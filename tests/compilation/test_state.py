@@ -120,11 +120,14 @@ def test_state_that_depends_on_the_first_gradient(mesh_2x4: DeviceMesh, fused: b
     assert step.compilations == 2
 
 
-def test_optimizer_continues_between_eager_and_compiled(mesh_2x4: DeviceMesh) -> None:
+@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}])
+def test_optimizer_continues_between_eager_and_compiled(
+    mesh_2x4: DeviceMesh, options: dict[str, bool]
+) -> None:
     reference, model = twin_models(mesh_2x4)
 
     def step_of(m: nn.Module):
-        opt = torch.optim.Adam(m.parameters(), lr=0.05, eps=1e-3)
+        opt = torch.optim.Adam(m.parameters(), lr=0.05, eps=1e-3, **options)
 
         def step(x: torch.Tensor) -> None:
             m(x).pow(2).mean().backward()

@@ -55,9 +55,9 @@ def _head(records: list[Record]) -> Iterator[str]:
 
 
 def _rates(records: list[Record]) -> Iterator[str]:
-    for dtype in sorted({r["dtype"] for r in records}):
-        chosen = [r for r in records if r["dtype"] == dtype]
-        yield f"## {dtype}\n"
+    for dtype, mesh in sorted({(r["dtype"], r["mesh"]) for r in records}):
+        chosen = [r for r in records if (r["dtype"], r["mesh"]) == (dtype, mesh)]
+        yield f"## {dtype} on {mesh}\n"
         yield "| form | entries | pass | rate | " + " | ".join(CLASSES) + " | expected |"
         yield "|---|" + "---:|" * (len(CLASSES) + 4)
         for form in FORMS:
@@ -107,21 +107,22 @@ def _cause(text: str) -> str:
 
 def _failures(records: list[Record]) -> Iterator[str]:
     for kind in CLASSES:
-        rows = []
-        for record in sorted(records, key=lambda r: r["name"]):
-            seen = set()
+        rows: list[str] = []
+        seen: set[tuple[str, str, str]] = set()  # once per dtype, not per mesh
+        for record in sorted(records, key=lambda r: (r["name"], r["dtype"])):
             for failure in record["failures"]:
                 form = failure["form"]
-                if failure["class"] != kind or form in seen:
+                entry = record["name"], form, record["dtype"]
+                if failure["class"] != kind or entry in seen:
                     continue
-                seen.add(form)
+                seen.add(entry)
                 note = reason(record["name"], form, record["dtype"])
                 where = "; ".join(failure["layouts"])
-                text = _cell(failure["text"])[:220] + (f" **expected: {note}**" if note else "")
-                rows.append(f"| {record['name']} | {form} | {_cell(where)} | {text} |")
+                text = _cell(failure["text"])[:160] + (f" **expected: {note}**" if note else "")
+                rows.append(f"| {' | '.join(entry)} | {_cell(where)} | {text} |")
         if rows:
             yield f"## {kind}: {MEANING[kind]}\n"
-            yield "| entry | form | layouts | first failure |\n|---|---|---|---|"
+            yield "| entry | form | dtype | layouts | first failure |\n|---|---|---|---|---|"
             yield from rows
             yield ""
     if EXPECTED:

@@ -100,13 +100,13 @@ def test_steps_are_torchs_and_one_launch_each(
         both.check()
 
 
-@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_200_parameters_are_one_launch(
-    optimizer: Any, implementation: str, mesh_2x4: DeviceMesh
+    optimizer: Any, implementation: dict[str, bool], mesh_2x4: DeviceMesh
 ) -> None:
     options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
-    both = Both(optimizer, options | {implementation: True}, 200, mesh_2x4)
+    both = Both(optimizer, options | implementation, 200, mesh_2x4)
     for lr in (0.01, 0.02):
         both.prepare(lr)
         both.step()

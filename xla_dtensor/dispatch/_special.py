@@ -202,14 +202,36 @@ _ON_HOST_OUT = {
 
 @handles(*_ON_HOST_OUT)
 def _on_host_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from xla_dtensor.dispatch import dispatch
-
     out = kwargs["out"]
     result = on_host(_ON_HOST_OUT[info_of(func).name], args, {})
     if out.dtype != result.dtype:
         raise RuntimeError(
             f"{info_of(func).name}: expected out to have dtype {result.dtype}, not {out.dtype}"
         )
+    return _into(out, result)
+
+
+_RANGES_OUT = {
+    "aten::arange.out": torch.ops.aten.arange.default,
+    "aten::arange.start_out": torch.ops.aten.arange.start_step,
+    "aten::logspace.out": torch.ops.aten.logspace.default,
+    "aten::logspace.Tensor_Tensor_out": torch.ops.aten.logspace.Tensor_Tensor,
+    "aten::logspace.Tensor_Scalar_out": torch.ops.aten.logspace.Tensor_Scalar,
+    "aten::logspace.Scalar_Tensor_out": torch.ops.aten.logspace.Scalar_Tensor,
+}
+
+
+@handles(*_RANGES_OUT)
+def _range_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Their numbers decide the shape, and ``out``'s dtype how the numbers are rounded."""
+    out = kwargs["out"]
+    return _into(out, _RANGES_OUT[info_of(func).name](*args, dtype=out.dtype))
+
+
+def _into(out: Any, result: torch.Tensor) -> Any:
+    """Write a result into an ``out=`` tensor, resized to it."""
+    from xla_dtensor.dispatch import dispatch
+
     dispatch(torch.ops.aten.resize_.default, (out, list(result.shape)), {})
     return dispatch(torch.ops.aten.copy_.default, (out, result), {})
 
@@ -249,6 +271,13 @@ def _batch_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     running_mean.copy_(new_mean)
     running_var.copy_(new_var)
     return tuple(results)
+
+
+@handles("aten::_native_batch_norm_legit.out")
+def _batch_norm_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    results = _batch_norm(torch.ops.aten.native_batch_norm.default, args, {})
+    outs = (kwargs["out"], kwargs["save_mean"], kwargs["save_invstd"])
+    return tuple(map(_into, outs, results))
 
 
 def _to_host_argument(value: Any) -> Any:

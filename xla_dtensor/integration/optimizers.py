@@ -1,7 +1,7 @@
 """torch's optimizers on xla tensors: updating all parameters of a group together is one launch.
 
-With ``foreach=True`` or ``fused=True`` an optimizer's ``step`` hands its lists of tensors to a
-function like ``torch.optim.adam._multi_tensor_adam``. The operations in it run as a batch; the
+With ``foreach`` (the default) or ``fused=True`` an optimizer's ``step`` hands its lists of tensors
+to a function like ``torch.optim.adam._multi_tensor_adam``. The operations in it run as a batch; the
 formula and its Python stay torch's.
 """
 
@@ -11,6 +11,8 @@ import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
+
+from xla_dtensor import _context
 
 # The modules of torch.optim, and which of the two functions they have.
 _FUNCTIONS = {
@@ -29,7 +31,14 @@ _FUNCTIONS = {
 
 
 def install() -> None:
-    """Wrap the functions."""
+    """Wrap the functions, and make ``foreach`` the default, as torch has it for its own DTensor."""
+    # These modules make a torch.device("xla"): not before the backend has that name.
+    from xla_dtensor.device_tensor import XLATensor
+    from xla_dtensor.sharded_tensor import XLAShardedTensor
+
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        module: Any = importlib.import_module(name)
+        module._foreach_supported_types += [XLAShardedTensor, XLATensor]
     for module_name, names in _FUNCTIONS.items():
         module = importlib.import_module(f"torch.optim.{module_name}")
         for name in names:
@@ -39,7 +48,8 @@ def install() -> None:
 def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
-        if not params or not hasattr(params[0], "_storage_"):
+        traced = _context.current() is not None  # one program already
+        if traced or not params or not hasattr(params[0], "_storage_"):
             return function(params, *args, **kwargs)
         from xla_dtensor.dispatch import batched
 

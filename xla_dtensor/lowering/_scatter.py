@@ -7,7 +7,7 @@ in tests/lowering/partitioning.py):
   with an index per element gets a coordinate for *every* dim, those of the batch being counted.
 - Where index tensors are sharded unevenly, what pads their last shards writes too. The partitioner
   fills it with anything, or with zeros: index 0, value 0. So padding is sent out of range and gets
-  the value 0 (`_inside` tells it), which is harmless if values are added; after other writes the
+  the value 0 (`is_inside` tells it), which is harmless if values are added; after other writes the
   elements at index 0 are computed again, without a scatter (`_repaired`).
 """
 
@@ -40,6 +40,10 @@ def write(x: jax.Array, positions: Positions, method: str, value: jax.Array) -> 
         method: ``"set"``, ``"add"``, ``"multiply"``, ``"max"`` or ``"min"``.
         value: of the dtype of ``x``; broadcast to what ``x[positions]`` would be.
     """
+    if x.dtype.kind == "c" and method in ("set", "add"):
+        # XLA's partitioner can't pad a complex operand, and aborts.
+        parts = zip((x.real, x.imag), (value.real, value.imag), strict=True)
+        return lax.complex(*(write(part, positions, method, v) for part, v in parts))
     dims = [d for d, p in enumerate(positions) if not isinstance(p, slice)]
     indices = jnp.broadcast_arrays(*(positions[d] for d in dims))
     full = indices[0].shape
@@ -52,7 +56,7 @@ def write(x: jax.Array, positions: Positions, method: str, value: jax.Array) -> 
     # A dim of length 1 could be padded too, and XLA would know that its only index is 0.
     shape = tuple(n for n in full if n > 1)
     value = value.reshape(*rest[:at], *shape, *rest[at:])
-    inside = _inside(shape)
+    inside = is_inside(shape)
     inside_value = inside.reshape(*[1] * at, *shape, *[1] * (len(rest) - at))
     value = jnp.where(inside_value, value, jnp.zeros((), value.dtype))
     indices = [narrow(i.reshape(shape), x.shape[d] + 1) for d, i in zip(dims, indices, strict=True)]
@@ -85,7 +89,7 @@ def write_each(
     return write(x, positions, method, value)
 
 
-def _inside(shape: tuple[int, ...]) -> jax.Array:
+def is_inside(shape: tuple[int, ...]) -> jax.Array:
     """True at every element of ``shape``, and false where XLA pads an array of that shape."""
     result = jnp.ones(shape, bool)
     for dim, size in enumerate(shape):

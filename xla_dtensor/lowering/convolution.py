@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_dtensor.lowering._per_slice import per_slice
 from xla_dtensor.lowering._promotion import math_dtype
 from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.indexing import scatter_add
@@ -289,10 +290,16 @@ def max_pool_backward(spatial: int) -> Callable[..., jax.Array]:
 
     def backward(grad: jax.Array, x: jax.Array, *args: Any) -> jax.Array:
         indices = args[-1]
-        lead = x.shape[: x.ndim - spatial]
-        zeros = jnp.zeros((*lead, math.prod(x.shape[x.ndim - spatial :])), grad.dtype)
-        flat = lambda a: a.reshape(*lead, math.prod(a.shape[a.ndim - spatial :]))
-        return scatter_add(zeros, -1, flat(indices), flat(grad)).reshape(x.shape)
+        sizes = x.shape[x.ndim - spatial :]
+
+        def scatter(indices: jax.Array, grad: jax.Array) -> jax.Array:
+            lead = grad.shape[: grad.ndim - spatial]
+            zeros = jnp.zeros((*lead, math.prod(sizes)), grad.dtype)
+            flat = lambda a: a.reshape(*lead, math.prod(a.shape[a.ndim - spatial :]))
+            return scatter_add(zeros, -1, flat(indices), flat(grad)).reshape(*lead, *sizes)
+
+        result: jax.Array = per_slice(scatter, x.ndim - spatial, indices, grad)
+        return result
 
     return backward
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_dtensor.lowering._per_slice import per_slice
 from xla_dtensor.lowering._registry import lowers
 
 _ALPHA = (1 + 17**0.5) / 8
@@ -49,7 +50,7 @@ def _factor_one(a: jax.Array, hermitian: bool) -> tuple[jax.Array, jax.Array, ja
         k, a, pivots, info = state
         size = _size(a)
         column = jnp.where(index > k, size[:, k], -1)
-        largest = jnp.argmax(column)  # the candidate for a pivot
+        largest = lax.argmax(column, 0, np.int32)  # the candidate for a pivot
         column_max = jnp.maximum(column[largest], zero)
         here = size[k, k]
         row = jnp.where((index >= k) & (index != largest), size[largest], zero)
@@ -153,9 +154,15 @@ def ldl_factor(
     if a.size == 0:
         return a, jnp.zeros((*batch, n), np.int32), jnp.zeros(batch, np.int32)
     hermitian = hermitian and a.dtype.kind == "c"
-    factor = jax.vmap(lambda m: _factor_one(m, hermitian))
-    ld, pivots, info = factor(a.reshape(-1, n, n))
-    return ld.reshape(a.shape), pivots.reshape(*batch, n), info.reshape(batch)
+
+    def factor(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        batch = a.shape[:-2]
+        one = jax.vmap(functools.partial(_factor_one, hermitian=hermitian))
+        ld, pivots, info = one(a.reshape(-1, n, n))
+        return ld.reshape(a.shape), pivots.reshape(*batch, n), info.reshape(batch)
+
+    result: tuple[jax.Array, jax.Array, jax.Array] = per_slice(factor, len(batch), a)
+    return result
 
 
 @lowers("linalg_ldl_solve")

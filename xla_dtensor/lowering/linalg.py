@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from xla_dtensor.lowering._per_slice import per_slice
 from xla_dtensor.lowering._promotion import promote, promote_for_math
 from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.meta import meta_of
@@ -385,6 +386,11 @@ def matrix_exp(a: jax.Array) -> jax.Array:
     if a.size == 0:
         return a
     (a,) = promote_for_math(a)
+    result: jax.Array = per_slice(_matrix_exp, a.ndim - 2, a)
+    return result
+
+
+def _matrix_exp(a: jax.Array) -> jax.Array:
     limit = _TAYLOR_18_NORM[a.real.dtype.itemsize]
     norm = jnp.max(jnp.sum(jnp.abs(a), -2), -1)[..., None, None]
     squarings = jnp.where(norm > limit, jnp.ceil(jnp.log2(norm / limit)), 0)

@@ -3,6 +3,7 @@ own file."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import jax.scipy.special as jsp
 import numpy as np
 
 from xla_dtensor.dtypes import to_jax_dtype
+from xla_dtensor.lowering._per_slice import elementwise
 from xla_dtensor.lowering._promotion import promote, promote_for_math, promote_to_float, result_type
 from xla_dtensor.lowering._registry import lowers
 
@@ -345,8 +347,8 @@ _FLOAT_BINARY: dict[tuple[str, ...], Callable[[jax.Array, jax.Array], jax.Array]
     ("copysign.Tensor", "copysign.Scalar"): jnp.copysign,
     ("hypot",): jnp.hypot,
     ("ldexp.Tensor",): lambda x, y: x * jnp.exp2(y),
-    ("igamma",): jax.lax.igamma,
-    ("igammac",): jax.lax.igammac,
+    ("igamma",): functools.partial(elementwise, jax.lax.igamma),
+    ("igammac",): functools.partial(elementwise, jax.lax.igammac),
     ("logaddexp",): logaddexp,
     ("logaddexp2",): jnp.logaddexp2,
     ("special_xlog1py", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar"): (
@@ -359,9 +361,9 @@ _FLOAT_BINARY: dict[tuple[str, ...], Callable[[jax.Array, jax.Array], jax.Array]
 _SAME_BINARY: dict[tuple[str, ...], Callable[[jax.Array, jax.Array], jax.Array]] = {
     ("fmax",): jnp.fmax,
     ("fmin",): jnp.fmin,
-    ("gcd",): jnp.gcd,
+    ("gcd",): functools.partial(elementwise, jnp.gcd),
     ("heaviside",): lambda x, y: jnp.where(x == 0, y, (x > 0).astype(x.dtype)),
-    ("lcm",): jnp.lcm,
+    ("lcm",): functools.partial(elementwise, jnp.lcm),
     ("maximum", "max.other"): jnp.maximum,
     ("minimum", "min.other"): jnp.minimum,
     ("nextafter",): jnp.nextafter,

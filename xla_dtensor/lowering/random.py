@@ -17,6 +17,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.dtypes import to_jax_dtype
+from xla_dtensor.lowering._per_slice import per_slice
 from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.factory import factory_dtype
 
@@ -266,7 +267,9 @@ def multinomial(
     if not replacement:
         # The Gumbel-max trick: the k largest perturbed logits are k draws without replacement.
         gumbel = jax.random.gumbel(key, x.shape, logits.dtype)
-        return lax.top_k(logits + gumbel, num_samples)[1].astype(np.int64)
+        largest = lambda keys: lax.top_k(keys, num_samples)[1]
+        drawn = per_slice(largest, x.ndim - 1, logits + gumbel)
+        return drawn.astype(np.int64)
     shape = (num_samples, *x.shape[:-1])
     drawn = jax.random.categorical(key, logits, axis=-1, shape=shape)
     return jnp.moveaxis(drawn, 0, -1).astype(np.int64)
@@ -289,7 +292,9 @@ def native_dropout(
 
 @lowers("native_dropout_backward")
 def native_dropout_backward(grad: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
-    return grad * (mask.astype(grad.dtype) * grad.dtype.type(scale))
+    # torch's kernel multiplies a bool or integer gradient by the number it was given.
+    number = grad.dtype.type(scale) if jnp.issubdtype(grad.dtype, jnp.inexact) else scale
+    return grad * (mask.astype(grad.dtype) * number)
 
 
 @lowers("dropout", random=True)

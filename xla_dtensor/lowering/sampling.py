@@ -8,7 +8,9 @@ reflected.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_dtensor.lowering._per_slice import per_slice
 from xla_dtensor.lowering._promotion import math_dtype
 from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering._scatter import write
@@ -184,6 +187,17 @@ def grid_sampler(
     return sampler.summed(sampler.read(image) * sampler.weights()[:, None]).reshape(shape)
 
 
+def _scattered(sizes: Sequence[int], index: jax.Array, values: jax.Array) -> jax.Array:
+    """The sum of ``values[n, i]`` at flat position ``index[n, i]`` of an image: ``[N, positions,
+    C]``."""
+    *lead, _, channels = values.shape
+    values = values.reshape(-1, *values.shape[-2:])
+    index = index.reshape(-1, index.shape[-1])
+    images = jnp.arange(len(index), dtype=np.int32)[:, None]
+    pixels = jnp.zeros((len(index), math.prod(sizes), channels), values.dtype)
+    return write(pixels, (images, index), "add", values).reshape(*lead, -1, channels)
+
+
 @lowers("grid_sampler_2d_backward", "grid_sampler_3d_backward")
 def grid_sampler_backward(
     grad: jax.Array,
@@ -203,10 +217,8 @@ def grid_sampler_backward(
     grad_image = None
     if output_mask[0]:
         # [N, positions, C]: a scatter of whole pixels.
-        pixels = jnp.zeros((batch, int(np.prod(sampler.sizes)), channels), wide)
-        samples = jnp.arange(batch, dtype=np.int32)[:, None]
         share = jnp.swapaxes(sampler.weights()[:, None] * grad, 1, 2)
-        pixels = write(pixels, (samples, sampler.flat), "add", share)
+        pixels = per_slice(functools.partial(_scattered, sampler.sizes), 1, sampler.flat, share)
         grad_image = jnp.swapaxes(pixels, 1, 2).reshape(image.shape)
     along = jnp.sum(sampler.read(image) * grad, axis=1)
     by_dim = [

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_dtensor.lowering._per_slice import per_slice
 from xla_dtensor.lowering._promotion import math_dtype, promote
 from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.view import wrap_dim
@@ -49,11 +50,29 @@ def _padding(mode: str) -> Callable[..., jax.Array]:
     def pad(x: jax.Array, padding: Sequence[int]) -> jax.Array:
         pairs = _pairs(padding, x.ndim)
         added = [(max(before, 0), max(after, 0)) for before, after in pairs]
-        x = jnp.pad(x, added, mode=mode)
+        x = _edges_repeated(x, added) if mode == "edge" else jnp.pad(x, added, mode=mode)
         cropped = [(min(before, 0), min(after, 0), 0) for before, after in pairs]
         return lax.pad(x, jnp.zeros((), x.dtype), cropped) if np.any(cropped) else x
 
     return pad
+
+
+def _edges_repeated(x: jax.Array, added: Sequence[tuple[int, int]]) -> jax.Array:
+    """`jnp.pad` with ``"edge"``, in slices: it repeats by a gather, and the transpose of that is a
+    scatter, for which XLA gathers what is sharded."""
+    for dim, (before, after) in enumerate(added):
+        if before or after:
+            size = x.shape[dim]
+            pieces = [
+                lax.slice_in_dim(x, 0, 1, axis=dim),
+                x,
+                lax.slice_in_dim(x, size - 1, size, axis=dim),
+            ]
+            for i, n in ((0, before), (2, after)):
+                shape = [n if d == dim else own for d, own in enumerate(x.shape)]
+                pieces[i] = jnp.broadcast_to(pieces[i], shape)
+            x = lax.concatenate(pieces, dim)
+    return x
 
 
 def _padding_backward(mode: str) -> Callable[..., jax.Array]:
@@ -166,6 +185,7 @@ def topk(
     else:
         keys = keys.astype(np.uint8) if x.dtype.kind == "b" else keys
         reverse = jnp.invert  # unlike negation it has no overflow
-    values, positions = lax.top_k(keys if largest else reverse(keys), k)
+    select = lambda keys: tuple(lax.top_k(keys, k))
+    values, positions = per_slice(select, x.ndim - 1, keys if largest else reverse(keys))
     values = (values if largest else reverse(values)).astype(x.dtype)
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(positions, -1, dim).astype(np.int64)

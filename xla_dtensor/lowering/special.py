@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import jax.scipy.special as jsp
 import numpy as np
 
+from xla_dtensor.lowering._per_slice import elementwise
 from xla_dtensor.lowering._promotion import promote_to_float
 from xla_dtensor.lowering._registry import lowers
 
@@ -335,8 +336,8 @@ _POLYNOMIALS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 def _register_polynomials() -> None:
     def evaluate(function: Callable, x: Any, n: Any) -> jax.Array:
-        x, n = jnp.broadcast_arrays(*promote_to_float(x, n))
-        return function(x, _degrees(n))
+        x, n = promote_to_float(x, n)
+        return elementwise(function, x, _degrees(n))
 
     for name, function in _POLYNOMIALS.items():
         overloads = [f"special_{name}{suffix}" for suffix in (".default", ".x_scalar", ".n_scalar")]
@@ -381,7 +382,6 @@ def _trigamma(x: jax.Array) -> jax.Array:
 def _zeta(s: jax.Array, q: jax.Array) -> jax.Array:
     """Hurwitz zeta. JAX's expansion needs ``q`` above about -9: the first terms of a negative
     ``q`` are summed one by one, which torch does too (here at most 1000)."""
-    s, q = jnp.broadcast_arrays(s, q)
     regular = (q != jnp.floor(q)) & (s == jnp.floor(s))
 
     def pending(state: Any) -> Any:
@@ -401,7 +401,7 @@ def _zeta(s: jax.Array, q: jax.Array) -> jax.Array:
 
 @lowers("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar")
 def zeta(s: Any, q: Any) -> jax.Array:
-    return _zeta(*promote_to_float(s, q))
+    return elementwise(_zeta, *promote_to_float(s, q))
 
 
 @lowers("polygamma")
@@ -411,7 +411,11 @@ def polygamma(n: int, x: jax.Array) -> jax.Array:
         return digamma(x)
     if n == 1:
         return _trigamma(x)
-    return (-1) ** (n + 1) * float(math.factorial(n)) * _zeta(jnp.asarray(n + 1, x.dtype), x)
+    return (
+        (-1) ** (n + 1)
+        * float(math.factorial(n))
+        * elementwise(_zeta, jnp.asarray(n + 1, x.dtype), x)
+    )
 
 
 @lowers("polygamma_")

@@ -553,11 +553,34 @@ def _transposed(get: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return backward
 
 
+@lowers("unfold_backward")
+def unfold_backward(
+    grad: jax.Array, input_sizes: Sequence[int], dim: int, size: int, step: int
+) -> jax.Array:
+    """Every position gathers what the windows over it have: XLA's partitioner aborts on some
+    layouts of the scatter that transposing `unfold` would give."""
+    if not input_sizes or grad.size == 0:
+        total = grad.sum() if grad.size else jnp.zeros((), grad.dtype)
+        return jnp.broadcast_to(total, tuple(input_sizes))
+    dim = wrap_dim(dim, len(input_sizes))
+    length = input_sizes[dim]
+    covered = _window_positions(length, size, step).reshape(-1)
+    order = np.argsort(covered, kind="stable")
+    position = covered[order]
+    number = np.arange(len(order)) - np.searchsorted(position, position)
+    sources = np.full((number.max() + 1, length), -1)
+    sources[number, position] = order
+    windows = jnp.moveaxis(grad.astype(math_dtype(grad.dtype)), -1, dim + 1)
+    flat = windows.reshape(*input_sizes[:dim], len(order), *input_sizes[dim + 1 :])
+    taken = jnp.take(flat, np.maximum(sources, 0), axis=dim, mode="clip")
+    used = (sources >= 0).reshape(sources.shape + (1,) * (len(input_sizes) - dim - 1))
+    return jnp.where(used, taken, 0).sum(dim).astype(grad.dtype)
+
+
 _BACKWARDS: dict[str, Callable[..., jax.Array]] = {
     "slice_backward": slice_,
     "select_backward": select,
     "diagonal_backward": diagonal,
-    "unfold_backward": unfold,
 }
 for _name, _get in _BACKWARDS.items():
     lowers(_name)(_transposed(_get))
