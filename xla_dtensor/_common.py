@@ -81,14 +81,14 @@ class TensorMethods:
         return _dispatcher()(func, args, kwargs or {})
 
     def __getitem__(self, index: Any) -> Any:
-        result = tensor_index.select(self, index)  # type: ignore[arg-type]
+        result = tensor_index.select(self, index)
         if result is NotImplemented:
-            return torch.Tensor.__getitem__(self, index)  # type: ignore[arg-type]
+            return torch.Tensor.__getitem__(self, index)
         return result
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if not tensor_index.assign(self, index, value):  # type: ignore[arg-type]
-            torch.Tensor.__setitem__(self, index, value)  # type: ignore[arg-type]
+        if not tensor_index.assign(self, index, value):
+            torch.Tensor.__setitem__(self, index, value)
 
     @property
     def _form(self) -> Form:

@@ -1,15 +1,15 @@
 """Collectives on per-device tensors: explicit communication along a mesh dim.
 
 Each is one collective of XLA's under ``jax.shard_map``. ``group`` is a mesh of one dim, a
-``(mesh, dim)``, or ``mesh.get_group(dim)``. They are differentiable as torch's functional collectives
-are, which end in the same functions (`integration/functional_collectives.py`).
+``(mesh, dim)``, or ``mesh.get_group(dim)``. They are differentiable as torch's functional
+collectives are, which end in the same functions (`integration/functional_collectives.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +154,7 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
     return relayout(tensor, source, target, _Collective(name, axes, options))
 
 
-Group = MeshGroup | DeviceMesh | tuple[DeviceMesh, int | str]
+Group: TypeAlias = MeshGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
 
 def _group(group: Group) -> MeshGroup:
@@ -165,7 +165,7 @@ def _group(group: Group) -> MeshGroup:
 
 def _native(name: str) -> Any:
     # Imported with torch.distributed, which registers their gradients.
-    import torch.distributed._functional_collectives  # noqa: F401
+    import torch.distributed._functional_collectives
 
     return getattr(torch.ops._c10d_functional, name)
 

@@ -4,10 +4,11 @@
 
 The leading axes stand for mesh axes along which devices hold different values that no tensor dim
 shows. One per *varying* axis: the tensor is something else on each device along it (a per-device
-tensor, or a sharded one on a submesh); operations run on each by itself, under ``jax.vmap``
-(`per_device.py`). One per *unreduced* mesh dim: parts of one value, a pending ``Partial``. ``Shard`` puts mesh axes on a logical dim; a dim that
-doesn't divide is padded at its end (XLA's program inputs and outputs must be even). Forms are
-interned: equal forms are the same object, so that the dispatcher's cache keys hash in no time.
+tensor, or a sharded one on a submesh); operations run on each by itself (`per_device.py`). One per
+*unreduced* mesh dim: parts of one value, a pending ``Partial``. ``Shard`` puts mesh axes on a
+logical dim; a dim that doesn't divide is padded at its end (XLA's program inputs and outputs must
+be even). Forms are interned: equal forms are the same object, so that the dispatcher's cache keys
+hash in no time.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def from_devices(array: Any, source: Form, target: Form) -> Any:
             labels.remove(name)
     missing = [label for label in wanted if label not in labels]
     if missing:
-        array = jnp.broadcast_to(array, (*(sizes[name] for name in missing), *array.shape))
+        array = jnp.broadcast_to(array, (*(sizes[str(name)] for name in missing), *array.shape))
         labels = [*missing, *labels]
     array = array.transpose([labels.index(label) for label in wanted])
     return array.reshape(target.array_shape)

@@ -96,7 +96,7 @@ class _FromLocal(torch.autograd.Function):
         return _shard(local, mesh, placements, run_check, meta)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return (None,) * 6
         mesh, placements = ctx.grad_layout
@@ -118,7 +118,7 @@ class _ToLocal(torch.autograd.Function):
         return XLATensor(tensor._storage_, target, (*tensor._steps, LayoutStep(form, target)))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None
         mesh, placements = ctx.layout

@@ -2,9 +2,9 @@
 
 A tensor that varies has one leading axis per frame axis along which it does (`form.py`). What an
 operation does on one device is a function of values without these axes. On per-device tensors alone
-it runs under ``jax.shard_map``: each device runs it on what it has, and XLA's partitioner has no say.
-On sharded tensors of a submesh XLA must partition the rest, so there it runs under ``jax.vmap``, whose
-mapped axes are sharded over the mesh axes that they stand for.
+it runs under ``jax.shard_map``: each device runs it on what it has, and XLA's partitioner has no
+say. On sharded tensors of a submesh XLA must partition the rest, so there it runs under
+``jax.vmap``, whose mapped axes are sharded over the mesh axes that they stand for.
 """
 
 from __future__ import annotations

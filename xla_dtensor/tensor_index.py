@@ -1,7 +1,8 @@
 """``x[i]`` and ``x[i] = v`` with an index ``i`` that has no one value in Python.
 
-torch takes a 0-d integer tensor in an index for a number (``.item()``) and selects. Of a tensor that
-differs per device there is no such number, and inside a compiled step none yet; so it gathers there.
+torch takes a 0-d integer tensor in an index for a number (``.item()``) and selects. Of a tensor
+that differs per device there is no such number, and inside a compiled step none yet; so it gathers
+there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from xla_dtensor.errors import UnsupportedOpError
 _NOT_NUMBERS = (torch.bool, torch.uint8)  # masks
 
 
-def select(tensor: torch.Tensor, index: Any) -> Any:
+def select(tensor: Any, index: Any) -> Any:
     """``tensor[index]``, or `NotImplemented` if torch's way will do."""
     parts = _parts(index)
     if parts is None:
@@ -28,15 +29,15 @@ def select(tensor: torch.Tensor, index: Any) -> Any:
     result = torch.ops.aten.index.Tensor(tensor, found)
     # torch has a view, to which a program may write; a copy must not take such a write silently.
     result._storage_.refuses_writes = (
-        f"a write to x[i], where i differs from device to device or is known in the compiled step "
-        f"only: torch has a view there, xla_dtensor a copy (of shape {list(result.shape)}). Write to "
-        "x itself (x[i] = value; for x[i] += value: x[i] = x[i] + value), or take a copy with .clone()"
+        "a write to x[i], where i differs from device to device or is known in the compiled step "
+        f"only: torch has a view there, xla_dtensor a copy (of shape {list(result.shape)}). Write "
+        "to x itself (x[i] = value; for x[i] += value: x[i] = x[i] + value), or take a .clone()"
     )
     rest = tuple(part for part in parts if not _has_no_number(part))
     return result[rest] if rest else result
 
 
-def assign(tensor: torch.Tensor, index: Any, value: Any) -> bool:
+def assign(tensor: Any, index: Any, value: Any) -> bool:
     """``tensor[index] = value``; False if torch's way will do.
 
     Raises:

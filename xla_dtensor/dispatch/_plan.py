@@ -146,6 +146,9 @@ class Plan:
         "structure",
     )
 
+    run: Any
+    eager: Any
+
     def __init__(self, call: Call, tensors: list[Any]) -> None:
         info = call.info
         self.info = info
@@ -259,6 +262,7 @@ def _functions(
             own_keys = lambda: jax.random.fold_in(keys(), index)
             return on_one_device(own_keys, own_leaves, pad)
 
+        assert frame is not None
         mapped = over_devices(one, [axes, *varying], frame, any_sharded)
         return mapped(coordinate(frame, axes), *leaves)
 

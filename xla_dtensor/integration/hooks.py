@@ -57,9 +57,8 @@ def _allow_loading() -> None:
 @functools.cache
 def _install_for_dtensor() -> None:
     """The hooks into torch.distributed.tensor, which takes long to import: with the first mesh."""
-    from xla_dtensor.integration.torch_versions import let_subclasses_dispatch
-
     from xla_dtensor.integration import functional_collectives
+    from xla_dtensor.integration.torch_versions import let_subclasses_dispatch
 
     let_subclasses_dispatch()
     functional_collectives.install()

@@ -74,23 +74,24 @@ def group_of(mesh: DeviceMesh, dim: int | str | None = None) -> MeshGroup:
         if dim not in names:
             raise MeshError(f"{mesh!r} has no mesh dim {dim!r}")
         dim = names.index(dim)
-    if not -mesh.ndim <= dim < mesh.ndim:
+    number = int(dim)
+    if not -mesh.ndim <= number < mesh.ndim:
         raise MeshError(f"{mesh!r} has no mesh dim {dim}")
-    dim %= mesh.ndim
+    number %= mesh.ndim
     frame = frame_of(mesh)
-    axes = mesh_dim_axes(mesh)[dim]
+    axes = mesh_dim_axes(mesh)[number]
     # Other meshes of these devices may have dims of the same names.
     sizes = ",".join(f"{axis}={size}" for axis, size in frame.sizes.items())
     name = f"xla:{','.join(map(str, frame.device_ids))}:{sizes}:{'.'.join(axes)}"
     group = _groups.get(name)
     if group is None:
         group = _groups[name] = MeshGroup(name)
-        group.mesh, group.dim = mesh, dim
+        group.mesh, group.dim = mesh, number
     return group
 
 
 def resolve_group(group: Any) -> MeshGroup | None:
-    """The `MeshGroup` that any of torch's ways to name a group means; None if it is none of ours."""
+    """The `MeshGroup` that any of torch's ways to name a group means; None if none of ours."""
     if isinstance(group, MeshGroup):
         return group
     if isinstance(group, DeviceMesh) and group.device_type == "xla":
