@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow check rules-check conformance bench bench-eager clean
+.PHONY: help env train test test-slow check rules-check conformance bench bench-eager bench-torch clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -53,6 +53,9 @@ bench: env ## the compiled step against hand-written JAX
 
 bench-eager: env ## the time per eager call, next to torch's DTensor and jax.jit
 	$(BIN)/python benchmarks/eager.py $(ARGS)
+
+bench-torch: env ## FSDP x TP against torch's DTensor in 8 gloo processes (about two minutes)
+	$(BIN)/python benchmarks/vs_torch_dtensor.py $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache .mypy_cache

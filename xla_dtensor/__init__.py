@@ -3,6 +3,8 @@
 Importing it installs the "xla" device and the xla mesh into torch; JAX starts on first use.
 """
 
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xla_dtensor import integration
@@ -66,7 +68,7 @@ _LAZY = {
 _MODULES = ("collectives",)
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     import importlib
 
     if name in _MODULES:

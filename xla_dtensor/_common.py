@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xla_dtensor import tensor_index
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.storage import LayoutStep
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ def _dispatcher() -> Callable[..., Any]:
     from xla_dtensor.dispatch import dispatch
 
     return dispatch
+
+
+def refuse_other_kind(tensor: TensorMethods, other: Any, what: str) -> None:
+    """Raise if ``tensor`` is sharded and ``other`` isn't, or the other way round."""
+    if isinstance(other, TensorMethods) and tensor._form.is_sharded != other._form.is_sharded:
+        own, wanted = ("sharded" if x._form.is_sharded else "per-device" for x in (tensor, other))
+        raise UnsupportedOpError(
+            f"{what}: a {own} tensor can't become a {wanted} one; convert the other one first with "
+            "DTensor.from_local(x, mesh, placements) or x.to_local()"
+        )
 
 
 class TensorMethods:
@@ -109,11 +120,16 @@ class TensorMethods:
 
         Raises:
             RuntimeError: the assigned tensor is of another kind.
+            UnsupportedOpError: one of them is sharded and the other isn't.
         """
         return torch.Tensor.data.__get__(self)
 
     @data.setter
     def data(self, value: Any) -> None:
+        refuse_other_kind(self, value, "an assignment to .data")
+        self._become(value)
+
+    def _become(self, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)
         if isinstance(value, TensorMethods):  # torch moved its own part alone
             self._storage_, self._steps = value._storage_, value._steps

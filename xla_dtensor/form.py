@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement
 from xla_dtensor.dtypes import to_jax_dtype
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
+from xla_dtensor.per_device import check_axes
 
 if TYPE_CHECKING:
     import jax
@@ -147,6 +148,19 @@ class Form:
     def with_meta(self, meta: bool) -> Form:
         """The same tensor with or without a value."""
         return self if meta == self.meta else self._with(self.varying, meta)
+
+    def on_current_frame(self) -> Form:
+        """The same sharded tensor, with the axes that its mesh's dims consist of by now.
+
+        Raises:
+            MeshMismatchError: it varies along an axis that has since been cut finer.
+        """
+        assert self.mesh is not None and self.frame is not None
+        if self.frame.is_current:
+            return self
+        frame = frame_of(self.mesh)
+        check_axes("a view of what devices hold", self, frame)
+        return self._with(self.varying, self.meta)
 
     def _with(self, varying: tuple[str, ...], meta: bool) -> Form:
         about = self.shape, self.stride, self.offset, self.dtype

@@ -20,7 +20,7 @@ from xla_dtensor.errors import PlacementError, UnsupportedOpError
 from xla_dtensor.form import device_form, sharded_form
 from xla_dtensor.local_layout import from_devices, global_meta, local_form, unreduced_dims
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
-from xla_dtensor.per_device import union
+from xla_dtensor.per_device import check_axes, union
 from xla_dtensor.redistribute import as_sharded, relayout
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import LayoutStep, Storage
@@ -113,7 +113,7 @@ class _ToLocal(torch.autograd.Function):
         ctx.given = grad_placements is not None
         ctx.meta = tuple(tensor.shape), tuple(tensor.stride())
         ctx.set_materialize_grads(False)
-        form = tensor._form
+        form = tensor._form.on_current_frame()
         target = local_form(form)
         return XLATensor(tensor._storage_, target, (*tensor._steps, LayoutStep(form, target)))
 
@@ -164,6 +164,7 @@ def _shard(
     if _context.current() is None and not local.is_meta:
         local._storage_.place(frame)
     source = local._form.placed(frame)
+    check_axes("from_local", source, frame)
     for i in _replicated_but_varying(source.varying, mesh, placements):
         if not run_check:
             raise UnsupportedOpError(
@@ -211,16 +212,18 @@ def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | No
             grad_placements, tensor.device_mesh, tensor.ndim, "to_local(grad_placements=)"
         )
     recording = torch.is_grad_enabled() and tensor.requires_grad
-    key = (tensor._storage_.version, tensor._form, grad_placements, recording)
+    form = tensor._form.on_current_frame()
+    key = (tensor._storage_.version, form, grad_placements, recording)
     known = tensor._local
     if known is not None and known[0] == key:
         local = known[1]()
-        if local is not None:
+        # Unless it has become something else (t_, requires_grad_, ...).
+        if local is not None and local._steps is known[2] and local.requires_grad is recording:
             return local
     local = _ToLocal.apply(tensor, grad_placements)
     # A leaf's local tensor holds the leaf through the autograd graph: weak, or neither would go.
     reference = weakref.ref(local) if recording and tensor.is_leaf else _Strong(local)
-    tensor._local = (key, reference)
+    tensor._local = (key, reference, local._steps)
     return local
 
 

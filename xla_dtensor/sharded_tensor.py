@@ -146,9 +146,9 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
             from xla_dtensor.redistribute import as_sharded
 
             grad = as_sharded(grad, mesh)
-        elif grad.device_mesh != mesh or grad.placements == wanted:
+        elif grad.device_mesh == mesh and grad.placements == wanted:
             return None
-        return grad.redistribute(placements=wanted)
+        return grad.redistribute(mesh, wanted)
 
     leaf._landing = leaf.register_hook(land)
     leaf._landing.layout = mesh, leaf.placements

@@ -14,6 +14,7 @@ from xla_dtensor._common import TensorMethods
 from xla_dtensor.dispatch import _collective_ops, _special  # noqa: F401  (register handlers)
 from xla_dtensor.dispatch._batch import batched
 from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
+from xla_dtensor.dispatch._meshes import on_one_mesh
 from xla_dtensor.dispatch._metadata import become, refuse_shared
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
@@ -72,6 +73,7 @@ def _make_plan(call: Call) -> Plan | ViewPlan:
         )
     if call.info.view is not None and _is_ours(call.leaves[0]):
         return ViewPlan(call)
+    call.forms = on_one_mesh(call.forms)
     return Plan(call, call.leaves)
 
 

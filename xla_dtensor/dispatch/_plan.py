@@ -18,8 +18,8 @@ from xla_dtensor.dispatch._ops import DROPPED, OpInfo, info_of
 from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
-from xla_dtensor.mesh import mesh_dim_axes
-from xla_dtensor.per_device import coordinate, over_devices, union
+from xla_dtensor.mesh import frame_of, mesh_dim_axes
+from xla_dtensor.per_device import check_axes, coordinate, over_devices, union
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import LayoutStep, Storage, ViewStep, freeze, write_through
 
@@ -39,8 +39,9 @@ class Meta:
 class ViewPlan:
     """A view call: no computation, a step to append and the form of each result.
 
-    ``as_strided`` looks at the memory behind a tensor, not at the tensor: its step follows not
-    those of its base but the ones that put the storage in the order of memory.
+    ``as_strided`` looks at the memory behind a tensor, not at the tensor: its base is no view (but
+    for what devices hold of a sharded tensor, or the other way round), and its step follows the
+    one that puts the base in the order of its memory.
     """
 
     __slots__ = ("forms", "identity", "of_memory", "returns_list", "steps")
@@ -85,7 +86,7 @@ class ViewPlan:
         if self.identity:
             return type(base)(storage, base._form if steps else storage.form, steps)
         if self.of_memory:
-            steps = _memory_order(storage.form)
+            steps = (*steps, *_memory_order(base._form))
         results = [
             tensor_class(form)(storage, form, (*steps, step))
             for form, step in zip(self.forms, self.steps, strict=True)
@@ -95,10 +96,10 @@ class ViewPlan:
 
 @functools.cache
 def _memory_order(form: Form) -> tuple[ViewStep, ...]:
-    """The view of a storage whose row-major order is the order of its memory.
+    """The view of a tensor whose row-major order is the order of its memory.
 
     Raises:
-        UnsupportedOpError: the storage's strides have gaps, so its memory isn't its elements.
+        UnsupportedOpError: the tensor's strides have gaps, so its memory isn't its elements.
     """
     if form.stride == contiguous_stride(form.shape):
         return ()
@@ -495,15 +496,13 @@ def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:
     if call.info.name in READ_NO_VALUES:
         return ()
     forms = [form for form in call.forms if isinstance(form, Form)]
+    for form in forms:
+        if form.varying:
+            check_axes(call.info.name, form, frame)
     axes = union(frame, [form.varying for form in forms])
     if not axes:
         return ()
     for form in forms:
-        if form.varying and form.frame is not frame:
-            raise UnsupportedOpError(
-                f"{call.info.name}: a tensor that varies along {list(form.varying)} is older than "
-                f"a mesh that cuts the devices finer ({frame!r}); make the meshes first"
-            )
         if form.mesh is None:
             continue
         own = {name for names in mesh_dim_axes(form.mesh) for name in names}
@@ -537,6 +536,11 @@ def _where(call: Call) -> tuple[Any, Any]:
                 f"{list(form.frame.device_ids)}); bring them together with "
                 "x.redistribute(device_mesh, placements)"
             )
+        elif frame is not form.frame and mesh is None:
+            if frame.root == form.frame.root:
+                frame = frame_of(frame.root)  # the finer one has all meshes' axes
+            elif form.varying:
+                frame = form.frame
         if form.mesh is None:
             continue
         if mesh is None:
@@ -546,7 +550,7 @@ def _where(call: Call) -> tuple[Any, Any]:
                 f"{call.info.name}: one tensor is on {mesh!r}, another on {form.mesh!r}; bring them"
                 " together with x.redistribute(device_mesh, placements)"
             )
-        frame = form.frame
+        frame = frame_of(mesh)
     return mesh, frame
 
 

@@ -115,7 +115,8 @@ class XLADeviceMesh(DeviceMesh):
     def _no_rank(self, call: str) -> NoReturn:
         raise PerDeviceValueError(
             f"{self!r}.{call} has a different value on each device, and one process drives them "
-            "all: use full_tensor(), local_shards or a collective, which see every device"
+            "all: xla_dtensor.axis_index(mesh, dim) has the coordinate along a dim as a per-device "
+            "tensor; full_tensor(), local_shards and collectives see every device"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -49,7 +49,15 @@ class MeshGroup(str):
         """
         raise PerDeviceValueError(
             f"the rank in group {str(self)!r} differs from device to device, and one process "
-            "drives them all; xla_dtensor.axis_index(mesh, dim) has it as a per-device tensor"
+            "drives them all: xla_dtensor.axis_index(mesh, dim) has it as a per-device tensor"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # torch.distributed.all_reduce and the like ask a process group for its methods.
+        raise AttributeError(
+            f"group {str(self)!r} has no {name!r}: it names devices along a dim of an xla mesh and "
+            "is no process group. torch.distributed._functional_collectives and "
+            "xla_dtensor.collectives take it"
         )
 
 
