@@ -60,6 +60,7 @@ def _install_for_dtensor() -> None:
     from xla_dtensor.integration.torch_versions import let_subclasses_dispatch
 
     let_subclasses_dispatch()
+    optimizers.make_foreach_the_default()
     _hook_factories()
     _hook_from_local()
 
