@@ -62,6 +62,7 @@ def _install_for_dtensor() -> None:
 
     let_subclasses_dispatch()
     functional_collectives.install()
+    optimizers.make_foreach_the_default()
     _hook_factories()
     _hook_from_local()
 

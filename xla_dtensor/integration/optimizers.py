@@ -31,18 +31,21 @@ _FUNCTIONS = {
 
 
 def install() -> None:
-    """Wrap the functions, and make ``foreach`` the default, as torch has it for its own DTensor."""
-    # These modules make a torch.device("xla"): not before the backend has that name.
+    """Wrap the functions."""
+    for module_name, names in _FUNCTIONS.items():
+        module = importlib.import_module(f"torch.optim.{module_name}")
+        for name in names:
+            setattr(module, name, _in_one_launch(getattr(module, name)))
+
+
+def make_foreach_the_default() -> None:
+    """As torch has it for its own DTensor. Not at once: torch's DTensor takes long to import."""
     from xla_dtensor.device_tensor import XLATensor
     from xla_dtensor.sharded_tensor import XLAShardedTensor
 
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         module: Any = importlib.import_module(name)
         module._foreach_supported_types += [XLAShardedTensor, XLATensor]
-    for module_name, names in _FUNCTIONS.items():
-        module = importlib.import_module(f"torch.optim.{module_name}")
-        for name in names:
-            setattr(module, name, _in_one_launch(getattr(module, name)))
 
 
 def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
