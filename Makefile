@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow check rules-check conformance bench bench-eager bench-torch clean
+.PHONY: help env train test test-slow check rules-check conformance oracle bench bench-eager bench-torch clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -35,6 +35,9 @@ check: env ## lint, formatting, types
 
 rules-check: env ## the layout rules against what XLA does (about eight minutes on two cores)
 	$(BIN)/python -m xla_dtensor.rules.check $(ARGS)
+
+oracle: env ## all scenarios and random programs, torchrun against one process (about ten minutes)
+	$(BIN)/python -m pytest tests/oracle $(ARGS)
 
 CONFORMANCE := $(BIN)/python -W ignore -m tests.conformance --restart
 RECORDS := .cache/conformance
