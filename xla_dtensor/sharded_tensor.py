@@ -40,10 +40,13 @@ class XLAShardedTensor(TensorMethods, DTensor):
     _local: Any = None  # what to_local() returned last, see local_view.py
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        grad = ", requires_grad=True" if self.requires_grad else ""
+        varying = self._form.varying
+        more = f", varying along {', '.join(varying)}" if varying else ""
+        if self.requires_grad:
+            more += ", requires_grad=True"
         return (
             f"XLAShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"device_mesh={self.device_mesh!r}, placements={self.placements}{grad})"
+            f"device_mesh={self.device_mesh!r}, placements={self.placements}{more})"
         )
 
     def _copy(self) -> Any:
