@@ -105,12 +105,15 @@ def _all_to_all(x: Any, axes: _Axes) -> Any:
 
 
 def _broadcast(x: Any, axes: _Axes, src: int) -> Any:
-    # What a sum with it leaves as it is: -0.0 + 0.0 would be 0.0.
-    nothing: complex = -0.0 if jnp.issubdtype(x.dtype, jnp.floating) else 0
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        nothing = complex(-0.0, -0.0)
-    chosen = jnp.where(jax.lax.axis_index(axes) == src, x, jnp.full_like(x, nothing))
-    return (jax.lax.pmax if x.dtype == bool else jax.lax.psum)(chosen, axes)
+        return jax.lax.complex(_broadcast(x.real, axes, src), _broadcast(x.imag, axes, src))
+    own = jax.lax.axis_index(axes) == src
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        chosen = jnp.where(own, x, jnp.zeros_like(x))
+        return (jax.lax.pmax if x.dtype == bool else jax.lax.psum)(chosen, axes)
+    # Of its bits, which a sum with zeros leaves as they are: -0.0 + 0.0 would be 0.0.
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return jax.lax.bitcast_convert_type(_broadcast(bits, axes, src), x.dtype)
 
 
 def _permute(x: Any, axes: _Axes, pairs: Any) -> Any:

@@ -255,7 +255,7 @@ def from_device_values(
             f"from_device_values: {device_mesh!r} needs {device_mesh.size()} tensors of one shape "
             f"and dtype, got {[(list(v.shape), v.dtype) for v in values]}"
         )
-    from xla_dtensor.transfer import to_devices, to_numpy
+    from xla_dtensor.transfer import to_devices
 
     names = device_mesh.mesh_dim_names or ()
     dims = range(device_mesh.ndim) if vary is None else [names.index(name) for name in vary]
@@ -268,12 +268,12 @@ def from_device_values(
     order = [name for dim in sorted(dims) for name in axes[dim]]
     varying = union(frame, [tuple(order)])
     sizes = [frame.sizes[name] for name in order]
-    array = to_numpy(stacked).reshape(*sizes, *values[0].shape)
+    stacked = stacked.reshape(*sizes, *values[0].shape)
     lead = [order.index(name) for name in varying]
-    array = np.transpose(array, [*lead, *range(len(order), array.ndim)])
+    stacked = stacked.permute(*lead, *range(len(order), stacked.ndim)).contiguous()
     shape = tuple(values[0].shape)
     form = device_form(frame, shape, dtype=values[0].dtype, varying=varying)
-    return XLATensor(Storage(to_devices(torch.from_numpy(array), form), form), form)
+    return XLATensor(Storage(to_devices(stacked, form), form), form)
 
 
 def local_values(tensor: XLATensor) -> list[torch.Tensor]:

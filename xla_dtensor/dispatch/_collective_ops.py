@@ -45,6 +45,11 @@ def _all_reduce_coalesced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return [_all_reduce(func, (tensor, *args[1:]), kwargs) for tensor in args[0]]
 
 
+@handles(f"{_NS}all_reduce_coalesced_.default")
+def _all_reduce_coalesced_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return [_all_reduce_in_place(func, (tensor, *args[1:]), kwargs) for tensor in args[0]]
+
+
 @handles(f"{_NS}all_gather_into_tensor.default")
 def _all_gather(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, _, group = args

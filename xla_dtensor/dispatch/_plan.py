@@ -252,7 +252,7 @@ def _functions(
             out.append(value)
         return out
 
-    frame = next((f.frame for f in (*result_forms, *after) if f is not None and f.frame), None)
+    frame = _where(call)[1]
     varying = [f.varying if isinstance(f, Form) and not unread else () for f in forms]
     axes = union(frame, varying)
     any_sharded = any(isinstance(form, Form) and form.is_sharded for form in forms)

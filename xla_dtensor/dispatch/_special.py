@@ -136,8 +136,11 @@ def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _check_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Raises if a factorisation failed. A compiled step can't: its results are then not finite."""
     if _context.current() is None:
-        if args[0]._form.varying:
-            for info in args[0].local_values():
+        tensor = args[0]
+        if tensor._form.varying:
+            sharded = isinstance(tensor, XLAShardedTensor)
+            parts = [s.data for s in tensor.local_shards] if sharded else tensor.local_values()
+            for info in parts:
                 func(info, *args[1:], **kwargs)
         else:
             func(to_cpu(args[0]), *args[1:], **kwargs)
