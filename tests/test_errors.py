@@ -323,13 +323,6 @@ CASES: dict[str, Case] = {
         f"aten::dot.default: one tensor is on {MESH}, another on DeviceMesh((8,), 'xla', "
         "stride=(1,)); bring them together with x.redistribute(device_mesh, placements)",
     ),
-    "a tensor on a submesh": (
-        lambda: torch.cat([sharded(), sharded(mesh()["tp"])]),
-        xd.MeshMismatchError,
-        RuntimeError,
-        f"aten::cat.default: one tensor is on {MESH}, another on DeviceMesh((tp=4), 'xla', "
-        "stride=(1,)); bring them together with x.redistribute(device_mesh, placements)",
-    ),
     "full tensors of different devices": (
         lambda: sharded().full_tensor() * sharded(pair()).full_tensor(),
         xd.MeshMismatchError,
