@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow check rules-check conformance bench bench-eager clean
+.PHONY: help env train test test-slow check rules-check conformance oracle bench bench-eager bench-torch clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -36,6 +36,9 @@ check: env ## lint, formatting, types
 rules-check: env ## the layout rules against what XLA does (about eight minutes on two cores)
 	$(BIN)/python -m xla_dtensor.rules.check $(ARGS)
 
+oracle: env ## all scenarios and random programs, torchrun against one process (about ten minutes)
+	$(BIN)/python -m pytest tests/oracle $(ARGS)
+
 CONFORMANCE := $(BIN)/python -W ignore -m tests.conformance --restart
 RECORDS := .cache/conformance
 conformance: env ## every op of torch's op_db against CPU torch (about 40 minutes on two cores)
@@ -53,6 +56,9 @@ bench: env ## the compiled step against hand-written JAX
 
 bench-eager: env ## the time per eager call, next to torch's DTensor and jax.jit
 	$(BIN)/python benchmarks/eager.py $(ARGS)
+
+bench-torch: env ## FSDP x TP against torch's DTensor in 8 gloo processes (about two minutes)
+	$(BIN)/python benchmarks/vs_torch_dtensor.py $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache .mypy_cache

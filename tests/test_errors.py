@@ -33,9 +33,24 @@ def sharded(on: DeviceMesh | None = None) -> DTensor:
     return distribute_tensor(torch.ones(4), on, [S(0), *[R] * (on.ndim - 1)])
 
 
+def varying() -> xd.XLATensor:
+    return xd.from_device_values([torch.full((4,), float(i)) for i in range(8)], mesh())
+
+
 MESH = "DeviceMesh((dp=2, tp=4), 'xla', stride=(4, 1))"
 PAIR = "DeviceMesh((2,), 'xla', stride=(1,))"
 ALL = "[0, 1, 2, 3, 4, 5, 6, 7]"
+OF_EACH_DEVICE = (
+    "has a different value on each device, and one process drives them all: "
+    "xla_dtensor.axis_index(mesh, dim) has the coordinate along a dim as a per-device tensor; "
+    "full_tensor(), local_shards and collectives see every device"
+)
+ON_THE_HOST = (
+    "its value on the host (.cpu(), .item(), printing, ...) would differ from device to device. "
+    "Look at .local_values() (one CPU tensor per device), or make it one value first: "
+    "DTensor.from_local(x, mesh, placements).full_tensor(), or a collective (all_reduce, "
+    "all_gather_tensor)"
+)
 Case = tuple[Callable[[], Any], type[Exception], type[Exception], str]
 
 CASES: dict[str, Case] = {
@@ -210,38 +225,88 @@ CASES: dict[str, Case] = {
         lambda: mesh().get_rank(),
         xd.PerDeviceValueError,
         RuntimeError,
-        f"{MESH}.get_rank() has a different value on each device, and one process drives them "
-        "all: use full_tensor(), local_shards or a collective, which see every device",
+        f"{MESH}.get_rank() {OF_EACH_DEVICE}",
     ),
     "get_local_rank": (
         lambda: mesh().get_local_rank("tp"),
         xd.PerDeviceValueError,
         RuntimeError,
-        f"{MESH}.get_local_rank('tp') has a different value on each device, and one process "
-        "drives them all: use full_tensor(), local_shards or a collective, which see every device",
+        f"{MESH}.get_local_rank('tp') {OF_EACH_DEVICE}",
     ),
     "get_local_rank of the only dim": (
         lambda: mesh()["tp"].get_local_rank(),
         xd.PerDeviceValueError,
         RuntimeError,
-        "DeviceMesh((tp=4), 'xla', stride=(1,)).get_local_rank(None) has a different value on "
-        "each device, and one process drives them all: use full_tensor(), local_shards or a "
-        "collective, which see every device",
+        f"DeviceMesh((tp=4), 'xla', stride=(1,)).get_local_rank(None) {OF_EACH_DEVICE}",
     ),
     "get_coordinate": (
         lambda: mesh().get_coordinate(),
         xd.PerDeviceValueError,
         RuntimeError,
-        f"{MESH}.get_coordinate() has a different value on each device, and one process drives "
-        "them all: use full_tensor(), local_shards or a collective, which see every device",
+        f"{MESH}.get_coordinate() {OF_EACH_DEVICE}",
     ),
-    "get_group": (
-        lambda: mesh().get_group("tp"),
+    "rank of a group": (
+        lambda: mesh().get_group("tp").rank(),
+        xd.PerDeviceValueError,
+        RuntimeError,
+        "the rank in group 'xla:0,1,2,3,4,5,6,7:dp=2,tp=4:tp' differs from device to device, and "
+        "one process drives them all: xla_dtensor.axis_index(mesh, dim) has it as a per-device "
+        "tensor",
+    ),
+    "group of a mesh of several dims": (
+        lambda: mesh().get_group(),
         xd.MeshError,
         RuntimeError,
-        f"{MESH}.get_group('tp'): one process drives all devices of an xla mesh, so it has no "
-        "process groups; XLA inserts the collectives: use redistribute(placements=) or "
-        "full_tensor()",
+        f"{MESH} has 2 dims: say which group is meant, (mesh, dim) or mesh.get_group(dim)",
+    ),
+    # What differs from device to device.
+    "item of a varying tensor": (
+        lambda: varying().sum().item(),
+        xd.PerDeviceValueError,
+        RuntimeError,
+        f"a per-device tensor of shape [] varies along ['dp', 'tp']: {ON_THE_HOST}",
+    ),
+    "cpu of a varying tensor": (
+        lambda: varying().cpu(),
+        xd.PerDeviceValueError,
+        RuntimeError,
+        f"a per-device tensor of shape [4] varies along ['dp', 'tp']: {ON_THE_HOST}",
+    ),
+    "replicate what varies": (
+        lambda: DTensor.from_local(varying(), mesh(), [R, S(0)]),
+        xd.UnsupportedOpError,
+        NotImplementedError,
+        f"from_local(placements=[Replicate(), Shard(dim=0)]) on {MESH}: the local tensor differs "
+        "from device to device along 'dp', where the placement is Replicate(). Give Shard(dim) or "
+        "Partial() there, make it the same on all (a collective), or pass run_check=True, which "
+        "takes coordinate 0's for all",
+    ),
+    "per-device and sharded": (
+        lambda: varying() + sharded(),
+        xd.UnsupportedOpError,
+        NotImplementedError,
+        f"aten::add.Tensor: a sharded tensor on {MESH} with placements [Shard(dim=0), Replicate()] "
+        "can't be combined with a per-device tensor that varies along ['dp', 'tp']: is it one "
+        "value per device, or a part of one value? Say which with "
+        "DTensor.from_local(per_device_tensor, mesh, placements), or compute per device with "
+        "sharded_tensor.to_local()",
+    ),
+    "uneven to_local": (
+        lambda: distribute_tensor(torch.ones(5, 4), mesh(), [R, S(0)]).to_local(),
+        xd.UnsupportedOpError,
+        NotImplementedError,
+        "to_local() of a tensor of shape [5, 4] with placements [Replicate(), Shard(dim=0)] on "
+        f"{MESH}: dim 0 of size 5 doesn't divide by 4, so the devices would hold tensors of "
+        "different shapes, which one process can't show as one tensor. Use full_tensor(), "
+        "local_shards, or pad the dim",
+    ),
+    "collective on a sharded tensor": (
+        lambda: xd.collectives.all_reduce(sharded(), mesh()["tp"]),
+        xd.UnsupportedOpError,
+        NotImplementedError,
+        "all_reduce of a sharded tensor of shape [4]: collectives along dims of an xla mesh work "
+        "on per-device tensors. A sharded tensor is redistributed (x.redistribute(placements=)), "
+        "or made per-device with x.to_local(); a CPU tensor with x.to('xla')",
     ),
     # Tensors of different meshes.
     "a tensor on other devices": (
@@ -256,13 +321,6 @@ CASES: dict[str, Case] = {
         xd.MeshMismatchError,
         RuntimeError,
         f"aten::dot.default: one tensor is on {MESH}, another on DeviceMesh((8,), 'xla', "
-        "stride=(1,)); bring them together with x.redistribute(device_mesh, placements)",
-    ),
-    "a tensor on a submesh": (
-        lambda: torch.cat([sharded(), sharded(mesh()["tp"])]),
-        xd.MeshMismatchError,
-        RuntimeError,
-        f"aten::cat.default: one tensor is on {MESH}, another on DeviceMesh((tp=4), 'xla', "
         "stride=(1,)); bring them together with x.redistribute(device_mesh, placements)",
     ),
     "full tensors of different devices": (
@@ -293,13 +351,6 @@ CASES: dict[str, Case] = {
         RuntimeError,
         "`distribute_tensor` should be used to distribute leaf tensors! but found non-leaf "
         "tensor! Use from_local or redistribute inside an autograd computation",
-    ),
-    "meta tensor": (
-        lambda: distribute_tensor(torch.ones(4, device="meta"), mesh()),
-        xd.UnsupportedOpError,
-        NotImplementedError,
-        "distribute_tensor of a meta tensor: it has no value; make the parameters with "
-        "torch.distributed.tensor.empty(..., device_mesh=, placements=)",
     ),
     "gradient of a full tensor sharded": (
         lambda: sharded().full_tensor(grad_placements=[S(0), R]),

@@ -3,6 +3,8 @@
 Importing it installs the "xla" device and the xla mesh into torch; JAX starts on first use.
 """
 
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xla_dtensor import integration
@@ -25,9 +27,11 @@ __all__ = [
     "DataDependentError",
     "DeviceCountError",
     "DeviceMesh",
+    "FSDPModule",
     "MeshDimError",
     "MeshError",
     "MeshMismatchError",
+    "MixedPrecisionPolicy",
     "PerDeviceValueError",
     "PlacementError",
     "UnsupportedOpError",
@@ -35,27 +39,41 @@ __all__ = [
     "XLAShardedTensor",
     "XLATensor",
     "XlaDTensorError",
+    "axis_index",
+    "collectives",
     "compile",
     "distribute_module",
     "distribute_tensor",
+    "from_device_values",
+    "fully_shard",
     "init_device_mesh",
+    "replicate",
 ]
 
 # Loaded on first use: these import JAX.
 _LAZY = {
+    "FSDPModule": "xla_dtensor.parallel",
+    "MixedPrecisionPolicy": "xla_dtensor.parallel",
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.sharded_tensor",
     "XLATensor": "xla_dtensor.device_tensor",
+    "axis_index": "xla_dtensor.collectives",
     "compile": "xla_dtensor.compilation",
     "distribute_module": "xla_dtensor.factories",
     "distribute_tensor": "xla_dtensor.factories",
+    "from_device_values": "xla_dtensor.local_view",
+    "fully_shard": "xla_dtensor.parallel",
+    "replicate": "xla_dtensor.parallel",
 }
+_MODULES = ("collectives",)
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _MODULES:
+        return importlib.import_module(f"xla_dtensor.{name}")
     if name in _LAZY:
-        import importlib
-
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value

@@ -9,19 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xla_dtensor import tensor_index
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.storage import LayoutStep
+
 if TYPE_CHECKING:
     import jax
     import numpy as np
 
     from xla_dtensor.form import Form
-    from xla_dtensor.storage import Storage, ViewStep
+    from xla_dtensor.storage import Step, Storage
 
 
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
-_OWN_ATTRIBUTES = frozenset({"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing"})
+_OWN_ATTRIBUTES = frozenset(
+    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local"}
+)
 
 
 _DEVICE = torch.device("xla:0")
+_META = torch.device("meta")
 
 
 @functools.cache
@@ -32,11 +39,21 @@ def _dispatcher() -> Callable[..., Any]:
     return dispatch
 
 
+def refuse_other_kind(tensor: TensorMethods, other: Any, what: str) -> None:
+    """Raise if ``tensor`` is sharded and ``other`` isn't, or the other way round."""
+    if isinstance(other, TensorMethods) and tensor._form.is_sharded != other._form.is_sharded:
+        own, wanted = ("sharded" if x._form.is_sharded else "per-device" for x in (tensor, other))
+        raise UnsupportedOpError(
+            f"{what}: a {own} tensor can't become a {wanted} one; convert the other one first with "
+            "DTensor.from_local(x, mesh, placements) or x.to_local()"
+        )
+
+
 class TensorMethods:
     """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
 
     _storage_: Storage
-    _steps: tuple[ViewStep, ...] = ()
+    _steps: tuple[Step, ...] = ()
     _own_form: Form
     _cache: Any = None
 
@@ -45,7 +62,7 @@ class TensorMethods:
         cls: Any,
         storage: Storage,
         form: Form,
-        steps: tuple[ViewStep, ...] = (),
+        steps: tuple[Step, ...] = (),
         requires_grad: bool = False,
     ) -> Any:
         r = torch.Tensor._make_wrapper_subclass(
@@ -54,7 +71,7 @@ class TensorMethods:
             strides=form.stride,
             storage_offset=form.offset,
             dtype=form.dtype,
-            device=_DEVICE,
+            device=_META if form.meta else _DEVICE,
             requires_grad=requires_grad,
         )
         r._storage_ = storage
@@ -74,10 +91,27 @@ class TensorMethods:
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatcher()(func, args, kwargs or {})
 
+    def __getitem__(self, index: Any) -> Any:
+        result = tensor_index.select(self, index)
+        if result is NotImplemented:
+            return torch.Tensor.__getitem__(self, index)
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if not tensor_index.assign(self, index, value):
+            torch.Tensor.__setitem__(self, index, value)
+
     @property
     def _form(self) -> Form:
         """The tensor's current physical form."""
-        return self._own_form if self._steps else self._storage_.form
+        form = self._storage_.form
+        if not self._steps:
+            return form
+        if self._own_form.varying != form.varying and not any(
+            isinstance(step, LayoutStep) for step in self._steps
+        ):  # since a write to the storage
+            self._own_form = self._own_form.placed(form.frame).with_varying(form.varying)
+        return self._own_form
 
     @property
     def data(self) -> Any:
@@ -86,11 +120,16 @@ class TensorMethods:
 
         Raises:
             RuntimeError: the assigned tensor is of another kind.
+            UnsupportedOpError: one of them is sharded and the other isn't.
         """
         return torch.Tensor.data.__get__(self)
 
     @data.setter
     def data(self, value: Any) -> None:
+        refuse_other_kind(self, value, "an assignment to .data")
+        self._become(value)
+
+    def _become(self, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)
         if isinstance(value, TensorMethods):  # torch moved its own part alone
             self._storage_, self._steps = value._storage_, value._steps

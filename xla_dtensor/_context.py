@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class Trace(Protocol):
 
     def constant(self, form: Any, value: Any) -> Storage | None:
         """A storage for a new tensor filled with ``value``, or None to compute it as usual."""
+
+    def depends_on(self, read: Callable[[], Any], text: str) -> None:
+        """The Python that is traced decides by what ``read`` gives; ``text`` names it."""
 
     def begin_recomputation(self) -> None:
         """``torch.utils.checkpoint`` starts to run a block again, in backward."""

@@ -11,18 +11,36 @@ from xla_dtensor._common import TensorMethods
 
 
 class XLATensor(TensorMethods, torch.Tensor):
-    """A tensor on the "xla" device that has the same value on every device.
+    """A tensor on the "xla" device: what each device holds.
 
-    ``full_tensor()`` and ``torch.zeros(..., device="xla")`` make one. It computes with sharded
+    Its value is the same on every device (``full_tensor()``, ``torch.zeros(..., device="xla")``),
+    or *varies* along mesh axes (``to_local()``): ``shape`` is then that of one device's value, and
+    operations run on each device's value by itself. One that doesn't vary computes with sharded
     tensors as if it were replicated, and ``.cpu()`` brings its value to the host.
     """
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """The names of the mesh axes along which the devices' values differ (may differ)."""
+        return self._form.varying
+
+    def local_values(self) -> list[torch.Tensor]:
+        """Every device's value as CPU tensors, in the order of the root mesh's devices."""
+        from xla_dtensor.local_view import local_values
+
+        return local_values(self)
 
     def _copy(self) -> Any:
         return self.detach().clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
-        if _context.current() is not None:
+        if self.varying:
+            values = (
+                f"shape={list(self.shape)}, dtype={self.dtype}, "
+                f"varying along {', '.join(self.varying)}"
+            )
+        elif self.is_meta or _context.current() is not None:
             values = f"shape={list(self.shape)}, dtype={self.dtype}"
         else:
             text = repr(self.detach().cpu())

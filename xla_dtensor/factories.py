@@ -39,7 +39,8 @@ def distribute_tensor(
     """Lay out a leaf tensor, the logical value, over an xla mesh.
 
     Args:
-        tensor: a CPU tensor, an `XLATensor`, or a tensor that already has this layout.
+        tensor: a CPU tensor, an `XLATensor`, a meta tensor (the result has no value either), or a
+            tensor that already has this layout.
         placements: one per mesh dim; replicated by default. A ``Partial`` tensor's value, once
             reduced, is ``tensor``.
         src_data_rank: for torch's signature; one process holds the value, so it has no effect.
@@ -48,7 +49,7 @@ def distribute_tensor(
         RuntimeError: ``tensor`` isn't a leaf (as in torch).
         PlacementError: the placements fit neither mesh nor tensor, or a sharded tensor has others.
         MeshMismatchError: ``tensor`` is sharded over another mesh.
-        UnsupportedOpError: ``tensor`` has no value (meta) or a sparse layout.
+        UnsupportedOpError: ``tensor`` has a sparse layout.
     """
     mesh = device_mesh or _mesh_resources.get_current_mesh()
     if not tensor.is_leaf:
@@ -74,15 +75,16 @@ def distribute_tensor(
             f"distribute_tensor of a tensor with layout {tensor.layout}: XLA has dense arrays "
             "only; distribute tensor.to_dense()"
         )
-    if tensor.is_meta:
-        raise UnsupportedOpError(
-            "distribute_tensor of a meta tensor: it has no value; make the parameters with "
-            "torch.distributed.tensor.empty(..., device_mesh=, placements=)"
-        )
     form = sharded_form(
-        mesh, placements, tuple(tensor.shape), _dense_stride(tensor), dtype=tensor.dtype
+        mesh,
+        placements,
+        tuple(tensor.shape),
+        _dense_stride(tensor),
+        dtype=tensor.dtype,
+        meta=tensor.is_meta,
     )
-    result = XLAShardedTensor(Storage(_placed(tensor, form), form), form)
+    array = None if form.meta else _placed(tensor, form)
+    result = XLAShardedTensor(Storage(array, form), form)
     if tensor.requires_grad:
         result.requires_grad_(True)
         keep_leaf_gradients_sharded(result)

@@ -5,6 +5,7 @@ No communication is written here: the value is given its new sharding, and XLA m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import MeshMismatchError, PlacementError, UnsupportedOpError
 from xla_dtensor.form import Form, device_form, sharded_form
 from xla_dtensor.mesh import frame_of, normalize_placements
+from xla_dtensor.per_device import logical
 from xla_dtensor.sharded_tensor import LocalShard, XLAShardedTensor
 from xla_dtensor.storage import Storage
 
@@ -92,6 +94,29 @@ def as_sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> XLAShardedTensor:
     return from_local(tensor, mesh)  # differentiable: gradients of gradients pass here
 
 
+_converters: dict[tuple[Any, Form, Form], Any] = {}
+
+
+def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
+    """A tensor of its own in ``target``; ``convert(array, source, target)`` computes its array.
+    Below autograd."""
+    array = read(tensor)
+    if _context.current() is not None:
+        value = convert(array, source, target)
+        if target.sharding is not None:
+            value = jax.lax.with_sharding_constraint(value, target.sharding)
+    else:
+        key = (convert, source, target)
+        converter = _converters.get(key)
+        if converter is None:
+            function = functools.partial(convert, source=source, target=target)
+            converter = _converters[key] = jax.jit(function, out_shardings=target.sharding)
+        with jax.enable_x64(True):
+            value = converter(array)
+    cls = XLAShardedTensor if target.is_sharded else XLATensor
+    return cls(Storage(value, target), target)
+
+
 _movers: dict[tuple[Form, Form], Any] = {}
 
 
@@ -101,11 +126,13 @@ def move(
     """``tensor``'s value in another layout, as a tensor of its own; below autograd."""
     source = tensor._form
     target = source.with_placements(mesh, placements)
+    if target.meta:
+        return XLAShardedTensor(Storage(None, target), target)
     array = read(tensor)
     trace = _context.current()
     if trace is not None:
         _check_same_devices(source, target)
-        value = source.logical(array)
+        value = logical(array, source)
         value = constrain(value, target)
         return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
@@ -115,7 +142,7 @@ def move(
     if mover is None:
 
         def function(array: Any) -> Any:
-            return target.physical(source.logical(array))
+            return target.physical(logical(array, source))
 
         mover = _movers[source, target] = jax.jit(function, out_shardings=target.sharding)
     with jax.enable_x64(True):
@@ -142,6 +169,12 @@ def _check_same_devices(source: Form, target: Form) -> None:
 def _move_devices(array: Any, source: Form, target: Form) -> XLAShardedTensor:
     """Between meshes with different devices: reduced and padded on the source's, then copied."""
 
+    if source.varying:
+        raise MeshMismatchError(
+            f"redistribute from {source.mesh!r} to {target.mesh!r}: a tensor that varies along "
+            f"{list(source.varying)} can't move to other devices"
+        )
+
     def function(array: Any) -> Any:
         return target.physical(source.logical(array))
 
@@ -167,31 +200,9 @@ def full_tensor(
                 f"full_tensor(grad_placements={list(grad_placements)}) on {mesh!r}: the gradient "
                 "of a full tensor is whole on every device, so it can be Replicate or Partial"
             )
-    return _ToDevices.apply(tensor.redistribute(placements=replicated), grad_placements)
+    from xla_dtensor.local_view import to_local
 
-
-class _ToDevices(torch.autograd.Function):
-    """A replicated tensor as what every device holds."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: XLAShardedTensor, grad_placements: tuple[Placement, ...] | None
-    ) -> XLATensor:
-        ctx.mesh = tensor.device_mesh
-        ctx.grad_placements = grad_placements
-        form = tensor._form
-        own = device_form(form.frame, form.shape, form.stride, form.offset, form.dtype)
-        return XLATensor(Storage(read(tensor), own), own)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        for i, placement in enumerate(ctx.grad_placements or ()):
-            # Every device contributes the same value to the pending reduction.
-            if isinstance(placement, Partial) and placement.reduce_op == "sum":
-                grad = grad * ctx.mesh.size(i)
-            elif isinstance(placement, Partial) and placement.reduce_op == "product":
-                grad = grad ** ctx.mesh.size(i)
-        return as_sharded(grad, ctx.mesh), None
+    return to_local(tensor.redistribute(placements=replicated), grad_placements)
 
 
 def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
@@ -206,18 +217,19 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
     if form.unreduced:
         with jax.enable_x64(True):
             array = jax.jit(
-                lambda a: form.physical(form.logical(a)), out_shardings=form.reduced().sharding
+                lambda a: form.physical(logical(a, form)), out_shardings=form.reduced().sharding
             )(array)
+    lead = len(form.varying)
     by_device = {shard.device: shard for shard in array.addressable_shards}
     shards = []
     assert form.frame is not None
     for number, device in zip(form.frame.device_ids, form.frame.jax_mesh.devices.flat, strict=True):
         shard = by_device[device]
         index = []
-        for part, size in zip(shard.index, form.shape, strict=True):
+        for part, size in zip(shard.index[lead:], form.shape, strict=True):
             start, stop, _ = part.indices(max(size, part.stop or 0))
             index.append(slice(min(start, size), min(stop, size)))
-        data = np.asarray(shard.data)[tuple(slice(0, s.stop - s.start) for s in index)]
+        data = np.asarray(shard.data)[(0,) * lead][tuple(slice(0, s.stop - s.start) for s in index)]
         shards.append(LocalShard(number, tuple(index), from_numpy(data)))
     return shards
 

@@ -37,11 +37,16 @@ class XLAShardedTensor(TensorMethods, DTensor):
     sharded tensors; not by calling the class.
     """
 
+    _local: Any = None  # what to_local() returned last, see local_view.py
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        grad = ", requires_grad=True" if self.requires_grad else ""
+        varying = self._form.varying
+        more = f", varying along {', '.join(varying)}" if varying else ""
+        if self.requires_grad:
+            more += ", requires_grad=True"
         return (
             f"XLAShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"device_mesh={self.device_mesh!r}, placements={self.placements}{grad})"
+            f"device_mesh={self.device_mesh!r}, placements={self.placements}{more})"
         )
 
     def _copy(self) -> Any:
@@ -89,10 +94,16 @@ class XLAShardedTensor(TensorMethods, DTensor):
         return full_tensor(self, grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """What each device holds, as an `XLATensor`; differentiable.
+        """What each device holds, as an `XLATensor` that varies along the mesh dims that shard
+        (or hold parts of) this tensor; differentiable. It shares this tensor's memory. The same
+        object until this tensor is written to.
+
+        Args:
+            grad_placements: how the devices' gradients make up this tensor's gradient; by default
+                as its placements say, with ``Replicate`` for ``Partial``.
 
         Raises:
-            UnsupportedOpError: the devices hold different values.
+            UnsupportedOpError: a sharded dim doesn't divide.
         """
         from xla_dtensor.local_view import to_local
 
@@ -138,9 +149,9 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
             from xla_dtensor.redistribute import as_sharded
 
             grad = as_sharded(grad, mesh)
-        elif grad.device_mesh != mesh or grad.placements == wanted:
+        elif grad.device_mesh == mesh and grad.placements == wanted:
             return None
-        return grad.redistribute(placements=wanted)
+        return grad.redistribute(mesh, wanted)
 
     leaf._landing = leaf.register_hook(land)
     leaf._landing.layout = mesh, leaf.placements

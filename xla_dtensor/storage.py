@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xla_dtensor import _context
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering import ViewLowering
+from xla_dtensor.per_device import logical, over_devices, union
 
 if TYPE_CHECKING:
     import jax
@@ -67,19 +69,82 @@ def thaw(value: Any) -> Any:
     return [thaw(v) for v in value] if isinstance(value, tuple) else value
 
 
-def read_through(base: jax.Array, steps: tuple[ViewStep, ...]) -> jax.Array:
-    """The logical value of the view ``steps`` of ``base`` (a logical value)."""
+@dataclass(frozen=True)
+class LayoutStep:
+    """The step from a sharded tensor to what its devices hold, or back.
+
+    Attributes:
+        source, target: the forms before and after; one sharded, one per device.
+    """
+
+    source: Form
+    target: Form
+
+    def get(self, base: jax.Array) -> jax.Array:
+        """The whole array in ``target`` from the one in ``source``."""
+        from xla_dtensor.local_layout import from_devices, to_devices
+
+        convert = to_devices if self.source.is_sharded else from_devices
+        return convert(base, self.source, self.target)
+
+    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
+        """The inverse of `get`: of ``base`` nothing remains."""
+        return LayoutStep(self.target, self.source).get(value)
+
+
+Step = ViewStep | LayoutStep
+
+
+def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
+    """The logical value of the view ``steps`` of ``base``.
+
+    Args:
+        base: an array in ``form``.
+
+    Returns:
+        the logical value, behind the axes along which it varies.
+    """
+    if not isinstance(steps[0], LayoutStep):
+        base = logical(base, form)
     for step in steps:
-        base = step.get(base)
+        if isinstance(step, LayoutStep):
+            base, form = step.get(base), step.target
+        else:
+            base = over_devices(step.get, [form.varying], form.frame, form.is_sharded)(base)
     return base
 
 
-def write_through(base: jax.Array, steps: tuple[ViewStep, ...], value: jax.Array) -> jax.Array:
-    """``base`` after ``value`` was written to its view ``steps``."""
-    if not steps:
-        return value
-    first, rest = steps[0], steps[1:]
-    return first.put(base, write_through(first.get(base), rest, value) if rest else value)
+def write_through(
+    base: jax.Array, form: Form, steps: tuple[Step, ...], value: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """``base`` after ``value`` was written to its view ``steps``.
+
+    Args:
+        base: an array in ``form``.
+        axes: those along which ``value`` varies: the view's, and perhaps more.
+
+    Returns:
+        the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
+    """
+
+    def write(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
+        if not steps:
+            return value
+        first, rest = steps[0], steps[1:]
+        if isinstance(first, LayoutStep):
+            inside = write(first.get(base), first.target, rest) if rest else value
+            return first.put(base, inside)
+        own, frame, sharded = form.varying, form.frame, form.is_sharded
+        inside = value
+        if rest:
+            part = over_devices(first.get, [own], frame, sharded)(base)
+            inside = write(part, form, rest)
+        put = over_devices(first.put, [own, union(frame, [own, axes])], frame, sharded)
+        return put(base, inside)
+
+    if not isinstance(steps[0], LayoutStep):
+        base = logical(base, form)
+    return write(base, form, steps)
 
 
 class Pending:
@@ -111,11 +176,14 @@ class Storage:
         version: counts the writes; views and caches compare it.
         recipe: inside a trace, computes the array outside of it, if it depends on no input of the
             step (a mask made from sizes); else None.
+        refuses_writes: what a write would be, of a copy where torch has a view; None if writes are
+            torch's.
     """
 
-    __slots__ = ("__weakref__", "form", "recipe", "value", "version")
+    __slots__ = ("__weakref__", "form", "recipe", "refuses_writes", "value", "version")
 
     recipe: Callable[[], Any] | None
+    refuses_writes: str | None
     value: Any
 
     def __init__(self, array: jax.Array, form: Form) -> None:
@@ -123,6 +191,7 @@ class Storage:
         self.form = form
         self.version = 0
         self.recipe = None
+        self.refuses_writes = None
         trace = _context.current()
         if trace is not None:
             trace.created(self)
@@ -158,7 +227,13 @@ class Storage:
 
     # The order matters in `write`: a trace must see the storage as it was.
     def write(self, array: jax.Array, form: Form) -> None:
-        """Replace the value; all tensors on this storage see it."""
+        """Replace the value; all tensors on this storage see it.
+
+        Raises:
+            UnsupportedOpError: see ``refuses_writes``.
+        """
+        if self.refuses_writes is not None:
+            raise UnsupportedOpError(self.refuses_writes)
         trace = _context.current()
         if trace is not None:
             trace.writing(self)

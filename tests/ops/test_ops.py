@@ -12,7 +12,12 @@ from tests.ops.harness import Case, check_case
 CASES = pointwise_cases.CASES + math_cases.CASES + shape_cases.CASES + module_cases.CASES
 
 
-@pytest.mark.parametrize("mesh_name", list(MESHES))
+FAST = ("2x4", "2x2x2")
+
+
+@pytest.mark.parametrize(
+    "mesh_name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in MESHES]
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_op(case: Case, mesh_name: str) -> None:
     check_case(case, make_mesh(mesh_name))

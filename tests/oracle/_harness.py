@@ -380,6 +380,8 @@ def run_rank(main: Callable[[Oracle], None]) -> Dump:
 
 def run_xla(main: Callable[[Oracle], None], world_size: int) -> list[Dump]:
     """Every rank's dump of a scenario, from this process."""
+    import xla_dtensor  # noqa: F401  (the device; torchrun's ranks have to do without)
+
     oracle = XLAOracle(world_size)
     _run(main, oracle)
     return oracle.all

@@ -99,4 +99,5 @@ def modules_of(function: Any, arguments: Arguments) -> list[nn.Module]:
 
 
 def training_flags(modules: list[nn.Module]) -> list[bool]:
-    return [module.training for module in modules]
+    """The modules' train/eval mode."""
+    return [m.training for m in modules]

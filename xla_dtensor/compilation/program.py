@@ -22,6 +22,7 @@ from xla_dtensor.compilation.trace import Guard, Number, StepTrace
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch import logical_value
 from xla_dtensor.form import Form
+from xla_dtensor.per_device import logical
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage
 
@@ -77,6 +78,7 @@ class Program:
         self._frame = trace.frame
         self._numbers: list[Number] = trace.numbers
         self._guards: list[Guard] = _unique_guards(trace.guards)
+        self._settings = trace.settings
         self._random_operations = trace.random_operations_done
         self.leaf_references = [reference for reference, _ in trace.leaves.values()]
         # Whether a leaf has a .grad when the step begins matters, unless the step was seen to clear
@@ -111,7 +113,7 @@ class Program:
                 if not trace.owns(value._storage_):
                     self._results.append(_Existing(value))
                     continue
-                form = value._own_form if value._steps else value._storage_.form
+                form = value._form if value._steps else value._storage_.form
                 form = form.reduced()
                 self._results.append(_Template(emit(logical_value(value), form), form))
             else:
@@ -139,14 +141,14 @@ class Program:
         for position, captured in enumerate(self._captured):
             storage = captured.storage
             if captured.written and storage is not None:
-                index = emit(storage.form.logical(storage.array), storage.form.reduced())
+                index = emit(logical(storage.array, storage.form), storage.form.reduced())
                 self._written.append((position, index))
         self._made_state = any(c.fill_value is not None and c.storage for c in self._captured)
         self._left: list[tuple[Storage, int]] = []
         for storage in trace.left_behind():
             if isinstance(storage.array, jax.core.Tracer):
                 form = storage.form.reduced()
-                self._left.append((storage, emit(storage.form.logical(storage.array), form)))
+                self._left.append((storage, emit(logical(storage.array, storage.form), form)))
         return arrays
 
     def _collect_inputs(self, trace: StepTrace, arguments: Arguments, consts: list[Any]) -> None:
@@ -206,7 +208,7 @@ class Program:
                 elif source.kind == "fill":
                     state = captured[source.what]
                     consts.append(
-                        jnp.full(state.form.padded_shape, state.fill_value, state.form.jax_dtype)
+                        jnp.full(state.form.array_shape, state.fill_value, state.form.jax_dtype)
                     )
                 else:
                     group, index = order[id(source)]
@@ -261,6 +263,9 @@ class Program:
                     return f"the step decided {guard.text}, which holds no longer"
         if training_flags(self._modules) != self._training:
             return "a module was switched between train() and eval()"
+        for read, (value, text) in self._settings.items():
+            if read() != value:
+                return f"{text}: from {value!r} to {read()!r}"
         return None
 
     def run(self, arguments: Arguments) -> Any:

@@ -101,6 +101,7 @@ class StepTrace:
         self.host_tensors: dict[int, tuple[torch.Tensor, Any]] = {}
         self.numbers: list[Number] = []
         self.guards: list[Guard] = []
+        self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.leaves: dict[int, tuple[weakref.ref[Any], torch.Tensor | None]] = {}
         self.frame: Frame | None = None
         self.rng_words = jnp.asarray(rng.words())
@@ -200,6 +201,10 @@ class StepTrace:
     def _guard(self, node: NumberNode, what: str, outcome: Any) -> None:
         self.guards.append(Guard(node.compute, float(outcome), f"{node.text} {what} {outcome}"))
 
+    def depends_on(self, read: Callable[[], Any], text: str) -> None:
+        if read not in self.settings:
+            self.settings[read] = read(), text
+
     # --- recomputation ------------------------------------------------------------------------
 
     def begin_recomputation(self) -> None:
@@ -252,7 +257,7 @@ class StepTrace:
         if not self.in_optimizer:
             return None
         with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-            array = jnp.full(form.padded_shape, value, dtype=form.jax_dtype, device=form.sharding)
+            array = jnp.full(form.array_shape, value, dtype=form.jax_dtype, device=form.sharding)
             storage = Storage(array, form)
         self._capture(storage, fill_value=value)
         return storage

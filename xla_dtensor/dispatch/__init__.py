@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ import torch
 
 from xla_dtensor import _context, rng
 from xla_dtensor._common import TensorMethods
-from xla_dtensor.dispatch import _special  # noqa: F401  (registers its handlers)
+from xla_dtensor.dispatch import _collective_ops, _special  # noqa: F401  (register handlers)
 from xla_dtensor.dispatch._batch import batched
 from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
+from xla_dtensor.dispatch._meshes import on_one_mesh
 from xla_dtensor.dispatch._metadata import become, refuse_shared
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
@@ -71,6 +73,7 @@ def _make_plan(call: Call) -> Plan | ViewPlan:
         )
     if call.info.view is not None and _is_ours(call.leaves[0]):
         return ViewPlan(call)
+    call.forms = on_one_mesh(call.forms)
     return Plan(call, call.leaves)
 
 
@@ -81,7 +84,10 @@ def _is_ours(value: Any) -> bool:
 def _execute(plan: Plan, call: Call) -> Any:
     trace = _context.current()
     recipes = None
-    if trace is None:
+    arrays: Any
+    if plan.run is None:
+        arrays = itertools.repeat(None)
+    elif trace is None:
         arrays = _run(plan, call)
     else:
         constant = _constant(plan, call, trace)
@@ -96,7 +102,7 @@ def _execute(plan: Plan, call: Call) -> Any:
     mutated = []
     if plan.mutated:
         mutated = [call.leaves[i] for i in plan.mutated]
-        written = zip(mutated, plan.base_forms, plan.grown, remaining, strict=True)
+        written = zip(mutated, plan.base_forms, plan.grown, remaining, strict=False)
         for tensor, form, grown, array in written:
             if grown is None:
                 tensor._storage_.write(array, form)

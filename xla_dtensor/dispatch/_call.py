@@ -68,7 +68,7 @@ class Call:
         cls = type(value)
         if cls is XLAShardedTensor or cls is XLATensor:
             steps = value._steps
-            form = value._own_form if steps else value._storage_.form
+            form = value._form if steps else value._storage_.form
             key.append(form)
             if steps:
                 key.append(steps)

@@ -178,7 +178,6 @@ def _compiler_placements(
     from xla_dtensor.dispatch._lower import lowered_function
 
     lowered = lowered_function(call.info)
-    forms = call.forms
 
     def run(leaves: Any) -> Any:
         counter = iter(range(1_000_000))
@@ -192,12 +191,10 @@ def _compiler_placements(
         )
         return [value for value in (*fresh, *writes) if value is not None]
 
+    # What varies is computed on each device by itself.
+    forms = [f.with_varying(()) if isinstance(f, Form) else f for f in call.forms]
     leaves = [
-        jax.ShapeDtypeStruct(
-            tuple(mesh.shape[i] for i in f.unreduced) + f.padded_shape,
-            f.jax_dtype,
-            sharding=f.sharding,
-        )
+        jax.ShapeDtypeStruct(f.array_shape, f.jax_dtype, sharding=f.sharding)
         if isinstance(f, Form)
         else f(0)
         for f in forms

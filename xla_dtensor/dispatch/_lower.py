@@ -120,6 +120,9 @@ class NestedTrace:
     def constant(self, form: Any, value: Any) -> None:
         return None
 
+    def depends_on(self, read: Callable[[], Any], text: str) -> None:
+        pass
+
     def begin_recomputation(self) -> None:
         pass
 

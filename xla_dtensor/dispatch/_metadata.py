@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from xla_dtensor import _context
-from xla_dtensor._common import TensorMethods
+from xla_dtensor._common import TensorMethods, refuse_other_kind
 from xla_dtensor.dispatch._ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.form import contiguous_stride
+from xla_dtensor.storage import LayoutStep
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ def become(tensor: Any, other: Any, name: str) -> None:
             "compiled and in no later call; do it before the step, or on a tensor that the step "
             "makes"
         )
-    tensor.data = other
+    tensor._become(other)
 
 
 @handles("aten::_has_compatible_shallow_copy_type.default")
@@ -72,16 +73,29 @@ def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     from xla_dtensor.dispatch import dispatch
 
     tensor = args[0]
-    if not tensor._steps:
+    base = _base(tensor)
+    if base is tensor:
         return NotImplemented
     trace = _context.current()
     if trace is not None:
         trace.touched(tensor)
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     offset = tensor._form.offset if offset is None else offset
-    form = tensor._storage_.form
-    base = type(tensor)(tensor._storage_, form)
     return dispatch(func, (base, args[1], args[2], offset), {})
+
+
+def _base(tensor: Any) -> Any:
+    """The tensor whose elements are the memory that ``tensor`` shows: the one that its storage was
+    made for, or, between sharded tensors and what devices hold, the whole of what it is a view of
+    on its own side."""
+    steps = tensor._steps
+    last = max((i for i, step in enumerate(steps) if isinstance(step, LayoutStep)), default=-1)
+    if last + 1 == len(steps):
+        return tensor
+    if last < 0:
+        return type(tensor)(tensor._storage_, tensor._storage_.form)
+    target = steps[last].target
+    return type(tensor)(tensor._storage_, target, steps[: last + 1])
 
 
 @handles("aten::resize_.default")
@@ -116,8 +130,7 @@ def resize(tensor: Any, size: tuple[int, ...], stride: tuple[int, ...], name: st
     if tuple(tensor.shape) == size:
         return
     form = tensor._form
-    base = tensor._storage_.form
-    memory = math.prod(base.shape)
+    memory = math.prod(_base(tensor).shape)
     needed = form.offset + (
         math.prod(size) and 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     )
@@ -148,6 +161,7 @@ def refuse_shared(tensor: Any, name: str, size: tuple[int, ...]) -> None:
 
 @handles("aten::set_.source_Tensor")
 def _set(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    refuse_other_kind(args[0], args[1], "set_")
     become(args[0], args[1], "aten::set_.source_Tensor")
     return args[0]
 
@@ -157,6 +171,7 @@ def _set_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     from xla_dtensor.dispatch import dispatch
 
     tensor, source, offset, size = args[:4]
+    refuse_other_kind(tensor, source, "set_")
     stride = args[4] if len(args) > 4 and args[4] else contiguous_stride(tuple(size))
     view = dispatch(aten.as_strided.default, (source, size, stride, offset), {})
     become(tensor, view, "aten::set_.source_Tensor_storage_offset")

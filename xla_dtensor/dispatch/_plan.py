@@ -18,8 +18,10 @@ from xla_dtensor.dispatch._ops import DROPPED, OpInfo, info_of
 from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
+from xla_dtensor.mesh import frame_of, mesh_dim_axes
+from xla_dtensor.per_device import check_axes, coordinate, over_devices, union
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage, ViewStep, freeze, write_through
+from xla_dtensor.storage import LayoutStep, Storage, ViewStep, freeze, write_through
 
 
 class Meta:
@@ -37,8 +39,9 @@ class Meta:
 class ViewPlan:
     """A view call: no computation, a step to append and the form of each result.
 
-    ``as_strided`` looks at the memory behind a tensor, not at the tensor: its step follows not
-    those of its base but the ones that put the storage in the order of memory.
+    ``as_strided`` looks at the memory behind a tensor, not at the tensor: its base is no view (but
+    for what devices hold of a sharded tensor, or the other way round), and its step follows the
+    one that puts the base in the order of its memory.
     """
 
     __slots__ = ("forms", "identity", "of_memory", "returns_list", "steps")
@@ -81,9 +84,9 @@ class ViewPlan:
     def _make(self, base: Any) -> Any:
         storage, steps = base._storage_, base._steps
         if self.identity:
-            return type(base)(storage, base._own_form if steps else storage.form, steps)
+            return type(base)(storage, base._form if steps else storage.form, steps)
         if self.of_memory:
-            steps = _memory_order(storage.form)
+            steps = (*steps, *_memory_order(base._form))
         results = [
             tensor_class(form)(storage, form, (*steps, step))
             for form, step in zip(self.forms, self.steps, strict=True)
@@ -93,10 +96,10 @@ class ViewPlan:
 
 @functools.cache
 def _memory_order(form: Form) -> tuple[ViewStep, ...]:
-    """The view of a storage whose row-major order is the order of its memory.
+    """The view of a tensor whose row-major order is the order of its memory.
 
     Raises:
-        UnsupportedOpError: the storage's strides have gaps, so its memory isn't its elements.
+        UnsupportedOpError: the tensor's strides have gaps, so its memory isn't its elements.
     """
     if form.stride == contiguous_stride(form.shape):
         return ()
@@ -121,7 +124,8 @@ class Plan:
 
     Attributes:
         run: takes the leaves (arrays, numbers) and the bases of mutated views; returns the arrays
-            of all results, then of all mutated storages. ``run.eager`` is its executable.
+            of all results, then of all mutated storages. ``run.eager`` is its executable. Both are
+            None where the tensors have no value.
         result_forms: per result that aliases no argument, its form (None for an undefined one).
         mutated: the leaf indices of the arguments written, in schema order.
         base_forms: their storages' forms after the write.
@@ -142,6 +146,9 @@ class Plan:
         "run",
         "structure",
     )
+
+    run: Any
+    eager: Any
 
     def __init__(self, call: Call, tensors: list[Any]) -> None:
         info = call.info
@@ -164,10 +171,17 @@ class Plan:
             )
         _refuse_overlap(info, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
+        frame = _where(call)[1]
+        axes = varying_axes(call, frame)
         self.base_forms = [
-            form.reduced() if grown is None else grown
-            for form, grown in zip(before, self.grown, strict=True)
+            _written_form(base, axes, frame, info) if grown is None else grown
+            for base, grown in zip(bases, self.grown, strict=True)
         ]
+        if has_no_value(call):
+            _refuse_meta_write(info, before)
+            self.run = self.eager = None
+            self.random = False
+            return
         self.run, self.eager, self.random = _functions(
             call,
             lowered,
@@ -210,9 +224,12 @@ def _functions(
     steps = [b._steps if new is None else () for b, new in zip(bases, grown, strict=True)]
     own_forms = [forms[i] if new is None else new for i, new in zip(mutated, grown, strict=True)]
 
-    def run(keys: Any, leaves: Any, base_arrays: Any, pad: bool) -> list[Any]:
+    unread = info.name in READ_NO_VALUES
+    stand_in = lambda form: jnp.zeros(form.shape, form.jax_dtype)
+
+    def on_one_device(keys: Any, leaves: Any, pad: bool) -> list[Any]:
         values = [
-            form.logical(leaf) if isinstance(form, Form) else leaf
+            leaf if not isinstance(form, Form) else stand_in(form) if unread else form.logical(leaf)
             for leaf, form in zip(leaves, forms, strict=True)
         ]
         if pinned is not None:
@@ -232,9 +249,33 @@ def _functions(
             value = _checked(value, own_forms[j].shape, own_forms[j].jax_dtype, info)
             if pinned is not None:
                 value = _pin(value, pinned.written)
+            out.append(value)
+        return out
+
+    frame = _where(call)[1]
+    varying = [f.varying if isinstance(f, Form) and not unread else () for f in forms]
+    axes = union(frame, varying)
+    any_sharded = any(isinstance(form, Form) and form.is_sharded for form in forms)
+
+    def on_devices(keys: Any, leaves: Any, pad: bool) -> list[Any]:
+        def one(index: Any, *own_leaves: Any) -> list[Any]:
+            # Each device draws numbers of its own where it varies.
+            own_keys = lambda: jax.random.fold_in(keys(), index)
+            return on_one_device(own_keys, own_leaves, pad)
+
+        assert frame is not None
+        mapped = over_devices(one, [axes, *varying], frame, any_sharded)
+        return mapped(coordinate(frame, axes), *leaves)
+
+    def run(keys: Any, leaves: Any, base_arrays: Any, pad: bool) -> list[Any]:
+        out = (on_devices if axes else on_one_device)(keys, leaves, pad)
+        first = len(out) - writes_expected
+        for j, base in enumerate(base_arrays):
+            value = out[first + j]
             if steps[j]:
-                value = write_through(before[j].logical(base_arrays[j]), steps[j], value)
-            out.append(after[j].physical(value) if pad else value)
+                placed = before[j].placed(after[j].frame)
+                value = write_through(base, placed, steps[j], value, axes)
+            out[first + j] = after[j].physical(value) if pad else value
         if pad:
             # A result that is an argument as it came would share its buffer, and writes to one
             # donate buffers.
@@ -383,18 +424,97 @@ def metas_of_fresh(call: Call, metas: list[Any]) -> list[tuple[Meta | None, int]
 def output_forms(call: Call, metas: list[Meta | None]) -> list[Form | None]:
     """The form of each result: its meta data from torch, its layout from the rules."""
     mesh, frame = _where(call)
+    axes = varying_axes(call, frame)
+    valueless = has_no_value(call)
     if mesh is None:
         return [
-            None if m is None else device_form(frame, m.shape, m.stride, m.offset, m.dtype)
+            None
+            if m is None
+            else device_form(frame, m.shape, m.stride, m.offset, m.dtype, axes, valueless)
             for m in metas
         ]
     if not any(m is not None for m in metas):
         return [None for _ in metas]
     placements = output_placements(call, mesh, metas)
     return [
-        None if m is None else sharded_form(mesh, p, m.shape, m.stride, m.offset, m.dtype)
+        None
+        if m is None
+        else sharded_form(
+            mesh, p, m.shape, m.stride, m.offset, m.dtype, varying=axes, meta=valueless
+        )
         for m, p in zip(metas, placements, strict=True)
     ]
+
+
+def _refuse_meta_write(info: OpInfo, written: list[Form]) -> None:
+    for form in written:
+        if not form.meta:
+            raise NotImplementedError(
+                f"{info.name}: Cannot copy out of meta tensor; no data! (into a tensor of shape "
+                f"{list(form.shape)})"
+            )
+
+
+def _written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) -> Form:
+    """The form of a tensor's storage after the write of a value that varies along ``axes``.
+
+    Raises:
+        UnsupportedOpError: what the devices hold of a sharded tensor would differ along an axis
+            along which the sharded tensor doesn't.
+    """
+    form, own, steps = tensor._storage_.form, tensor._form, tensor._steps
+    if not (steps and isinstance(steps[0], LayoutStep)):
+        form = form.reduced()  # else written in the parts that the devices hold
+    if not set(axes) - set(own.varying):
+        return form
+    if any(isinstance(step, LayoutStep) for step in tensor._steps):
+        raise UnsupportedOpError(
+            f"{info.name}: the written tensor {list(own.shape)} is what devices hold of a sharded "
+            f"tensor, the same along {sorted(set(axes) - set(own.varying))}, and would differ "
+            "there; write to a copy (x.to_local().clone())"
+        )
+    return form.placed(frame).with_varying(union(frame, [form.varying, axes]))
+
+
+# They take shape, dtype and layout from a tensor, and nothing that differs from device to device.
+READ_NO_VALUES = frozenset(
+    f"aten::{name}.default"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+)
+
+
+def has_no_value(call: Call) -> bool:
+    """Whether a tensor of the call is on the meta device, and so all results."""
+    return any(isinstance(form, Form) and form.meta for form in call.forms)
+
+
+def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:
+    """The axes along which the call's results vary: those of all tensors whose values it reads."""
+    if call.info.name in READ_NO_VALUES:
+        return ()
+    forms = [form for form in call.forms if isinstance(form, Form)]
+    for form in forms:
+        if form.varying:
+            check_axes(call.info.name, form, frame)
+    axes = union(frame, [form.varying for form in forms])
+    if not axes:
+        return ()
+    for form in forms:
+        if form.mesh is None:
+            continue
+        own = {name for names in mesh_dim_axes(form.mesh) for name in names}
+        if own & set(axes):
+            raise UnsupportedOpError(
+                f"{call.info.name}: a sharded tensor on {form.mesh!r} with placements "
+                f"{list(form.placements or ())} can't be combined with a per-device tensor that "
+                f"varies along {sorted(own & set(axes))}: is it one value per device, or a part of "
+                "one value? Say which with DTensor.from_local(per_device_tensor, mesh, "
+                "placements), or compute per device with sharded_tensor.to_local()"
+            )
+    return axes
 
 
 def _where(call: Call) -> tuple[Any, Any]:
@@ -416,6 +536,11 @@ def _where(call: Call) -> tuple[Any, Any]:
                 f"{list(form.frame.device_ids)}); bring them together with "
                 "x.redistribute(device_mesh, placements)"
             )
+        elif frame is not form.frame and mesh is None:
+            if frame.root == form.frame.root:
+                frame = frame_of(frame.root)  # the finer one has all meshes' axes
+            elif form.varying:
+                frame = form.frame
         if form.mesh is None:
             continue
         if mesh is None:
@@ -425,7 +550,7 @@ def _where(call: Call) -> tuple[Any, Any]:
                 f"{call.info.name}: one tensor is on {mesh!r}, another on {form.mesh!r}; bring them"
                 " together with x.redistribute(device_mesh, placements)"
             )
-        frame = form.frame
+        frame = frame_of(mesh)
     return mesh, frame
 
 

@@ -9,9 +9,10 @@ import jax
 
 from xla_dtensor import _context
 from xla_dtensor.form import Form
-from xla_dtensor.storage import ViewStep, read_through
+from xla_dtensor.per_device import logical
+from xla_dtensor.storage import Step, read_through
 
-_view_readers: dict[tuple[Form, tuple[ViewStep, ...], Form], Any] = {}
+_view_readers: dict[tuple[Form, tuple[Step, ...], Form], Any] = {}
 
 
 def read(tensor: Any) -> Any:
@@ -21,13 +22,15 @@ def read(tensor: Any) -> Any:
     steps = tensor._steps
     if trace is not None:
         base = trace.array_of(storage, tensor)
-        return read_through(storage.form.logical(base), steps) if steps else base
+        if not steps:
+            return base
+        return read_through(base, storage.form, steps)
     if not steps:
         return storage.array
     cache = tensor._cache
     if cache is not None and cache[0] == storage.version:
         return cache[1]
-    array = _view_reader(storage.form, steps, tensor._own_form)(storage.array)
+    array = _view_reader(storage.form, steps, tensor._form)(storage.array)
     tensor._cache = (storage.version, array)
     return array
 
@@ -37,9 +40,9 @@ def logical_value(tensor: Any) -> Any:
     form = tensor._form
     array = read(tensor)
     if _context.current() is not None or (tuple(array.shape) == form.shape and not form.unreduced):
-        return form.logical(array)
+        return logical(array, form)
     with jax.enable_x64(True):
-        return jax.jit(form.logical)(array)
+        return jax.jit(functools.partial(logical, form=form))(array)
 
 
 def constant_recipe(tensor: Any) -> Any:
@@ -53,16 +56,17 @@ def constant_recipe(tensor: Any) -> Any:
 
 def _read_recipe(recipe: Any, tensor: Any) -> Any:
     with _context.active(None), jax.ensure_compile_time_eval():
-        return _view_reader(tensor._storage_.form, tensor._steps, tensor._own_form)(recipe())
+        return _view_reader(tensor._storage_.form, tensor._steps, tensor._form)(recipe())
 
 
-def _view_reader(form: Form, steps: tuple[ViewStep, ...], own: Form) -> Any:
+def _view_reader(form: Form, steps: tuple[Step, ...], own: Form) -> Any:
     key = (form, steps, own)
     reader = _view_readers.get(key)
     if reader is None:
 
         def function(array: Any) -> Any:
-            return own.physical(read_through(form.logical(array), steps).astype(own.jax_dtype))
+            value = read_through(array, form, steps)
+            return own.physical(value.astype(own.jax_dtype))
 
         jitted = jax.jit(function, out_shardings=own.sharding)
 

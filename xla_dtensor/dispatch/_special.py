@@ -11,6 +11,8 @@ from xla_dtensor import _context
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._ops import handles, info_of
 from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
+from xla_dtensor.errors import PerDeviceValueError
+from xla_dtensor.form import Form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 
 Ours = XLAShardedTensor | XLATensor
@@ -20,6 +22,9 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     """The full value of an xla tensor as a CPU tensor."""
     from xla_dtensor.transfer import fetch, to_host
 
+    if tensor._form.meta:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
     trace = _context.current()
     if trace is None:
         form = tensor._form
@@ -38,10 +43,26 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     return value if out.stride() == value.stride() else out.copy_(value)
 
 
+def refuse_varying(form: Form, what: str) -> None:
+    """Raise if the tensor is another one on each device, so that ``what`` would be too."""
+    if form.varying:
+        raise PerDeviceValueError(
+            f"a per-device tensor of shape {list(form.shape)} varies along {list(form.varying)}: "
+            f"{what} would differ from device to device. Look at .local_values() (one CPU tensor "
+            "per device), or make it one value first: DTensor.from_local(x, mesh, placements)"
+            ".full_tensor(), or a collective (all_reduce, all_gather_tensor)"
+        )
+
+
 @handles("aten::_to_copy.default")
 def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
-    if device is None or torch.device(device).type == "xla":
+    if args[0]._form.meta and device is not None and torch.device(device).type != "meta":
+        raise NotImplementedError(
+            "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty() "
+            "instead of torch.nn.Module.to() when moving module from meta to a different device."
+        )
+    if device is None or torch.device(device).type == "xla" or args[0]._form.meta:
         return NotImplemented
     tensor = args[0]
     dtype = kwargs.get("dtype") or tensor.dtype
@@ -66,9 +87,11 @@ def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _like_elsewhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A tensor like an xla tensor on another device, which ``device=`` names."""
     device = kwargs.get("device")
-    if device is None or torch.device(device).type == "xla":
-        return NotImplemented
     like = args[0]
+    if like._form.meta and device is not None and torch.device(device).type == "xla":
+        return func(_with_a_value(like), *args[1:], **kwargs)
+    if device is None or torch.device(device).type == "xla" or like._form.meta:
+        return NotImplemented
     model = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
     return func(model, *args[1:], **kwargs)
 
@@ -79,6 +102,19 @@ def _zero_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     from xla_dtensor.dispatch import dispatch
 
     return dispatch(torch.ops.aten.zeros.default, args, kwargs)
+
+
+def _with_a_value(tensor: Any) -> Any:
+    """A tensor with the layout of one on the meta device; zeros, as memory has to be something."""
+    import jax
+    import jax.numpy as jnp
+
+    from xla_dtensor.dispatch._plan import new_tensor
+
+    form = tensor._form.reduced().with_meta(False)
+    with jax.enable_x64(True):
+        array = jnp.zeros(form.array_shape, form.jax_dtype, device=form.sharding)
+    return new_tensor(array, form)
 
 
 @handles("aten::copy_.default")
@@ -100,7 +136,14 @@ def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _check_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Raises if a factorisation failed. A compiled step can't: its results are then not finite."""
     if _context.current() is None:
-        func(to_cpu(args[0]), *args[1:], **kwargs)
+        tensor = args[0]
+        if tensor._form.varying:
+            sharded = isinstance(tensor, XLAShardedTensor)
+            parts = [s.data for s in tensor.local_shards] if sharded else tensor.local_values()
+            for info in parts:
+                func(info, *args[1:], **kwargs)
+        else:
+            func(to_cpu(args[0]), *args[1:], **kwargs)
 
 
 @handles("aten::allclose.default")
@@ -139,6 +182,8 @@ def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if trace is not None:
         trace.refuse(f"{info_of(func).name}, whose result's shape depends on values,")
     ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
+    for tensor in ours:
+        refuse_varying(tensor._form, f"the shape of {info_of(func).name}'s result")
     out = func(*_map(args, _to_host_argument), **_map(kwargs, _to_host_argument))
     mesh = next((t._form.mesh for t in ours if t._form.mesh is not None), None)
 

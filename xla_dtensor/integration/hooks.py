@@ -14,7 +14,7 @@ import torch
 from torch.distributed import device_mesh as torch_device_mesh
 
 from xla_dtensor import _pickling
-from xla_dtensor.integration import device, optimizers
+from xla_dtensor.integration import device, optimizers, recomputation
 
 _installed = False
 
@@ -28,7 +28,7 @@ def install() -> None:
     optimizers.install()
     _hook_mesh_class()
     _hook_distribute()
-    _hook_checkpoint()
+    recomputation.install()
     _hook_synchronize()
     _allow_loading()
     _installed = True
@@ -57,9 +57,11 @@ def _allow_loading() -> None:
 @functools.cache
 def _install_for_dtensor() -> None:
     """The hooks into torch.distributed.tensor, which takes long to import: with the first mesh."""
+    from xla_dtensor.integration import functional_collectives
     from xla_dtensor.integration.torch_versions import let_subclasses_dispatch
 
     let_subclasses_dispatch()
+    functional_collectives.install()
     optimizers.make_foreach_the_default()
     _hook_factories()
     _hook_from_local()
@@ -149,30 +151,3 @@ def _hook_from_local() -> None:
         return xla_from_local(local_tensor, mesh, placements, **kwargs)
 
     DTensor.from_local = staticmethod(from_local)
-
-
-def _hook_checkpoint() -> None:
-    """``torch.utils.checkpoint`` (non-reentrant) enters this class while it recomputes a block.
-
-    A traced step must know, or XLA would merge the recomputation with the first computation.
-    """
-    from torch.utils import checkpoint
-
-    from xla_dtensor import _context
-
-    hook_class = checkpoint._recomputation_hook
-    original_enter, original_exit = hook_class.__enter__, hook_class.__exit__
-
-    def enter(self: Any) -> Any:
-        trace = _context.current()
-        if trace is not None:
-            trace.begin_recomputation()
-        return original_enter(self)
-
-    def leave(self: Any, *exc_info: Any) -> Any:
-        trace = _context.current()
-        if trace is not None:
-            trace.end_recomputation()
-        return original_exit(self, *exc_info)
-
-    hook_class.__enter__, hook_class.__exit__ = enter, leave

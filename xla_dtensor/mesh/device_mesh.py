@@ -98,22 +98,25 @@ class XLADeviceMesh(DeviceMesh):
     def get_coordinate(self) -> NoReturn:
         self._no_rank("get_coordinate()")
 
-    def get_group(self, mesh_dim: int | str | None = None) -> NoReturn:
-        self._no_groups(f"get_group({mesh_dim!r})")
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """What stands for the process group of a mesh dim in torch's functional collectives.
 
-    def get_all_groups(self) -> NoReturn:
-        self._no_groups("get_all_groups()")
+        Raises:
+            MeshError: the mesh has no such dim, or several and none is named.
+        """
+        from xla_dtensor.mesh.group import group_of
 
-    def _no_groups(self, call: str) -> NoReturn:
-        raise MeshError(
-            f"{self!r}.{call}: one process drives all devices of an xla mesh, so it has no process "
-            "groups; XLA inserts the collectives: use redistribute(placements=) or full_tensor()"
-        )
+        return group_of(self, mesh_dim)
+
+    def get_all_groups(self) -> list[Any]:
+        """`get_group` of every dim."""
+        return [self.get_group(dim) for dim in range(self.ndim)]
 
     def _no_rank(self, call: str) -> NoReturn:
         raise PerDeviceValueError(
             f"{self!r}.{call} has a different value on each device, and one process drives them "
-            "all: use full_tensor(), local_shards or a collective, which see every device"
+            "all: xla_dtensor.axis_index(mesh, dim) has the coordinate along a dim as a per-device "
+            "tensor; full_tensor(), local_shards and collectives see every device"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -54,6 +54,11 @@ class Frame:
         )
         self.replicated = jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec())
 
+    @property
+    def is_current(self) -> bool:
+        """Whether no mesh has refined it since."""
+        return _frames[self.root] is self
+
     def sharding(self, *spec: Any) -> Any:
         """``NamedSharding`` over this frame of ``PartitionSpec(*spec)``."""
         import jax

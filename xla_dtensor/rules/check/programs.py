@@ -97,8 +97,8 @@ def _view(call: Call, mesh: DeviceMesh) -> Compiled:
     form, own = call.forms[0], plan.forms
 
     def read(array: Any) -> list[Any]:
-        value = form.logical(array)
-        return [read_through(value, (step,)) for step in plan.steps] or [value]
+        steps = [read_through(array, form, (step,)) for step in plan.steps]
+        return steps or [form.logical(array)]
 
     def laid_out(array: Any) -> list[Any]:
         pairs = zip(own, read(array), strict=True)

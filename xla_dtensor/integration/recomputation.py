@@ -1,0 +1,70 @@
+"""``torch.utils.checkpoint`` (non-reentrant) says when it recomputes a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from xla_dtensor import _context
+
+_Watcher = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
+_watchers: list[_Watcher] = []
+
+
+def watch(
+    remember: Callable[[], Any], restore: Callable[[Any], AbstractContextManager[Any]]
+) -> None:
+    """Be told of recomputations.
+
+    Args:
+        remember: called when a block is about to run first.
+        restore: gives a context that its recomputation runs in, from what ``remember`` gave then.
+    """
+    _watchers.append((remember, restore))
+
+
+class _Recomputing:
+    """A traced step must know, or XLA would merge the recomputation with the first computation."""
+
+    def __enter__(self) -> None:
+        self._trace = _context.current()
+        if self._trace is not None:
+            self._trace.begin_recomputation()
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._trace is not None:
+            self._trace.end_recomputation()
+
+
+def install() -> None:
+    """Extend the two hooks of ``torch.utils.checkpoint`` that a block runs in."""
+    from torch.utils import checkpoint
+
+    first, again = checkpoint._checkpoint_hook, checkpoint._recomputation_hook
+    init_first, init_again = first.__init__, again.__init__
+    enter, leave = again.__enter__, again.__exit__
+
+    def first_run(self: Any, frame: Any, *args: Any, **kwargs: Any) -> None:
+        frame._xla_remembered = [(restore, remember()) for remember, restore in _watchers]
+        init_first(self, frame, *args, **kwargs)
+
+    def second_run(self: Any, frame: Any, *args: Any, **kwargs: Any) -> None:
+        self._xla_remembered = getattr(frame(), "_xla_remembered", ())
+        init_again(self, frame, *args, **kwargs)
+
+    def begin(self: Any) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(_Recomputing())
+            for restore, remembered in self._xla_remembered:
+                stack.enter_context(restore(remembered))
+            result = enter(self)
+            self._xla_contexts = stack.pop_all()
+        return result
+
+    def end(self: Any, *exc_info: Any) -> Any:
+        with self._xla_contexts:
+            return leave(self, *exc_info)
+
+    first.__init__, again.__init__ = first_run, second_run
+    again.__enter__, again.__exit__ = begin, end

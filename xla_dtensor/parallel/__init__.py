@@ -1,0 +1,17 @@
+"""Data parallelism: ``fully_shard`` and ``replicate``."""
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from xla_dtensor.parallel.fully_shard import FSDPModule, UnshardHandle, fully_shard
+from xla_dtensor.parallel.replicate import ReplicateModule, replicate
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReplicateModule",
+    "UnshardHandle",
+    "fully_shard",
+    "replicate",
+]

@@ -1,0 +1,510 @@
+"""One parameter under data parallelism: its sharded form, the whole tensor that modules compute
+with, and the gradient's way back."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    _StridedShard,
+)
+
+from xla_dtensor import _context
+from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.factories import distribute_tensor
+from xla_dtensor.form import Form, device_form, sharded_form
+from xla_dtensor.mesh import frame_of
+from xla_dtensor.parallel._layouts import Keep, Reduce, gather
+from xla_dtensor.redistribute import as_sharded, move, relayout
+from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.storage import Storage
+
+if TYPE_CHECKING:
+    from xla_dtensor.parallel._mesh import DataParallel
+    from xla_dtensor.parallel._state import State
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a module holds a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> torch.Tensor:
+        """What is there now."""
+        tensor = self.module._parameters[self.name]
+        assert tensor is not None
+        return tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` there, which need not be a leaf."""
+        before = self.module._parameters[self.name]
+        self.module._parameters[self.name] = tensor
+        flat = self.module.__dict__.get("_flat_weights")  # nn.RNNBase keeps its own list
+        if flat is not None:
+            flat[:] = [tensor if weight is before else weight for weight in flat]
+
+
+class Accumulated:
+    """The gradient of a whole parameter that waits for its reduction, as ``.grad``.
+
+    A compiled step treats it as it treats a leaf: whether there is a gradient when the step begins
+    is part of the program, and what the step leaves is put in place after each run.
+    """
+
+    requires_grad = True
+    is_leaf = True
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+        self.grad: Any = None
+
+    def add(self, grad: Any) -> None:
+        """Keep ``grad`` for later."""
+        self._look()
+        if self.grad is None:
+            self.grad = grad.clone()
+        else:
+            self.grad.add_(grad)
+
+    def take(self) -> Any:
+        """What has been kept, or None; nothing is left."""
+        self._look()
+        grad, self.grad = self.grad, None
+        return grad
+
+    def _look(self) -> None:
+        trace = _context.current()
+        if trace is not None:
+            trace.touched(self)
+
+
+class Whole:
+    """A whole parameter's storage: where it came from.
+
+    Attributes:
+        parameter: the managed parameter.
+        global_view, form: how it was handed out.
+        reshard: whether autograd is to keep it sharded and gather it again.
+        version: of the sharded parameter when it was gathered.
+        trace: in which that was.
+        kept: with an int ``reshard_after_forward``, its storage sharded over fewer devices.
+    """
+
+    __slots__ = ("form", "global_view", "kept", "parameter", "reshard", "trace", "version")
+
+    def __init__(
+        self, parameter: ManagedParameter, global_view: bool, form: Form, version: Any
+    ) -> None:
+        self.parameter, self.global_view, self.form = parameter, global_view, form
+        self.reshard = False
+        self.version = version
+        self.trace = _context.current()
+        self.kept: Any = None
+
+
+# Which whole parameter a storage is.
+wholes: weakref.WeakKeyDictionary[Storage, Whole] = weakref.WeakKeyDictionary()
+
+
+class ManagedParameter:
+    """A parameter that `fully_shard` or `replicate` manages.
+
+    Attributes:
+        locations: the modules that hold it.
+        parallel: the data-parallel mesh.
+        layout: the mesh and placements of the ``DTensor`` that modules compute with; None for a
+            plain tensor.
+        accumulated: gradients that aren't reduced yet.
+        whole: the tensor that is in place of the parameter, or None.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        locations: list[Location],
+        parameter: nn.Parameter,
+        parallel: DataParallel,
+        dim: int,
+    ) -> None:
+        self._state = state
+        self.locations = locations
+        self.parallel = parallel
+        self._dim = dim
+        self.layout: tuple[DeviceMesh, Placements] | None = None
+        if isinstance(parameter, XLAShardedTensor):
+            self.layout = parameter.device_mesh, parameter.placements
+        elif parallel.whole_mesh is not None:
+            raise ValueError(
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
+                f"mesh (e.g. via distribute_module). Got plain tensor for parameter "
+                f"'{locations[0].name}'."
+            )
+        self.accumulated = Accumulated(parameter.shape)
+        self.whole: Any = None
+        self._alive: Any = lambda: None
+        self._again: tuple[Any, Storage] | None = None
+        self._sharded = parallel.shard_dim is not None
+        self._parameter = self._shard(parameter) if self._sharded else self._place(parameter)
+        for location in locations:
+            location.put(self._parameter)
+
+    # --- the sharded parameter ---------------------------------------------------------------
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded parameter: the one in the module, which the user may have replaced."""
+        if self.whole is None:
+            self._parameter = self.locations[0].get()
+        return self._parameter
+
+    @property
+    def spans_mesh(self) -> bool:
+        """Whether modules compute with a ``DTensor`` on a mesh that includes data parallelism."""
+        return self.parallel.whole_mesh is not None
+
+    def _place(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Under `replicate`: the parameter itself, on the devices of the mesh."""
+        if parameter.device.type == "cpu":
+            value = parameter.detach().to("xla")
+            parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        if isinstance(parameter, XLATensor) and not parameter.is_meta:
+            parameter._storage_.place(frame_of(self.parallel.mesh))
+        return parameter
+
+    def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
+        mesh, placements = self._sharded_layout(parameter)
+        value = parameter.detach()
+        if isinstance(value, XLAShardedTensor):
+            value = value.redistribute(mesh, placements)
+        else:
+            value = distribute_tensor(value, mesh, placements)
+        return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+    def _sharded_layout(self, parameter: nn.Parameter) -> tuple[DeviceMesh, Placements]:
+        """As torch chooses it."""
+        parallel, dim = self.parallel, self._dim
+        over_dp: list[Placement] = [Replicate()] * parallel.mesh.ndim
+        assert parallel.shard_dim is not None
+        if self.layout is None:
+            over_dp[parallel.shard_dim] = Shard(dim)
+            return parallel.mesh, tuple(over_dp)
+        mesh, placements = self.layout
+        if parallel.whole_mesh is not None:
+            return self._layout_on_whole_mesh(mesh, placements)
+        over_dp[parallel.shard_dim] = _shard_after(dim, mesh, placements, 0)
+        return DeviceMesh._concatenate([parallel.mesh, mesh]), (*over_dp, *placements)
+
+    def _layout_on_whole_mesh(
+        self, mesh: DeviceMesh, placements: Placements
+    ) -> tuple[DeviceMesh, Placements]:
+        parallel = self.parallel
+        if mesh != parallel.whole_mesh:
+            raise ValueError(
+                "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
+                "different mesh objects"
+            )
+        names = mesh.mesh_dim_names
+        assert names is not None and parallel.dims is not None
+        for kind, group in (
+            ("shard", parallel.dims.shard_names),
+            ("replicate", parallel.dims.replicate_names),
+        ):
+            for name in group:
+                i = names.index(name)
+                if not isinstance(placements[i], Replicate):
+                    raise ValueError(
+                        f"Expected Replicate() on DP {kind} dim '{name}' (index {i}) but got "
+                        f"{placements[i]}"
+                    )
+        shards = [names.index(name) for name in parallel.dims.shard_names]
+        if len(shards) == 1:
+            new = list(placements)
+            new[shards[0]] = _shard_after(self._dim, mesh, placements, shards[0] + 1)
+            return mesh, tuple(new)
+        # Several mesh dims that shard are one in the parameter's mesh.
+        meshes: list[DeviceMesh] = []
+        result: list[Placement] = []
+        for i, name in enumerate(names):
+            if i == shards[0]:
+                meshes.append(parallel.mesh)
+                result += [Replicate()] * (parallel.mesh.ndim - 1)
+                result.append(_shard_after(self._dim, mesh, placements, i + 1))
+            elif name not in (*parallel.dims.shard_names, *parallel.dims.replicate_names):
+                meshes.append(mesh[name])
+                result.append(placements[i])
+        return DeviceMesh._concatenate(meshes), tuple(result)
+
+    # --- the whole parameter -----------------------------------------------------------------
+
+    def swap_in(self, global_view: bool) -> None:
+        """Put the whole tensor in the modules, connected to the parameter by autograd."""
+        if self.whole is None:
+            parameter = self.parameter
+            if parameter.is_meta:
+                raise RuntimeError(
+                    "FSDP parameters should be materialized from meta device before training, but "
+                    f"{self.locations[0].name!r} is still on the meta device: call "
+                    "module.to_empty(device='xla') and initialise the parameters"
+                )
+            self._put(_Unshard.apply(parameter, self, global_view))
+
+    def swap_in_again(self, global_view: bool) -> None:
+        """The same for a recomputation in backward: a leaf of its own, as its gradient is that of
+        the first computation."""
+        if self.whole is None:
+            parameter = self.parameter
+            form = self.form(parameter._form, global_view)
+            whole = Whole(self, global_view, form, parameter._storage_.version)
+            tensor = _tensor(self.gather_again(whole), form)
+            self._put(tensor.requires_grad_(parameter.requires_grad))
+
+    def swap_out(self) -> None:
+        """Put the parameter back."""
+        if self.whole is not None:
+            for location in self.locations:
+                if location.get() is self.whole:
+                    location.put(self._parameter)
+            self.whole = None
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        tensor._is_param = True
+        for location in self.locations:
+            location.put(tensor)
+        self.whole = tensor
+
+    def form(self, sharded: Form, global_view: bool) -> Form:
+        """The form of the whole tensor.
+
+        Args:
+            sharded: the parameter's form.
+            global_view: a ``DTensor`` replicated over the data-parallel devices, in place of a
+                tensor that each of them holds.
+        """
+        dtype = self._state.policy.param_dtype
+        if dtype is None or not sharded.dtype.is_floating_point:
+            dtype = sharded.dtype
+        about = sharded.shape, sharded.stride, 0, dtype
+        if self.layout is None:
+            if not global_view:
+                return device_form(sharded.frame, *about, varying=sharded.varying)
+            mesh = self.parallel.mesh
+            return sharded_form(mesh, (Replicate(),) * mesh.ndim, *about)
+        mesh, placements = self.layout
+        if global_view and not self.spans_mesh:
+            over_dp = (Replicate(),) * self.parallel.mesh.ndim
+            placements = (*over_dp, *placements)
+            mesh = DeviceMesh._concatenate([self.parallel.mesh, mesh])
+        return sharded_form(mesh, placements, *about, varying=sharded.varying)
+
+    def _gathered(self, parameter: Any, global_view: bool) -> Any:
+        """A whole tensor, with the storage of an earlier one if that exists; below autograd."""
+        form = self.form(parameter._form, global_view)
+        if form is parameter._form:
+            trace = _context.current()
+            if trace is not None:
+                trace.touched(parameter)  # a gathering reads it, and says so by that
+            return type(parameter)(parameter._storage_, form, parameter._steps)
+        storage = self._alive()
+        known = None if storage is None else wholes.get(storage)
+        if (
+            known is None
+            or known.form is not form
+            or known.version != parameter._storage_.version
+            or known.trace is not _context.current()
+        ):
+            whole = Whole(self, global_view, form, parameter._storage_.version)
+            storage = self._gather(parameter, form)
+            wholes[storage] = whole
+            self._alive = weakref.ref(storage)
+        return _tensor(storage, form)
+
+    def _gather(self, parameter: Any, form: Form) -> Storage:
+        return relayout(parameter, parameter._form, form, gather)._storage_
+
+    def keep(self, whole: Whole, storage: Storage, count: int) -> None:
+        """Shard the whole parameter in ``storage`` over ``count`` devices, for backward."""
+        if whole.kept is None and self.parallel.shard_dim is not None:
+            keep = Keep(self._dim, self.parallel.shard_axes, count)
+            array = keep.array(storage.array, whole.form)
+            if array is not None:
+                whole.kept = Storage(array, whole.form)
+
+    def gather_again(self, whole: Whole) -> Storage:
+        """The whole parameter once more, for backward. All uses in one backward share it."""
+        parameter = self.parameter
+        version, trace = parameter._storage_.version, _context.current()
+        if whole.kept is None and version != whole.version and trace is whole.trace:
+            raise RuntimeError(
+                f"the parameter {self.locations[0].name!r} of shape {list(parameter.shape)} has "
+                "been modified by an inplace operation since forward; with "
+                "reshard_after_forward=True backward needs the value that forward saw"
+            )
+        alive = self._alive()
+        if alive is not None and _same(wholes.get(alive), whole, trace):
+            return alive
+        key = version, trace, whole.form
+        if self._again is not None and self._again[0] == key:
+            return self._again[1]
+        source = parameter if whole.kept is None else _tensor(whole.kept, whole.form)
+        if trace is not None:
+            # Behind a barrier, or XLA would merge it with the first gathering.
+            trace.begin_recomputation()
+        try:
+            with torch.no_grad():
+                storage = self._gather(source, whole.form)
+        finally:
+            if trace is not None:
+                trace.end_recomputation()
+        if torch._C._current_graph_task_id() != -1:
+            self._again = key, storage
+            torch.autograd.Variable._execution_engine.queue_callback(self.release)
+        return storage
+
+    def release(self) -> None:
+        """Backward needs the whole parameter no longer."""
+        self._again = None
+
+    # --- the gradient ------------------------------------------------------------------------
+
+    def reduce(self, grad: Any, global_view: bool) -> Any:
+        """The sharded gradient from the whole tensor's, or None if that is for later."""
+        state, parameter = self._state, self.parameter
+        state.consult()
+        grad = self._as_handed_out(grad, parameter, global_view)
+        reduce_dtype = state.policy.reduce_dtype or grad.dtype
+        if state.local_gradients:
+            earlier = self._take_local_gradient(parameter) if state.reduces else None
+            if not state.reduces and not global_view and not self.spans_mesh:
+                return grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
+        elif state.reduces:
+            earlier = self.accumulated.take()
+        else:
+            self.accumulated.add(grad.to(reduce_dtype))
+            return None
+        if grad.dtype != reduce_dtype:
+            grad = grad.to(reduce_dtype)
+        if earlier is not None:
+            grad = grad + earlier
+        if global_view or self.spans_mesh:
+            grad = self._land(grad, parameter)
+        else:
+            grad = self._reduce_over_devices(grad, parameter)
+        return grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
+
+    def _take_local_gradient(self, parameter: Any) -> Any:
+        """The parameter's ``.grad`` if it still differs between data-parallel devices, to be
+        reduced with the new one; it is gone then."""
+        grad = parameter.grad
+        if grad is None or not set(self.parallel.axes) & set(grad._form.varying):
+            return None
+        parameter.grad = None
+        return grad
+
+    def _as_handed_out(self, grad: Any, parameter: Any, global_view: bool) -> Any:
+        """The gradient as the same kind of tensor as the whole parameter's."""
+        form = self.form(parameter._form, global_view)
+        if not form.is_sharded:
+            return grad.full_tensor() if isinstance(grad, XLAShardedTensor) else grad
+        assert form.mesh is not None and form.placements is not None
+        if isinstance(grad, XLATensor) and global_view and grad.varying:
+            raise UnsupportedOpError(
+                "the gradient of a parameter handed out as a DTensor differs from device to device "
+                f"along {', '.join(grad.varying)}: a module under fully_shard takes either sharded "
+                "tensors or per-device tensors, not both"
+            )
+        grad = as_sharded(grad, form.mesh)
+        if global_view or self.spans_mesh:
+            return grad  # its reduction over the data-parallel devices is to come
+        wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in form.placements)
+        return grad if grad.placements == wanted else grad.redistribute(placements=wanted)
+
+    def _land(self, grad: Any, parameter: Any) -> Any:
+        """The global gradient in the parameter's layout."""
+        form = parameter._form
+        if form.is_sharded:
+            grad = move(grad, form.mesh, form.placements)
+        else:
+            grad = grad.full_tensor()
+        # torch averages the parts of a DTensor's gradient, too.
+        factor = self._state.divide_factor or (self.parallel.size if self.spans_mesh else 1)
+        return grad if factor == 1 else grad / factor
+
+    def _reduce_over_devices(self, grad: Any, parameter: Any) -> Any:
+        parallel, form = self.parallel, parameter._form
+        if _context.current() is None:
+            grad._storage_.place(form.frame)
+        source = grad._form.placed(form.frame)
+        axes = parallel.axes
+        varying = tuple(name for name in source.varying if name not in axes)
+        about = form.shape, form.stride, 0, grad.dtype
+        if form.is_sharded:
+            target = sharded_form(form.mesh, form.placements, *about, varying=varying)
+        else:
+            target = device_form(form.frame, *about, varying=varying)
+        # Along an axis on which the devices agree, the sum is a multiple.
+        agreeing = [name for name in axes if name not in source.varying]
+        factor = self._state.divide_factor or parallel.size
+        scale = 1 / factor
+        for name in agreeing:
+            scale *= form.frame.sizes[name]
+        shard_axes = parallel.shard_axes if self._sharded else ()
+        return relayout(grad, source, target, Reduce(self._dim, shard_axes, axes, scale))
+
+
+class _Unshard(torch.autograd.Function):
+    """From the sharded parameter to the whole one."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, managed: ManagedParameter, global_view: bool) -> Any:
+        ctx.managed, ctx.global_view = managed, global_view
+        ctx.set_materialize_grads(False)
+        return managed._gathered(parameter, global_view)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        managed = ctx.managed
+        managed.release()
+        managed._state.after_backward(managed)
+        if grad is None:
+            return None, None, None
+        with torch.no_grad():
+            return managed.reduce(grad, ctx.global_view), None, None
+
+
+def _shard_after(dim: int, mesh: DeviceMesh, placements: Placements, start: int) -> Placement:
+    """The placement that shards ``dim`` after the mesh dims from ``start`` on have."""
+    pieces = 1
+    for i in range(start, mesh.ndim):
+        placement = placements[i]
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
+            pieces *= mesh.size(i)
+    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+
+
+def _tensor(storage: Storage, form: Form) -> Any:
+    return (XLAShardedTensor if form.is_sharded else XLATensor)(storage, form)
+
+
+def _same(known: Whole | None, wanted: Whole, trace: Any) -> bool:
+    """Whether a whole parameter that still exists is the one to gather."""
+    return (
+        known is not None
+        and not known.reshard
+        and known.trace is trace
+        and known.version == wanted.version
+        and known.form is wanted.form
+    )
