@@ -221,7 +221,8 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
     target = device_form(frame, shape, None, 0, source.dtype, varying, source.meta)
     if source.meta:
         return XLATensor(Storage(None, target), target)
-    if not axes:  # a group of one device
+    # A group of one device; equal values, which no permutation changes.
+    if not axes or (name == "permute" and not set(axes) & set(source.varying)):
         return tensor.clone()
     return relayout(tensor, source, target, _Collective(name, axes, options))
 

@@ -100,7 +100,11 @@ def test_steps_are_torchs_and_one_launch_each(
         both.check()
 
 
-@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize(
+    "implementation",
+    [{}, {"fused": True}, pytest.param({"foreach": True}, marks=pytest.mark.slow)],
+    ids=["default", "fused", "foreach"],
+)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_200_parameters_are_one_launch(
     optimizer: Any, implementation: dict[str, bool], mesh_2x4: DeviceMesh

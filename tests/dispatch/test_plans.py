@@ -99,7 +99,7 @@ def test_tensors_of_different_meshes(mesh_2x4: DeviceMesh) -> None:
     moved = y.redistribute(mesh_2x4, [Shard(0), Replicate()])
     assert (x + moved).cpu().tolist() == [2.0] * 8
     with pytest.raises(xd.MeshMismatchError, match="redistribute"):
-        x + sharded(torch.ones(8), mesh_2x4["dp"])
+        x + sharded(torch.ones(8), xd.init_device_mesh("xla", (8,)))
 
 
 def test_errors_are_torchs_own(mesh_2x4: DeviceMesh) -> None:

@@ -12,13 +12,18 @@ from tests.ops.harness import Case, check_case
 CASES = pointwise_cases.CASES + math_cases.CASES + shape_cases.CASES + module_cases.CASES
 
 
+# Each case runs on one of the two in the main suite, on all meshes in the slow one.
 FAST = ("2x4", "2x2x2")
+PARAMETERS = [
+    pytest.param(
+        case, name, id=f"{case.name}-{name}", marks=() if name == FAST[i % 2] else pytest.mark.slow
+    )
+    for i, case in enumerate(CASES)
+    for name in MESHES
+]
 
 
-@pytest.mark.parametrize(
-    "mesh_name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in MESHES]
-)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "mesh_name"), PARAMETERS)
 def test_op(case: Case, mesh_name: str) -> None:
     check_case(case, make_mesh(mesh_name))
 

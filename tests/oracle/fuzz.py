@@ -197,7 +197,8 @@ class _Chain:
                 placements.append(self.rng.choice(different))
             else:
                 placements.append(self.rng.choice([Replicate(), Replicate(), *different]))
-        self.x = DTensor.from_local(self.x, mesh, placements)
+        # times 1: torch 2.13's local_map waits for a collective's result outside of autograd.
+        self.x = DTensor.from_local(self.x * 1.0, mesh, placements)
         self.vary -= set(names)
         self.pinned -= set(names)
         return f"from_local {names} {placements}"
