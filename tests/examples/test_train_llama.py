@@ -32,7 +32,7 @@ def losses_of(tmp_path: Path, *options: str) -> tuple[list[float], str]:
     return json.loads(losses.read_text()), result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("mesh", ["2x4", "8"])
+@pytest.mark.parametrize("mesh", ["2x4", pytest.param("8", marks=pytest.mark.slow)])
 def test_golden_losses(tmp_path: Path, mesh: str) -> None:
     losses, printed = losses_of(tmp_path, *GOLDEN["args"], "--mesh", mesh)
     assert losses == pytest.approx(GOLDEN["losses"], abs=1e-3)

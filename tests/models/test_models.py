@@ -238,6 +238,8 @@ def test_optimizers_eager(optimizer: str) -> None:
     check_training("encoder", make_mesh("8"), optimizer, compiled=False)
 
 
-@pytest.mark.parametrize("mesh_name", ["8", "1", "2x2x2"])
+@pytest.mark.parametrize(
+    "mesh_name", ["2x2x2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("8", "1"))]
+)
 def test_llama_on_other_meshes(mesh_name: str) -> None:
     check_training("llama_real_rope", make_mesh(mesh_name), "adamw", compiled=True)
