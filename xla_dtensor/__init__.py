@@ -14,6 +14,7 @@ integration.install()
 from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     DataDependentError,
     DeviceCountError,
+    LayoutRuleError,
     MeshDimError,
     MeshError,
     MeshMismatchError,
@@ -24,10 +25,14 @@ from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
 )
 
 __all__ = [
+    "DFunction",
     "DataDependentError",
     "DeviceCountError",
     "DeviceMesh",
+    "DistributedOp",
     "FSDPModule",
+    "Layout",
+    "LayoutRuleError",
     "MeshDimError",
     "MeshError",
     "MeshMismatchError",
@@ -47,12 +52,18 @@ __all__ = [
     "from_device_values",
     "fully_shard",
     "init_device_mesh",
+    "jax_function",
+    "register_rule",
     "replicate",
+    "rules",
 ]
 
 # Loaded on first use: these import JAX.
 _LAZY = {
+    "DFunction": "xla_dtensor.dfunction",
+    "DistributedOp": "xla_dtensor.dfunction",
     "FSDPModule": "xla_dtensor.parallel",
+    "Layout": "xla_dtensor.layout",
     "MixedPrecisionPolicy": "xla_dtensor.parallel",
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.sharded_tensor",
@@ -63,9 +74,11 @@ _LAZY = {
     "distribute_tensor": "xla_dtensor.factories",
     "from_device_values": "xla_dtensor.local_view",
     "fully_shard": "xla_dtensor.parallel",
+    "jax_function": "xla_dtensor.jax_functions",
+    "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
 }
-_MODULES = ("collectives",)
+_MODULES = ("collectives", "rules")
 
 
 def __getattr__(name: str) -> Any:

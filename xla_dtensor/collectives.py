@@ -227,6 +227,11 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
     return relayout(tensor, source, target, _Collective(name, axes, options))
 
 
+def summed(axes: _Axes) -> Callable[[Any, Form, Form], Any]:
+    """An all-reduce along frame axes, for `relayout`."""
+    return _Collective("all_reduce", axes, ("sum",))
+
+
 def check_tensor(name: str, tensor: Any) -> None:
     """Raise if ``tensor`` is no per-device tensor."""
     if isinstance(tensor, XLATensor):

@@ -30,6 +30,10 @@ class MeshMismatchError(XlaDTensorError, RuntimeError, ValueError):
     """Tensors of different meshes in one operation."""
 
 
+class LayoutRuleError(XlaDTensorError, ValueError, RuntimeError):
+    """A layout rule that contradicts the operation, its tensors or the mesh."""
+
+
 class UnsupportedOpError(XlaDTensorError, NotImplementedError):
     """An operation without lowering and decomposition, or an unsupported form of one."""
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor._common import TensorMethods
+from xla_dtensor.layout import Layout, layout_of
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,19 @@ class XLAShardedTensor(TensorMethods, DTensor):
         from xla_dtensor.local_view import to_local
 
         return to_local(self, grad_placements)
+
+    def reduce_partial(self) -> XLAShardedTensor:
+        """This tensor with pending reductions done: ``Partial`` mesh dims replicated; itself if
+        there are none. Differentiable."""
+        placements = [Replicate() if isinstance(p, Partial) else p for p in self.placements]
+        if list(self.placements) == placements:
+            return self
+        return self.redistribute(placements=placements)
+
+    @property
+    def layout(self) -> Layout:
+        """How it is laid out over its mesh (not ``torch.strided``, which a plain tensor has)."""
+        return layout_of(self.device_mesh, self.placements, self.ndim)
 
     @property
     def local_shards(self) -> list[LocalShard]:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from xla_dtensor.rules import registry
+
 WORLD = 8
 
 
@@ -27,3 +29,13 @@ def meshes() -> Iterator[dict[tuple[int, ...], DeviceMesh]]:
     yield made
     dist.destroy_process_group()
     patch.undo()
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rules registered in the test are forgotten after it."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(registry, "_USER_RULES", dict(registry._USER_RULES))
+    yield
+    monkeypatch.undo()
+    registry._changed()

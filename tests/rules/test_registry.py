@@ -15,7 +15,6 @@ from xla_dtensor.rules import (
     infer_placements,
     register,
     register_rule,
-    registry,
     replicate_rule,
     rules,
 )
@@ -31,15 +30,6 @@ def info(*shape, placements=(R, R), dtype=torch.float32):
 
 def outputs(func, args, shapes, kwargs=None):
     return infer_placements(func, args, kwargs or {}, shapes, MESH)
-
-
-@pytest.fixture
-def scratch(monkeypatch):
-    """Rules registered in the test are forgotten after it."""
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
-    registry._find_rule.cache_clear()
-    yield
-    registry._find_rule.cache_clear()
 
 
 def test_every_rule_is_of_an_op_that_torch_has():
@@ -258,7 +248,7 @@ def test_a_second_registration_is_an_error_unless_meant(scratch):
 
 
 def test_a_reference_to_no_rule_is_an_error(scratch):
-    with pytest.raises(ValueError, match="neither a notation nor an op with a rule"):
+    with pytest.raises(ValueError, match="neither a notation nor the name of"):
         register_rule("mylib::other", "aten::no_such_op")
 
 

@@ -7,9 +7,6 @@ outputs. Nothing has to be declared.
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from xla_dtensor import _context, rng
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.form import Form
 from xla_dtensor.mesh import Frame
+from xla_dtensor.origin import user_line
 from xla_dtensor.storage import Storage
 from xla_dtensor.symbolic import NumberNode, input_number
 
@@ -180,7 +178,7 @@ class StepTrace:
     def refuse(self, what: str) -> None:
         raise DataDependentError(
             f"{what} needs a value that doesn't exist while the step is compiled"
-            f"{_user_line()}\nKeep the value on the devices (torch.where, a tensor in place of a "
+            f"{user_line()}\nKeep the value on the devices (torch.where, a tensor in place of a "
             "number), return it from the step and look at it there, or move this line out of the "
             "compiled function"
         )
@@ -236,7 +234,7 @@ class StepTrace:
                     f"{list(self.frame.device_ids)}) and of {frame.root!r} (devices "
                     f"{list(frame.device_ids)}); one XLA program runs on one set of devices: "
                     f"redistribute the tensor of shape {list(storage.form.shape)} to the first "
-                    f"mesh before the step{_user_line()}"
+                    f"mesh before the step{user_line()}"
                 )
         if id(storage.array) in self._array_ids:
             # Two storages share this array; as inputs of the program they must be two.
@@ -294,18 +292,3 @@ class _Recomputation:
                 result, _ = jax.lax.optimization_barrier((array, self._latest))
             known = self._barred[id(array)] = (array, result)
         return known[1]
-
-
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(module.__file__)) + os.sep
-    for module in (torch, jax, sys.modules["xla_dtensor"])
-    if module.__file__ is not None
-)
-
-
-def _user_line() -> str:
-    """``"at train.py:12: loss.item()"``: the innermost line outside of torch, JAX and here."""
-    for frame in reversed(traceback.extract_stack()):
-        if not os.path.abspath(frame.filename).startswith(_LIBRARIES):
-            return f"\n  at {frame.filename}:{frame.lineno}: {frame.line}"
-    return ""

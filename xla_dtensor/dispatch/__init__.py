@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import torch
 
-from xla_dtensor import _context, rng
+from xla_dtensor import _context, rng, rules
 from xla_dtensor._common import TensorMethods
 from xla_dtensor.dispatch import _collective_ops, _special  # noqa: F401  (register handlers)
 from xla_dtensor.dispatch._batch import batched
@@ -32,6 +32,7 @@ __all__ = ["batched", "dispatch", "logical_value", "read", "refuse_cpu_leaf"]
 
 _plans: dict[Any, Plan | ViewPlan] = {}
 on_change(_plans.clear)
+rules.on_change(_plans.clear)
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

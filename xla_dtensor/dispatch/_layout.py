@@ -13,7 +13,7 @@ from xla_dtensor.dispatch._call import Call, fill
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.form import Form
 from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_spec
-from xla_dtensor.rules import Merged, TensorInfo, infer
+from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
 if TYPE_CHECKING:
     from xla_dtensor.dispatch._plan import Meta
@@ -96,10 +96,16 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
     never did, in thousands of random cases, with operands and result pinned to one assignment of
     axes, which is what a rule gives. Convolutions over sharded spatial dims go wrong on any mesh
     (weight gradients above all): those dims are whole while it computes.
+
+    The layouts of a rule that is not the library's own are asked for as they are: whoever wrote it
+    wants its arguments and results there.
     """
     name = call.info.name.replace("_.", ".")
     if mesh is None:
         return None
+    rule = find_registration(call.info.func)
+    if rule is not None and rule.kind != "family":
+        return None if call.info.mutated else _of_rule(call, mesh, metas)
     frame = frame_of(mesh)
     always = name in _CONVOLUTIONS or name.startswith(_TRANSFORMS)
     if not always and sum(size > 1 for size in frame.sizes.values()) < 3:
@@ -111,12 +117,18 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
         return Pins(whole, [], frame.replicated)
     if not always and name not in _PRODUCTS and not name.startswith(_GATHERS):
         return None
+    # [batch or out channels, in channels, positions...]
+    return _of_rule(call, mesh, metas, 2 if name in _CONVOLUTIONS else None)
+
+
+def _of_rule(
+    call: Call, mesh: DeviceMesh, metas: list[Meta | None], dims: int | None = None
+) -> Pins | None:
+    """The layouts of the call's rule, of the first ``dims`` dims alone."""
     merged = _merged(call, mesh, metas)
     if merged is None:
         return None
     tensors = iter(merged.inputs)
-    # [batch or out channels, in channels, positions...]
-    dims = 2 if name in _CONVOLUTIONS else None
     inputs = [
         _sharding(next(tensors), mesh, len(form.shape), dims) if isinstance(form, Form) else None
         for form in call.forms
@@ -125,7 +137,7 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
         None if m is None else _sharding(p, mesh, len(m.shape), dims)
         for p, m in zip(merged.outputs, metas, strict=True)
     ]
-    return Pins(inputs, outputs, frame.replicated)
+    return Pins(inputs, outputs, frame_of(mesh).replicated)
 
 
 def _sharding(placements: Any, mesh: DeviceMesh, ndim: int, dims: int | None = None) -> Any:
@@ -148,7 +160,7 @@ def _merged(call: Call, mesh: DeviceMesh, metas: list[Meta | None]) -> Merged | 
     shapes = [None if m is None else m.shape for m in metas]
     args = tuple(fill(list(call.args), infos))
     kwargs = {name: fill(value, infos) for name, value in call.kwargs.items()}
-    return infer(call.info.func, args, kwargs, shapes, tuple(mesh.shape))
+    return infer(call.info.func, args, kwargs, shapes, tuple(mesh.shape), mesh)
 
 
 def _representable(

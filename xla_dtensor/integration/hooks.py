@@ -57,11 +57,12 @@ def _allow_loading() -> None:
 @functools.cache
 def _install_for_dtensor() -> None:
     """The hooks into torch.distributed.tensor, which takes long to import: with the first mesh."""
-    from xla_dtensor.integration import functional_collectives
+    from xla_dtensor.integration import custom_sharding, functional_collectives
     from xla_dtensor.integration.torch_versions import let_subclasses_dispatch
 
     let_subclasses_dispatch()
     functional_collectives.install()
+    custom_sharding.install()
     optimizers.make_foreach_the_default()
     _hook_factories()
     _hook_from_local()

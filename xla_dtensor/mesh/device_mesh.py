@@ -112,6 +112,17 @@ class XLADeviceMesh(DeviceMesh):
         """`get_group` of every dim."""
         return [self.get_group(dim) for dim in range(self.ndim)]
 
+    def get_device_num_along_axis(self, name: str) -> int:
+        """The number of devices along the mesh dim called ``name``.
+
+        Raises:
+            MeshDimError: there is none.
+        """
+        names = self.mesh_dim_names or ()
+        if name not in names:
+            raise MeshDimError(f"{self!r} has no mesh dim {name!r}; its dims are {names}")
+        return self.size(names.index(name))
+
     def _no_rank(self, call: str) -> NoReturn:
         raise PerDeviceValueError(
             f"{self!r}.{call} has a different value on each device, and one process drives them "

@@ -22,15 +22,21 @@ from . import (
 from ._types import DimSharding, Placements, TensorInfo
 from .alternatives import Alternative, Merged
 from .backward import infer_arguments
+from .names import SpmdRule, TensorSpec, spmd_rule
 from .notation import Notation, infer_backward, infer_forward, parse
 from .registry import (
     Call,
+    Registration,
     Rule,
+    UserRule,
+    find_registration,
     find_rule,
     infer,
     infer_placements,
+    on_change,
     register,
     register_rule,
+    registrations,
     replicate_rule,
     rules,
 )
@@ -61,17 +67,25 @@ __all__ = [
     "Merged",
     "Notation",
     "Placements",
+    "Registration",
     "Rule",
+    "SpmdRule",
     "TensorInfo",
+    "TensorSpec",
+    "UserRule",
+    "find_registration",
     "find_rule",
     "infer",
     "infer_arguments",
     "infer_backward",
     "infer_forward",
     "infer_placements",
+    "on_change",
     "parse",
     "register",
     "register_rule",
+    "registrations",
     "replicate_rule",
     "rules",
+    "spmd_rule",
 ]

@@ -50,6 +50,24 @@ def make_shard(dim: int, factor: int = 1) -> Placement:
     return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
 
 
+def norm_partial(order: float) -> Placement:
+    """Pending the p-norm of the devices' p-norms."""
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    return _NormPartial(order)
+
+
+def reduction_name(placement: Partial) -> str:
+    """The reduction that is pending: its reduce op, or "norm2" and the like."""
+    order = getattr(placement, "norm_type", None)
+    return str(placement.reduce_op) if order is None else f"norm{order:g}"
+
+
+def pending(name: str) -> Placement:
+    """The partial placement that `reduction_name` names."""
+    return norm_partial(float(name[4:])) if name.startswith("norm") else Partial(name)
+
+
 def moved_to(placement: Placement, dim: int) -> Placement:
     """The same kind of shard, on another tensor dim."""
     return make_shard(dim, split_factor(placement))
@@ -92,7 +110,8 @@ class DimSharding:
     """A sharding by tensor dim.
 
     `dims[i]` holds the mesh dims that shard tensor dim `i`, major first; each mesh dim occurs at
-    most once over `dims`, `partial` and `strided`. `strided` holds ``(mesh dim, tensor dim,
+    most once over `dims`, `partial` and `strided`. `partial` holds ``(mesh dim, reduction)``, and
+    `strided` ``(mesh dim, tensor dim,
     factor)`` for a strided shard whose factor no order of mesh dims explains: a view makes one
     when it flattens a shard of an inner dim.
     """
@@ -120,7 +139,7 @@ class DimSharding:
         for mesh_dim in reversed(range(len(placements))):
             placement = placements[mesh_dim]
             if isinstance(placement, Partial):
-                partial.append((mesh_dim, placement.reduce_op))
+                partial.append((mesh_dim, reduction_name(placement)))
                 continue
             dim = shard_dim(placement)
             if dim is None:
@@ -147,7 +166,7 @@ class DimSharding:
         for mesh_dim, dim, factor in self.strided:
             result[mesh_dim] = make_shard(dim, factor)
         for mesh_dim, reduce_op in self.partial:
-            result[mesh_dim] = Partial(reduce_op)
+            result[mesh_dim] = pending(reduce_op)
         return tuple(result)
 
     @property

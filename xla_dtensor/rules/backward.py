@@ -6,16 +6,25 @@ forwards, one mesh dim at a time, which shard of its arguments gives the wanted 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Placement, Shard
+from torch.distributed.tensor import Partial, Placement
 
-from ._types import REPLICATE, Placements, TensorInfo, replicated, shard_dim
+from ._types import (
+    REPLICATE,
+    Placements,
+    TensorInfo,
+    make_shard,
+    replicated,
+    shard_dim,
+    split_factor,
+)
 from .alternatives import Alternative, Merged, merge
-from .registry import Call, Rule, bind, find_rule
+from .registry import Call, UserRule, ask, bind, find_rule
 
 
 @dataclass(frozen=True)
@@ -53,24 +62,28 @@ def infer_arguments(
         return None
     bare = _with_placements(bind(func, args, kwargs), replicated(mesh_shape))
     shapes = [r.shape for r in results]
-    call = _Backward(func, bare, shapes, mesh_shape, tuple(results))
-    found = rule(call)
+    given = args, kwargs
+    call = _Backward(func, bare, shapes, mesh_shape, given=given, wanted=tuple(results))
+    found = ask(rule, call)
     if found is None or call.merged:
         return found
-    return _search(rule, Call(func, bare, shapes, mesh_shape), [r.placements for r in results])
+    return _search(
+        rule, Call(func, bare, shapes, mesh_shape, given=given), [r.placements for r in results]
+    )
 
 
-def _search(rule: Rule, call: Call, wanted: Sequence[Placements]) -> Merged | None:
+def _search(rule: UserRule, call: Call, wanted: Sequence[Placements]) -> Merged | None:
     """Mesh dims in order, each taking the first shard that gives what is wanted of it."""
     layout: list[Placement] = [REPLICATE] * len(call.mesh_shape)
-    best = rule(call)
+    best = ask(rule, call)
     ndim = max((t.ndim for t in call.tensors), default=0)
     for mesh_dim in range(len(call.mesh_shape)):
         if all(shard_dim(w[mesh_dim]) is None for w in wanted):
             continue
-        for dim in range(ndim):
-            layout[mesh_dim] = Shard(dim)
-            tried = rule(replace(call, args=_with_placements(call.args, tuple(layout))))
+        factors = {1} | {split_factor(w[mesh_dim]) for w in wanted}
+        for dim, factor in itertools.product(range(ndim), sorted(factors)):
+            layout[mesh_dim] = make_shard(dim, factor)
+            tried = ask(rule, replace(call, args=_with_placements(call.args, tuple(layout))))
             if tried is not None and all(
                 out[: mesh_dim + 1] == _reached(layout, want, mesh_dim)
                 for out, want in zip(tried.outputs, wanted, strict=True)

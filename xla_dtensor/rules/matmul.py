@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Shard
 from ._types import REPLICATE, TensorInfo, moved_to, shard_dim
 from .alternatives import Alternative, Merged
 from .notation import alternatives, parse
-from .registry import Call, notation_rule, register, register_rule
+from .registry import Call, notation_rule, register, register_family
 
 PRODUCTS = {
     "mm": "m k, k n -> m n",
@@ -23,7 +23,7 @@ PRODUCTS = {
     "_int_mm": "m k, k n -> m n",
 }
 for _name, _text in PRODUCTS.items():
-    register_rule(f"aten::{_name}", notation_rule(_text, multilinear=True))
+    register_family(f"aten::{_name}", notation_rule(_text, multilinear=True))
 
 # An addend, then the product it is added to; it has the product's layout, partial included.
 ADDED_PRODUCTS = {

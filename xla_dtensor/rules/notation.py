@@ -5,7 +5,7 @@ computation; a letter that no output has is reduced, and a shard of it leaves th
 
 - ``h!``   must not be sharded (softmax over ``h``);
 - ``1``    a dim of size one that is not sharded;
-- ``...``  any number of leading dims, aligned from the right as broadcasting does.
+- ``...``  any number of dims, aligned from the right as broadcasting does (``...!`` unsharded).
 
 Letters are separated by spaces, or are single characters if no term has a space ("mk,kn->mn").
 A dim of size one whose letter is larger elsewhere broadcasts, and is not sharded.
@@ -14,6 +14,7 @@ A dim of size one whose letter is larger elsewhere broadcasts, and is not sharde
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -65,48 +66,75 @@ class Notation:
 @lru_cache(maxsize=4096)
 def parse(text: str, reduction: str = "sum", multilinear: bool = False) -> Notation:
     """Read a notation that has no ellipsis (see `expand_ellipsis`)."""
-    if text.count("->") != 1:
-        raise ValueError(f"a notation has one '->' between inputs and outputs: {text!r}")
-    sides = [[term.strip() for term in side.split(",")] for side in text.split("->")]
-    spaced = any(re.search(r"\s", term) for side in sides for term in side)
-    token = r"\S+" if spaced else r"\.\.\.|.!?"
     unsharded: set[str] = set()
 
-    def letters(term: str) -> Term:
-        found = re.findall(token, term)
+    def letters(found: list[str]) -> Term:
         unsharded.update(x[:-1] for x in found if x.endswith("!"))
         names = tuple(x.removesuffix("!") for x in found)
+        if ELLIPSIS in names:
+            raise ValueError(f"what the ellipsis of {text!r} stands for depends on the inputs")
         twice = {x for x in names if x != ONE and names.count(x) > 1}
         if twice:
             raise ValueError(f"letter {min(twice)!r} names two dims of one tensor: {text!r}")
         return names
 
-    inputs, outputs = (tuple(letters(term) for term in side) for side in sides)
+    inputs, outputs = (tuple(letters(term) for term in side) for side in _tokens(text))
     known = {x for term in inputs for x in term} | {ONE}
     made = sorted({x for term in outputs for x in term} - known)
     unsharded.update(made)  # a dim that no input has is made by the op
     return Notation(inputs, outputs, frozenset(unsharded), reduction, multilinear)
 
 
+def _tokens(text: str) -> list[list[list[str]]]:
+    """The letters of every term of the inputs and of the outputs."""
+    if text.count("->") != 1:
+        raise ValueError(f"a notation has one '->' between inputs and outputs: {text!r}")
+    sides = [[term.strip() for term in side.split(",")] for side in text.split("->")]
+    spaced = any(re.search(r"\s", term) for side in sides for term in side)
+    token = r"\S+" if spaced else r"(?:\.\.\.|.)!?"
+    return [[re.findall(token, term) for term in side] for side in sides]
+
+
 def expand_ellipsis(text: str, ndims: Sequence[int]) -> str:
     """Name the dims that each ``...`` stands for, given the number of dims of each input."""
     if ELLIPSIS not in text:
         return text
-    left, right = text.split("->")
-    terms = [term.split() for term in left.split(",")]
+    inputs, outputs = _tokens(text)
+    if len(inputs) != len(ndims):
+        raise ValueError(f"{text!r} has {len(inputs)} inputs, not {len(ndims)}")
     hidden = [
-        ndim - len(term) + 1 if ELLIPSIS in term else 0
-        for term, ndim in zip(terms, ndims, strict=True)
+        ndim - len(term) + 1 if _ellipsis(term) is not None else 0
+        for term, ndim in zip(inputs, ndims, strict=True)
     ]
+    if min(hidden) < 0:
+        at = hidden.index(min(hidden))
+        raise ValueError(f"{' '.join(inputs[at])!r} of {text!r} does not fit {ndims[at]} dims")
 
-    def named(term: list[str], count: int) -> str:
-        names = [f"_{i}" for i in range(count, 0, -1)]
-        at = term.index(ELLIPSIS) if ELLIPSIS in term else len(term)
-        return " ".join(term[:at] + (names if at < len(term) else []) + term[at + 1 :])
+    def named(term: list[str], count: int) -> list[str]:
+        at = _ellipsis(term)
+        if at is None:
+            return term
+        mark = term[at].removeprefix(ELLIPSIS)
+        return term[:at] + [f"_{i}{mark}" for i in range(count, 0, -1)] + term[at + 1 :]
 
-    inputs = [named(term, count) for term, count in zip(terms, hidden, strict=True)]
-    outputs = [named(term.split(), max(hidden, default=0)) for term in right.split(",")]
-    return ", ".join(inputs) + " -> " + ", ".join(outputs)
+    sides = [
+        [named(term, count) for term, count in zip(inputs, hidden, strict=True)],
+        [named(term, max(hidden, default=0)) for term in outputs],
+    ]
+    if all(len(term) <= 1 for side in sides for term in side):
+        # Without a space in any term letters are read one by one, so their names are that short.
+        short: dict[str, str] = {ONE: ONE}
+        for x in (x for side in sides for term in side for x in term):
+            short.setdefault(x.removesuffix("!"), string.ascii_letters[len(short) - 1])
+        sides = [
+            [[short[x.removesuffix("!")] + "!" * x.endswith("!") for x in term] for term in side]
+            for side in sides
+        ]
+    return " -> ".join(", ".join(map(" ".join, side)) for side in sides)
+
+
+def _ellipsis(term: list[str]) -> int | None:
+    return next((i for i, x in enumerate(term) if x.removesuffix("!") == ELLIPSIS), None)
 
 
 def letter_sizes(notation: Notation, shapes: Sequence[Sequence[int]]) -> dict[str, int]:

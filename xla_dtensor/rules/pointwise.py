@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 from ._types import REPLICATE, TensorInfo
 from .alternatives import Alternative, Merged
-from .registry import Call, register, register_rule
+from .registry import Call, register, register_family
 
 # Each row is "output <- inputs"; "R" is a replicated input. A row serves the calls with as many
 # tensor inputs as it names.
@@ -132,7 +132,9 @@ def pointwise_rule(call: Call) -> Merged | None:
     if not call.tensors:
         return None
     options = elementwise_alternatives(call.tensors, call.n_outputs)
-    if call.func._overloadname not in ROUNDING_DIVISIONS:
+    # Another library's op may have the name of one of torch's, and be another function.
+    known = call.func.namespace in ("aten", "prims")
+    if known and call.func._overloadname not in ROUNDING_DIVISIONS:
         options += partial_alternatives(call.name, len(call.tensors), call.n_outputs)
     merged = call.merge(options)
     # A second output may be a buffer of no particular shape.
@@ -166,7 +168,7 @@ register(
         "_autocast_to_full_precision",
     ]
 )(_follow)
-register_rule("prims::view_of", _follow)
+register_family("prims::view_of", _follow)
 
 
 def _cast_keeps(reduction: str, source: torch.dtype, target: torch.dtype | None) -> bool:

@@ -11,7 +11,16 @@ from typing import TypeAlias
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import REPLICATE, Placements, TensorInfo, is_even, moved_to, shard_dim, unpartial
+from ._types import (
+    REPLICATE,
+    Placements,
+    TensorInfo,
+    is_even,
+    moved_to,
+    norm_partial,
+    shard_dim,
+    unpartial,
+)
 from .alternatives import Alternative, Merged
 from .registry import Call, Rule, register
 
@@ -73,9 +82,7 @@ def norm_reduction(order: float | str) -> Reduction:
         return "min"
     if order == 0:
         return "sum"
-    from torch.distributed.tensor._ops._math_ops import _NormPartial
-
-    return _NormPartial(float(order) if isinstance(order, str) else order)
+    return norm_partial(float(order) if isinstance(order, str) else order)
 
 
 def _reduce(call: Call, reductions: Sequence[Reduction], dims: list[int] | None) -> Merged:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.distributed.tensor import Placement
+
+from xla_dtensor.errors import LayoutRuleError
+from xla_dtensor.origin import caller
 
 from ._types import Placements, TensorInfo, replicated, shard_dim
 from .alternatives import Alternative, Merged, merge
@@ -24,6 +28,10 @@ class Call:
     args: dict[str, Any]
     out_shapes: OutShapes
     mesh_shape: tuple[int, ...]
+    mesh: Any = None
+    """The ``DeviceMesh``, if there is one."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))
+    """The arguments as they were given, without defaults."""
 
     @cached_property
     def name(self) -> str:
@@ -71,39 +79,140 @@ class Call:
 
 AnyRule = TypeVar("AnyRule", bound="Callable[[Call], Merged | None]")
 Rule = Callable[[Call], Merged | None]
-"""The merged layouts, or None to leave this call to the compiler."""
+UserRule: TypeAlias = Callable[[Call], Merged | str | None]
+"""The merged layouts, a notation that says them, or None to leave this call to the compiler."""
 
 _RULES: dict[str, Rule] = {}
+"""The families' rules."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A rule under a name.
+
+    Attributes:
+        name: of the op or the overload, "aten::mm", "aten::max.dim".
+        rule: takes a `Call`.
+        kind: "user", or "torch" if it came by torch's ``register_sharding``, or "family".
+        where: the line that registered it, or the module of the family.
+    """
+
+    name: str
+    rule: UserRule
+    kind: str
+    where: str
+
+    @property
+    def text(self) -> str:
+        """A word on what the rule says."""
+        return _describe(self.rule)
+
+
+_USER_RULES: dict[str, Registration] = {}
+"""The others; they come first."""
+
+_listeners: list[Callable[[], None]] = []
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call ``listener`` whenever a rule is registered."""
+    _listeners.append(listener)
 
 
 def register_rule(
-    op: str | torch._ops.OpOverload, rule: str | Rule, *, override: bool = False
-) -> Rule:
-    """Register the rule of `op`: an overload, or a name ("aten::mm", "aten::max.dim").
+    op: Any, rule: str | UserRule, *, override: bool = False, kind: str = "user"
+) -> UserRule:
+    """Register the layout rule of an op, in place of what the library or the compiler would say.
 
-    `rule` is a function, a notation ("m k, k n -> m n"), or the name of an op whose rule to reuse.
-    A name without an overload serves all overloads that have no rule of their own.
+    Results are then laid out as the rule says (XLA is told so, also in a compiled step), and
+    arguments that it wants elsewhere are redistributed first.
+
+    Args:
+        op: an overload, an op (``torch.ops.mylib.project``: all overloads that have no rule of
+            their own), a ``torch.library.custom_op``, or a name ("mylib::project").
+        rule: an einsum notation of the tensor arguments and results ("b s h, h o -> b s o"); the
+            name of an op or of a kind of op whose rule to reuse ("aten::relu",
+            "elementwise_unary"); or a function that takes a `Call` and returns `Merged` layouts, a
+            notation, or None to let the compiler choose. `replicate_rule` replicates everything.
+        override: replace the rule that the op has.
+
+    Raises:
+        LayoutRuleError: the op has a rule, the notation is malformed, or nothing has that name.
     """
-    name = op if isinstance(op, str) else op.name()
-    if name in _RULES and not override:
+    name = _name_of(op)
+    known = _USER_RULES.get(name)
+    if not override and (known is not None or name in _RULES):
+        where = f" (registered at {known.where})" if known is not None else ""
+        text = known.text if known is not None else _describe(_RULES[name])
+        raise LayoutRuleError(
+            f"{name} already has a layout rule: {text}{where}. Pass override=True to replace it"
+        )
+    found = _rule_of(name, rule)
+    _USER_RULES[name] = Registration(name, found, kind, caller())
+    _changed()
+    return found
+
+
+def register_family(name: str, rule: str | Rule) -> None:
+    """Register a rule of the library's own; a string is a notation, or names a rule."""
+    if name in _RULES:
         raise ValueError(f"{name} already has a layout rule: {_describe(_RULES[name])}")
     if isinstance(rule, str):
-        if "->" not in rule and rule not in _RULES:
-            raise ValueError(f"{name}: {rule!r} is neither a notation nor an op with a rule")
         rule = notation_rule(rule) if "->" in rule else _RULES[rule]
     _RULES[name] = rule
-    _find_rule.cache_clear()
-    return rule
+    _changed()
 
 
-def register(
-    *names: str, namespace: str = "aten", override: bool = False
-) -> Callable[[AnyRule], AnyRule]:
-    """`register_rule` as a decorator, for the ops `names` of one namespace."""
+def _changed() -> None:
+    _find.cache_clear()
+    for listener in _listeners:
+        listener()
+
+
+def _name_of(op: Any) -> str:
+    if isinstance(op, str):
+        return op
+    if isinstance(op, torch._ops.OpOverload):
+        return op.name()
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op._qualified_op_name
+    if isinstance(op, torch.library.CustomOpDef):
+        return op._qualname
+    raise LayoutRuleError(
+        f"register_rule: {op!r} is no op: give an overload, torch.ops.mylib.myop, what "
+        'torch.library.custom_op returned, or a name ("mylib::myop")'
+    )
+
+
+def _rule_of(name: str, rule: str | UserRule) -> UserRule:
+    if not isinstance(rule, str):
+        return rule
+    if "->" in rule:
+        try:
+            return notation_rule(rule)
+        except ValueError as error:
+            raise LayoutRuleError(f"{name}: {error}") from None
+    if rule in _USER_RULES:
+        return _USER_RULES[rule].rule
+    if rule in _RULES:
+        return _RULES[rule]
+    from .names import rule_of_name
+
+    found = rule_of_name(rule)
+    if found is None:
+        raise LayoutRuleError(
+            f"{name}: {rule!r} is neither a notation nor the name of an op or of a kind of op that "
+            "has a rule; xla_dtensor.debug.rules() lists them"
+        )
+    return found
+
+
+def register(*names: str, namespace: str = "aten") -> Callable[[AnyRule], AnyRule]:
+    """`register_family` as a decorator, for the ops `names` of one namespace."""
 
     def decorate(rule: AnyRule) -> AnyRule:
         for name in names:
-            register_rule(f"{namespace}::{name}", rule, override=override)
+            register_family(f"{namespace}::{name}", rule)
         return rule
 
     return decorate
@@ -114,14 +223,30 @@ def notation_rule(text: str, reduction: str = "sum", multilinear: bool = False) 
         parse(text, reduction, multilinear)  # a malformed notation fails where it is registered
 
     def rule(call: Call) -> Merged:
-        named = expand_ellipsis(text, [t.ndim for t in call.tensors])
-        notation = parse(named, reduction, multilinear)
-        if len(notation.outputs) != call.n_outputs:
-            raise _wrong_count(call, len(notation.outputs))
-        return call.merge(alternatives(notation, [t.shape for t in call.tensors]))
+        return _by_notation(text, call, reduction, multilinear)
 
     rule.__doc__ = text
     return rule
+
+
+def _by_notation(
+    text: str, call: Call, reduction: str = "sum", multilinear: bool = False
+) -> Merged:
+    try:
+        named = expand_ellipsis(text, [t.ndim for t in call.tensors])
+        notation = parse(named, reduction, multilinear)
+        options = alternatives(notation, [t.shape for t in call.tensors])
+    except ValueError as error:
+        raise LayoutRuleError(
+            f"the layout rule {text!r} of {call.func} doesn't fit tensors of shapes "
+            f"{[list(t.shape) for t in call.tensors]} on a mesh of shape {call.mesh_shape}: {error}"
+        ) from None
+    if len(notation.outputs) != call.n_outputs:
+        raise LayoutRuleError(
+            f"the layout rule {text!r} of {call.func} gave {len(notation.outputs)} output layouts "
+            f"for {call.n_outputs} outputs, of shapes {list(call.out_shapes)}"
+        )
+    return call.merge(options)
 
 
 def replicate_rule(call: Call) -> Merged:
@@ -131,27 +256,53 @@ def replicate_rule(call: Call) -> Merged:
 
 def rules() -> dict[str, str]:
     """The registered names, with a word on each rule."""
-    return {name: _describe(rule) for name, rule in sorted(_RULES.items())}
+    return {each.name: each.text for each in registrations()}
 
 
-def _describe(rule: Rule) -> str:
+def registrations() -> list[Registration]:
+    """Every rule that ops can find, by name; a user's in place of the family's that it replaces."""
+    families = {
+        name: Registration(name, rule, "family", getattr(rule, "__module__", "").split(".")[-1])
+        for name, rule in _RULES.items()
+    }
+    return [each for _, each in sorted((families | _USER_RULES).items())]
+
+
+def _describe(rule: UserRule) -> str:
     return str(rule.__doc__ or getattr(rule, "__name__", "")).strip().split("\n")[0]
 
 
-def find_rule(func: torch._ops.OpOverload) -> Rule | None:
+def find_rule(func: torch._ops.OpOverload) -> UserRule | None:
     """The rule of `func`: its own, its op's, or that of the functional or per-tensor form."""
-    return _find_rule(func)
+    found = _find(func)
+    return None if found is None else found.rule
+
+
+def find_registration(func: torch._ops.OpOverload) -> Registration | None:
+    """The rule of `func` as `find_rule` finds it, with where it comes from."""
+    return _find(func)
 
 
 @cache
-def _find_rule(func: torch._ops.OpOverload) -> Rule | None:
+def _find(func: torch._ops.OpOverload) -> Registration | None:
     from .foreach import foreach_rule
     from .pointwise import pointwise_rule
 
     name = rule_name(func)
-    if name == FOREACH:
-        return foreach_rule(func)
-    return pointwise_rule if name == ELEMENTWISE else _RULES[name] if name else None
+    if name is None:
+        return None
+    if name in _USER_RULES:
+        return _USER_RULES[name]
+    rule = (
+        foreach_rule(func)
+        if name == FOREACH
+        else pointwise_rule
+        if name == ELEMENTWISE
+        else _RULES[name]
+    )
+    if rule is None:
+        return None
+    return Registration(name, rule, "family", rule.__module__.split(".")[-1])
 
 
 FOREACH, ELEMENTWISE = "foreach", "elementwise"
@@ -160,9 +311,10 @@ FOREACH, ELEMENTWISE = "foreach", "elementwise"
 
 def rule_name(func: torch._ops.OpOverload) -> str | None:
     """The name that the rule of `func` is registered under, or of its kind; None without a rule."""
-    for name in _names(func):
-        if name in _RULES:
-            return name
+    for table in (_USER_RULES, _RULES):
+        for name in _names(func):
+            if name in table:
+                return name
     if base_name(func).startswith(("_foreach_", "_amp_foreach_", "_fused_")):
         return FOREACH
     if torch.Tag.pointwise in func.tags or _functional_is_pointwise(func):
@@ -247,30 +399,77 @@ def infer(
     kwargs: dict,
     out_shapes: OutShapes,
     mesh_shape: tuple[int, ...],
+    mesh: Any = None,
 ) -> Merged | None:
-    """Input and output layouts of one call; None if no rule speaks for it."""
-    rule = find_rule(func)
-    if rule is None:
+    """Input and output layouts of one call; None if no rule speaks for it.
+
+    Raises:
+        LayoutRuleError: what the rule says doesn't fit the call.
+    """
+    found = find_registration(func)
+    if found is None:
         return None
-    call = Call(func, bind(func, args, kwargs), tuple(out_shapes), tuple(mesh_shape))
-    merged = rule(call)
+    call = Call(
+        func, bind(func, args, kwargs), tuple(out_shapes), tuple(mesh_shape), mesh, (args, kwargs)
+    )
+    merged = ask(found.rule, call)
     if merged is None:
         return None
-    if len(merged.outputs) != len(out_shapes):
-        raise _wrong_count(call, len(merged.outputs))
-    for shape, placements in zip(out_shapes, merged.outputs, strict=True):
-        dims = [shard_dim(p) for p in placements]
-        if shape is not None and any(d is not None and d >= len(shape) for d in dims):
-            raise RuntimeError(
-                f"the layout rule of {func} gave {placements} for an output of shape {shape}"
-            )
+    _check(found, call, merged)
     return _written(call, merged)
 
 
-def _wrong_count(call: Call, count: int) -> RuntimeError:
-    return RuntimeError(
-        f"the layout rule of {call.func} gave {count} output layouts for {call.n_outputs} outputs"
+def ask(rule: UserRule, call: Call) -> Merged | None:
+    """What `rule` says of `call`, a notation read.
+
+    Raises:
+        LayoutRuleError: a notation doesn't fit the call.
+    """
+    said = rule(call)
+    return said if not isinstance(said, str) else _by_notation(said, call)
+
+
+def _check(found: Registration, call: Call, merged: Any) -> None:
+    """Raise if what a rule said can't be true of the call."""
+    about = (
+        f"the layout rule of {call.func} ({found.text!r}, {found.kind} rule from {found.where}), "
+        f"called with tensors of shapes {[list(t.shape) for t in call.tensors]} on a mesh of shape "
+        f"{call.mesh_shape},"
     )
+    if not isinstance(merged, Merged):
+        raise LayoutRuleError(
+            f"{about} returned {merged!r}; it returns Merged layouts (call.merge, call.follow), a "
+            "notation, or None"
+        )
+    if len(merged.outputs) != call.n_outputs:
+        raise LayoutRuleError(
+            f"{about} gave {len(merged.outputs)} output layouts for {call.n_outputs} outputs"
+        )
+    outputs = list(zip(call.out_shapes, merged.outputs, strict=True))
+    inputs: list[Any] = []
+    if found.kind != "family":  # ours may name fewer
+        if len(merged.inputs) != len(call.tensors):
+            raise LayoutRuleError(
+                f"{about} gave {len(merged.inputs)} input layouts for {len(call.tensors)} tensors"
+            )
+        inputs = [(t.shape, p) for t, p in zip(call.tensors, merged.inputs, strict=True)]
+    for what, each in (("an output", outputs), ("an input", inputs)):
+        for shape, placements in each:
+            if shape is None:
+                continue
+            if len(placements) != len(call.mesh_shape) or not all(
+                isinstance(p, Placement) for p in placements
+            ):
+                raise LayoutRuleError(
+                    f"{about} gave {placements} for {what} of shape {list(shape)}: a layout has "
+                    "one placement per mesh dim"
+                )
+            dims = [shard_dim(p) for p in placements]
+            if any(d is not None and not 0 <= d < len(shape) for d in dims):
+                raise LayoutRuleError(
+                    f"{about} gave {placements} for {what} of shape {list(shape)}, which has "
+                    f"{len(shape)} dims"
+                )
 
 
 def infer_placements(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from . import dim_transforms as dt
 from ._types import TensorInfo, map_shards
 from .alternatives import Merged
-from .registry import Call, register, register_rule
+from .registry import Call, register, register_family
 from .view_propagation import propagate
 
 Build = Callable[[Call, TensorInfo, tuple[int, ...]], dt.Transforms]
@@ -81,9 +81,9 @@ for _name, _build in VIEWS.items():
     register(_name)(_view_rule(_build, strided=True))
 for _name, _build in COPIES.items():
     register(_name)(_view_rule(_build, strided=False))
-register_rule("aten::expand_as", "aten::expand")
-register_rule("aten::view_as", "aten::view")
-register_rule("aten::reshape_as", "aten::reshape")
+register_family("aten::expand_as", "aten::expand")
+register_family("aten::view_as", "aten::view")
+register_family("aten::reshape_as", "aten::reshape")
 
 
 @register("view_as_real")

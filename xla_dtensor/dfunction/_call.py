@@ -1,0 +1,330 @@
+"""One call of a `DFunction` on sharded tensors: layouts, per-device arguments, results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dfunction._gradients import Input, Pass
+from xla_dtensor.dfunction._op import DistributedOp, Inferred, infer_by_notation
+from xla_dtensor.dfunction._results import results
+from xla_dtensor.errors import LayoutRuleError, MeshMismatchError, UnsupportedOpError
+from xla_dtensor.layout import Layout, layout_of
+from xla_dtensor.mesh import frame_of, root_mesh
+from xla_dtensor.redistribute import as_sharded
+from xla_dtensor.rules import TensorInfo
+from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.storage import freeze
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A call whose layouts are known.
+
+    Attributes:
+        args, kwargs: what to call the function with.
+        sharded: the sharded tensors among the user's arguments, or those that replaced them.
+        inferred: what the rule says.
+        replacement: takes the function and gives what is called in its place, or None.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sharded: list[XLAShardedTensor]
+    inferred: Inferred
+    replacement: Callable[[Function], Function | None]
+
+
+def call(
+    op: DistributedOp,
+    function: Function,
+    bind: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    view: str,
+) -> Any:
+    """Run ``function`` (the class's plain ``apply``) on what the devices hold of ``args``, or with
+    ``view="global"`` on ``args`` themselves; results are laid out as the op's rule says.
+
+    ``bind`` puts arguments into the order of ``forward``, by position where that takes them so.
+    """
+    sharded = sharded_tensors(args, kwargs)
+    _check_inputs(op, sharded)
+    prepared = _by_preprocess(op, args, kwargs)
+    if prepared is None:
+        prepared = _by_layouts(op, *bind(args, kwargs), view)
+    state = Pass(op.op_name, frame_of(sharded[0].device_mesh))
+    run = function if view == "global" else _on_devices(op, function, prepared.sharded, state)
+    out = (prepared.replacement(run) or run)(*prepared.args, **prepared.kwargs)
+    return results(op, out, prepared.inferred, state, view)
+
+
+def sharded_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[XLAShardedTensor]:
+    """The sharded tensors among the arguments and in lists and dicts among them, in order."""
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, XLAShardedTensor)]
+
+
+def _check_inputs(op: DistributedOp, sharded: Sequence[XLAShardedTensor]) -> None:
+    root = root_mesh(sharded[0].device_mesh)
+    for tensor in sharded:
+        if root_mesh(tensor.device_mesh) != root:
+            raise MeshMismatchError(
+                f"{op.op_name!r}: one tensor is on {sharded[0].device_mesh!r}, another on "
+                f"{tensor.device_mesh!r}; bring them together with x.redistribute(mesh, placements)"
+            )
+        if tensor.layout.is_partial() and not op.allow_partial_inputs:
+            raise UnsupportedOpError(
+                f"{op.op_name!r} got a partial tensor of shape {list(tensor.shape)}, "
+                f"{tensor.layout!r}: each device has a part of a sum, and only what is linear may "
+                "be applied to parts. Reduce it first with x.reduce_partial(), or, if the op is "
+                f"linear in it, set allow_partial_inputs = True on {type(op).__name__}"
+            )
+
+
+def _by_preprocess(
+    op: DistributedOp, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Prepared | None:
+    """The call as the op's ``preprocess`` prepares it; None if it doesn't."""
+    local = op.preprocess(args, kwargs)
+    if local is None:
+        return None
+    local_args, local_kwargs, values = _checked_preprocess(op, local)
+    sharded = sharded_tensors(args, kwargs)
+    inferred = op._infer(_key(op, values), lambda: _of_values(op, values, sharded))
+    if inferred.inputs is not None:
+        args, kwargs, moved = _redistributed(op, args, kwargs, sharded, inferred.inputs)
+        if moved:
+            sharded = sharded_tensors(args, kwargs)
+            local_args, local_kwargs, _ = _checked_preprocess(op, op.preprocess(args, kwargs))
+    replacement = lambda run: op.get_expand_impl(run, inferred.returned, values)
+    return _Prepared(tuple(local_args), dict(local_kwargs), sharded, inferred, replacement)
+
+
+def _checked_preprocess(op: DistributedOp, local: Any) -> tuple[Any, Any, list[Any]]:
+    if not isinstance(local, tuple) or len(local) != 3:
+        raise LayoutRuleError(
+            f"{type(op).__name__}.preprocess of {op.op_name!r} returns None or (local_args, "
+            f"local_kwargs, cache_values), not {type(local).__name__}"
+        )
+    return local[0], local[1], list(local[2])
+
+
+def _key(op: DistributedOp, values: list[Any]) -> Hashable:
+    key = tuple(map(freeze, values))
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            raise LayoutRuleError(
+                f"{type(op).__name__}.preprocess of {op.op_name!r} put a tensor into cache_values; "
+                "give what decides the layout: its .layout, its shape"
+            )
+    try:
+        hash(key)
+    except TypeError as error:
+        raise LayoutRuleError(
+            f"{type(op).__name__}.preprocess of {op.op_name!r}: cache_values {values} are the key "
+            f"of the layout cache, and must be hashable: {error}"
+        ) from None
+    return key
+
+
+def _of_values(
+    op: DistributedOp, values: list[Any], sharded: Sequence[XLAShardedTensor]
+) -> Inferred:
+    returned = _infer_layout(op, sharded, values)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise LayoutRuleError(
+            f"{op._describes_rule} returned {returned!r}; with a preprocess that gives values it "
+            "returns (layouts of the results, None or layouts of the sharded inputs)"
+        )
+    outputs, inputs = returned
+    if inputs is not None:
+        if len(inputs) != len(sharded):
+            raise LayoutRuleError(
+                f"{op._describes_rule} gave {len(inputs)} input layouts for {len(sharded)} sharded "
+                f"arguments of shapes {_shapes(sharded)}"
+            )
+        inputs = tuple(inputs)
+        for layout in inputs:
+            if layout is not None:
+                _check_layout(op, layout, sharded)
+    return Inferred(_layouts(op, outputs, sharded), inputs, None, returned)
+
+
+def _by_layouts(
+    op: DistributedOp, args: tuple[Any, ...], kwargs: dict[str, Any], view: str
+) -> _Prepared:
+    """The call with the layout of every tensor argument given to the op's rule."""
+    sharded = sharded_tensors(args, kwargs)
+    mesh = sharded[0].device_mesh
+    if op.rule is not None:
+        _check_one_mesh(op, sharded)
+        # A rule may want any tensor sharded.
+        args, kwargs = tree_map(
+            lambda x: as_sharded(x, mesh) if isinstance(x, torch.Tensor) else x, (args, kwargs)
+        )
+        sharded = sharded_tensors(args, kwargs)
+    leaves = tree_leaves((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    layouts = tuple(
+        x.layout
+        if isinstance(x, XLAShardedTensor)
+        else Layout.from_placements(mesh, (), x.ndim)
+        if mesh.ndim == 0
+        else layout_of(mesh, _replicated(mesh), x.ndim)
+        for x in tensors
+    )
+    extra = [x for x in (*args, *kwargs.values()) if not isinstance(x, torch.Tensor)]
+    if op.rule is not None:
+        infos = [TensorInfo(tuple(x.shape), x.placements, x.dtype) for x in sharded]
+        inferred = op._infer(tuple(infos), lambda: infer_by_notation(op, infos, layouts))
+        assert inferred.inputs is not None
+        args, kwargs, _ = _redistributed(op, args, kwargs, sharded, inferred.inputs)
+        sharded = sharded_tensors(args, kwargs)
+    else:
+
+        def infer() -> Inferred:
+            returned = _infer_layout(op, sharded, layouts, extra)
+            return Inferred(_layouts(op, returned, sharded), None, None, returned)
+
+        frozen = tuple(map(freeze, extra))
+        try:
+            hash(frozen)
+        except TypeError:
+            inferred = infer()  # an argument that can't be a key; nothing is remembered
+        else:
+            inferred = op._infer((layouts, frozen), infer)
+    if view == "local":
+        args, kwargs = tree_map(_to_local, (args, kwargs))
+    replacement = lambda run: op.get_expand_impl(run, inferred.returned, layouts, extra)
+    return _Prepared(args, kwargs, sharded, inferred, replacement)
+
+
+def _replicated(mesh: Any) -> tuple[Any, ...]:
+    from torch.distributed.tensor import Replicate
+
+    return (Replicate(),) * mesh.ndim
+
+
+def _check_one_mesh(op: DistributedOp, sharded: Sequence[XLAShardedTensor]) -> None:
+    mesh = sharded[0].device_mesh
+    for tensor in sharded:
+        if tensor.device_mesh != mesh:
+            raise MeshMismatchError(
+                f"{op._describes_rule}: one tensor is on {mesh!r}, another on "
+                f"{tensor.device_mesh!r}, and a notation speaks of one mesh; bring them together "
+                "with x.redistribute(mesh, placements)"
+            )
+
+
+def _infer_layout(op: DistributedOp, sharded: Sequence[XLAShardedTensor], *args: Any) -> Any:
+    try:
+        return op.infer_layout(*args)
+    except LayoutRuleError:
+        raise
+    except (ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise LayoutRuleError(
+            f"{op._describes_rule} failed on arguments of shapes {_shapes(sharded)} laid out as "
+            f"{[x.layout for x in sharded]}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _layouts(
+    op: DistributedOp, returned: Any, sharded: Sequence[XLAShardedTensor]
+) -> tuple[Layout, ...]:
+    layouts = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+    for layout in layouts:
+        _check_layout(op, layout, sharded)
+    return layouts
+
+
+def _check_layout(op: DistributedOp, layout: Any, sharded: Sequence[XLAShardedTensor]) -> None:
+    if not isinstance(layout, Layout) or not layout.is_concrete:
+        raise LayoutRuleError(
+            f"{op._describes_rule} gave {layout!r} for arguments of shapes {_shapes(sharded)}; a "
+            'rule gives a concrete Layout per result: layout("dp", "None"), or one of its arguments'
+        )
+    mesh = sharded[0].device_mesh
+    if root_mesh(layout.mesh) != root_mesh(mesh):
+        raise LayoutRuleError(
+            f"{op._describes_rule} gave a layout on another mesh, {layout!r} on {layout.mesh!r}; "
+            f"the arguments, of shapes {_shapes(sharded)}, are on {mesh!r}"
+        )
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    return [list(x.shape) for x in tensors]
+
+
+def _redistributed(
+    op: DistributedOp,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sharded: Sequence[XLAShardedTensor],
+    wanted: Sequence[Layout | None],
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """The arguments in the layouts that the rule wants, and whether any has moved."""
+    moved: dict[int, XLAShardedTensor] = {}
+    for tensor, layout in zip(sharded, wanted, strict=True):
+        if layout is None or layout == tensor.layout:
+            continue
+        if layout.ndim is not None and layout.ndim != tensor.ndim:
+            raise LayoutRuleError(
+                f"{op._describes_rule} wants {layout!r}, of {layout.ndim} dims, for an argument of "
+                f"shape {list(tensor.shape)}"
+            )
+        moved[id(tensor)] = tensor.redistribute(layout.mesh, layout.placements)
+    if moved:
+        args, kwargs = tree_map(lambda x: moved.get(id(x), x), (args, kwargs))
+    return args, kwargs, bool(moved)
+
+
+def _to_local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, XLAShardedTensor) else value
+
+
+def _on_devices(
+    op: DistributedOp, function: Function, sharded: Sequence[XLAShardedTensor], state: Pass
+) -> Function:
+    """``function`` on per-device arguments, whose gradients are those of the whole."""
+    # Local tensors are known by identity: to_local() returns the same one every time.
+    partial = {
+        id(x._local[1]()): x.layout
+        for x in sharded
+        if x._local is not None and x.layout.is_partial()
+    }
+
+    def prepare(where: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, XLAShardedTensor):
+            raise LayoutRuleError(
+                f"{op.op_name!r}: {where} of forward is a sharded tensor of shape "
+                f"{list(value.shape)}; forward works on what each device holds: give x.to_local(), "
+                'or set view = "global" on the DFunction'
+            )
+        layout = partial.get(id(value))
+        local = value.to("xla") if value.device.type == "cpu" else value
+        if not isinstance(local, XLATensor) or not local.requires_grad:
+            return local
+        return Input.apply(local, layout, state, f"{where} of {op.op_name!r}")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        prepared = [prepare(f"argument {i}", x) for i, x in enumerate(args)]
+        named = {name: prepare(f"argument {name!r}", x) for name, x in kwargs.items()}
+        given = {id(x) for x in prepared if isinstance(x, torch.Tensor)}
+        out = function(*prepared, **named)
+        if any(id(x) in given for x in tree_leaves(out)):
+            raise UnsupportedOpError(
+                f"{op.op_name!r}: forward marked an argument as changed in place "
+                "(ctx.mark_dirty); return a new tensor instead"
+            )
+        return out
+
+    return run
