@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 # Before JAX starts: enough threads for XLA's CPU collectives, and the devices.
 os.environ.setdefault("NPROC", "64")
@@ -60,3 +61,19 @@ def mesh_2x4() -> DeviceMesh:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts of the programs that are compiled from now on, before XLA has seen them."""
+    import jax
+
+    texts: list[str] = []
+    compile_ = jax.stages.Lowered.compile
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        texts.append(self.as_text())
+        return compile_(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
+    return texts

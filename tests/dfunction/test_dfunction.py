@@ -1,4 +1,4 @@
-"""`DFunction` and `DistributedOp` beyond the three patterns: arguments, results, gradients, views."""
+"""`DFunction` and `DistributedOp` beyond the three patterns: arguments, results, gradients."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class LinRowFunc(DFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        x, w, bias = ctx.saved_tensors
+        x, w, bias = ctx.saved_tensors  # noqa: RUF059  (as in the document)
         return grad @ w, grad.t() @ x, grad.sum(0)
 
 

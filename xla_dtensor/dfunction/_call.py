@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from xla_dtensor import _observe
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dfunction._gradients import Input, Pass
 from xla_dtensor.dfunction._op import DistributedOp, Inferred, infer_by_notation
@@ -57,13 +59,17 @@ def call(
     """
     sharded = sharded_tensors(args, kwargs)
     _check_inputs(op, sharded)
-    prepared = _by_preprocess(op, args, kwargs)
-    if prepared is None:
-        prepared = _by_layouts(op, *bind(args, kwargs), view)
-    state = Pass(op.op_name, frame_of(sharded[0].device_mesh))
-    run = function if view == "global" else _on_devices(op, function, prepared.sharded, state)
-    out = (prepared.replacement(run) or run)(*prepared.args, **prepared.kwargs)
-    return results(op, out, prepared.inferred, state, view)
+    observer = _observe.observer
+    with contextlib.nullcontext() if observer is None else observer.function(op, sharded):
+        prepared = _by_preprocess(op, args, kwargs)
+        if prepared is None:
+            prepared = _by_layouts(op, *bind(args, kwargs), view)
+        if observer is not None:
+            observer.inferred(prepared.inferred)
+        state = Pass(op.op_name, frame_of(sharded[0].device_mesh))
+        run = function if view == "global" else _on_devices(op, function, prepared.sharded, state)
+        out = (prepared.replacement(run) or run)(*prepared.args, **prepared.kwargs)
+        return results(op, out, prepared.inferred, state, view)
 
 
 def sharded_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[XLAShardedTensor]:

@@ -111,9 +111,8 @@ class DimSharding:
 
     `dims[i]` holds the mesh dims that shard tensor dim `i`, major first; each mesh dim occurs at
     most once over `dims`, `partial` and `strided`. `partial` holds ``(mesh dim, reduction)``, and
-    `strided` ``(mesh dim, tensor dim,
-    factor)`` for a strided shard whose factor no order of mesh dims explains: a view makes one
-    when it flattens a shard of an inner dim.
+    `strided` ``(mesh dim, tensor dim, factor)`` for a strided shard whose factor no order of mesh
+    dims explains: a view makes one when it flattens a shard of an inner dim.
     """
 
     dims: tuple[tuple[int, ...], ...]

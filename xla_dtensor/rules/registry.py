@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -226,6 +227,7 @@ def notation_rule(text: str, reduction: str = "sum", multilinear: bool = False) 
         return _by_notation(text, call, reduction, multilinear)
 
     rule.__doc__ = text
+    rule.__module__ = sys._getframe(1).f_globals["__name__"]  # the family that it belongs to
     return rule
 
 
@@ -238,13 +240,13 @@ def _by_notation(
         options = alternatives(notation, [t.shape for t in call.tensors])
     except ValueError as error:
         raise LayoutRuleError(
-            f"the layout rule {text!r} of {call.func} doesn't fit tensors of shapes "
-            f"{[list(t.shape) for t in call.tensors]} on a mesh of shape {call.mesh_shape}: {error}"
+            f"the layout rule {text!r} of {call.func} doesn't fit {_tensors_of(call)}: {error}"
         ) from None
     if len(notation.outputs) != call.n_outputs:
         raise LayoutRuleError(
             f"the layout rule {text!r} of {call.func} gave {len(notation.outputs)} output layouts "
-            f"for {call.n_outputs} outputs, of shapes {list(call.out_shapes)}"
+            f"for {call.n_outputs} outputs, of shapes {list(call.out_shapes)}, of "
+            f"{_tensors_of(call)}"
         )
     return call.merge(options)
 
@@ -429,12 +431,16 @@ def ask(rule: UserRule, call: Call) -> Merged | None:
     return said if not isinstance(said, str) else _by_notation(said, call)
 
 
+def _tensors_of(call: Call) -> str:
+    shapes = [list(t.shape) for t in call.tensors]
+    return f"tensors of shapes {shapes} on a mesh of shape {call.mesh_shape}"
+
+
 def _check(found: Registration, call: Call, merged: Any) -> None:
     """Raise if what a rule said can't be true of the call."""
     about = (
         f"the layout rule of {call.func} ({found.text!r}, {found.kind} rule from {found.where}), "
-        f"called with tensors of shapes {[list(t.shape) for t in call.tensors]} on a mesh of shape "
-        f"{call.mesh_shape},"
+        f"called with {_tensors_of(call)},"
     )
     if not isinstance(merged, Merged):
         raise LayoutRuleError(
