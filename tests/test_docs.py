@@ -1,0 +1,56 @@
+"""The Python of the documentation pages runs as it is written, top to bottom.
+
+The pages assert what they claim; `tests/test_readme.py` and `tests/parallel/test_recipes.py` have
+the others.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from xla_dtensor.dfunction import _op
+from xla_dtensor.rules import registry
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(autouse=True)
+def _registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_op, "OPS", dict(_op.OPS))
+    monkeypatch.setattr(registry, "_USER_RULES", dict(registry._USER_RULES))
+
+
+def blocks(page: str) -> list[str]:
+    text = (DOCS / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("page", "count", "printed"),
+    [
+        (
+            "bring_your_own_op.md",
+            10,
+            [
+                "Layout(dp=2, tp=4; [dp, tp, None])",
+                "True True",
+                "'... h!, h! -> ... h!' of 'RMSNorm' doesn't fit the arguments",
+            ],
+        ),
+        ("dfunction.md", 6, ["Layout(dp=2, tp=4; [None, None]; sum over tp)"]),
+    ],
+)
+def test_blocks_run(
+    page: str, count: int, printed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, object] = {"__name__": page}
+    found = blocks(page)
+    assert len(found) == count
+    for block in found:
+        exec(compile(block, page, "exec"), names)
+    output = capsys.readouterr().out
+    for line in printed:
+        assert line in output
