@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import xla_dtensor as xd
+from xla_dtensor.rules import registry
 
 MESHES = {
     "8": ((8,), ("x",)),
@@ -77,3 +79,13 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
     return texts
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rules registered in the test are forgotten after it."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(registry, "_USER_RULES", dict(registry._USER_RULES))
+    yield
+    monkeypatch.undo()
+    registry._changed()

@@ -47,8 +47,10 @@ __all__ = [
     "axis_index",
     "collectives",
     "compile",
+    "debug",
     "distribute_module",
     "distribute_tensor",
+    "explain",
     "from_device_values",
     "fully_shard",
     "init_device_mesh",
@@ -72,13 +74,14 @@ _LAZY = {
     "compile": "xla_dtensor.compilation",
     "distribute_module": "xla_dtensor.factories",
     "distribute_tensor": "xla_dtensor.factories",
+    "explain": "xla_dtensor.debug",
     "from_device_values": "xla_dtensor.local_view",
     "fully_shard": "xla_dtensor.parallel",
     "jax_function": "xla_dtensor.jax_functions",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
 }
-_MODULES = ("collectives", "rules")
+_MODULES = ("collectives", "debug", "rules")
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ collectives are, which end in the same functions (`integration/functional_collec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,6 +26,7 @@ from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.group import MeshGroup, group_of, resolve_group
 from xla_dtensor.per_device import check_axes, expand, union
 from xla_dtensor.redistribute import relayout
+from xla_dtensor.rules._cost import Collective
 from xla_dtensor.storage import Storage
 
 _Axes: TypeAlias = tuple[str, ...]
@@ -43,6 +45,19 @@ class _Collective:
     name: str
     axes: _Axes
     options: tuple[Any, ...] = ()
+
+    def moves(self, source: Form, target: Form) -> list[Collective]:
+        """What it communicates: all that XLA makes of it is one of these."""
+        assert target.frame is not None
+        count = math.prod(target.frame.sizes[name] for name in self.axes)
+        nbytes = math.prod(source.shape) * source.dtype.itemsize
+        kind = _KINDS[self.name]
+        if self.name == "all_reduce" and self.options[0] in ("band", "bor", "bxor"):
+            kind = "all-gather"
+        elif self.name == "reduce_scatter" and self.options[0] not in ("sum", "avg"):
+            kind = "all-to-all"
+        total = nbytes * count if kind == "all-gather" else nbytes
+        return [Collective(kind, self.axes, count, total)]
 
     def __call__(self, array: Any, source: Form, target: Form) -> Any:
         frame = target.frame
@@ -136,6 +151,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "permute": _permute,
+}
+_KINDS = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "broadcast": "all-reduce",
+    "permute": "permute",
 }
 _REDUCTIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 # A sum of bools that is a bool, and so on: torch's.

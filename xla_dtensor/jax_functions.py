@@ -22,7 +22,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering import lowers
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.rules import Call, register_rule
-from xla_dtensor.rules.notation import parse
+from xla_dtensor.rules.notation import validate
 
 _library = torch.library.Library("xla_dtensor", "FRAGMENT")
 _library.define("jax_call(Tensor[] arrays, int call) -> Tensor[]")
@@ -208,8 +208,8 @@ def jax_function(
         TypeError: called without a tensor.
         LayoutRuleError: ``rule`` doesn't fit a call.
     """
-    if rule is not None and "..." not in rule:
-        parse(rule)
+    if rule is not None:
+        validate(rule)
     name = getattr(function, "__name__", repr(function))
     calls: dict[Any, _JaxCall] = {}
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from xla_dtensor import _context
+from xla_dtensor import _context, _observe
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._read import read
 from xla_dtensor.errors import PlacementError, UnsupportedOpError
@@ -115,6 +115,8 @@ class _ToLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         form = tensor._form.on_current_frame()
         target = local_form(form)
+        if _observe.observer is not None:
+            _observe.observer.to_local(form, target)
         return XLATensor(tensor._storage_, target, (*tensor._steps, LayoutStep(form, target)))
 
     @staticmethod
@@ -192,6 +194,8 @@ def _shard(
             f"from_local(shape={list(shape)}, placements={list(placements)}) on {mesh!r}: each "
             f"device would hold {list(parts.shape)}, the local tensor is {list(source.shape)}"
         )
+    if _observe.observer is not None:
+        _observe.observer.from_local(source, target)
     if not target.unreduced and source.varying == parts.varying:
         # One and the same memory, as in torch.
         step = LayoutStep(source, target)

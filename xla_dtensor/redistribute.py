@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from xla_dtensor import _context
+from xla_dtensor import _context, _observe
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._read import read
 from xla_dtensor.dtypes import to_torch_dtype
@@ -100,6 +100,8 @@ _converters: dict[tuple[Any, Form, Form], Any] = {}
 def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
     """A tensor of its own in ``target``; ``convert(array, source, target)`` computes its array.
     Below autograd."""
+    if _observe.observer is not None:
+        _observe.observer.relayout(convert, source, target)
     array = read(tensor)
     if _context.current() is not None:
         value = convert(array, source, target)
@@ -126,6 +128,8 @@ def move(
     """``tensor``'s value in another layout, as a tensor of its own; below autograd."""
     source = tensor._form
     target = source.with_placements(mesh, placements)
+    if _observe.observer is not None:
+        _observe.observer.redistribute(source, target)
     if target.meta:
         return XLAShardedTensor(Storage(None, target), target)
     array = read(tensor)

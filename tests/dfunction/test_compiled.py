@@ -1,4 +1,4 @@
-"""A `DFunction`'s layouts in the compiled program: what is asked of XLA, and what it makes of it."""
+"""A `DFunction`'s layouts in the compiled program: what is asked of XLA, and what it does."""
 
 from __future__ import annotations
 

@@ -536,6 +536,30 @@ def test_on_a_submesh():
     same(e.grad, w.grad)
 
 
+def test_under_data_parallelism(mesh_2x4):
+    """Each row of devices has a batch of its own: gradients are summed over tp, not over dp."""
+    DistributedOp("test.Linear", rule=BIASED)
+    tp = mesh_2x4["tp"]
+    w, b = leaf(24, 16), leaf(24)
+    batches = [leaf(4, 16) for _ in range(2)]
+    values = [batches[i // 4].detach() for i in range(8)]
+    local = xd.from_device_values(values, mesh_2x4, vary=["dp"]).requires_grad_()
+    dx = xd.XLAShardedTensor.from_local(local, tp, [R])
+    dw, db = sharded(w, tp, S(0)), sharded(b, tp, R)
+    got = Linear.apply(dx, dw, db)
+    got.square().sum().backward()
+    for i, x in enumerate(batches):
+        w.grad = b.grad = None
+        want = Linear.apply(x, w, b)
+        want.square().sum().backward()
+        own = slice(4 * i, 4 * i + 4)
+        out = got.full_tensor().detach().local_values()[own]
+        torch.testing.assert_close(out[0], want.detach())
+        torch.testing.assert_close(local.grad.local_values()[own][0], x.grad)
+        torch.testing.assert_close(db.grad.full_tensor().local_values()[own][0], b.grad)
+        torch.testing.assert_close(dw.grad.full_tensor().local_values()[own][0], w.grad)
+
+
 def test_plain_per_device_tensors_take_torchs_own_way(mesh_2x4):
     # Without a sharded tensor nobody looks for an op.
     class Square(DFunction):

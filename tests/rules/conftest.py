@@ -8,9 +8,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from xla_dtensor.rules import registry
-
 WORLD = 8
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Many small ops, each on one core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +36,3 @@ def meshes() -> Iterator[dict[tuple[int, ...], DeviceMesh]]:
     yield made
     dist.destroy_process_group()
     patch.undo()
-
-
-@pytest.fixture
-def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rules registered in the test are forgotten after it."""
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
-    monkeypatch.setattr(registry, "_USER_RULES", dict(registry._USER_RULES))
-    yield
-    monkeypatch.undo()
-    registry._changed()

@@ -135,3 +135,55 @@ def test_bad_notations_say_what_is_wrong(text, shapes, message):
 
 def test_single_characters_need_no_spaces():
     assert parse("mk,kn->mn") == parse(MM)
+
+
+@pytest.mark.parametrize(
+    ("text", "ndims", "named"),
+    [
+        ("... h, h o -> ... o", [3, 2], "_2 _1 h, h o -> _2 _1 o"),
+        ("...h,ho->...o", [3, 2], "_2 _1 h, h o -> _2 _1 o"),
+        ("b ...! -> b", [3], "b _2! _1! -> b"),
+        ("..., ... -> ...", [2, 1], "_2 _1, _1 -> _2 _1"),
+        # One letter to a term needs no space, and is then one character.
+        ("... -> ...", [1], "a -> a"),
+        ("... batch! -> ... batch!", [1], "a! -> a!"),
+        ("... -> ", [1], "a -> "),
+        ("... -> ...", [0], " -> "),
+    ],
+)
+def test_an_ellipsis_is_named_by_the_ranks(text, ndims, named):
+    assert expand_ellipsis(text, ndims) == named
+    inputs = parse(named).inputs
+    assert [len(term) for term in inputs] == ndims
+
+
+def test_an_ellipsis_that_does_not_fit_says_so():
+    with pytest.raises(ValueError, match=r"'\.\.\. a b' of .* does not fit 1 dims"):
+        expand_ellipsis("... a b -> ...", [1])
+    with pytest.raises(ValueError, match="has 1 inputs, not 2"):
+        expand_ellipsis("... -> ...", [1, 1])
+    with pytest.raises(ValueError, match="depends on the inputs"):
+        parse("... h -> ... h")
+
+
+def test_an_average_is_no_reduction_of_a_notation():
+    with pytest.raises(ValueError, match="do not combine by 'avg'"):
+        parse("a b -> a", "avg")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "given", "used"),
+    [
+        # Two of the same size: the first stays. Else what moves fewer bytes, wherever it stands.
+        ([(64, 64), (64, 64)], [[0, -1], [-1, 0]], [[0, -1], [0, -1]]),
+        ([(1, 64), (64, 64)], [[-1, 0], [0, -1]], [[-1, -1], [0, -1]]),
+        ([(64, 64), (64, 1)], [[-1, 0], [0, -1]], [[-1, 0], [-1, -1]]),
+    ],
+)
+@pytest.mark.parametrize("swap", [False, True])
+def test_of_two_that_conflict_the_larger_stays(shapes, given, used, swap):
+    if swap and shapes[0] != shapes[1]:
+        shapes, given, used = shapes[::-1], given[::-1], used[::-1]
+    inputs = [info(s, m, ONE_D) for s, m in zip(shapes, given, strict=True)]
+    merged = infer_forward(parse(ADD), inputs, ONE_D)
+    assert [mapping(p, 2, ONE_D) for p in merged.inputs] == used

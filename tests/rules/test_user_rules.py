@@ -221,6 +221,31 @@ def test_register_twice(scratch):
         register_rule(project, PROJECT)
 
 
+@pytest.mark.parametrize("text", ["... n n -> n", "... a -> ... a ... b", "... a, b"])
+def test_a_malformed_notation_with_an_ellipsis(scratch, text):
+    with pytest.raises(LayoutRuleError, match="test_user_rules::project: "):
+        register_rule(project, text)
+
+
+@torch.library.custom_op("test_user_rules::join", mutates_args=())
+def join(parts: list[torch.Tensor], axis: int) -> torch.Tensor:
+    return torch.cat(parts, axis)
+
+
+@join.register_fake
+def _(parts, axis):
+    return torch.cat(parts, axis)
+
+
+def test_a_reused_rule_knows_the_arguments_of_its_own_op(scratch, mesh_2x4):
+    register_rule(join, "aten::cat")
+    parts = [torch.randn(8, 8), torch.randn(8, 8)]
+    for axis, placements in ((1, (S(0), R)), (0, (R, S(1)))):
+        got = join([place(t, mesh_2x4, S(0), S(1)).detach() for t in parts], axis)
+        assert got.placements == placements
+        same(got, torch.cat(parts, axis))
+
+
 def test_no_op(scratch):
     with pytest.raises(LayoutRuleError, match="is no op: give an overload"):
         register_rule(torch.relu, "aten::relu")

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from xla_dtensor import _observe
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.program import Program
 
@@ -65,6 +66,8 @@ class CompiledStep:
         for program in programs:
             if program.mismatch(arguments) is None:
                 self._last = (arguments, program)
+                if _observe.observer is not None:
+                    _observe.observer.compiled(self._name())
                 return program.run(arguments)
         why = self._explain(arguments, programs)
         program = Program(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from xla_dtensor import _observe
@@ -17,7 +19,7 @@ from xla_dtensor.dfunction._op import DistributedOp, Inferred, infer_by_notation
 from xla_dtensor.dfunction._results import results
 from xla_dtensor.errors import LayoutRuleError, MeshMismatchError, UnsupportedOpError
 from xla_dtensor.layout import Layout, layout_of
-from xla_dtensor.mesh import frame_of, root_mesh
+from xla_dtensor.mesh import frame_of, mesh_dim_axes, root_mesh
 from xla_dtensor.redistribute import as_sharded
 from xla_dtensor.rules import TensorInfo
 from xla_dtensor.sharded_tensor import XLAShardedTensor
@@ -63,13 +65,21 @@ def call(
     with contextlib.nullcontext() if observer is None else observer.function(op, sharded):
         prepared = _by_preprocess(op, args, kwargs)
         if prepared is None:
-            prepared = _by_layouts(op, *bind(args, kwargs), view)
+            args, kwargs = bind(args, kwargs)
+            prepare = _by_layouts if op.rule is None else _by_notation
+            prepared = prepare(op, args, kwargs, view)
         if observer is not None:
             observer.inferred(prepared.inferred)
-        state = Pass(op.op_name, frame_of(sharded[0].device_mesh))
+        state = _state(op, prepared.sharded)
         run = function if view == "global" else _on_devices(op, function, prepared.sharded, state)
         out = (prepared.replacement(run) or run)(*prepared.args, **prepared.kwargs)
         return results(op, out, prepared.inferred, state, view)
+
+
+def _state(op: DistributedOp, sharded: Sequence[XLAShardedTensor]) -> Pass:
+    meshes = [x.device_mesh for x in sharded]
+    axes = frozenset(a for mesh in meshes for group in mesh_dim_axes(mesh) for a in group)
+    return Pass(op.op_name, frame_of(meshes[0]), axes)
 
 
 def sharded_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[XLAShardedTensor]:
@@ -163,62 +173,74 @@ def _of_values(
     return Inferred(_layouts(op, outputs, sharded), inputs, None, returned)
 
 
+def _by_notation(
+    op: DistributedOp, args: tuple[Any, ...], kwargs: dict[str, Any], view: str
+) -> _Prepared:
+    """The call laid out as the op's notation says, which may want any tensor sharded."""
+    mesh = _only_mesh(op, sharded_tensors(args, kwargs))
+    args, kwargs = tree_map(
+        lambda x: as_sharded(x, mesh) if isinstance(x, torch.Tensor) else x, (args, kwargs)
+    )
+    sharded = sharded_tensors(args, kwargs)
+    infos = [TensorInfo(tuple(x.shape), x.placements, x.dtype) for x in sharded]
+    key = (mesh, *infos)
+    inferred = op._infer(key, lambda: infer_by_notation(op, infos, mesh))
+    assert inferred.inputs is not None
+    layouts = tuple(x.layout for x in sharded)
+    args, kwargs, _ = _redistributed(op, args, kwargs, sharded, inferred.inputs)
+    return _without_preprocess(op, args, kwargs, view, inferred, layouts)
+
+
 def _by_layouts(
     op: DistributedOp, args: tuple[Any, ...], kwargs: dict[str, Any], view: str
 ) -> _Prepared:
-    """The call with the layout of every tensor argument given to the op's rule."""
+    """The call laid out as the op's ``infer_layout`` says."""
     sharded = sharded_tensors(args, kwargs)
     mesh = sharded[0].device_mesh
-    if op.rule is not None:
-        _check_one_mesh(op, sharded)
-        # A rule may want any tensor sharded.
-        args, kwargs = tree_map(
-            lambda x: as_sharded(x, mesh) if isinstance(x, torch.Tensor) else x, (args, kwargs)
-        )
-        sharded = sharded_tensors(args, kwargs)
-    leaves = tree_leaves((args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     layouts = tuple(
         x.layout
         if isinstance(x, XLAShardedTensor)
-        else Layout.from_placements(mesh, (), x.ndim)
-        if mesh.ndim == 0
-        else layout_of(mesh, _replicated(mesh), x.ndim)
-        for x in tensors
+        else layout_of(mesh, (Replicate(),) * mesh.ndim, x.ndim)
+        for x in tree_leaves((args, kwargs))
+        if isinstance(x, torch.Tensor)
     )
-    extra = [x for x in (*args, *kwargs.values()) if not isinstance(x, torch.Tensor)]
-    if op.rule is not None:
-        infos = [TensorInfo(tuple(x.shape), x.placements, x.dtype) for x in sharded]
-        inferred = op._infer(tuple(infos), lambda: infer_by_notation(op, infos, layouts))
-        assert inferred.inputs is not None
-        args, kwargs, _ = _redistributed(op, args, kwargs, sharded, inferred.inputs)
-        sharded = sharded_tensors(args, kwargs)
+    extra = _others(args, kwargs)
+
+    def infer() -> Inferred:
+        returned = _infer_layout(op, sharded, layouts, extra)
+        return Inferred(_layouts(op, returned, sharded), None, None, returned)
+
+    frozen = tuple(map(freeze, extra))
+    try:
+        hash(frozen)
+    except TypeError:
+        inferred = infer()  # an argument that can't be a key; nothing is remembered
     else:
+        inferred = op._infer((layouts, frozen), infer)
+    return _without_preprocess(op, args, kwargs, view, inferred, layouts)
 
-        def infer() -> Inferred:
-            returned = _infer_layout(op, sharded, layouts, extra)
-            return Inferred(_layouts(op, returned, sharded), None, None, returned)
 
-        frozen = tuple(map(freeze, extra))
-        try:
-            hash(frozen)
-        except TypeError:
-            inferred = infer()  # an argument that can't be a key; nothing is remembered
-        else:
-            inferred = op._infer((layouts, frozen), infer)
+def _without_preprocess(
+    op: DistributedOp,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    view: str,
+    inferred: Inferred,
+    layouts: tuple[Layout, ...],
+) -> _Prepared:
+    sharded, extra = sharded_tensors(args, kwargs), _others(args, kwargs)
     if view == "local":
         args, kwargs = tree_map(_to_local, (args, kwargs))
     replacement = lambda run: op.get_expand_impl(run, inferred.returned, layouts, extra)
     return _Prepared(args, kwargs, sharded, inferred, replacement)
 
 
-def _replicated(mesh: Any) -> tuple[Any, ...]:
-    from torch.distributed.tensor import Replicate
+def _others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that are no tensors."""
+    return [x for x in (*args, *kwargs.values()) if not isinstance(x, torch.Tensor)]
 
-    return (Replicate(),) * mesh.ndim
 
-
-def _check_one_mesh(op: DistributedOp, sharded: Sequence[XLAShardedTensor]) -> None:
+def _only_mesh(op: DistributedOp, sharded: Sequence[XLAShardedTensor]) -> DeviceMesh:
     mesh = sharded[0].device_mesh
     for tensor in sharded:
         if tensor.device_mesh != mesh:
@@ -227,6 +249,7 @@ def _check_one_mesh(op: DistributedOp, sharded: Sequence[XLAShardedTensor]) -> N
                 f"{tensor.device_mesh!r}, and a notation speaks of one mesh; bring them together "
                 "with x.redistribute(mesh, placements)"
             )
+    return mesh
 
 
 def _infer_layout(op: DistributedOp, sharded: Sequence[XLAShardedTensor], *args: Any) -> Any:

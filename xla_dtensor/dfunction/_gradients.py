@@ -39,6 +39,8 @@ class Pass:
     Attributes:
         op_name: of the call.
         frame: of its tensors.
+        axes: those of the meshes that its tensors are sharded over. Along others (data parallelism
+            around tensor parallelism) each device has a call of its own, and nothing is summed.
         task: torch's number of the pass.
         own: the axes along which some cotangent that arrived is each device's own.
         shared: those along which some cotangent is of a replicated result.
@@ -46,6 +48,7 @@ class Pass:
 
     op_name: str
     frame: Frame
+    axes: frozenset[str]
     task: int | None = None
     own: set[str] = field(default_factory=set)
     shared: set[str] = field(default_factory=set)
@@ -58,7 +61,7 @@ class Pass:
             self.own.clear()
             self.shared.clear()
         self.own |= own
-        self.shared |= set(self.frame.sizes) - own
+        self.shared |= self.axes - own
 
 
 def partial_axes(layout: Layout, *reductions: str) -> Axes:
@@ -120,7 +123,7 @@ class Input(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         own, layout, state, what = ctx.of
-        axes = tuple(axis for axis in grad.varying if axis not in own)
+        axes = tuple(a for a in grad.varying if a in state.axes and a not in own)
         mixed = state.own & state.shared & set(axes)
         if mixed:
             raise UnsupportedOpError(

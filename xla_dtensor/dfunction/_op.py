@@ -6,11 +6,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.layout import Layout
 from xla_dtensor.origin import caller
 from xla_dtensor.rules import Merged, Notation, TensorInfo, infer_forward
-from xla_dtensor.rules.notation import expand_ellipsis, letter_sizes, parse
+from xla_dtensor.rules.notation import expand_ellipsis, letter_sizes, parse, validate
 
 MAX_CACHED_LAYOUTS = 4096
 """Inferred layouts kept per op; the oldest go first."""
@@ -87,9 +89,9 @@ class DistributedOp:
                 f"a DistributedOp {op_name!r} is registered already: {type(known).__name__} at "
                 f"{known.registered_at}. Pass override=True to replace it"
             )
-        if rule is not None and "..." not in rule:
+        if rule is not None:
             try:
-                parse(rule)
+                validate(rule)
             except ValueError as error:
                 raise LayoutRuleError(f"DistributedOp {op_name!r}: {error}") from None
         self.op_name = op_name
@@ -196,12 +198,9 @@ def find_op(function: type, op_name: str | None) -> DistributedOp:
     return op
 
 
-def infer_by_notation(
-    op: DistributedOp, infos: Sequence[TensorInfo], layouts: Sequence[Layout]
-) -> Inferred:
-    """What an op's notation says; ``infos`` and ``layouts`` are of all tensor arguments."""
+def infer_by_notation(op: DistributedOp, infos: Sequence[TensorInfo], mesh: DeviceMesh) -> Inferred:
+    """What an op's notation says; ``infos`` are of all tensor arguments."""
     assert op.rule is not None
-    mesh = layouts[0].mesh
     shapes = [info.shape for info in infos]
     try:
         notation = parse(

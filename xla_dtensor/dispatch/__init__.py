@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import torch
 
-from xla_dtensor import _context, rng, rules
+from xla_dtensor import _context, _observe, rng, rules
 from xla_dtensor._common import TensorMethods
 from xla_dtensor.dispatch import _collective_ops, _special  # noqa: F401  (register handlers)
 from xla_dtensor.dispatch._batch import batched
@@ -40,7 +40,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     info = info_of(func)
     special = SPECIAL.get(info.name)
     if special is not None:
-        result = special(func, args, kwargs)
+        observer = _observe.observer
+        if observer is None:
+            result = special(func, args, kwargs)
+        else:
+            result = observer.special(special, func, args, kwargs)
         if result is not NotImplemented:
             return result
     if info.aliasing_composite:
@@ -62,8 +66,12 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         trace = _context.current()
         if trace is not None:
             trace.touched(tensors[0])
-        return plan.make(tensors[0])
-    return _execute(plan, call)
+        results = plan.make(tensors[0])
+    else:
+        results = _execute(plan, call)
+    if _observe.observer is not None:
+        _observe.observer.operation(call, plan)
+    return results
 
 
 def _make_plan(call: Call) -> Plan | ViewPlan:

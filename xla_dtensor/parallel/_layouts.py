@@ -15,6 +15,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.form import Form
 from xla_dtensor.mesh import Frame
 from xla_dtensor.per_device import logical
+from xla_dtensor.rules._cost import Collective
 
 
 def gather(array: Any, source: Form, target: Form) -> Any:
@@ -127,6 +128,20 @@ class Reduce:
     shard_axes: tuple[str, ...]
     axes: tuple[str, ...]
     scale: float
+
+    def moves(self, source: Form, target: Form) -> list[Collective]:
+        """What it communicates."""
+        assert source.frame is not None
+        nbytes: float = math.prod(_block(source)) * source.dtype.itemsize
+        scattered = tuple(name for name in self.shard_axes if name in source.varying)
+        rest = tuple(name for name in source.varying if name in self.axes and name not in scattered)
+        found = []
+        for kind, axes in (("reduce-scatter", scattered), ("all-reduce", rest)):
+            if axes:
+                count = math.prod(source.frame.sizes[name] for name in axes)
+                found.append(Collective(kind, axes, count, nbytes))
+                nbytes /= count
+        return found
 
     def __call__(self, array: Any, source: Form, target: Form) -> Any:
         before, after = self._factors(target)

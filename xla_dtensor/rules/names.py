@@ -133,7 +133,11 @@ def _overload(name: str) -> torch._ops.OpOverload | None:
     """The overload of ``namespace::op.overload``; without one its default, or else its first."""
     namespace, _, op = NAMES.get(name, name).partition("::")
     packet_name, _, overload = op.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), packet_name, None) if op else None
+    if not op:
+        return None
+    ops = getattr(torch.ops, namespace)
+    # Rules of ops that only write in place have the functional name.
+    packet = getattr(ops, packet_name, None) or getattr(ops, packet_name + "_", None)
     if packet is None:
         return None
     overloads = packet.overloads()

@@ -1,7 +1,8 @@
 """Einsum notation for computation ops: ``"b s h, h o -> b s o"``.
 
 Each term names the dims of one tensor. A letter that several terms share is one dim of the
-computation; a letter that no output has is reduced, and a shard of it leaves the output partial.
+computation. An output is reduced over every letter that it has not, and a shard of one leaves it
+partial: also if it comes of inputs alone that have not got the letter either.
 
 - ``h!``   must not be sharded (softmax over ``h``);
 - ``1``    a dim of size one that is not sharded;
@@ -28,6 +29,8 @@ ELLIPSIS = "..."
 ONE = "1"
 LINEAR_REDUCTIONS = ("sum", "avg")
 """The reductions that a linear function commutes with."""
+COMBINING = ("sum", "product", "max", "min")
+"""What parts of any size combine by; an average weighs every device the same."""
 
 Term = tuple[str, ...]
 
@@ -66,6 +69,8 @@ class Notation:
 @lru_cache(maxsize=4096)
 def parse(text: str, reduction: str = "sum", multilinear: bool = False) -> Notation:
     """Read a notation that has no ellipsis (see `expand_ellipsis`)."""
+    if reduction not in COMBINING:
+        raise ValueError(f"parts do not combine by {reduction!r}, but by {', '.join(COMBINING)}")
     unsharded: set[str] = set()
 
     def letters(found: list[str]) -> Term:
@@ -83,6 +88,12 @@ def parse(text: str, reduction: str = "sum", multilinear: bool = False) -> Notat
     made = sorted({x for term in outputs for x in term} - known)
     unsharded.update(made)  # a dim that no input has is made by the op
     return Notation(inputs, outputs, frozenset(unsharded), reduction, multilinear)
+
+
+def validate(text: str) -> None:
+    """Raise ValueError if `text` is no notation, whatever its ellipses stand for."""
+    ndims = [len(term) for term in _tokens(text)[0]]  # an ellipsis standing for one dim
+    parse(expand_ellipsis(text, ndims))
 
 
 def _tokens(text: str) -> list[list[list[str]]]:

@@ -16,7 +16,7 @@ from xla_dtensor.origin import caller
 
 from ._types import Placements, TensorInfo, replicated, shard_dim
 from .alternatives import Alternative, Merged, merge
-from .notation import alternatives, expand_ellipsis, parse
+from .notation import alternatives, expand_ellipsis, parse, validate
 
 OutShapes = Sequence[tuple[int, ...] | None]
 
@@ -193,13 +193,12 @@ def _rule_of(name: str, rule: str | UserRule) -> UserRule:
             return notation_rule(rule)
         except ValueError as error:
             raise LayoutRuleError(f"{name}: {error}") from None
-    if rule in _USER_RULES:
-        return _USER_RULES[rule].rule
-    if rule in _RULES:
-        return _RULES[rule]
     from .names import rule_of_name
 
-    found = rule_of_name(rule)
+    # As an op's rule, with the call's arguments as that op's; some names are of no op.
+    found = rule_of_name(rule) or _USER_RULES.get(rule, _RULES.get(rule))
+    if isinstance(found, Registration):
+        return found.rule
     if found is None:
         raise LayoutRuleError(
             f"{name}: {rule!r} is neither a notation nor the name of an op or of a kind of op that "
@@ -220,8 +219,7 @@ def register(*names: str, namespace: str = "aten") -> Callable[[AnyRule], AnyRul
 
 
 def notation_rule(text: str, reduction: str = "sum", multilinear: bool = False) -> Rule:
-    if "..." not in text:
-        parse(text, reduction, multilinear)  # a malformed notation fails where it is registered
+    validate(text)  # a malformed notation fails where it is registered
 
     def rule(call: Call) -> Merged:
         return _by_notation(text, call, reduction, multilinear)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.rules.names import NAMES
+
 from .samples import Like, Sample
 
 F32, I64, I32, BOOL, C64 = torch.float32, torch.int64, torch.int32, torch.bool, torch.complex64
@@ -596,7 +598,10 @@ CUDA = "its kernels are of other devices' libraries: there is no lowering to XLA
 HOST = "its result is a Python value: nothing is laid out"
 VALUES = "the size of its result depends on values: dispatch computes it in two steps"
 
+COMPOSED = "programs run the ops that it is composed of, which are checked"
+
 NOT_CHECKED: dict[str, str] = {
+    **{op: COMPOSED for op in NAMES.values() if op.startswith("paddle::")},
     **dict.fromkeys(
         (
             "aten::_scaled_dot_product_attention_math_for_mps",

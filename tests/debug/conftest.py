@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+
+from xla_dtensor import _observe
+from xla_dtensor.dfunction import _op
+
+
+@pytest.fixture
+def sharded(mesh_2x4: DeviceMesh) -> Callable[..., torch.Tensor]:
+    """``sharded((8, 16), R, S(0))``: random numbers laid out over the mesh (dp=2, tp=4)."""
+    return lambda shape, *placements: distribute_tensor(torch.randn(shape), mesh_2x4, placements)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_looks() -> Iterator[None]:
+    assert _observe.observer is None
+    yield
+    assert _observe.observer is None
+
+
+@pytest.fixture
+def own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DFunction` ops registered in the test are forgotten after it."""
+    monkeypatch.setattr(_op, "OPS", dict(_op.OPS))

@@ -1,0 +1,28 @@
+"""Seeing what layouts operations have, and why: `explain`, `set_logs` and `rules`.
+
+``_recorder.py`` is told of operations by the places that run them (`xla_dtensor._observe`) and
+makes an `Operation` of each; ``_explain.py`` collects them, ``_logs.py`` logs them.
+"""
+
+import os
+
+from xla_dtensor._observe import ENVIRONMENT_VARIABLE
+from xla_dtensor.debug._explain import Explanation, explain
+from xla_dtensor.debug._logs import set_logs, start_from_environment
+from xla_dtensor.debug._records import Operation, Redistribution, Transfer
+from xla_dtensor.debug._rules import RegisteredRule, RuleTable, rules
+
+__all__ = [
+    "Explanation",
+    "Operation",
+    "Redistribution",
+    "RegisteredRule",
+    "RuleTable",
+    "Transfer",
+    "explain",
+    "rules",
+    "set_logs",
+]
+
+if os.environ.get(ENVIRONMENT_VARIABLE):
+    start_from_environment()

@@ -1,0 +1,102 @@
+"""Log lines, switched on by ``XLA_DTENSOR_LOGS`` or `set_logs`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+
+from xla_dtensor import _observe
+from xla_dtensor.debug._recorder import recorder
+from xla_dtensor.debug._records import Operation
+
+
+class _Artifact:
+    """Something that can be logged, to the logger ``xla_dtensor.<name>``."""
+
+    def __init__(self, name: str) -> None:
+        self.logger = logging.getLogger(f"xla_dtensor.{name}")
+        self.is_on = False
+        self._level = logging.NOTSET
+        self._handler = _Fallback(self.logger)
+
+    def switch(self, on: bool) -> None:
+        if on == self.is_on:
+            return
+        self.is_on = on
+        if on:
+            self._level = self.logger.level
+            self.logger.setLevel(logging.INFO)
+            self.logger.addHandler(self._handler)
+            recorder.add(self._log)
+        else:
+            self.logger.setLevel(self._level)
+            self.logger.removeHandler(self._handler)
+            recorder.remove(self._log)
+
+    def _log(self, operation: Operation) -> None:
+        self.logger.info("%s%s", "  " * operation.depth, operation)
+
+
+class _Fallback(logging.Handler):
+    """Writes to standard error while no other handler would see the record."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+        self.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._is_alone():
+            return
+        print(self.format(record), file=sys.stderr)
+
+    def _is_alone(self) -> bool:
+        logger: logging.Logger | None = self._logger
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return False
+            logger = logger.parent if logger.propagate else None
+        return True
+
+
+_ARTIFACTS = {name: _Artifact(name) for name in ("layouts",)}
+
+
+def set_logs(**artifacts: bool) -> None:
+    """Switch log lines on or off; those that aren't named stay as they are.
+
+    ``set_logs(layouts=True)``, or ``XLA_DTENSOR_LOGS=layouts`` in the environment (several are
+    separated by commas), logs what `explain` prints as the operations run: one line each, to the
+    logger "xla_dtensor.layouts" at level INFO. Without any logging handler the lines go to standard
+    error.
+
+    Raises:
+        ValueError: no such artifact.
+    """
+    _check(artifacts, "set_logs")
+    for name, on in artifacts.items():
+        _ARTIFACTS[name].switch(on)
+
+
+def start_from_environment() -> None:
+    """Switch on what ``XLA_DTENSOR_LOGS`` names.
+
+    Raises:
+        ValueError: no such artifact.
+    """
+    value = os.environ[_observe.ENVIRONMENT_VARIABLE]
+    names = [name.strip() for name in value.split(",")]
+    _check(names, f"{_observe.ENVIRONMENT_VARIABLE}={value}")
+    for name in names:
+        _ARTIFACTS[name].switch(True)
+
+
+def _check(names: Iterable[str], what: str) -> None:
+    unknown = [name for name in names if name not in _ARTIFACTS]
+    if unknown:
+        raise ValueError(
+            f"{what}: nothing to log is called {', '.join(map(repr, unknown))}; known are "
+            f"{', '.join(map(repr, _ARTIFACTS))}"
+        )
