@@ -82,10 +82,12 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def scratch() -> Iterator[None]:
     """Rules registered in the test are forgotten after it."""
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
-    monkeypatch.setattr(registry, "_USER_RULES", dict(registry._USER_RULES))
-    yield
-    monkeypatch.undo()
+    import xla_dtensor.jax_functions  # noqa: F401  (what it registers stays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_RULES", dict(registry._RULES))
+        patch.setattr(registry, "_USER_RULES", dict(registry._USER_RULES))
+        yield
     registry._changed()

@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 
 from xla_dtensor.dfunction import _op
-from xla_dtensor.rules import registry
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.fixture(autouse=True)
-def _registries(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_ops(scratch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_op, "OPS", {})  # names of other tests
-    monkeypatch.setattr(registry, "_USER_RULES", dict(registry._USER_RULES))
 
 
 def blocks(page: str) -> list[str]:
@@ -38,6 +36,14 @@ def blocks(page: str) -> list[str]:
                 "Layout(dp=2, tp=4; [dp, tp, None])",
                 "True True",
                 "'... h!, h! -> ... h!' of 'RMSNorm' doesn't fit the arguments",
+            ],
+        ),
+        (
+            "seeing_layouts.md",
+            1,
+            [
+                "step: 17 operations on (dp=2, tp=4), 896 B moved per device",
+                "[dp, None; sum over tp] -> [dp, None]            all-reduce over tp, 384 B",
             ],
         ),
         ("dfunction.md", 6, ["Layout(dp=2, tp=4; [None, None]; sum over tp)"]),

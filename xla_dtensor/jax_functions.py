@@ -150,7 +150,7 @@ def _rule(call: Call) -> str | None:
 
 
 _rule.__doc__ = "the notation given to jax_function, if any"
-register_rule("xla_dtensor::jax_call", _rule)
+register_rule("xla_dtensor::jax_call", _rule, kind="jax_function", where="rule= of xd.jax_function")
 
 
 class _Differentiable(torch.autograd.Function):

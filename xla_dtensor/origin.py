@@ -15,6 +15,8 @@ def user_frame() -> traceback.FrameSummary | None:
         if module is not None and module.__file__ is not None
     )
     for frame in reversed(traceback.extract_stack()):
+        if frame.filename.startswith("<frozen"):
+            continue  # an import
         if not os.path.abspath(frame.filename).startswith(libraries):
             return frame
     return None

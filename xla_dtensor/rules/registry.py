@@ -94,7 +94,8 @@ class Registration:
     Attributes:
         name: of the op or the overload, "aten::mm", "aten::max.dim".
         rule: takes a `Call`.
-        kind: "user", or "torch" if it came by torch's ``register_sharding``, or "family".
+        kind: "user", or "torch" if it came by torch's ``register_sharding``, or "jax_function", or
+            "family".
         where: the line that registered it, or the module of the family.
     """
 
@@ -121,7 +122,12 @@ def on_change(listener: Callable[[], None]) -> None:
 
 
 def register_rule(
-    op: Any, rule: str | UserRule, *, override: bool = False, kind: str = "user"
+    op: Any,
+    rule: str | UserRule,
+    *,
+    override: bool = False,
+    kind: str = "user",
+    where: str | None = None,
 ) -> UserRule:
     """Register the layout rule of an op, in place of what the library or the compiler would say.
 
@@ -136,6 +142,7 @@ def register_rule(
             "elementwise_unary"); or a function that takes a `Call` and returns `Merged` layouts, a
             notation, or None to let the compiler choose. `replicate_rule` replicates everything.
         override: replace the rule that the op has.
+        kind, where: how listings name the rule's origin; by default the user's line.
 
     Raises:
         LayoutRuleError: the op has a rule, the notation is malformed, or nothing has that name.
@@ -149,7 +156,7 @@ def register_rule(
             f"{name} already has a layout rule: {text}{where}. Pass override=True to replace it"
         )
     found = _rule_of(name, rule)
-    _USER_RULES[name] = Registration(name, found, kind, caller())
+    _USER_RULES[name] = Registration(name, found, kind, where or caller())
     _changed()
     return found
 
