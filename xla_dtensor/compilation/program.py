@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor import _context, rng
 from xla_dtensor.compilation.arguments import Arguments, modules_of, training_flags
+from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.trace import Guard, Number, StepTrace
@@ -63,6 +64,7 @@ class Program:
         torch.compiler._is_compiling_flag = True
         try:
             with (
+                NewObjects(),
                 _context.active(trace),
                 HostOperations(trace),
                 torch.autograd.set_multithreading_enabled(False),
