@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,22 @@ def mesh(request: pytest.FixtureRequest) -> DeviceMesh:
 def mesh_2x4() -> DeviceMesh:
     """A (2, 4) mesh with dims dp and tp."""
     return make_mesh("2x4")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the variants that ``one_in`` leaves out as slow; of each test one or more stays."""
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") and not item.get_closest_marker("slow"):
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in variants.values():
+        marker = group[0].get_closest_marker("one_in")
+        assert marker is not None
+        (count,) = marker.args
+        kept = [item for item in group if zlib.crc32(item.nodeid.encode()) % count == 0]
+        for item in set(group) - set(kept or group[:1]):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
 
+pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
+
 Program = Callable[[torch.Tensor], object]
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

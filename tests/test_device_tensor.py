@@ -15,6 +15,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 import xla_dtensor as xd
 
+pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
+
 R, S = Replicate(), Shard
 
 FACTORIES = {

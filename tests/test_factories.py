@@ -20,6 +20,8 @@ import xla_dtensor as xd
 from tests.torch_layouts import all_placements, expected_indices
 from xla_dtensor import factories, rng
 
+pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
+
 R, S = Replicate(), Shard
 
 EVEN, UNEVEN = (8, 16), (9, 7)

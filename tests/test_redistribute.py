@@ -15,6 +15,8 @@ import tests.conftest as shared
 import xla_dtensor as xd
 from tests.torch_layouts import all_placements, expected_indices
 
+pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
+
 R, S = Replicate(), Shard
 Placements = tuple[Placement, ...]
 

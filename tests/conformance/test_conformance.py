@@ -16,6 +16,8 @@ from tests.conformance.compare import Mismatch, as_exact, compare
 from tests.conformance.layouts import draw, short
 from tests.conformance.report import render
 
+pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
+
 NAMES = (
     "abs",
     "add",

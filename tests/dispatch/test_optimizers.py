@@ -13,6 +13,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from tests.dispatch.launches import launches
 from xla_dtensor.dispatch import _batch
 
+pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
+
 PLACEMENTS: list[list[Placement]] = [
     [Shard(0), Replicate()],
     [Replicate(), Shard(1)],

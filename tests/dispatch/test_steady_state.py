@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -49,7 +50,7 @@ def cache_sizes() -> dict[str, int]:
         for key, value in list(vars(module).items()):
             if isinstance(value, dict | list | set) and not key.startswith("__"):
                 sizes[f"{name}.{key}"] = len(value)
-            elif hasattr(value, "cache_info"):
+            elif isinstance(value, functools._lru_cache_wrapper):
                 sizes[f"{name}.{key}"] = value.cache_info().currsize
     for index, plan in enumerate(dispatch._plans.values()):
         if isinstance(plan, _plan.Plan):

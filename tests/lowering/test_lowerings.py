@@ -20,6 +20,8 @@ from xla_dtensor.dtypes import to_jax_dtype
 from xla_dtensor.lowering import find_lowering
 from xla_dtensor.lowering._promotion import result_type
 
+pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
+
 aten = torch.ops.aten
 
 # OpInfo entries, per dtype: at least one of every kind of lowering.

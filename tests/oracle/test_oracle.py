@@ -36,22 +36,14 @@ LAUNCH_TIMEOUT = 900  # seconds
 # One scenario for each thing that torch's API does; the others are variants of them.
 FAST = (
     "collective_all_reduce",
-    "collective_all_to_all",
-    "collective_autograd",
     "collective_gather_scatter",
     "ddp_accumulation",
-    "fsdp",
-    "fsdp_accumulation",
     "fsdp_tp",
     "grad_placements",
-    "hsdp",
-    "local_inplace_views",
     "local_map_attention",
     "loss_parallel",
     "partial_in_out",
     "style_colwise_linear",
-    "style_prepare_input",
-    "style_rowwise_linear",
     "tp_sp_transformer",
 )
 
