@@ -39,13 +39,7 @@ class _Vary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: XLATensor, axes: Axes, frame: Frame) -> XLATensor:
         ctx.along = axes, frame
-        if _context.current() is None and not tensor.is_meta:
-            tensor._storage_.place(frame)
-        source = tensor._form.placed(frame)
-        target = _with_varying(source, union(frame, [source.varying, axes]), frame)
-        if target.meta:
-            return XLATensor(Storage(None, target), target)
-        return relayout(tensor, source, target, _spread)
+        return _relaid(tensor, union(frame, [tensor.varying, axes]), frame, _spread)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -56,22 +50,24 @@ class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: XLATensor, axes: Axes, frame: Frame) -> XLATensor:
         ctx.along = axes, frame
-        if _context.current() is None and not tensor.is_meta:
-            tensor._storage_.place(frame)
-        source = tensor._form.placed(frame)
-        kept = tuple(axis for axis in source.varying if axis not in axes)
-        target = _with_varying(source, kept, frame)
-        if target.meta:
-            return XLATensor(Storage(None, target), target)
-        return relayout(tensor, source, target, summed(axes))
+        kept = tuple(axis for axis in tensor.varying if axis not in axes)
+        return _relaid(tensor, kept, frame, summed(axes))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return vary(grad, *ctx.along), None, None
 
 
-def _with_varying(form: Form, varying: Axes, frame: Frame) -> Form:
-    return device_form(frame, form.shape, form.stride, 0, form.dtype, varying, form.meta)
+def _relaid(tensor: XLATensor, varying: Axes, frame: Frame, convert: Any) -> XLATensor:
+    """``tensor`` as one that varies along ``varying``, computed by ``convert``."""
+    if _context.current() is None and not tensor.is_meta:
+        tensor._storage_.place(frame)
+    source = tensor._form.placed(frame)
+    about = source.shape, source.stride, 0, source.dtype
+    target = device_form(frame, *about, varying, source.meta)
+    if target.meta:
+        return XLATensor(Storage(None, target), target)
+    return relayout(tensor, source, target, convert)
 
 
 def _spread(array: Any, source: Form, target: Form) -> Any:
