@@ -54,6 +54,7 @@ class Trace(Protocol):
 class _ThreadState(threading.local):
     trace: Trace | None = None
     batch: Batch | None = None
+    function: str | None = None
 
 
 _state = _ThreadState()
@@ -87,3 +88,23 @@ class active:
 
     def __exit__(self, *exc_info: object) -> None:
         _state.trace = self._outer
+
+
+class inside_function:
+    """Let the thread know, for a block, that it is in the forward or backward called ``name`` of a
+    `DFunction` (None: in none, as far as the block's code can tell)."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._outer = _state.function
+        _state.function = self._name
+
+    def __exit__(self, *exc_info: object) -> None:
+        _state.function = self._outer
+
+
+def function() -> str | None:
+    """The forward or backward of a `DFunction` that this thread is in."""
+    return _state.function

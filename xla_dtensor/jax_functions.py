@@ -23,6 +23,7 @@ from xla_dtensor.lowering import lowers
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.rules import Call, register_rule
 from xla_dtensor.rules.notation import validate
+from xla_dtensor.runtime.jax_runtime import default_dtypes
 
 _library = torch.library.Library("xla_dtensor", "FRAGMENT")
 _library.define("jax_call(Tensor[] arrays, int call) -> Tensor[]")
@@ -53,6 +54,11 @@ class _JaxCall:
         self.number = len(_CALLS)
         _CALLS.append(self)
 
+    def run(self, *arrays: Any) -> Any:
+        """The function's results, with JAX's defaults in place of dispatch's (64-bit ones)."""
+        with default_dtypes():
+            return self.function(*arrays)
+
     def structure(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[Any]]:
         """The tree of the results of ``tensors`` of these shapes, and their shapes and dtypes."""
         key = tuple((tuple(x.shape), x.dtype) for x in tensors)
@@ -60,7 +66,7 @@ class _JaxCall:
         if known is None:
             with jax.enable_x64(True):
                 shapes = [jax.ShapeDtypeStruct(s, to_jax_dtype(d)) for s, d in key]
-                out = jax.eval_shape(self.function, *shapes)
+                out = jax.eval_shape(self.run, *shapes)
             leaves, tree = jax.tree.flatten(out)
             known = self._structures[key] = tree, leaves
         return known
@@ -142,7 +148,7 @@ def _shapes(arrays: list[torch.Tensor], call: int) -> list[torch.Tensor]:
 
 @lowers("xla_dtensor::jax_call")
 def _lower(arrays: list[Any], call: int) -> list[Any]:
-    return jax.tree.leaves(_CALLS[call].function(*arrays))
+    return jax.tree.leaves(_CALLS[call].run(*arrays))
 
 
 def _rule(call: Call) -> str | None:
@@ -196,7 +202,9 @@ def jax_function(
     Args:
         function: takes arrays where the callable is given tensors, in any structure of tuples,
             lists and dicts, and returns such a structure of arrays. Other arguments are passed as
-            they are, must be hashable, and each new value compiles anew.
+            they are, must be hashable, and each new value compiles anew. As with ``jax.jit``, what
+            it reads besides (globals, attributes) is read when a call is first compiled. Numbers
+            that it makes have JAX's default dtypes (``jnp.ones(3)`` is float32).
         vjp: the gradients, where JAX can't differentiate the function (a Pallas kernel) or
             shouldn't: ``vjp(arrays, out, cotangent)`` with the tuple of the arrays among the
             arguments, what ``function`` returned, and a cotangent of the same structure; returns a
@@ -220,9 +228,22 @@ def jax_function(
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not tensors:
             raise TypeError(f"jax_function({name}) was called without a tensor")
-        # A number's type is part of the key: 1, 1.0 and True are equal.
-        key = tree, is_tensor, static, tuple(map(type, static))
-        call = calls.get(key)
+        for x in static:
+            if isinstance(x, jax.Array | np.ndarray):
+                raise TypeError(
+                    f"jax_function({name}) got an array of shape {x.shape} that is no torch "
+                    "tensor; pass torch.from_numpy(...), or close over it"
+                )
+        # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        exact = tuple((type(x), x.hex() if isinstance(x, float) else x) for x in static)
+        key = tree, is_tensor, exact
+        try:
+            call = calls.get(key)
+        except TypeError as error:
+            raise TypeError(
+                f"jax_function({name}): arguments that are no tensors are part of the compiled "
+                f"program's key, and must be hashable: {error}"
+            ) from None
         if call is None:
 
             def of_arrays(*arrays: Any) -> Any:

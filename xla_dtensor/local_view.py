@@ -117,7 +117,9 @@ class _ToLocal(torch.autograd.Function):
         target = local_form(form)
         if _observe.observer is not None:
             _observe.observer.to_local(form, target)
-        return XLATensor(tensor._storage_, target, (*tensor._steps, LayoutStep(form, target)))
+        local = XLATensor(tensor._storage_, target, (*tensor._steps, LayoutStep(form, target)))
+        tensor._storage_.share_writes(tensor, local)
+        return local
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
@@ -199,7 +201,9 @@ def _shard(
     if not target.unreduced and source.varying == parts.varying:
         # One and the same memory, as in torch.
         step = LayoutStep(source, target)
-        return XLAShardedTensor(local._storage_, target, (*local._steps, step))
+        sharded = XLAShardedTensor(local._storage_, target, (*local._steps, step))
+        local._storage_.share_writes(local, sharded)
+        return sharded
     if target.meta:
         return XLAShardedTensor(Storage(None, target), target)
     return relayout(local, source, target, from_devices)

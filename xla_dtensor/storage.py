@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from xla_dtensor import _context
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering import ViewLowering
@@ -176,13 +178,24 @@ class Storage:
         version: counts the writes; views and caches compare it.
         recipe: inside a trace, computes the array outside of it, if it depends on no input of the
             step (a mask made from sizes); else None.
+        counters: weak references to tensors on this storage whose version counters (torch's, which
+            autograd compares) know nothing of each other; each of them counts every write.
         refuses_writes: what a write would be, of a copy where torch has a view; None if writes are
             torch's.
     """
 
-    __slots__ = ("__weakref__", "form", "recipe", "refuses_writes", "value", "version")
+    __slots__ = (
+        "__weakref__",
+        "counters",
+        "form",
+        "recipe",
+        "refuses_writes",
+        "value",
+        "version",
+    )
 
     recipe: Callable[[], Any] | None
+    counters: tuple[weakref.ref[torch.Tensor], ...]
     refuses_writes: str | None
     value: Any
 
@@ -191,6 +204,7 @@ class Storage:
         self.form = form
         self.version = 0
         self.recipe = None
+        self.counters = ()
         self.refuses_writes = None
         trace = _context.current()
         if trace is not None:
@@ -241,3 +255,19 @@ class Storage:
         self.form = form
         self.version += 1
         self.recipe = None
+        if self.counters:
+            self._count_write()
+
+    def share_writes(self, *tensors: torch.Tensor) -> None:
+        """Let a write to any tensor on this storage count as one to each of ``tensors``, which
+        torch doesn't know to share memory (it counts one to the tensor written, and its views)."""
+        alive = [reference for reference in self.counters if reference() is not None]
+        known = {id(reference()) for reference in alive}
+        new = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
+        self.counters = (*alive, *new)
+
+    def _count_write(self) -> None:
+        for reference in self.counters:
+            tensor = reference()
+            if tensor is not None and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)

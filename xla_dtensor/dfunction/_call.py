@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from xla_dtensor import _observe
 from xla_dtensor.device_tensor import XLATensor
@@ -70,10 +70,22 @@ def call(
             prepared = prepare(op, args, kwargs, view)
         if observer is not None:
             observer.inferred(prepared.inferred)
+        if view == "global":
+            _refuse_per_device(op, prepared)
         state = _state(op, prepared.sharded)
         run = function if view == "global" else _on_devices(op, function, prepared.sharded, state)
         out = (prepared.replacement(run) or run)(*prepared.args, **prepared.kwargs)
         return results(op, out, prepared.inferred, state, view)
+
+
+def _refuse_per_device(op: DistributedOp, prepared: _Prepared) -> None:
+    for x in tree_leaves((prepared.args, prepared.kwargs)):
+        if isinstance(x, XLATensor) and x.varying:
+            raise LayoutRuleError(
+                f"{op.op_name!r}: preprocess gave a per-device tensor of shape {list(x.shape)}, "
+                'but view = "global": forward works on sharded tensors; give x in place of '
+                "x.to_local()"
+            )
 
 
 def _state(op: DistributedOp, sharded: Sequence[XLAShardedTensor]) -> Pass:
@@ -133,7 +145,7 @@ def _checked_preprocess(op: DistributedOp, local: Any) -> tuple[Any, Any, list[A
 
 
 def _key(op: DistributedOp, values: list[Any]) -> Hashable:
-    key = tuple(map(freeze, values))
+    key = _frozen(values)
     for value in values:
         if isinstance(value, torch.Tensor):
             raise LayoutRuleError(
@@ -148,6 +160,11 @@ def _key(op: DistributedOp, values: list[Any]) -> Hashable:
             f"of the layout cache, and must be hashable: {error}"
         ) from None
     return key
+
+
+def _frozen(values: list[Any]) -> tuple[Any, ...]:
+    """The values as part of a key: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    return tuple((type(x), x.hex() if isinstance(x, float) else freeze(x)) for x in values)
 
 
 def _of_values(
@@ -210,7 +227,7 @@ def _by_layouts(
         returned = _infer_layout(op, sharded, layouts, extra)
         return Inferred(_layouts(op, returned, sharded), None, None, returned)
 
-    frozen = tuple(map(freeze, extra))
+    frozen = _frozen(extra)
     try:
         hash(frozen)
     except TypeError:
@@ -299,8 +316,11 @@ def _redistributed(
     wanted: Sequence[Layout | None],
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """The arguments in the layouts that the rule wants, and whether any has moved."""
-    moved: dict[int, XLAShardedTensor] = {}
-    for tensor, layout in zip(sharded, wanted, strict=True):
+    moved: dict[tuple[int, Layout], XLAShardedTensor] = {}
+    leaves, tree = tree_flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, XLAShardedTensor)]
+    # By place: one tensor may be two arguments, wanted in two layouts.
+    for place, tensor, layout in zip(places, sharded, wanted, strict=True):
         if layout is None or layout == tensor.layout:
             continue
         if layout.ndim is not None and layout.ndim != tensor.ndim:
@@ -308,9 +328,11 @@ def _redistributed(
                 f"{op._describes_rule} wants {layout!r}, of {layout.ndim} dims, for an argument of "
                 f"shape {list(tensor.shape)}"
             )
-        moved[id(tensor)] = tensor.redistribute(layout.mesh, layout.placements)
-    if moved:
-        args, kwargs = tree_map(lambda x: moved.get(id(x), x), (args, kwargs))
+        key = id(tensor), layout
+        if key not in moved:
+            moved[key] = tensor.redistribute(layout.mesh, layout.placements)
+        leaves[place] = moved[key]
+    args, kwargs = tree_unflatten(leaves, tree)
     return args, kwargs, bool(moved)
 
 

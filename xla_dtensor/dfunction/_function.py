@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from xla_dtensor import _context
 from xla_dtensor.dfunction._call import call, sharded_tensors
 from xla_dtensor.dfunction._op import find_op
 from xla_dtensor.errors import UnsupportedOpError
 
 
 class _Running(threading.local):
-    name: str | None = None
-    """The class whose forward or backward this thread is in."""
     keywords: dict[str, Any] | None = None
     """Keyword-only arguments on their way from ``apply`` to ``forward``."""
 
@@ -79,10 +78,11 @@ class DFunction(torch.autograd.Function):
         sharded = sharded_tensors(args, kwargs)
         if not sharded:
             return cls._plain(*args, **kwargs)
-        if _running.name is not None:
+        inside = _context.function()
+        if inside is not None:
             raise UnsupportedOpError(
                 f"{cls.__qualname__}.apply got a sharded tensor of shape {list(sharded[0].shape)} "
-                f"inside {_running.name}: what forward and backward call works on per-device "
+                f"inside {inside}: what forward and backward call works on per-device "
                 "tensors (x.to_local()); combine DFunctions outside of them"
             )
         if cls.view not in ("local", "global"):
@@ -114,12 +114,11 @@ def _marked(function: Callable[..., Any], cls: type, takes_keywords: bool) -> Ca
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        outer, _running.name = _running.name, where
-        keywords, _running.keywords = _running.keywords, None
-        try:
-            return function(*args, **(keywords or {}) if takes_keywords else {})
-        finally:
-            _running.name = outer
+        keywords = None
+        if takes_keywords:
+            keywords, _running.keywords = _running.keywords, None
+        with _context.inside_function(where):
+            return function(*args, **(keywords or {}))
 
     return run
 

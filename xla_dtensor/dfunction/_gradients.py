@@ -78,7 +78,9 @@ def _own_axes(layout: Layout, local: XLATensor) -> set[str]:
 
 def _same(tensor: XLATensor) -> XLATensor:
     """Another tensor on the same memory."""
-    return XLATensor(tensor._storage_, tensor._form, tensor._steps)
+    alias = XLATensor(tensor._storage_, tensor._form, tensor._steps)
+    tensor._storage_.share_writes(tensor, alias)
+    return alias
 
 
 class Result(torch.autograd.Function):
@@ -87,6 +89,7 @@ class Result(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: XLATensor, layout: Layout, state: Pass) -> XLATensor:
         ctx.of = layout, state, _own_axes(layout, local)
+        ctx.made = local  # else nobody counts writes to what forward may have saved
         ctx.set_materialize_grads(False)
         return _same(local)
 

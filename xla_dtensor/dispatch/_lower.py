@@ -13,6 +13,7 @@ from xla_dtensor.dispatch._ops import OpInfo
 from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.form import device_form
+from xla_dtensor.origin import user_line
 from xla_dtensor.storage import Storage
 
 # (results that alias no argument, new values of the mutated arguments), both flat
@@ -91,8 +92,9 @@ def _core_table(make: Callable[[], Any]) -> dict[Any, Any]:
 class NestedTrace:
     """Operations of a decomposition run on tracers inside the executable that is being built."""
 
-    def __init__(self, keys: Callable[[], Any]) -> None:
+    def __init__(self, keys: Callable[[], Any], name: str) -> None:
         self._keys = keys
+        self._name = name
 
     def created(self, storage: Storage) -> None:
         pass
@@ -130,9 +132,16 @@ class NestedTrace:
         pass
 
     def refuse(self, what: str) -> None:
+        if not self._name.startswith(("aten::", "prims::")):
+            raise UnsupportedOpError(
+                f"{what}: the kernel of {self._name} looks at a value on the host, so it "
+                "can't become one XLA program; write it in torch operations, or in JAX with "
+                f"xla_dtensor.jax_function{user_line()}"
+            )
         raise UnsupportedOpError(
-            f"{what}: torch's decomposition needs a value in Python, so the operation can't become "
-            "one XLA program; it needs a lowering of its own (xla_dtensor/lowering/README.md)"
+            f"{what}: torch's decomposition of {self._name} needs a value in Python, so the "
+            "operation can't become one XLA program; it needs a lowering of its own "
+            "(xla_dtensor/lowering/README.md)"
         )
 
 
@@ -140,7 +149,7 @@ def run_on_arrays(
     function: Callable[..., Any], info: OpInfo, keys: Any, args: tuple, kwargs: dict
 ) -> LoweredResult:
     """Run ``function``, written in torch operations, on arrays."""
-    with _context.active(NestedTrace(keys)), torch.no_grad():
+    with _context.active(NestedTrace(keys, info.name)), torch.no_grad():
         wrapped_args = _wrap(args)
         wrapped_kwargs = {name: _wrap(value) for name, value in kwargs.items()}
         out = function(*wrapped_args, **wrapped_kwargs)

@@ -56,6 +56,8 @@ def install() -> None:
     def begin(self: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(_Recomputing())
+            # It may be a DFunction's backward that looks at the first saved tensor.
+            stack.enter_context(_context.inside_function(None))
             for restore, remembered in self._xla_remembered:
                 stack.enter_context(restore(remembered))
             result = enter(self)

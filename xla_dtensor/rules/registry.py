@@ -132,7 +132,8 @@ def register_rule(
     """Register the layout rule of an op, in place of what the library or the compiler would say.
 
     Results are then laid out as the rule says (XLA is told so, also in a compiled step), and
-    arguments that it wants elsewhere are redistributed first.
+    arguments that it wants elsewhere are redistributed first. A step that is compiled already keeps
+    the layouts that it was compiled with.
 
     Args:
         op: an overload, an op (``torch.ops.mylib.project``: all overloads that have no rule of

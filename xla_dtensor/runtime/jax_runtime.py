@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from xla_dtensor.errors import DeviceCountError
@@ -90,3 +91,14 @@ def device_count() -> int:
     import jax
 
     return len(jax.devices())
+
+
+@contextmanager
+def default_dtypes() -> Iterator[None]:
+    """JAX's own default dtypes for a block (``jnp.ones(3)`` is float32), inside of code that runs
+    with 64-bit types; arrays that have such types keep them. Checked on JAX 0.9 and 0.10."""
+    import jax
+    from jax._src.config import explicit_x64_dtypes
+
+    with jax.enable_x64(False), explicit_x64_dtypes("allow"):
+        yield
