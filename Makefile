@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: env ## train the example on a simulated 2x4 mesh (about two minutes)
 	$(BIN)/python examples/train_llama/train.py $(ARGS)
 
-test: env ## all tests but the slow ones (about 14 minutes on two cores)
+test: env ## all tests but the slow ones (about 10 minutes on two cores)
 	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
 
 test-slow: env ## the slow tests

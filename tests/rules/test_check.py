@@ -327,8 +327,6 @@ from xla_dtensor.rules import register_rule
 from xla_dtensor.rules.check.__main__ import main
 from xla_dtensor.rules.pointwise import pointwise_rule
 
-pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
-
 register_rule("aten::cumsum", pointwise_rule, override=True)
 sys.exit(main())
 """
