@@ -83,6 +83,14 @@ def _seed() -> None:
 
 
 @pytest.fixture
+def own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DFunction` ops registered in the test are forgotten after it; other modules' stay."""
+    from xla_dtensor.dfunction import _op
+
+    monkeypatch.setattr(_op, "OPS", dict(_op.OPS))
+
+
+@pytest.fixture
 def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts of the programs that are compiled from now on, before XLA has seen them."""
     import jax

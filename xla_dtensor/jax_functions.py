@@ -24,6 +24,7 @@ from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.rules import Call, register_rule
 from xla_dtensor.rules.notation import validate
 from xla_dtensor.runtime.jax_runtime import default_dtypes
+from xla_dtensor.storage import exact
 
 _library = torch.library.Library("xla_dtensor", "FRAGMENT")
 _library.define("jax_call(Tensor[] arrays, int call) -> Tensor[]")
@@ -71,9 +72,7 @@ class _JaxCall:
             known = self._structures[key] = tree, leaves
         return known
 
-    def gradient(
-        self, wanted: tuple[bool, ...], given: tuple[bool, ...], tree: Any, outs: list[Any]
-    ) -> _JaxCall:
+    def gradient(self, wanted: tuple[bool, ...], given: tuple[bool, ...], tree: Any) -> _JaxCall:
         """The call that takes this one's arrays and the cotangents that are ``given``, and returns
         the gradients that are ``wanted``."""
         key = wanted, given, tree
@@ -178,8 +177,8 @@ class _Differentiable(torch.autograd.Function):
         given = tuple(g is not None for g in grads)
         if not any(given):
             return (None,) * (1 + len(tensors))
-        tree, outs = ctx.call.structure(tensors)
-        gradient = ctx.call.gradient(wanted, given, tree, outs)
+        tree, _ = ctx.call.structure(tensors)
+        gradient = ctx.call.gradient(wanted, given, tree)
         found = iter(
             _Differentiable.apply(gradient, *tensors, *(g for g in grads if g is not None))
         )
@@ -234,9 +233,7 @@ def jax_function(
                     f"jax_function({name}) got an array of shape {x.shape} that is no torch "
                     "tensor; pass torch.from_numpy(...), or close over it"
                 )
-        # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
-        exact = tuple((type(x), x.hex() if isinstance(x, float) else x) for x in static)
-        key = tree, is_tensor, exact
+        key = tree, is_tensor, tuple(map(exact, static))
         try:
             call = calls.get(key)
         except TypeError as error:

@@ -66,6 +66,12 @@ def freeze(value: Any) -> Any:
     return value
 
 
+def exact(value: Any) -> tuple[type, Any]:
+    """``value`` as part of a key that tells types apart (1, 1.0 and True are equal), and 0.0 from
+    -0.0."""
+    return type(value), value.hex() if isinstance(value, float) else freeze(value)
+
+
 def thaw(value: Any) -> Any:
     """The inverse of `freeze` for arguments: tuples as lists."""
     return [thaw(v) for v in value] if isinstance(value, tuple) else value

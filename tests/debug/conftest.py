@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from xla_dtensor import _observe
-from xla_dtensor.dfunction import _op
 
 
 @pytest.fixture
@@ -22,9 +21,3 @@ def _nobody_looks() -> Iterator[None]:
     assert _observe.observer is None
     yield
     assert _observe.observer is None
-
-
-@pytest.fixture
-def own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`DFunction` ops registered in the test are forgotten after it."""
-    monkeypatch.setattr(_op, "OPS", dict(_op.OPS))

@@ -16,14 +16,14 @@ from xla_dtensor import _observe
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dfunction._gradients import Input, Pass
 from xla_dtensor.dfunction._op import DistributedOp, Inferred, infer_by_notation
-from xla_dtensor.dfunction._results import results
+from xla_dtensor.dfunction._results import results, shapes_of
 from xla_dtensor.errors import LayoutRuleError, MeshMismatchError, UnsupportedOpError
 from xla_dtensor.layout import Layout, layout_of
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, root_mesh
 from xla_dtensor.redistribute import as_sharded
 from xla_dtensor.rules import TensorInfo
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import freeze
+from xla_dtensor.storage import exact
 
 Function = Callable[..., Any]
 
@@ -145,7 +145,7 @@ def _checked_preprocess(op: DistributedOp, local: Any) -> tuple[Any, Any, list[A
 
 
 def _key(op: DistributedOp, values: list[Any]) -> Hashable:
-    key = _frozen(values)
+    key = tuple(map(exact, values))
     for value in values:
         if isinstance(value, torch.Tensor):
             raise LayoutRuleError(
@@ -162,11 +162,6 @@ def _key(op: DistributedOp, values: list[Any]) -> Hashable:
     return key
 
 
-def _frozen(values: list[Any]) -> tuple[Any, ...]:
-    """The values as part of a key: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
-    return tuple((type(x), x.hex() if isinstance(x, float) else freeze(x)) for x in values)
-
-
 def _of_values(
     op: DistributedOp, values: list[Any], sharded: Sequence[XLAShardedTensor]
 ) -> Inferred:
@@ -181,7 +176,7 @@ def _of_values(
         if len(inputs) != len(sharded):
             raise LayoutRuleError(
                 f"{op._describes_rule} gave {len(inputs)} input layouts for {len(sharded)} sharded "
-                f"arguments of shapes {_shapes(sharded)}"
+                f"arguments of shapes {shapes_of(sharded)}"
             )
         inputs = tuple(inputs)
         for layout in inputs:
@@ -227,7 +222,7 @@ def _by_layouts(
         returned = _infer_layout(op, sharded, layouts, extra)
         return Inferred(_layouts(op, returned, sharded), None, None, returned)
 
-    frozen = _frozen(extra)
+    frozen = tuple(map(exact, extra))
     try:
         hash(frozen)
     except TypeError:
@@ -276,7 +271,7 @@ def _infer_layout(op: DistributedOp, sharded: Sequence[XLAShardedTensor], *args:
         raise
     except (ValueError, RuntimeError, KeyError, IndexError) as error:
         raise LayoutRuleError(
-            f"{op._describes_rule} failed on arguments of shapes {_shapes(sharded)} laid out as "
+            f"{op._describes_rule} failed on arguments of shapes {shapes_of(sharded)} laid out as "
             f"{[x.layout for x in sharded]}: {type(error).__name__}: {error}"
         ) from error
 
@@ -293,19 +288,15 @@ def _layouts(
 def _check_layout(op: DistributedOp, layout: Any, sharded: Sequence[XLAShardedTensor]) -> None:
     if not isinstance(layout, Layout) or not layout.is_concrete:
         raise LayoutRuleError(
-            f"{op._describes_rule} gave {layout!r} for arguments of shapes {_shapes(sharded)}; a "
+            f"{op._describes_rule} gave {layout!r} for arguments of shapes {shapes_of(sharded)}; a "
             'rule gives a concrete Layout per result: layout("dp", "None"), or one of its arguments'
         )
     mesh = sharded[0].device_mesh
     if root_mesh(layout.mesh) != root_mesh(mesh):
         raise LayoutRuleError(
             f"{op._describes_rule} gave a layout on another mesh, {layout!r} on {layout.mesh!r}; "
-            f"the arguments, of shapes {_shapes(sharded)}, are on {mesh!r}"
+            f"the arguments, of shapes {shapes_of(sharded)}, are on {mesh!r}"
         )
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    return [list(x.shape) for x in tensors]
 
 
 def _redistributed(

@@ -34,7 +34,7 @@ def results(op: DistributedOp, out: Any, inferred: Inferred, state: Pass, view: 
     if len(tensors) != len(inferred.outputs):
         raise LayoutRuleError(
             f"{op._describes_rule} gave {len(inferred.outputs)} layouts {list(inferred.outputs)}, "
-            f"but forward returned {len(tensors)} tensors, of shapes {_shapes(tensors)}"
+            f"but forward returned {len(tensors)} tensors, of shapes {shapes_of(tensors)}"
         )
     wrap = _lay_out if view == "global" else _from_devices
     shapes: Sequence[Any] = inferred.shapes or (None,) * len(tensors)
@@ -50,7 +50,8 @@ def results(op: DistributedOp, out: Any, inferred: Inferred, state: Pass, view: 
     return type(out)(made) if isinstance(out, tuple | list) else made[0]
 
 
-def _shapes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def shapes_of(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """For messages."""
     return [list(x.shape) for x in tensors]
 
 

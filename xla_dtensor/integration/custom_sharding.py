@@ -71,6 +71,6 @@ def _spec(info: Any, mesh: Any) -> Any:
     from torch import empty
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    stride = empty(info.shape, device="meta").stride()
-    meta = TensorMeta(empty(info.shape, device="meta").shape, stride, info.dtype)
+    like = empty(info.shape, device="meta")
+    meta = TensorMeta(like.shape, like.stride(), info.dtype)
     return DTensorSpec(mesh, info.placements, tensor_meta=meta)
