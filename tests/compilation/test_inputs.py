@@ -167,3 +167,10 @@ def test_recompilations_are_counted_and_explained(
     )
     assert mesh_free[-1] == "a module was switched between train() and eval()"
     assert sum("recompiled" in record.message for record in caplog.records) == len(mesh_free)
+
+
+def test_a_zero_and_its_negative_are_different_arguments() -> None:
+    step = xd.compile(lambda x, by: x / by)
+    x = torch.ones(2, device="xla")
+    assert step(x, 0.0).cpu().tolist() == [float("inf")] * 2
+    assert step(x, -0.0).cpu().tolist() == [-float("inf")] * 2

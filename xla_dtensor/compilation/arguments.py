@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.storage import exact
 
 
 class Arguments:
@@ -59,7 +60,7 @@ def _describe(value: Any) -> tuple[Any, str]:
         hash(value)
     except TypeError:
         return (type(value), id(value)), repr(value)
-    return (type(value), value), repr(value)
+    return exact(value), repr(value)
 
 
 def _global_state() -> tuple[Any, ...]:
