@@ -20,6 +20,7 @@ from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     MeshMismatchError,
     PerDeviceValueError,
     PlacementError,
+    StaleStepError,
     UnsupportedOpError,
     XlaDTensorError,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "PerDeviceValueError",
     "PlacementError",
+    "StaleStepError",
     "UnsupportedOpError",
     "XLADeviceMesh",
     "XLAShardedTensor",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xla_dtensor import tensor_index
+from xla_dtensor.base import epoch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.storage import LayoutStep
 
@@ -28,6 +29,7 @@ _OWN_ATTRIBUTES = frozenset(
 
 
 _DEVICE = torch.device("xla:0")
+_requires_grad: Any = torch.Tensor.requires_grad
 _META = torch.device("meta")
 
 
@@ -129,7 +131,27 @@ class TensorMethods:
         refuse_other_kind(self, value, "an assignment to .data")
         self._become(value)
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether operations on the tensor are recorded for ``backward()``."""
+        return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Start or stop recording; returns the tensor itself."""
+        epoch.tensors.moved()
+        return torch.Tensor.requires_grad_(self, requires_grad)  # type: ignore[arg-type]
+
+    def detach_(self) -> Any:
+        """Forget the tensor's history, in place."""
+        epoch.tensors.moved()
+        return torch.Tensor.detach_(self)  # type: ignore[arg-type]
+
     def _become(self, value: Any) -> None:
+        epoch.tensors.moved()
         torch.Tensor.data.__set__(self, value)
         if isinstance(value, TensorMethods):  # torch moved its own part alone
             self._storage_, self._steps = value._storage_, value._steps

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
 
 class Trace(Protocol):
-    """What is told about storages while operations run on JAX tracers instead of executables."""
+    """What is told about storages while operations run on JAX tracers instead of executables.
+
+    Attributes:
+        scalars: what has been computed from scalars: (their arrays, the results), by the plan and
+            the identity of the arrays.
+    """
+
+    scalars: dict[Any, Any]
 
     def created(self, storage: Storage) -> None:
         """A storage was made inside the trace."""
@@ -40,6 +47,9 @@ class Trace(Protocol):
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         """The Python that is traced decides by what ``read`` gives; ``text`` names it."""
+
+    def backward(self, outputs: Any, keeps_graph: bool, to_leaves: bool) -> None:
+        """A backward pass begins: from ``outputs``, to all leaves or to given tensors."""
 
     def begin_recomputation(self) -> None:
         """``torch.utils.checkpoint`` starts to run a block again, in backward."""

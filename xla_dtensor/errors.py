@@ -44,3 +44,7 @@ class DataDependentError(XlaDTensorError, RuntimeError):
 
 class PerDeviceValueError(XlaDTensorError, RuntimeError):
     """A call whose result would be a different Python value on each device of the one process."""
+
+
+class StaleStepError(XlaDTensorError, RuntimeError):
+    """A compiled step whose audit finds that its Python would now do something else."""

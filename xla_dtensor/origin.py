@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import traceback
@@ -9,17 +10,28 @@ import traceback
 
 def user_frame() -> traceback.FrameSummary | None:
     """The innermost frame outside of torch, JAX and this package."""
-    libraries = tuple(
-        os.path.dirname(os.path.abspath(module.__file__)) + os.sep
-        for module in map(sys.modules.get, ("torch", "jax", "xla_dtensor"))
-        if module is not None and module.__file__ is not None
-    )
     for frame in reversed(traceback.extract_stack()):
-        if frame.filename.startswith("<frozen"):
-            continue  # an import
-        if not os.path.abspath(frame.filename).startswith(libraries):
+        if is_users(frame.filename):
             return frame
     return None
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's, JAX's nor this package's."""
+    if filename.startswith("<frozen"):
+        return False  # an import
+    return not os.path.abspath(filename).startswith(_libraries())
+
+
+def _libraries() -> tuple[str, ...]:
+    # JAX may not be there yet.
+    return _folders(tuple(name for name in ("torch", "jax", "xla_dtensor") if name in sys.modules))
+
+
+@functools.cache
+def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
+    files = [sys.modules[name].__file__ for name in names]
+    return tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in files if f is not None)
 
 
 def user_line() -> str:

@@ -55,7 +55,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> XLAShardedTensor:
         """Start or stop recording; gradients that reach a leaf take on its shardings."""
-        torch.Tensor.requires_grad_(self, requires_grad)
+        super().requires_grad_(requires_grad)
         if requires_grad:
             keep_leaf_gradients_sharded(self)
         return self

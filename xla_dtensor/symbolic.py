@@ -1,7 +1,8 @@
 """Numbers whose value is an input of the program that is being traced.
 
-An optimizer's learning rate is a Python float in torch's code, but must not become a constant of
-the compiled step. While a step is traced it is a ``torch.SymFloat`` over the node below: arithmetic
+An optimizer's learning rate, or an argument that is another number in every call, is a Python
+number in torch's code, but must not become a constant of the compiled step. While a step is traced
+it is a ``torch.SymFloat`` or ``torch.SymInt`` over the node below: arithmetic
 with other numbers gives another such number, an operation with a tensor carries it into dispatch
 (as torch's own dynamic shapes do), and a comparison is decided by its present value, which is
 remembered as a guard.
@@ -20,10 +21,10 @@ GuardSink = Callable[["NumberNode", str, Any], None]
 
 
 class NumberNode:
-    """The node of a ``torch.SymFloat``: a traced number with its present value.
+    """The node of a ``torch.SymFloat`` or ``torch.SymInt``: a traced number with its present value.
 
     Attributes:
-        value: its value in this trace.
+        value: its value in this trace; an int is an integer.
         traced: the weakly typed JAX scalar.
         compute: the value from the values of the trace's number inputs, for guards.
         text: how it is written, for messages.
@@ -44,10 +45,10 @@ class NumberNode:
         self.guard = guard
 
     def is_int(self) -> bool:
-        return False
+        return isinstance(self.value, int)
 
     def is_float(self) -> bool:
-        return True
+        return not isinstance(self.value, int)
 
     def is_bool(self) -> bool:
         return False
@@ -70,18 +71,27 @@ class NumberNode:
     def maybe_as_float(self) -> None:
         return None
 
+    def maybe_as_bool(self) -> None:
+        return None
+
     def _graph_repr(self) -> str:
         return self.text
 
     def wrap_float(self, number: float) -> NumberNode:
         return NumberNode(number, number, lambda inputs: number, repr(number), self.guard)
 
-    def wrap_int(self, number: int) -> NumberNode:
-        return NumberNode(number, number, lambda inputs: number, repr(number), self.guard)
+    wrap_int = wrap_float
 
     def guard_float(self, file: str, line: int) -> float:
         self.guard(self, "==", self.value)
         return float(self.value)
+
+    def guard_int(self, file: str, line: int) -> int:
+        self.guard(self, "==", self.value)
+        return int(self.value)
+
+    def int_(self) -> int:
+        return self.guard_int("", 0)
 
     def guard_bool(self, file: str, line: int) -> bool:
         return bool(self.guard_float(file, line))
@@ -118,8 +128,23 @@ class NumberNode:
             -self.value, -self.traced, lambda inputs: -compute(inputs), f"-{self.text}", self.guard
         )
 
-    def sym_float(self) -> NumberNode:
+    def pos(self) -> NumberNode:
         return self
+
+    def clone(self) -> NumberNode:
+        return self
+
+    def sym_float(self) -> NumberNode:
+        if self.is_float():
+            return self
+        compute = self.compute
+        return NumberNode(
+            float(self.value),
+            self.traced * 1.0,
+            lambda inputs: float(compute(inputs)),
+            self.text,
+            self.guard,
+        )
 
     def sqrt(self) -> NumberNode:
         compute = self.compute
@@ -132,6 +157,25 @@ class NumberNode:
         )
 
     sym_sqrt = sqrt
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other arithmetic of torch's symbolic numbers: it is done with the present values,
+        which become part of the program."""
+        from torch.fx.experimental.sym_node import METHOD_TO_OPERATOR
+
+        function = METHOD_TO_OPERATOR.get(name.removeprefix("sym_"))
+        if function is None or name.startswith("__"):
+            raise AttributeError(name)
+
+        def fixed(*others: NumberNode) -> NumberNode:
+            values = []
+            for node in (self, *others):
+                if node.traced is not node.value:  # not a constant
+                    node.guard(node, "==", node.value)
+                values.append(node.value)
+            return self.wrap_float(function(*values))
+
+        return fixed
 
 
 # torch asks a node for its text by this name.
@@ -161,6 +205,9 @@ class ComparisonNode:
 
     def bool_(self) -> bool:
         return self.outcome
+
+    def int_(self) -> int:
+        return int(self.outcome)
 
     def guard_bool(self, file: str, line: int) -> bool:
         return self.outcome
@@ -197,8 +244,10 @@ _install_operators()
 
 
 def input_number(value: float, traced: Any, index: int, name: str, guard: GuardSink) -> Any:
-    """The number that is input ``index`` of the trace, as a ``torch.SymFloat``."""
-    return torch.SymFloat(NumberNode(value, traced, lambda inputs: inputs[index], name, guard))
+    """The number that is input ``index`` of the trace, as a ``torch.SymFloat`` (``torch.SymInt`` of
+    an int)."""
+    node = NumberNode(value, traced, lambda inputs: inputs[index], name, guard)
+    return torch.SymInt(node) if isinstance(value, int) else torch.SymFloat(node)
 
 
 def symbolic_number(traced: Any) -> Any:
@@ -219,7 +268,15 @@ def symbolic_number(traced: Any) -> Any:
 
 
 def number_value(leaf: Any) -> Any:
-    """The traced JAX scalar of a ``torch.SymFloat``; anything else as it is."""
-    if isinstance(leaf, torch.SymFloat) and isinstance(leaf.node, NumberNode):
+    """The traced JAX scalar of a symbolic number; anything else as it is."""
+    if isinstance(leaf, torch.SymFloat | torch.SymInt) and isinstance(leaf.node, NumberNode):
         return leaf.node.traced
     return leaf
+
+
+def plain_number(leaf: Any) -> Any:
+    """A symbolic number as its present Python number, which it then must keep; anything else as it
+    is."""
+    if isinstance(leaf, torch.SymFloat):
+        return float(leaf)
+    return int(leaf) if isinstance(leaf, torch.SymInt) else leaf

@@ -1,65 +1,293 @@
-"""What a compiled step may not do on the CPU: it would happen once, when the step is traced."""
+"""CPU tensors in a compiled step: what the step computes with them is computed in every call.
+
+Operations on CPU tensors are written down while the step is traced. Those whose result depends on a
+tensor from outside of the step, or on a number that is an input, run again on the host before each
+call, and their results are inputs of the program. What would happen once, when the step is traced,
+is refused: writing to a tensor from outside, drawing random numbers.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from xla_dtensor import _context
+from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.symbolic import NumberNode, plain_number
+from xla_dtensor.transfer import to_numpy
+
+Ours = XLAShardedTensor | XLATensor
+_Symbolic = torch.SymFloat | torch.SymInt
+
+
+class _Input:
+    """A tensor from outside of the step: an argument, or one that it found."""
+
+    __slots__ = ("index", "tensor")
+
+    def __init__(self, tensor: torch.Tensor | None, index: int | None) -> None:
+        self.tensor, self.index = tensor, index
+
+    def read(self, arguments: Arguments) -> torch.Tensor:
+        if self.index is not None:
+            return arguments.tensors[self.index]
+        assert self.tensor is not None
+        return self.tensor
+
+
+class _Value:
+    """A tensor that the step computed: result ``index`` of its operation ``operation``."""
+
+    __slots__ = ("index", "operation")
+
+    def __init__(self, operation: int, index: int) -> None:
+        self.operation, self.index = operation, index
+
+
+class _Operation:
+    __slots__ = ("args", "depends", "func", "grad", "kwargs")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, depends: bool) -> None:
+        self.func, self.args, self.kwargs, self.depends = func, args, kwargs, depends
+
+
+class HostProgram:
+    """The operations on CPU tensors of one step, to be run again.
+
+    Attributes:
+        depends: whether any of them depends on what is outside of the step.
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self.depends = False
+
+    def add(self, func: Any, args: Any, kwargs: Any, depends: bool) -> int:
+        """Write an operation down; its number."""
+        self._operations.append(_Operation(func, args, kwargs, depends))
+        self.depends |= depends
+        return len(self._operations) - 1
+
+    def run(self, arguments: Arguments, numbers: list[float]) -> list[Any]:
+        """The results of all operations, from what the call is given."""
+        results: list[Any] = []
+
+        def value(x: Any) -> Any:
+            if isinstance(x, _Value):
+                return results[x.operation][x.index]
+            if isinstance(x, _Input):
+                return x.read(arguments)
+            if isinstance(x, NumberNode):
+                return x.compute(numbers)
+            return x
+
+        with torch.no_grad(), _disable_current_modes(), _context.active(None):
+            for operation in self._operations:
+                args, kwargs = pytree.tree_map(value, (operation.args, operation.kwargs))
+                out = operation.func(*args, **kwargs)
+                results.append(pytree.tree_leaves(out))
+        return results
 
 
 class HostOperations(TorchDispatchMode):
     """Watches operations on CPU tensors while a step is traced.
 
-    Computing on them is fine (the result is constant, or read again in each call); drawing random
-    numbers or writing to a tensor from outside of the step is not.
+    Attributes:
+        program: what has been written down.
     """
 
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(self, trace: StepTrace, arguments: Arguments) -> None:
         super().__init__()
         self._trace = trace
-        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.program = HostProgram()
+        self._arguments = {id(t): i for i, t in enumerate(arguments.tensors)}
+        # Per tensor that the step made: (weak reference, where its value comes from).
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], _Value]] = {}
+        # Values that the step's Python has looked at: (how to compute one, what it was, text).
+        self.looked_at: list[tuple[Callable[[Arguments, list[Any]], Any], Any, str]] = []
+        self._functions = _HostReads(self)
+
+    def __enter__(self) -> HostOperations:
+        self._functions.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._functions.__exit__(*exc_info)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [
-            x for x in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(x, torch.Tensor)
-        ]
-        if any(isinstance(x, XLAShardedTensor | XLATensor) for x in tensors):
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if any(isinstance(x, Ours) for x in tensors):
             return func(*args, **kwargs)
         device = kwargs.get("device")
-        on_host = device is None or torch.device(device).type == "cpu"
-        if on_host and torch.Tag.nondeterministic_seeded in func.tags:
+        on_host = (device is None or torch.device(device).type == "cpu") and all(
+            x.device.type == "cpu" for x in tensors
+        )
+        if not on_host:
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
             self._trace.refuse(
                 f"random numbers on the CPU ({func}; make them on device='xla'), which"
             )
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._item(tensors[0])
         if func._schema.is_mutable:
             for x in tensors:
-                if x.device.type == "cpu" and not self._is_new(x) and x is _written(func, args):
+                if self._made_here(x) is None and x is _written(func, args, kwargs):
                     self._trace.refuse(
                         f"{func} on a CPU tensor {list(x.shape)} from outside of the step, which "
                         "would be written once, not in every call: it"
                     )
-        result = func(*args, **kwargs)
-        for x in pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor) and not isinstance(x, XLAShardedTensor | XLATensor):
-                self._made[id(x)] = weakref.ref(x)
+        symbolic = any(isinstance(x, _Symbolic) for x in leaves)
+        plain_args, plain_kwargs = args, kwargs
+        if symbolic:
+            plain_args, plain_kwargs = pytree.tree_map(_present, (args, kwargs))
+        if func is torch.ops.aten.lift_fresh.default:
+            # A constant written in the step: torch.tensor(2.0).
+            source = args[0].detach().clone() if self._made_here(args[0]) is None else args[0]
+            result = func(*plain_args, **plain_kwargs)
+            number = self.program.add(
+                torch.ops.aten.clone.default, self._symbols((source,)), {}, False
+            )
+        else:
+            depends = symbolic or any(map(self._depends, tensors))
+            written_args, written_kwargs = self._symbols((args, kwargs))
+            result = func(*plain_args, **plain_kwargs)
+            number = self.program.add(func, written_args, written_kwargs, depends)
+        for i, x in enumerate(pytree.tree_leaves(result)):
+            if isinstance(x, torch.Tensor) and not isinstance(x, Ours):
+                if self._made_here(x) is None:
+                    self._made[id(x)] = weakref.ref(x), _Value(number, i)
         return result
 
-    def _is_new(self, tensor: torch.Tensor) -> bool:
-        reference = self._made.get(id(tensor))
-        return reference is not None and reference() is tensor
+    # --- where values come from ---------------------------------------------------------------
 
+    def _made_here(self, tensor: torch.Tensor) -> _Value | None:
+        known = self._made.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
 
-def _written(func: Any, args: Any) -> Any:
-    """The positional argument that ``func`` writes to."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+    def _depends(self, tensor: torch.Tensor) -> bool:
+        made = self._made_here(tensor)
+        # A tensor that the step made may have been written since; what is written down says by
+        # what, so all of it runs again as soon as anything depends.
+        return self.program.depends if made is not None else True
+
+    def use(self, tensor: torch.Tensor) -> Any:
+        """A CPU tensor's value of this moment is used: where it comes from in later calls.
+
+        An `_Input`, a `_Value` of the host's program, or None for a constant.
+        """
+        made = self._made_here(tensor)
+        if made is None:
+            index = self._arguments.get(id(tensor))
+            return _Input(tensor if index is None else None, index)
+        if not self.program.depends:
+            return None
+        # The step may write to the tensor later on.
+        return _Value(self.program.add(torch.ops.aten.clone.default, (made,), {}, True), 0)
+
+    def _symbols(self, value: Any) -> Any:
+        def symbol(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                made = self._made_here(x)
+                if made is not None:
+                    return made
+                index = self._arguments.get(id(x))
+                return _Input(x if index is None else None, index)
+            if isinstance(x, _Symbolic):
+                return x.node
+            return x
+
+        return pytree.tree_map(symbol, value)
+
+    # --- values in Python ---------------------------------------------------------------------
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        """``tensor.item()``: an input of the program where the value is a float that is there
+        before the step begins, else part of the program."""
+        with _disable_current_modes():
+            value = tensor.item()
+        source = self.use(tensor)
+        if source is None:
             return value
+        if isinstance(source, _Input) and isinstance(value, float):
+            return self._trace.number(
+                lambda arguments: source.read(arguments).item(),
+                value,
+                f"the item of a CPU tensor {list(tensor.shape)}",
+            )
+        self._looked(source, tensor, f"the item of a CPU tensor {list(tensor.shape)}")
+        return value
+
+    def _looked(self, source: Any, tensor: torch.Tensor, text: str) -> None:
+        compute = self.reader(source)
+
+        def read(arguments: Arguments, results: list[Any]) -> Any:
+            return _as_plain(compute(arguments, results))
+
+        with _disable_current_modes():
+            self.looked_at.append((read, _as_plain(tensor), text))
+
+    def look(self, tensor: torch.Tensor, text: str) -> None:
+        """The step's Python is given a CPU tensor's values: they become part of the program."""
+        source = self.use(tensor)
+        if source is not None:
+            self._looked(source, tensor, f"{text} of a CPU tensor {list(tensor.shape)}")
+
+    def reader(self, source: Any) -> Callable[[Arguments, list[Any]], torch.Tensor]:
+        """A function that gives the value of a source from the arguments and the results of the
+        host's program."""
+        if isinstance(source, _Input):
+            return lambda arguments, results: source.read(arguments)
+        operation, index = source.operation, source.index
+        return lambda arguments, results: results[operation][index]
+
+
+class _HostReads(TorchFunctionMode):
+    """Sees what hands out a CPU tensor's memory without an operation."""
+
+    def __init__(self, operations: HostOperations) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and args and type(args[0]) in _PLAIN and args[0].device.type == "cpu":
+            self._operations.look(args[0], f"{func.__name__}()")
+        return func(*args, **(kwargs or {}))
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
+
+
+def _present(x: Any) -> Any:
+    # Only this once: later calls compute it from the number that they read.
+    return x.node.value if isinstance(x, _Symbolic) and isinstance(x.node, NumberNode) else (
+        plain_number(x)
+    )
+
+
+def _as_plain(tensor: torch.Tensor) -> Any:
+    """A CPU tensor's value in a form that can be compared."""
+    array = to_numpy(tensor)
+    return str(tensor.dtype), array.shape, array.tobytes()
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """The argument that ``func`` writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return args[i] if i < len(args) else kwargs.get(argument.name)
     return None

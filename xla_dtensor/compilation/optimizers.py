@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 import torch
+from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -14,99 +17,305 @@ from torch.optim.optimizer import (
 )
 
 from xla_dtensor import _context
+from xla_dtensor._common import TensorMethods
+from xla_dtensor.compilation.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import device_form
 from xla_dtensor.storage import Storage
+from xla_dtensor.transfer import to_numpy
+
+# Numbers of param groups that torch's formulas only compute with, whatever their Python type:
+# `weight_decay=0` may become 0.1 later. Other ints decide something and are part of the program.
+_COMPUTED_WITH = frozenset(
+    {
+        *("lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "rho", "lambd", "t0"),
+        *("lr_decay", "initial_accumulator_value", "momentum_decay", "beta2_decay", "d"),
+    }
+)
+
+
+class Changed(Exception):
+    """A hyperparameter is no longer of the kind that the program was made for."""
+
+
+class SteppedOptimizer:
+    """An optimizer whose ``step`` runs in the compiled step.
+
+    Attributes:
+        optimizer: the optimizer.
+        name: how to call it in messages; two of one class are told apart.
+        numbers: per param group the keys whose numbers are inputs of the program.
+        state: its state before the trace.
+        groups: the param groups' values before the trace.
+    """
+
+    def __init__(self, optimizer: Optimizer, name: str) -> None:
+        self.optimizer = optimizer
+        self.name = name
+        self.numbers: list[set[str]] = []
+        self.state = {p: dict(s) for p, s in optimizer.state.items()}
+        self.groups = [dict(group) for group in optimizer.param_groups]
+
+    def undo(self) -> None:
+        """Give the optimizer the state that it had before the trace."""
+        self.optimizer.state.clear()
+        self.optimizer.state.update({p: dict(s) for p, s in self.state.items()})
+
+    def made_state(self) -> bool:
+        """Whether the step has filled state that wasn't there."""
+        return any(
+            key not in self.state.get(p, {})
+            for p, state in self.optimizer.state.items()
+            for key in state
+        )
+
+    def is_steady(self) -> bool:
+        """Whether a step that finds the state of the first one computes the same.
+
+        True of torch's own, which fill their state and go on as ever; SGD's first step takes the
+        gradient as its momentum. Of others nobody knows, until the step is traced again.
+        """
+        cls = type(self.optimizer)
+        return cls.__module__.startswith("torch.optim.") and cls is not torch.optim.SGD
+
+    def check(self) -> None:
+        """Refuse what the step's Python has done to the optimizer, which would happen once.
+
+        Raises:
+            DataDependentError: a hyperparameter has been changed, or a number in the state.
+        """
+        for index, (before, group) in enumerate(
+            zip(self.groups, self.optimizer.param_groups, strict=False)
+        ):
+            for key in group:
+                was, now = before.get(key), group.get(key)
+                if key != "params" and was is not now and not _equal(was, now):
+                    raise DataDependentError(
+                        f"the step changes {self.name}.param_groups[{index}][{key!r}] from {was!r} "
+                        f"to {now!r}, which would happen when the step is "
+                        "traced, not in every call: do it outside of the compiled step"
+                    )
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    raise DataDependentError(
+                        f"{self.name} keeps a Python number, {key!r} = {value!r}, in its state: it "
+                        "would count the traces, not the steps; keep it as a tensor "
+                        "(torch.tensor(0.0, device=parameter.device))"
+                    )
 
 
 class OptimizerHooks:
     """While it is entered, every ``optimizer.step()`` reads its hyperparameters as traced numbers.
 
-    A float in ``param_groups`` (``lr``, ``weight_decay``, ``betas``...) is replaced during the call
-    by a number that is an input of the program; afterwards the group is as it was.
+    A number in ``param_groups`` (``lr``, ``weight_decay``, ``betas``...) is replaced during the
+    call by one that is an input of the program; afterwards the group is as it was.
+
+    Args:
+        known: the param groups before the step, of the optimizers that it is known to reach.
+        schedulers: the schedulers' steps that the step puts off.
+
+    Attributes:
+        stepped: the optimizers seen, by id.
     """
 
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(
+        self,
+        trace: StepTrace,
+        known: dict[int, list[dict[str, Any]]],
+        schedulers: DeferredSchedulers,
+    ) -> None:
         self._trace = trace
+        self._known = known
+        self._schedulers = schedulers
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._states: dict[int, tuple[Optimizer, dict[Any, dict[str, Any]]]] = {}
+        self.stepped: dict[int, SteppedOptimizer] = {}
 
     def __enter__(self) -> OptimizerHooks:
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
+        self._zero_grads = [(cls, cls.zero_grad) for cls in (Optimizer, nn.Module)]
+        for cls, zero_grad in self._zero_grads:
+            cls.zero_grad = self._seeing(zero_grad)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for handle in self._handles:
             handle.remove()
+        for cls, zero_grad in self._zero_grads:
+            cls.zero_grad = zero_grad  # type: ignore[method-assign]
         while self._saved:
             group, original = self._saved.pop()
             group.update(original)
 
     def undo(self) -> None:
         """Give the optimizers the state that they had before the trace."""
-        for optimizer, state in self._states.values():
-            optimizer.state.clear()
-            optimizer.state.update(state)
+        for stepped in self.stepped.values():
+            stepped.undo()
+
+    def _seeing(self, zero_grad: Any) -> Any:
+        """``zero_grad`` that tells the trace about it."""
+
+        def seen(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            result = zero_grad(owner, *args, **kwargs)
+            if _context.current() is self._trace:
+                if isinstance(owner, Optimizer):
+                    self._trace.cleared(p for g in owner.param_groups for p in g["params"])
+                else:
+                    self._trace.cleared(owner.parameters())
+            return result
+
+        return seen
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        trace = self._trace
-        if id(optimizer) not in self._states:
-            self._states[id(optimizer)] = (
-                optimizer,
-                {p: dict(s) for p, s in optimizer.state.items()},
-            )
-        _move_step_counts(optimizer)
-        name = type(optimizer).__name__
-        for index, group in enumerate(optimizer.param_groups):
-            changed: dict[str, Any] = {}
-            for key, value in group.items():
-                where = f"{name}.param_groups[{index}][{key!r}]"
-                if type(value) is float:
-                    number = trace.number(partial(_hyperparameter, group, key), where)
-                    fused = key == "lr" and group.get("fused")
-                    changed[key] = _as_tensor(number) if fused else number
-                elif type(value) is tuple and value and all(type(v) is float for v in value):
-                    changed[key] = tuple(
-                        trace.number(partial(_hyperparameter, group, key, i), f"{where}[{i}]")
-                        for i in range(len(value))
-                    )
-            if "capturable" in group:
-                changed["capturable"] = True  # the step count is a tensor on the devices
-            self._saved.append((group, {key: group[key] for key in changed}))
-            group.update(changed)
-        trace.in_optimizer += 1
+        if _context.current() is not self._trace:
+            return  # another thread's
+        stepped = self.stepped.get(id(optimizer))
+        if stepped is None:
+            name = type(optimizer).__name__
+            same = sum(type(s.optimizer) is type(optimizer) for s in self.stepped.values())
+            name = name if not same else f"{name} ({same + 1})"
+            stepped = SteppedOptimizer(optimizer, name)
+            stepped.groups = self._known.get(id(optimizer), stepped.groups)
+            self.stepped[id(optimizer)] = stepped
+            self._share_counters(optimizer)
+        self._schedulers.check_optimizer(optimizer)
+        stepped.check()
+        stepped.numbers = [
+            self._trace_numbers(stepped, index, group)
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+        self._trace.in_optimizer += 1
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _context.current() is not self._trace:
+            return
         self._trace.in_optimizer -= 1
         for _ in optimizer.param_groups:
             group, original = self._saved.pop()
             group.update(original)
 
+    def _trace_numbers(
+        self, stepped: SteppedOptimizer, index: int, group: dict[str, Any]
+    ) -> set[str]:
+        """Put traced numbers into a param group; the keys that got one."""
+        changed: dict[str, Any] = {}
+        for key, value in group.items():
+            if key == "params":
+                continue
+            where = f"{stepped.name}.param_groups[{index}][{key!r}]"
+            read = partial(_hyperparameter, stepped.optimizer, index, key)
+            if _is_number(key, value):
+                number = self._trace.number(partial(read, None), float(value), where)
+                fused = key == "lr" and group.get("fused")
+                changed[key] = _as_tensor(number) if fused else number
+            elif type(value) is tuple and value and all(_is_number(None, v) for v in value):
+                changed[key] = tuple(
+                    self._trace.number(partial(read, i), float(v), f"{where}[{i}]")
+                    for i, v in enumerate(value)
+                )
+            elif isinstance(value, torch.Tensor) and not isinstance(value, TensorMethods):
+                # lr=torch.tensor(0.1), which a scheduler fills: the number that it holds.
+                if value.numel() == 1 and value.is_floating_point():
+                    item = partial(_tensor_hyperparameter, stepped.optimizer, index, key)
+                    number = self._trace.number(item, _item(value), where)
+                    changed[key] = _as_tensor(number, value.dtype)
+        keys = set(changed)
+        if "capturable" in group:
+            changed["capturable"] = True  # the step count is a tensor on the devices
+        self._saved.append((group, {key: group[key] for key in changed}))
+        group.update(changed)
+        return keys
 
-def _hyperparameter(group: dict[str, Any], key: str, index: int | None = None) -> float:
-    return group[key] if index is None else group[key][index]
-
-
-def _move_step_counts(optimizer: Optimizer) -> None:
-    """Step counts that eager steps kept on the CPU live on the devices from now on."""
-    with _context.active(None), jax.ensure_compile_time_eval():
+    def _share_counters(self, optimizer: Optimizer) -> None:
+        """Step counts live on the devices from now on, and equal ones are one array."""
+        trace = self._trace
+        found: list[tuple[dict[str, Any], str, Any]] = []
         for state in optimizer.state.values():
             for key, value in state.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.ndim == 0
-                    and value.device.type == "cpu"
-                ):
-                    state[key] = value.to("xla")
+                if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad:
+                    continue
+                if isinstance(value, TensorMethods):
+                    storage = value._storage_
+                    if value._steps or trace.uses(storage) or storage.form.varying:
+                        continue
+                    if storage.form.is_sharded:
+                        continue
+                elif value.device.type != "cpu":
+                    continue
+                found.append((state, key, value))
+        with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            ours = [v._storage_.array for _, _, v in found if isinstance(v, TensorMethods)]
+            values = iter(jax.device_get(ours))
+            for state, key, tensor in found:
+                if isinstance(tensor, TensorMethods):
+                    storage = tensor._storage_
+                    storage.array = trace.counter(storage.form, np.asarray(next(values)).item())
+                else:
+                    form = device_form(None, (), dtype=tensor.dtype)
+                    array = trace.counter(form, to_numpy(tensor).item())
+                    state[key] = XLATensor(Storage(array, form), form)
 
 
-def _as_tensor(number: Any) -> XLATensor:
+def _is_number(key: str | None, value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return False
+    if isinstance(value, float | np.floating):
+        return True
+    return key in _COMPUTED_WITH and isinstance(value, int | np.integer)
+
+
+def _hyperparameter(
+    optimizer: Optimizer, index: int, key: str, element: int | None, arguments: Any
+) -> float:
+    """The present value of a number in a param group.
+
+    Raises:
+        Changed: there is no number any more.
+    """
+    try:
+        value = optimizer.param_groups[index][key]
+        if element is not None:
+            value = value[element]
+    except (LookupError, TypeError):
+        raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]") from None
+    if type(value) is float:
+        return value
+    if not _is_number(None if element is not None else key, value):
+        raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}")
+    return float(value)
+
+
+def _tensor_hyperparameter(
+    optimizer: Optimizer, index: int, key: str, arguments: Any
+) -> float:
+    """The same of a number in a CPU tensor."""
+    try:
+        value = optimizer.param_groups[index][key]
+    except LookupError:
+        value = None
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.numel() != 1:
+        raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}")
+    return _item(value)
+
+
+def _item(tensor: torch.Tensor) -> float:
+    return float(to_numpy(tensor).item())
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return False
+    return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a)))
+
+
+def _as_tensor(number: Any, dtype: torch.dtype = torch.float64) -> XLATensor:
     """A traced number as a 0-d tensor (fused optimizers take the learning rate so)."""
-    form = device_form(None, (), dtype=torch.float64)
+    form = device_form(None, (), dtype=dtype)
     with jax.enable_x64(True):
-        array = jax.numpy.asarray(number.node.traced, dtype=jax.numpy.float64)
+        array = jax.numpy.asarray(number.node.traced, dtype=form.jax_dtype)
     return XLATensor(Storage(array, form), form)

@@ -1,9 +1,9 @@
-"""One traced and compiled form of a step."""
+"""One compiled form of a step: an executable, what must hold for it to run, and its effects."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,362 +11,534 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from torch.utils import _pytree as pytree
 
-from xla_dtensor import _context, rng
-from xla_dtensor.compilation.arguments import Arguments, modules_of, training_flags
-from xla_dtensor.compilation.garbage import NewObjects
-from xla_dtensor.compilation.host_ops import HostOperations
-from xla_dtensor.compilation.optimizers import OptimizerHooks
-from xla_dtensor.compilation.trace import Guard, Number, StepTrace
+from xla_dtensor import rng
+from xla_dtensor.base import epoch
+from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.history import Call, Split, WithHistory, cotangent
+from xla_dtensor.compilation.optimizers import Changed
+from xla_dtensor.compilation.trace import Decision
+from xla_dtensor.compilation.traced import Existing, GivenBack, Source, Template, Traced, View
 from xla_dtensor.device_tensor import XLATensor
-from xla_dtensor.dispatch import logical_value
 from xla_dtensor.form import Form
-from xla_dtensor.per_device import logical
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage
+from xla_dtensor.storage import Pending, Storage
+from xla_dtensor.transfer import to_numpy
+
+_value, _form_of = operator.attrgetter("value"), operator.attrgetter("form")
+
+
+class Prepared:
+    """What the checks of a call have computed, and its launch needs.
+
+    Attributes:
+        numbers: the values of the program's numbers.
+        host: the results of the host's operations.
+    """
+
+    __slots__ = ("host", "numbers")
+
+    def __init__(self, numbers: list[float], host: list[Any]) -> None:
+        self.numbers, self.host = numbers, host
 
 
 class Program:
-    """One traced and compiled form of the step, valid while its guards hold."""
+    """One traced and compiled form of the step, valid while its guards hold.
+
+    Attributes:
+        compiled: the ``jax.stages.Compiled``.
+        newly_compiled: whether XLA had to compile it.
+        stale: why the next call has to trace again whatever it finds, or None.
+        why_not: what `mismatch` said last.
+    """
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        traced: Traced,
         arguments: Arguments,
-        known_leaves: list[Any],
-        executables: dict[str, Any],
+        executables: dict[Any, Any],
         compiler_options: dict[str, Any] | None,
+        lower_only: bool = False,
     ) -> None:
-        self._compiler_options = compiler_options
-        self.stale = False
-        with_grad_at_entry = {
-            id(leaf)
-            for leaf in (reference() for reference in known_leaves)
-            if leaf is not None and leaf.grad is not None
-        }
-        self._modules = modules_of(function, arguments)
-        self._training = training_flags(self._modules)
-        trace = StepTrace()
-        hooks = OptimizerHooks(trace)
-        result: dict[str, Any] = {}
-
-        def traced() -> list[Any]:
-            args, kwargs = arguments.unflatten()
-            with hooks:
-                out = function(*args, **kwargs)
-            result["out"] = out
-            del out, args, kwargs
-            return self._outputs(trace, result)
-
-        was_compiling = torch.compiler._is_compiling_flag
-        torch.compiler._is_compiling_flag = True
-        try:
-            with (
-                NewObjects(),
-                _context.active(trace),
-                HostOperations(trace),
-                torch.autograd.set_multithreading_enabled(False),
-                jax.enable_x64(True),
-            ):
-                closed = jax.make_jaxpr(traced)()
-        except BaseException:
-            hooks.undo()
-            raise
-        finally:
-            torch.compiler._is_compiling_flag = was_compiling
-            trace.undo()
-        self._frame = trace.frame
-        self._numbers: list[Number] = trace.numbers
-        self._guards: list[Guard] = _unique_guards(trace.guards)
+        self.traced = self._traced = traced
+        self.effects = traced.effects
+        self.changed_path: str | None = None
+        trace = traced.trace
+        self.watch = traced.watch
+        self._frame = traced.frame
+        self._numbers = trace.numbers
+        self._decisions = _unique(trace.decisions)
         self._settings = trace.settings
-        self._random_operations = trace.random_operations_done
-        self.leaf_references = [reference for reference, _ in trace.leaves.values()]
+        self._host = traced.host.program if traced.host.program.depends else None
+        self._looked_at = traced.host.looked_at
+        self._random_operations = traced.random_operations
+        self._outside = list(trace.outside.values())
+        self._epoch = epoch.tensors.value
+        self.stale: str | None = None
+        self._forms = [form.placed(self._frame) for form in traced.forms]
         # Whether a leaf has a .grad when the step begins matters, unless the step was seen to clear
         # it before it looked.
-        self._leaves = [
-            (reference, grad is not None)
-            for key, (reference, grad) in trace.leaves.items()
-            if not (grad is None and key in with_grad_at_entry)
-        ]
-        self._collect_inputs(trace, arguments, closed.consts)
-        self._compile(closed, arguments, executables)
-        del closed
-
-    # --- what the trace gives ----------------------------------------------------------------
-
-    def _outputs(self, trace: StepTrace, result: dict[str, Any]) -> list[Any]:
-        """Called at the end of the trace: the arrays that the program returns."""
-        trace.random_operations_done = trace.random_operations()
-        self._grads: list[tuple[Any, _Template]] = []
-        arrays: list[Any] = []
-        self._forms: list[Form] = []
-
-        def emit(array: Any, form: Form) -> int:
-            arrays.append(form.physical(array))
-            self._forms.append(form)
-            return len(arrays) - 1
-
-        flat, self._result_tree = pytree.tree_flatten(result.pop("out"))
-        self._results: list[Any] = []
-        for value in flat:
-            if isinstance(value, XLAShardedTensor | XLATensor):
-                if not trace.owns(value._storage_):
-                    self._results.append(_Existing(value))
-                    continue
-                form = value._form if value._steps else value._storage_.form
-                form = form.reduced()
-                self._results.append(_Template(emit(logical_value(value), form), form))
-            else:
-                self._results.append(_Existing(value))
-        del flat
-        value = None
-        for reference, before in trace.leaves.values():
-            leaf = reference()
-            grad = None if leaf is None else leaf.grad
-            if leaf is None or grad is before:
-                continue
-            template = None
-            if grad is not None:
-                form = grad._form.reduced()
-                template = _Template(emit(logical_value(grad), form), form)
-            self._grads.append((reference, template))  # type: ignore[arg-type]
-            leaf.grad = before
-        grad = None
-        gc.collect()  # what only cycles still hold isn't left behind
-        self._written: list[tuple[int, int]] = []
-        self._captured = sorted(
-            (c for c in trace.captured if c.first_use is not None),
-            key=lambda c: c.first_use,  # type: ignore[arg-type, return-value]
-        )
-        for position, captured in enumerate(self._captured):
-            storage = captured.storage
-            if captured.written and storage is not None:
-                index = emit(logical(storage.array, storage.form), storage.form.reduced())
-                self._written.append((position, index))
-        self._made_state = any(c.fill_value is not None and c.storage for c in self._captured)
-        self._left: list[tuple[Storage, int]] = []
-        for storage in trace.left_behind():
-            if isinstance(storage.array, jax.core.Tracer):
-                form = storage.form.reduced()
-                self._left.append((storage, emit(logical(storage.array, storage.form), form)))
-        return arrays
-
-    def _collect_inputs(self, trace: StepTrace, arguments: Arguments, consts: list[Any]) -> None:
-        """Say for each constant of the jaxpr where its value comes from in later calls."""
-        by_id: dict[int, _Source] = {}
-        grads = {
-            id(grad._storage_): reference
-            for reference, grad in trace.leaves.values()
-            if grad is not None
-        }
-        of_arguments = {
-            id(t._storage_): i
-            for i, t in enumerate(arguments.tensors)
-            if isinstance(t, XLAShardedTensor | XLATensor)
-        }
-        donated = {position for position, _ in self._written}
-        self._slots: list[_Source] = []
-        for position, captured in enumerate(self._captured):
-            source = _Source("state", position, donated=position in donated)
-            if captured.storage is None:
-                source = _Source("fill", position)
-            elif id(captured.storage) in of_arguments:
-                source.kind, source.what = "argument", of_arguments[id(captured.storage)]
-                source.position = position
-            elif id(captured.storage) in grads:
-                source.kind, source.what = "grad", grads[id(captured.storage)]
-                source.position = position
-            by_id[id(captured.array)] = source
-            self._slots.append(source)
-        for tensor, array in trace.host_tensors.values():
-            index = next((i for i, t in enumerate(arguments.tensors) if t is tensor), None)
-            what = tensor if index is None else index
-            by_id[id(array)] = _Source("host", what)
-        for i, number in enumerate(self._numbers):
-            by_id[id(number.array)] = _Source("number", i)
-        by_id[id(trace.rng_words)] = _Source("rng", None)
-        self._sources = [by_id.get(id(const), _Source("constant", const)) for const in consts]
+        self._leaves = [o for o in self._outside if o.takes_gradient and not o.cleared]
+        self._jaxpr = traced.closed.jaxpr
+        self._plan_inputs(arguments)
+        self._compile(executables, compiler_options, arguments, lower_only)
 
     # --- compiling ---------------------------------------------------------------------------
 
-    def _compile(self, closed: Any, arguments: Arguments, executables: dict[str, Any]) -> None:
-        sources, captured = self._sources, self._captured
-        variable = [s for s in sources if s.kind not in ("constant", "fill")]
-        self._donated = [s for s in variable if s.donated]
-        self._kept = [s for s in variable if not s.donated]
-        order = {id(s): (0, i) for i, s in enumerate(self._donated)}
-        order |= {id(s): (1, i) for i, s in enumerate(self._kept)}
-        jaxpr = closed.jaxpr
-        evaluate = jaxpr_as_fun
+    def _plan_inputs(self, arguments: Arguments) -> None:
+        """The order of the program's inputs: arrays that it overwrites (donated), arrays that it
+        keeps, arrays of the host, and one array with all numbers and the generator's state."""
+        traced = self._traced
+        used: dict[int, Source] = {}
+        for source in traced.sources:
+            used.setdefault(id(source), source)
+        self._arrays = [s for s in used.values() if s.kind in ("state", "argument", "grad")]
+        # Not the counters: they are four bytes, and others may hold their array.
+        donated = [s for s in self._arrays if s.writes and len(s.storages) == 1]
+        kept = [s for s in self._arrays if not (s.writes and len(s.storages) == 1)]
+        self._donated, self._kept = _Arrays(donated), _Arrays(kept)
+        self._hosts = [s for s in used.values() if s.kind == "host"]
+        self._uses_words = any(s.kind in ("number", "rng") for s in used.values())
+        # Written without having been read: not inputs, but their storages get outputs.
+        self._writes = [
+            (index, source, storages)
+            for source in traced.slots
+            for index, storages in source.writes
+        ]
 
-        def step(donated: list[Any], kept: list[Any]) -> list[Any]:
-            inputs = (donated, kept)
-            consts = []
+    def _resolver(self) -> Callable[..., list[Any]]:
+        """A function from the program's inputs to the constants of the jaxpr."""
+        sources, count = self._traced.sources, len(self._numbers)
+        where: dict[int, tuple[int, int]] = {}
+        for group, members in enumerate((self._donated.sources, self._kept.sources, self._hosts)):
+            where |= {id(source): (group, i) for i, source in enumerate(members)}
+        integers = [number.integer for number in self._numbers]
+
+        def number(words: Any, i: int) -> Any:
+            dtype = jnp.int64 if integers[i] else jnp.float64
+            return jax.lax.bitcast_convert_type(words[2 * i : 2 * i + 2], dtype)
+
+        def constants(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
+            inputs = (donated, kept, hosts)
+            found = []
             for source in sources:
                 if source.kind == "constant":
-                    consts.append(source.what)
+                    found.append(source.what)
                 elif source.kind == "fill":
-                    state = captured[source.what]
-                    consts.append(
-                        jnp.full(state.form.array_shape, state.fill_value, state.form.jax_dtype)
-                    )
+                    form, value = source.what.form, source.what.fill_value
+                    found.append(jnp.full(form.array_shape, value, form.jax_dtype))
+                elif source.kind == "number":
+                    found.append(number(words, source.what))
+                elif source.kind == "rng":
+                    found.append(words[2 * count : 2 * count + 4])
+                elif source.kind == "cotangent":
+                    found.append(None)
                 else:
-                    group, index = order[id(source)]
-                    consts.append(inputs[group][index])
-            return evaluate(jax.extend.core.ClosedJaxpr(jaxpr, consts))()
+                    group, index = where[id(source)]
+                    found.append(inputs[group][index])
+            return found
 
+        return constants
+
+    def _compile(
+        self,
+        executables: dict[Any, Any],
+        options: dict[str, Any] | None,
+        arguments: Arguments,
+        lower_only: bool,
+    ) -> None:
+        jaxpr, evaluate, history = self._jaxpr, jaxpr_as_fun, self._traced.history
+        constants = self._resolver()
         shardings = [self._sharding(form) for form in self._forms]
-        any_sharding = any(s is not None for s in shardings)
-        options = {"out_shardings": shardings} if any_sharding else {}
+        self._outputs = list(range(len(self._forms)))
+        self._split: Split | None = None
+        if history is not None:
+            cotangents: list[int | None] = [None] * len(history.cotangents)
+            for i, source in enumerate(self._traced.sources):
+                if source.kind == "cotangent":
+                    cotangents[source.what] = i
+            gradients = [g[0] for g in history.gradients if g is not None]
+            late = set(gradients)
+            self._outputs = [i for i in self._outputs if i not in late]
+            self._split = Split(jaxpr, cotangents, gradients, self._outputs)
+            self._backward_uses = [i for i in cotangents if i is not None]
+            self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
+            jaxpr = self._split.forward
+            shardings = [shardings[i] for i in self._outputs]
+            shardings += [None] * self._split.residuals
+            passed = self._split.constants
+            self._constants = jax.jit(lambda *inputs: [constants(*inputs)[i] for i in passed])
+            grad_shardings = [self._sharding(self._forms[i]) for i in gradients]
+            backward = self._split.backward
+            self._backward = jax.jit(
+                lambda inputs: evaluate(ClosedJaxpr(backward, []))(*inputs),
+                out_shardings=grad_shardings if any(grad_shardings) else None,
+            )
+        self._place_of = {output: i for i, output in enumerate(self._outputs)}
+
+        def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
+            found = constants(donated, kept, hosts, words)
+            if history is not None:
+                found = [0 if value is None else value for value in found]
+            return evaluate(ClosedJaxpr(jaxpr, found))()
+
+        jit_options: dict[str, Any] = {}
+        if any(s is not None for s in shardings):
+            jit_options["out_shardings"] = shardings
+        donate = 0 if history is None else ()
         with jax.enable_x64(True):
-            jitted = jax.jit(step, donate_argnums=0, **options)
-            donated, kept = self._gather(arguments)
-            lowered = jitted.lower(donated, kept)
+            jitted = jax.jit(step, donate_argnums=donate, **jit_options)
+            prepared = self._prepared = self._prepare(arguments)
+            inputs = self._gather(arguments, prepared)
+            lowered = jitted.lower(*inputs)
+            if lower_only:
+                self.lowered = lowered
+                return
             # A trace that came to the same program (the step's Python found state in place that an
-            # earlier trace made) costs no compilation.
+            # earlier trace made) costs no compilation. The text doesn't say on which devices.
+            devices = None if self._frame is None else tuple(self._frame.device_ids)
             text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-            self.newly_compiled = text not in executables
+            key = text, devices, lowered.in_tree, _layouts(inputs)
+            self.newly_compiled = key not in executables
             if self.newly_compiled:
-                executables[text] = lowered.compile(self._compiler_options)
-            self.compiled = executables[text]
+                executables[key] = lowered.compile(options)
+            self.compiled = executables[key]
 
     def _sharding(self, form: Form) -> Any:
         if form.sharding is not None or self._frame is None:
             return form.sharding
         return self._frame.replicated
 
-    # --- running -----------------------------------------------------------------------------
+    # --- checking ----------------------------------------------------------------------------
 
     def mismatch(self, arguments: Arguments) -> str | None:
         """Why this program can't run now, or None."""
-        if self.stale:
-            return "the first call made state that the step now finds in place"
-        for slot in self._slots:
-            captured = self._captured[slot.position]
-            if slot.kind != "state" or captured.storage is None:
-                continue
-            form = captured.storage.form
-            if form is not captured.form and not _same_kind(form, captured.form):
-                return f"captured state: from {captured.form!r} to {form!r}"
-        for reference, had_grad in self._leaves:
-            leaf = reference()
-            if leaf is not None and (leaf.grad is not None) != had_grad:
-                return (
-                    f"the .grad of a parameter of shape {list(leaf.shape)}: from "
-                    f"{'a tensor' if had_grad else 'None'} to "
-                    f"{'None' if had_grad else 'a tensor'}"
-                )
-        if self._guards:
-            values = [number.read() for number in self._numbers]
-            for guard in self._guards:
-                if guard.compute(values) != guard.outcome:
-                    return f"the step decided {guard.text}, which holds no longer"
-        if training_flags(self._modules) != self._training:
-            return "a module was switched between train() and eval()"
+        self.changed_path = None
+        if self.stale is not None:
+            return self.stale
+        if not self.watch.untouched():
+            difference = self._look_closer()
+            if difference is not None:
+                return difference
+        if self._epoch != epoch.tensors.value:
+            for outside in self._outside:
+                changed = outside.changed()
+                if changed is not None:
+                    return changed
+            self._epoch = epoch.tensors.value
+        for outside in self._leaves:
+            leaf = outside.reference()
+            if leaf is not None and not _same_grad(leaf.grad, outside.grad):
+                return _grad_text(leaf, outside.grad)
+        for index, storage in self._traced.bound_arguments:
+            if arguments.tensors[index]._storage_ is not storage:
+                return "an argument, which was a tensor that the step uses anyway"
+        if self._traced.free_arguments:
+            own = self._own_storages()
+            for index in self._traced.free_arguments:
+                if id(arguments.tensors[index]._storage_) in own:
+                    return "an argument, which is a tensor that the step uses anyway"
+        difference = self._donated.mismatch(self, arguments)
+        difference = difference or self._kept.mismatch(self, arguments)
+        if difference is not None:
+            return difference
         for read, (value, text) in self._settings.items():
             if read() != value:
                 return f"{text}: from {value!r} to {read()!r}"
+        try:
+            self._prepared = self._prepare(arguments)
+        except Changed as changed:
+            return str(changed)
+        for decision in self._decisions:
+            if decision.compute(self._prepared.numbers) != decision.outcome:
+                return f"the step decided {decision.text}, which holds no longer"
+        for look, was, text in self._looked_at:
+            if look(arguments, self._prepared.host) != was:
+                return f"{text}, which is part of the program"
         return None
 
-    def run(self, arguments: Arguments) -> Any:
-        """Execute the program and put its effects in place."""
-        with jax.enable_x64(True):
-            donated, kept = self._gather(arguments)
-            arrays = self.compiled(donated, kept)
-        rng.advance(self._random_operations)
-        for position, index in self._written:
-            storage = self._storage_of(position, arguments)
-            storage.write(arrays[index], self._placed(self._forms[index]))
-        for reference, template in self._grads:
-            leaf = reference()
-            if leaf is not None:
-                leaf.grad = None if template is None else self._tensor(template, arrays)
-        for storage, index in self._left:
-            storage.write(arrays[index], self._placed(self._forms[index]))
-        if self._left or self._made_state:
-            # The next call traces again: it finds this state in place of making it, and may come to
-            # another program.
-            self.stale = True
-            self._left, self._made_state = [], False
-        results = [
-            r.value if isinstance(r, _Existing) else self._tensor(r, arrays) for r in self._results
-        ]
-        return pytree.tree_unflatten(results, self._result_tree)
-
-    def _tensor(self, template: _Template, arrays: list[Any]) -> Any:
-        form = self._placed(template.form)
-        cls = XLATensor if form.mesh is None else XLAShardedTensor
-        return cls(Storage(arrays[template.index], form), form)
-
-    def _placed(self, form: Form) -> Form:
-        """Per-device results live on all devices of the program."""
-        return form.placed(self._frame)
-
-    def _storage_of(self, position: int, arguments: Arguments) -> Storage:
-        slot, captured = self._slots[position], self._captured[position]
-        if slot.kind == "argument":
-            return arguments.tensors[slot.what]._storage_
-        if slot.kind == "grad":
-            leaf = slot.what()
-            if leaf is not None and leaf.grad is not None:
-                return leaf.grad._storage_
-        assert captured.storage is not None
-        return captured.storage
-
-    def _gather(self, arguments: Arguments) -> tuple[list[Any], list[Any]]:
+    def _look_closer(self) -> str | None:
+        """Compare by value what the step can read; None if nothing has changed."""
+        now = self._traced.look_again()
+        differences = self.watch.differences(now)
+        if not differences:
+            self.watch = now
+            return None
+        before, after = differences[0]
+        self.changed_path = (after or before).path  # type: ignore[union-attr]
         return (
-            [self._fetch(source, arguments) for source in self._donated],
-            [self._fetch(source, arguments) for source in self._kept],
+            f"{self.changed_path}: from {before.text() if before else 'nothing'} to "
+            f"{after.text() if after else 'nothing'}"
         )
 
-    def _fetch(self, source: _Source, arguments: Arguments) -> Any:
-        if source.kind in ("state", "argument", "grad"):
-            storage = self._storage_of(source.position, arguments)
-            storage.place(self._frame)
-            return storage.array
-        if source.kind == "number":
-            return np.float64(self._numbers[source.what].read())
-        if source.kind == "rng":
-            return rng.words()
-        from xla_dtensor.transfer import to_numpy
+    def _own_storages(self) -> set[int]:
+        found = getattr(self, "_storage_ids", None)
+        if found is None:
+            found = self._storage_ids = {
+                id(storage)
+                for source in self._traced.slots
+                if source.kind == "state"
+                for storage in source.storages
+            }
+        return found
 
-        tensor = source.what
-        if isinstance(tensor, int):
-            tensor = arguments.tensors[tensor]
-        return to_numpy(tensor)
+    def storage_of(self, source: Source, arguments: Arguments) -> Storage:
+        """The storage of an input in this call."""
+        if source.kind == "argument":
+            return arguments.tensors[source.what]._storage_  # type: ignore[attr-defined]
+        if source.kind == "grad":
+            leaf = source.what()
+            if leaf is not None and leaf.grad is not None:
+                return leaf.grad._storage_
+        return source.storages[0]
+
+    def _prepare(self, arguments: Arguments) -> Prepared:
+        numbers = [number.read(arguments) for number in self._numbers]
+        host = [] if self._host is None else self._host.run(arguments, numbers)
+        return Prepared(numbers, host)
+
+    # --- running -----------------------------------------------------------------------------
+
+    def run(self, arguments: Arguments, prepared: Prepared | None = None) -> Any:
+        """Execute the program and put its effects in place."""
+        prepared = prepared or self._prepared
+        history = self._traced.history
+        if history is None or not torch.is_grad_enabled():
+            return self._results(self._execute(arguments, prepared)[0], arguments)
+        kept: dict[str, Any] = {}
+
+        def run() -> list[Any]:
+            arrays, kept["residuals"] = self._execute(arguments, prepared, True)
+            kept["tensors"] = self._flat_results(arrays, arguments)
+            return kept["tensors"]
+
+        def backward(grads: list[Any]) -> list[Any]:
+            return self._run_backward(kept["residuals"], grads)
+
+        call = Call(run, backward, history.outputs)
+        inputs = [reference() for reference in history.inputs]
+        results = list(WithHistory.apply(call, *inputs))
+        return pytree.tree_unflatten(results, self._traced.result_tree)
+
+    def _execute(
+        self, arguments: Arguments, prepared: Prepared, history: bool = False
+    ) -> tuple[list[Any], Any]:
+        with jax.enable_x64(True):
+            inputs = self._gather(arguments, prepared)
+            arrays = self.compiled(*inputs)
+            residuals = None
+            if self._split is not None:
+                count = len(arrays) - self._split.residuals
+                arrays, last = arrays[:count], arrays[count:]
+                if history:
+                    residuals = [*last, *self._constants(*inputs)]
+        rng.advance(self._random_operations)
+        self._put(arrays, arguments)
+        return arrays, residuals
+
+    def _put(self, arrays: list[Any], arguments: Arguments) -> None:
+        """Assign what the program has computed."""
+        place_of, forms = self._place_of, self._forms
+        for index, source, storages in self._writes:
+            array, form = arrays[place_of[index]], forms[index]
+            if source.kind != "state":
+                storages = (self.storage_of(source, arguments),)
+            for storage in storages:
+                storage.write(array, form)
+        made: dict[int, Any] = {}
+        for reference, template in self._traced.grads:
+            leaf = reference()
+            if leaf is not None:
+                leaf.grad = None if template is None else self._tensor(template, arrays, made)
+        for storage, index in self._traced.left:
+            storage.write(arrays[place_of[index]], forms[index])
+        for effect in self._traced.effects:
+            effect.repeat(lambda value: self._replaced(value, arrays, made))
+        self._made = made
+        for scheduler, step, args, kwargs in self._traced.schedulers.calls:
+            step(scheduler, *args, **kwargs)
+        if self._traced.left or not self._is_steady():
+            # The next call traces again: it finds this state in place of making it, and may come to
+            # another program.
+            self.stale = "the first call made state that the step now finds in place"
+            self._traced.left = []
+
+    def _is_steady(self) -> bool:
+        return all(
+            stepped.is_steady() or not stepped.made_state()
+            for stepped in self._traced.hooks.stepped.values()
+        )
+
+    def _replaced(self, value: Any, arrays: list[Any], made: dict[int, Any]) -> Any:
+        if isinstance(value, Template):
+            return self._tensor(value, arrays, made)
+        if isinstance(value, list | tuple | dict):
+            return pytree.tree_map_only(
+                Template, lambda template: self._tensor(template, arrays, made), value
+            )
+        return value
+
+    def _results(self, arrays: list[Any], arguments: Arguments) -> Any:
+        return pytree.tree_unflatten(
+            self._flat_results(arrays, arguments), self._traced.result_tree
+        )
+
+    def _flat_results(self, arrays: list[Any], arguments: Arguments) -> list[Any]:
+        made, self._made = self._made, {}
+        return [self._result(r, arrays, arguments, made) for r in self._traced.results]
+
+    def _result(
+        self, result: Any, arrays: list[Any], arguments: Arguments, made: dict[int, Any]
+    ) -> Any:
+        if isinstance(result, Template):
+            return self._tensor(result, arrays, made)
+        if isinstance(result, Existing):
+            return result.value
+        if isinstance(result, View):
+            return result.cls(result.storage, result.form, result.steps)
+        assert isinstance(result, GivenBack)
+        argument = arguments.tensors[result.index]
+        if result.cls is None:
+            return argument
+        return result.cls(argument._storage_, result.form, result.steps)  # type: ignore[attr-defined]
+
+    def _tensor(self, template: Template, arrays: list[Any], made: dict[int, Any]) -> Any:
+        tensor = made.get(id(template))
+        if tensor is None:
+            form = self._forms[template.index]
+            cls = XLATensor if form.mesh is None else XLAShardedTensor
+            array = arrays[self._place_of[template.index]]
+            tensor = made[id(template)] = cls(Storage(array, form), form)
+        return tensor
+
+    def _run_backward(self, residuals: list[Any], grads: list[Any]) -> list[Any]:
+        """The gradients of the inputs from those of the results."""
+        history = self._traced.history
+        assert history is not None
+        with jax.enable_x64(True):
+            forms = [form.placed(self._frame) for form in history.cotangent_forms]
+            arrays = [cotangent(grads[n], forms[n]) for n in self._used_cotangents]
+            for array in residuals:
+                if array.is_deleted():
+                    raise RuntimeError(
+                        "a tensor that the backward pass of a compiled step needs has been "
+                        "overwritten by another compiled step since; call backward() before the "
+                        "parameters are updated"
+                    )
+            results = iter(self._backward([*residuals, *arrays]))
+        found = []
+        for gradient in history.gradients:
+            if gradient is None:
+                found.append(None)
+                continue
+            form = gradient[1].placed(self._frame)
+            cls = XLATensor if form.mesh is None else XLAShardedTensor
+            found.append(cls(Storage(next(results), form), form))
+        return found
+
+    # --- inputs ------------------------------------------------------------------------------
+
+    def _gather(self, arguments: Arguments, prepared: Prepared) -> tuple[Any, Any, Any, Any]:
+        donated = self._donated.gather(self, arguments)
+        kept = self._kept.gather(self, arguments)
+        hosts = [
+            to_numpy(self._traced.host.reader(s.what)(arguments, prepared.host))
+            for s in self._hosts
+        ]
+        return donated, kept, hosts, self._words(prepared)
+
+    def _words(self, prepared: Prepared) -> np.ndarray:
+        """All numbers and the generator's state as one array: each argument of a program that comes
+        from the host costs a transfer to every device."""
+        words = np.empty(2 * len(self._numbers) + 4, dtype=np.uint32)
+        if not self._uses_words:
+            return words[:0]
+        for i, (number, value) in enumerate(zip(self._numbers, prepared.numbers, strict=True)):
+            dtype = np.int64 if number.integer else np.float64
+            words[2 * i : 2 * i + 2].view(dtype)[0] = value
+        words[-4:] = rng.words() if self._random_operations else 0
+        return words
+
+    @property
+    def frame(self) -> Any:
+        """The devices that the program runs on."""
+        return self._frame
 
 
-class _Source:
-    """Where an input of the program comes from."""
+class _Arrays:
+    """Inputs that are the arrays of storages."""
 
-    __slots__ = ("donated", "kind", "position", "what")
+    def __init__(self, sources: list[Source]) -> None:
+        self.sources = sources
+        self._storages = [s.storages[0] for s in sources]
+        self._special = [(i, s) for i, s in enumerate(sources) if s.kind != "state"]
+        self._shared = [s for s in sources if len(s.storages) > 1]
+        self._forms = [s.form for s in sources]
 
-    def __init__(self, kind: str, what: Any, donated: bool = False) -> None:
-        self.kind = kind
-        self.what = what
-        self.position = what if kind in ("state", "fill") else -1
-        self.donated = donated
+    def mismatch(self, program: Program, arguments: Arguments) -> str | None:
+        """Whether a storage no longer lies as the program was compiled for."""
+        storages = self._storages
+        if self._special:
+            storages = list(storages)
+            for i, source in self._special:
+                storages[i] = program.storage_of(source, arguments)
+        if not all(map(operator.is_, map(_form_of, storages), self._forms)):
+            for i, storage in enumerate(storages):
+                before = self._forms[i]
+                if storage.form is before:
+                    continue
+                if before is None or not _same_kind(storage.form, before):
+                    return f"captured state: from {before!r} to {storage.form!r}"
+                self._forms[i] = storage.form
+        for source in self._shared:
+            first = source.storages[0].value
+            if not all(s.value is first for s in source.storages):
+                return "step counts that were equal"
+        return None
+
+    def gather(self, program: Program, arguments: Arguments) -> list[Any]:
+        """The arrays of this call."""
+        storages = self._storages
+        if self._special:
+            storages = list(storages)
+            for i, source in self._special:
+                storages[i] = program.storage_of(source, arguments)
+        if program.frame is not None:
+            for i, storage in enumerate(storages):
+                if storage.form.frame is None:
+                    storage.place(program.frame)
+                    self._forms[i] = storage.form
+                    for other in self.sources[i].storages[1:]:
+                        other.array, other.form = storage.array, storage.form
+        arrays = list(map(_value, storages))
+        if Pending in set(map(type, arrays)):
+            arrays = [storage.array for storage in storages]
+        return arrays
 
 
-class _Template:
-    """A result that each call makes anew: output ``index`` in ``form``."""
+def _same_grad(now: Any, before: Any) -> bool:
+    if now is None or before is None:
+        return now is before
+    return now is before or (
+        type(now) is type(before)
+        and now._form is before._form
+        and now._steps == before._steps
+        and not now._steps
+    )
 
-    __slots__ = ("form", "index")
 
-    def __init__(self, index: int, form: Form) -> None:
-        self.index = index
-        self.form = form
+def _grad_text(leaf: Any, before: Any) -> str:
+    def text(grad: Any) -> str:
+        return "None" if grad is None else "a tensor"
 
-
-class _Existing:
-    """A result that is the same object in each call."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    if (leaf.grad is None) == (before is None):
+        return f"the layout of the .grad of a parameter of shape {list(leaf.shape)}"
+    return (
+        f"the .grad of a parameter of shape {list(leaf.shape)}: from {text(before)} to "
+        f"{text(leaf.grad)}"
+    )
 
 
 def _same_kind(a: Form, b: Form) -> bool:
@@ -376,9 +548,17 @@ def _same_kind(a: Form, b: Form) -> bool:
         and b.mesh is None
         and a.shape == b.shape
         and a.dtype == b.dtype
+        and a.varying == b.varying
         and (a.frame is None or b.frame is None)
     )
 
 
-def _unique_guards(guards: list[Guard]) -> list[Guard]:
-    return list({guard.text: guard for guard in guards}.values())
+def _layouts(inputs: Any) -> tuple[Any, ...]:
+    """The layouts of a program's inputs, which its text doesn't have."""
+    return tuple(
+        getattr(x, "sharding", None) for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)
+    )
+
+
+def _unique(decisions: list[Decision]) -> list[Decision]:
+    return list({decision.text: decision for decision in decisions}.values())

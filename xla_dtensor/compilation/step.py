@@ -4,40 +4,112 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import types
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor import _observe
+from xla_dtensor import _context, _observe
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.audit import compare
+from xla_dtensor.compilation.effects import refuse_counter
 from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.trace import StepTrace
+from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.storage import exact
 
 logger = logging.getLogger("xla_dtensor")
 
+# How many programs a step keeps for arguments of one kind; the one not used longest goes.
+KEPT = 16
+AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
+
 
 def compile(
-    function: Callable[..., Any], *, compiler_options: dict[str, Any] | None = None
+    function: Callable[..., Any],
+    *,
+    compiler_options: dict[str, Any] | None = None,
+    audit: int | None = None,
 ) -> CompiledStep:
     """Make ``function``, a training step in ordinary torch code, run as one XLA program.
 
     The first call traces it: forward, ``loss.backward()``, clipping, ``optimizer.step()``. Tensors
     that it uses are found by themselves and become inputs (donated where the step overwrites them);
-    tensors that it leaves behind (``.grad``, optimizer state) become outputs. Optimizer
-    hyperparameters are read from ``param_groups`` before every call. Tensor arguments are dynamic:
-    another shape, dtype or layout compiles again; all other arguments are static.
+    tensors that it leaves behind (``.grad``, optimizer state) become outputs. Later calls run the
+    program, as long as nothing has changed that the step's Python reads; what has changed is traced
+    again, and said in ``recompilations``. ``docs/compile.md`` has the whole contract.
 
     As under ``jax.jit``, the Python in ``function`` runs when it is traced, not in every call: what
-    it prints or counts happens then. Results come back without autograd history.
+    it prints happens then. A result that has a history under torch has one here: its backward pass
+    is a second program.
 
     Args:
-        function: the step.
+        function: the step; a method, too (``@xd.compile`` in a class).
         compiler_options: passed to XLA's compiler, as ``jax.jit``'s are
             (``{"xla_tpu_enable_async_collective_fusion": True}``).
+        audit: in every ``audit``-th call, run the step's Python again and compare what it would do
+            with the program. Default: the environment variable ``XLA_DTENSOR_AUDIT``, or never.
 
-    Raises (when called):
-        DataDependentError: the step needs a tensor's value in Python.
-        MeshMismatchError: it uses tensors on different sets of devices.
+    Returns:
+        the compiled step, called like ``function``.
+
+    Raises:
+        TypeError: ``function`` can't be called.
+        DataDependentError: (when called) the step needs a tensor's value in Python, or does in
+            Python what would have to happen in every call.
+        MeshMismatchError: (when called) it uses tensors on different sets of devices.
+        StaleStepError: (when called) an audit has found a difference.
+
+    Example::
+
+        @xd.compile
+        def step(x, y):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
     """
-    return CompiledStep(function, compiler_options)
+    if not callable(function):
+        raise TypeError(f"xd.compile takes a function (the step), not {function!r}")
+    if audit is None:
+        audit = int(os.environ.get(AUDIT_VARIABLE, "0"))
+    if isinstance(audit, bool) or audit < 0:
+        raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
+    return CompiledStep(function, compiler_options, audit)
+
+
+class _Family:
+    """The programs for one kind of arguments.
+
+    Attributes:
+        programs: by the values of the numbers that are part of them.
+        dynamic: the numbers that are inputs, because they have changed between calls.
+        last: the numbers of the call that was traced last.
+    """
+
+    __slots__ = ("dynamic", "last", "programs")
+
+    def __init__(self) -> None:
+        self.programs: dict[Any, list[Program]] = {}
+        self.dynamic: frozenset[int] = frozenset()
+        self.last: dict[int, int | float] | None = None
+
+    def programs_for(self, numbers: dict[int, int | float]) -> list[Program]:
+        """Those that may run with these numbers."""
+        if not numbers:
+            return self.programs.setdefault((), [])
+        fixed = tuple(exact(n) for i, n in numbers.items() if i not in self.dynamic)
+        return self.programs.setdefault(fixed, [])
+
+    def varies(self, numbers: dict[int, int | float]) -> None:
+        """Programs exist, but not for these numbers: from now on those that differ are inputs."""
+        if self.last is None:
+            return
+        differ = {i for i, n in numbers.items() if exact(n) != exact(self.last[i])}
+        if differ - self.dynamic:
+            self.dynamic |= differ
+            self.programs.clear()
 
 
 class CompiledStep:
@@ -45,59 +117,134 @@ class CompiledStep:
 
     Attributes:
         compilations: how many programs were compiled so far.
-        recompilations: one line for each compilation after the first: why it happened.
+        traces: how many times the step's Python was run to make a program.
+        recompilations: one line for each trace after the first that came to another program, or
+            came to the same one for a reason worth knowing: why it happened.
     """
 
     def __init__(
-        self, function: Callable[..., Any], compiler_options: dict[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        compiler_options: dict[str, Any] | None = None,
+        audit: int = 0,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._options = compiler_options
-        self._programs: dict[Any, list[Program]] = {}
-        self._executables: dict[str, Any] = {}
-        self._last: tuple[Any, Program] | None = None
+        self._audit = audit
+        self._calls = 0
+        self._lock_of_thread: Any = None
+        self.clear_cache()
         self.compilations = 0
+        self.traces = 0
         self.recompilations: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        trace = _context.current()
+        if trace is not None and isinstance(trace, StepTrace):
+            return self._function(*args, **kwargs)  # part of the step that is being traced
         arguments = Arguments(args, kwargs)
-        programs = self._programs.setdefault(arguments.key, [])
-        for program in programs:
+        family = self._families.get(arguments.key)
+        if family is None:
+            family = self._families[arguments.key] = _Family()
+        programs = family.programs_for(arguments.numbers)
+        for position, program in enumerate(programs):
             if program.mismatch(arguments) is None:
-                self._last = (arguments, program)
+                if position:
+                    programs.insert(0, programs.pop(position))
+                self._last = arguments, program
                 if _observe.observer is not None:
                     _observe.observer.compiled(self._name())
+                if self._audit:
+                    self._look_again(program, arguments)
                 return program.run(arguments)
-        why = self._explain(arguments, programs)
-        program = Program(
-            self._function, arguments, self._known_leaves(), self._executables, self._options
-        )
-        if program.newly_compiled:
-            self.compilations += 1
-            if why is not None:
-                self.recompilations.append(why)
-                logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
-        programs[:] = [p for p in programs if not p.stale]
-        programs.insert(0, program)
-        self._last = (arguments, program)
-        return program.run(arguments)
+        return self._trace(arguments, family, programs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's program for these arguments, not compiled and not run: a
+        ``jax.stages.Lowered``, with ``as_text()`` and ``compile()``. Nothing changes."""
+        traced = Traced(self._function, Arguments(args, kwargs), frozenset())
+        try:
+            return Program(traced, Arguments(args, kwargs), {}, self._options, lower_only=True).lowered
+        finally:
+            traced.undo()
+
+    def clear_cache(self) -> None:
+        """Forget all programs; the next call traces and compiles."""
+        self._families: dict[Any, _Family] = {}
+        self._executables: dict[Any, Any] = {}
+        self._last: tuple[Arguments, Program] | None = None
 
     def compiled_programs(self) -> list[Any]:
         """The ``jax.stages.Compiled`` programs that exist, oldest first: their ``as_text()``,
         ``memory_analysis()`` and ``cost_analysis()`` say what XLA made of the step."""
         return list(self._executables.values())
 
-    def _known_leaves(self) -> list[Any]:
-        """The leaves that earlier programs used (weak references)."""
-        return [r for group in self._programs.values() for p in group for r in p.leaf_references]
+    # --- internals ---------------------------------------------------------------------------
+
+    def _trace(self, arguments: Arguments, family: _Family, programs: list[Program]) -> Any:
+        why, path = self._explain(arguments, family, programs)
+        if not programs and family.programs:
+            family.varies(arguments.numbers)
+            programs = family.programs_for(arguments.numbers)
+        traced = Traced(self._function, arguments, family.dynamic)
+        try:
+            self._refuse_counters(traced, path)
+            program = Program(traced, arguments, self._executables, self._options)
+        except BaseException:
+            traced.undo()
+            raise
+        family.last = dict(arguments.numbers)
+        self.traces += 1
+        if program.newly_compiled:
+            self.compilations += 1
+            if why is not None:
+                self.recompilations.append(why)
+                logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
+        programs[:] = [p for p in programs if p.stale is None][: KEPT - 1]
+        programs.insert(0, program)
+        self._last = arguments, program
+        return program.run(arguments)
+
+    def _explain(
+        self, arguments: Arguments, family: _Family, programs: list[Program]
+    ) -> tuple[str | None, str | None]:
+        """Why no program fits, and the name of what has changed if it is something in Python."""
+        if programs:
+            program = programs[0]
+            why = program.mismatch(arguments) or "the program was used up"
+            return why, program.changed_path
+        if self._last is None:
+            return None, None
+        before = self._last[0]
+        if family.last is not None:
+            for i, name in enumerate(arguments.names()):
+                if i in family.last and exact(family.last[i]) != exact(arguments.numbers[i]):
+                    return f"{name}: from {family.last[i]!r} to {arguments.numbers[i]!r}", None
+        return arguments.difference(before), None
+
+    def _refuse_counters(self, traced: Traced, path: str | None) -> None:
+        """Refuse what the step changes in every call and reads itself: each call would be traced.
+
+        Args:
+            path: what had changed since the last call, which therefore was traced.
+        """
+        if path is None or self._last is None:
+            return
+        before = {effect.name() for effect in self._last[1].effects}
+        for effect in traced.effects:
+            name = effect.name()
+            if effect.place.guarded and name in before and name == path:
+                refuse_counter(effect)
+
+    def _look_again(self, program: Program, arguments: Arguments) -> None:
+        """Every n-th call: the audit."""
+        self._calls += 1
+        if self._calls % self._audit == 0:
+            compare(self._name(), self._function, program.traced, arguments)
 
     def _name(self) -> str:
         return getattr(self._function, "__qualname__", repr(self._function))
-
-    def _explain(self, arguments: Arguments, programs: list[Program]) -> str | None:
-        if programs:
-            return programs[0].mismatch(arguments) or "the program was used up"
-        if self._last is None:
-            return None
-        return arguments.difference(self._last[0])

@@ -8,7 +8,7 @@ outputs. Nothing has to be declared.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,26 +23,30 @@ from xla_dtensor.mesh import Frame
 from xla_dtensor.origin import user_line
 from xla_dtensor.storage import Storage
 from xla_dtensor.symbolic import NumberNode, input_number
+from xla_dtensor.transfer import to_numpy
 
 
 @dataclass(frozen=True)
 class Number:
-    """A float of a Python object that is an input of the program.
+    """A number of a Python object that is an input of the program.
 
     Attributes:
-        read: its present value.
+        read: its present value, from a call's arguments.
         name: how to call it in messages, ``"AdamW.param_groups[0]['lr']"``.
+        integer: whether it is an int.
         array: the constant that stands for it in the traced jaxpr.
     """
 
-    read: Callable[[], float]
+    read: Callable[[Any], float]
     name: str
+    integer: bool
     array: Any
 
 
 @dataclass(frozen=True)
-class Guard:
-    """A decision of the step's Python that holds only while a number has the same outcome."""
+class Decision:
+    """Something that the step's Python decided by a number; it holds only while the outcome is the
+    same."""
 
     compute: Callable[[list[float]], float]
     outcome: float
@@ -53,6 +57,8 @@ class Captured:
     """A storage from outside of the trace that the step uses.
 
     Attributes:
+        storage: the storage; of state that the step's optimizer made in this trace only while
+            somebody else holds it.
         array, form: as they were before the trace.
         first_use: when the step first used it. Unlike the order of capture, this doesn't depend on
             whether an optimizer made it in this trace.
@@ -89,27 +95,100 @@ class Captured:
         storage.version += 1
 
 
+class Outside:
+    """A tensor from outside of the step, as the trace found it.
+
+    Attributes:
+        reference: a weak reference to the tensor.
+        grad: its ``.grad`` when the step began.
+        cleared: whether the step has set that to None before it used the tensor, so that it doesn't
+            matter what it was.
+    """
+
+    __slots__ = (
+        *("cleared", "grad", "hooks", "is_leaf", "reference", "requires_grad", "steps"),
+        "storage",
+    )
+
+    def __init__(self, tensor: Any, grad: Any, cleared: bool) -> None:
+        self.reference = weakref.ref(tensor)
+        self.requires_grad = tensor.requires_grad
+        self.is_leaf = tensor.is_leaf
+        self.grad = grad if self.requires_grad and self.is_leaf else None
+        self.cleared = cleared
+        self.storage = getattr(tensor, "_storage_", None)
+        self.steps = getattr(tensor, "_steps", ())
+        self.hooks = _hooks_of(tensor)
+
+    @property
+    def takes_gradient(self) -> bool:
+        """Whether gradients may reach its ``.grad``."""
+        return self.requires_grad and self.is_leaf
+
+    def changed(self) -> str | None:
+        """What is no longer as the trace found it."""
+        tensor = self.reference()
+        if tensor is None:
+            return None
+        name = f"a tensor of shape {list(tensor.shape)}"
+        if tensor.requires_grad != self.requires_grad:
+            return (
+                f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
+            )
+        if getattr(tensor, "_storage_", None) is not self.storage:
+            return f"the memory of {name}, which is another tensor's now (.data = or set_)"
+        if getattr(tensor, "_steps", ()) != self.steps:
+            return f"what of its memory {name} shows"
+        if _hooks_of(tensor) != self.hooks:
+            return f"the hooks of {name}"
+        if tensor.is_leaf != self.is_leaf:
+            return f"whether {name} has a history"
+        return None
+
+
+def _hooks_of(tensor: Any) -> tuple[Any, ...]:
+    """The functions that are called with the tensor's gradient."""
+    found: tuple[Any, ...] = ()
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name, None)
+        if hooks:
+            found = (*found, name, *hooks.values())
+    return found
+
+
 class StepTrace:
     """The trace of one step; see `_context.Trace` for the methods that dispatch calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
+        # Of leaves that the step is known to reach: their gradients before it.
+        self._grads = {id(t): (t, t.grad) for t in leaves if t.is_leaf and t.requires_grad}
+        self._cleared: dict[int, Any] = {}
         self.captured: list[Captured] = []
         self._captured_by_id: dict[int, Captured] = {}
         self._uses = 0
-        self.host_tensors: dict[int, tuple[torch.Tensor, Any]] = {}
+        # CPU tensors that take part, by id and version: (the tensor, its array, the source).
+        self.host_arrays: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self.numbers: list[Number] = []
-        self.guards: list[Guard] = []
+        self.decisions: list[Decision] = []
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
-        self.leaves: dict[int, tuple[weakref.ref[Any], torch.Tensor | None]] = {}
+        self.outside: dict[int, Outside] = {}
         self.frame: Frame | None = None
         self.rng_words = jnp.asarray(rng.words())
-        self._rng_start = rng.position()[1]
+        self._rng_start = rng.position()
         self._owned: dict[int, weakref.ref[Storage]] = {}
         self._array_ids: set[int] = set()
+        self._counters: dict[Any, Any] = {}
         self._recomputed: list[_Recomputation] = []
         self._latest: Any = None
         self.in_optimizer = 0
         self.random_operations_done = 0
+        # Scalars computed from the same scalars are computed once: the step counts of 600
+        # parameters, and what an optimizer makes of them.
+        self.scalars: dict[Any, Any] = {}
+        self.history_begins = torch._C._autograd._get_sequence_nr()
+        self.freed: set[int] = set()
+        self.differentiating = False
+        self.host: Any = None
 
     # --- what dispatch reports ---------------------------------------------------------------
 
@@ -146,33 +225,54 @@ class StepTrace:
         return array
 
     def touched(self, tensor: Any) -> None:
-        if not (tensor.requires_grad and tensor.is_leaf):
+        storage = getattr(tensor, "_storage_", None)
+        if storage is not None and self.owns(storage):
             return
-        known = self.leaves.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            self.leaves[id(tensor)] = (weakref.ref(tensor), tensor.grad)
+        known = self.outside.get(id(tensor))
+        if known is None or known.reference() is not tensor:
+            if tensor.requires_grad and not tensor.is_leaf and self._made_here(tensor):
+                return
+            found, grad = self._grads.get(id(tensor), (None, None))
+            is_grad_known = found is tensor
+            if not is_grad_known:
+                grad = tensor.grad if tensor.is_leaf else None
+            cleared = self._cleared.get(id(tensor)) is tensor or (
+                is_grad_known and grad is not None and tensor.grad is None
+            )
+            self.outside[id(tensor)] = Outside(tensor, grad, cleared)
+
+    def cleared(self, tensors: Iterable[Any]) -> None:
+        """``zero_grad`` has run: of the tensors that the step hasn't used yet, it doesn't matter
+        whether they have a gradient when it begins."""
+        for tensor in tensors:
+            if id(tensor) not in self.outside and tensor.grad is None:
+                self._cleared[id(tensor)] = tensor
+
+    def _made_here(self, tensor: Any) -> bool:
+        """Whether a tensor that has a history is a view that the step made."""
+        return tensor.grad_fn._sequence_nr() >= self.history_begins
 
     def writing(self, storage: Storage) -> None:
         if not self.owns(storage):
             self._use(storage).written = True
 
     def random_key(self) -> Any:
-        key = rng.key_of(self.rng_words, rng.position()[1] - self._rng_start)
+        key = rng.key_of(self.rng_words, rng.position()[1] - self._rng_start[1])
         rng.advance()
         return key
 
     def random_operations(self) -> int:
         """By how much the step moves the generator."""
-        return rng.position()[1] - self._rng_start
+        return rng.position()[1] - self._rng_start[1]
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
-        from xla_dtensor.transfer import to_numpy
-
-        known = self.host_tensors.get(id(tensor))
-        if known is None:
+        key = id(tensor), tensor._version
+        known = self.host_arrays.get(key)
+        if known is None or known[0] is not tensor:
+            source = self.host.use(tensor)
             with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.asarray(to_numpy(tensor))
-            known = self.host_tensors[id(tensor)] = (tensor, array)
+            known = self.host_arrays[key] = (tensor, array, source)
         return known[1]
 
     def refuse(self, what: str) -> None:
@@ -185,19 +285,26 @@ class StepTrace:
 
     # --- numbers ------------------------------------------------------------------------------
 
-    def number(self, read: Callable[[], float], name: str) -> Any:
-        """The number that ``read`` gives, as an input of the program (a ``torch.SymFloat``)."""
-        value = float(read())
+    def number(self, read: Callable[[Any], float], value: float, name: str) -> Any:
+        """The number that ``read`` gives of later calls, as an input of the program (a
+        ``torch.SymFloat``, or ``SymInt`` of an int).
+
+        Args:
+            value: what it is in this call.
+        """
+        integer = isinstance(value, int)
+        dtype = jnp.int64 if integer else jnp.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
-            array = jnp.array(value, dtype=jnp.float64)
+            array = jnp.array(value, dtype=dtype)
         index = len(self.numbers)
-        self.numbers.append(Number(read, name, array))
+        self.numbers.append(Number(read, name, integer, array))
         with jax.enable_x64(True):
             weak = jax._src.lax.lax._convert_element_type(array, weak_type=True)
-        return input_number(value, weak, index, name, self._guard)
+        return input_number(value, weak, index, name, self._decided)
 
-    def _guard(self, node: NumberNode, what: str, outcome: Any) -> None:
-        self.guards.append(Guard(node.compute, float(outcome), f"{node.text} {what} {outcome}"))
+    def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
+        text = f"{node.text} {what} {outcome}"
+        self.decisions.append(Decision(node.compute, float(outcome), text))
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         if read not in self.settings:
@@ -223,6 +330,11 @@ class StepTrace:
             self._uses += 1
         return captured
 
+    def uses(self, storage: Storage) -> bool:
+        """Whether the step has used a storage from outside."""
+        captured = self._captured_by_id.get(id(storage))
+        return captured is not None and captured.storage is storage
+
     def _capture(self, storage: Storage, fill_value: Any = None) -> Captured:
         frame = storage.form.frame
         if frame is not None:
@@ -236,11 +348,12 @@ class StepTrace:
                     f"redistribute the tensor of shape {list(storage.form.shape)} to the first "
                     f"mesh before the step{user_line()}"
                 )
-        if id(storage.array) in self._array_ids:
+        array = storage.array
+        if id(array) in self._array_ids and not self.is_counter(array):
             # Two storages share this array; as inputs of the program they must be two.
             with _context.active(None), jax.ensure_compile_time_eval():
-                storage.array = jnp.copy(storage.array)
-        self._array_ids.add(id(storage.array))
+                array = storage.array = jnp.copy(array)
+        self._array_ids.add(id(array))
         captured = self._captured_by_id[id(storage)] = Captured(storage, fill_value)
         self.captured.append(captured)
         return captured
@@ -252,23 +365,79 @@ class StepTrace:
         program and an input of all later ones: two programs for the same step. So what optimizers
         fill is made outside of the trace and captured.
         """
-        if not self.in_optimizer:
+        if not self.in_optimizer or isinstance(value, torch.SymInt | torch.SymFloat):
             return None
         with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-            array = jnp.full(form.array_shape, value, dtype=form.jax_dtype, device=form.sharding)
+            if form.shape == ():
+                array = self.counter(form, value)
+            else:
+                array = jnp.full(
+                    form.array_shape, value, dtype=form.jax_dtype, device=form.sharding
+                )
             storage = Storage(array, form)
         self._capture(storage, fill_value=value)
         return storage
+
+    def counter(self, form: Form, value: Any) -> Any:
+        """One array for all scalars that hold ``value``: step counts, of which each parameter has
+        its own. They go into the program, and come out of it, as one."""
+        key = form, repr(value)
+        array = self._counters.get(key)
+        if array is None:
+            with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+                array = jnp.full((), value, dtype=form.jax_dtype, device=form.sharding)
+            self._counters[key] = array
+        return array
+
+    def is_counter(self, array: Any) -> bool:
+        """Whether several storages may hold ``array``."""
+        return any(array is known for known in self._counters.values())
+
+    def backward(self, outputs: Iterable[Any], keeps_graph: bool, to_leaves: bool) -> None:
+        """A backward pass from ``outputs`` begins.
+
+        Raises:
+            DataDependentError: it would go on outside of the step.
+        """
+        if self.differentiating:
+            return
+        for number, node in nodes_of(outputs):
+            if number < self.history_begins and to_leaves:
+                raise DataDependentError(
+                    f"backward() in the compiled step goes on into what was computed before it "
+                    f"({node.name()}): it would do so when the step is traced, and in no later "
+                    f"call{user_line()}\nCompute that inside of the step, too, or call backward() "
+                    "outside, on the step's result"
+                )
+            if not keeps_graph:
+                self.freed.add(number)
 
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
             captured.restore()
-        for reference, grad in self.leaves.values():
-            leaf = reference()
-            if leaf is not None and leaf.grad is not grad:
-                leaf.grad = grad
+        for outside in self.outside.values():
+            tensor = outside.reference()
+            if tensor is not None and outside.takes_gradient and tensor.grad is not outside.grad:
+                tensor.grad = outside.grad
         rng.advance(-self.random_operations())
+
+
+def nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """The nodes of the tensors' history: (number, node), each once."""
+    seen: set[int] = set()
+    stack = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in tensors]
+    while stack:
+        node = stack.pop()
+        if node is None:
+            continue
+        number = node._sequence_nr()
+        # Those of leaves all have the same number.
+        if number in seen or number >= 2**63:
+            continue
+        seen.add(number)
+        yield number, node
+        stack += [n for n, _ in node.next_functions]
 
 
 class _Recomputation:

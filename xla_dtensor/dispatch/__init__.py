@@ -163,8 +163,21 @@ def _trace(plan: Plan, call: Call, trace: _context.Trace) -> Any:
     ]
     mutated = [call.leaves[i] for i in plan.mutated]
     bases = [trace.array_of(t._storage_) if t._steps else None for t in mutated]
+    key = None
+    if plan.of_scalars:
+        # Of many parameters the step counts are one array; what is made of them is made once.
+        key = (plan, *(repr(x) if isinstance(x, _NUMBERS) else id(x) for x in leaves))
+        known = trace.scalars.get(key)
+        if known is not None:
+            return known[1]
     with jax.enable_x64(True):
-        return plan.run(trace.random_key, leaves, bases, False)
+        arrays = plan.run(trace.random_key, leaves, bases, False)
+    if key is not None:
+        trace.scalars[key] = leaves, arrays  # the leaves, so that their ids stay theirs
+    return arrays
+
+
+_NUMBERS = (bool, int, float, complex)
 
 
 def _constant(plan: Plan, call: Call, trace: _context.Trace) -> Any:

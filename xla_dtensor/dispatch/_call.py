@@ -93,9 +93,10 @@ class Call:
         if isinstance(value, torch.Tensor):
             return self._take_foreign(value, key)
         if isinstance(value, torch.SymFloat | torch.SymInt):
-            if dynamic and isinstance(value, torch.SymFloat):
-                key.append(float)
-                return self._leaf(value, float)
+            if dynamic:
+                number_type = float if isinstance(value, torch.SymFloat) else int
+                key.append(number_type)
+                return self._leaf(value, number_type)
             number = float(value) if isinstance(value, torch.SymFloat) else int(value)
             return self._take(number, False, key)
         key.append(value)

@@ -95,6 +95,7 @@ class NestedTrace:
     def __init__(self, keys: Callable[[], Any], name: str) -> None:
         self._keys = keys
         self._name = name
+        self.scalars: dict[Any, Any] = {}
 
     def created(self, storage: Storage) -> None:
         pass
@@ -123,6 +124,9 @@ class NestedTrace:
         return None
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
+        pass
+
+    def backward(self, outputs: Any, keeps_graph: bool, to_leaves: bool) -> None:
         pass
 
     def begin_recomputation(self) -> None:

@@ -132,6 +132,7 @@ class Plan:
         grown: per argument written None, or the form with which it gets memory of its own: ``out=``
             of another shape than the result's.
         random: whether the executable takes the generator's state first.
+        of_scalars: whether it computes scalars from scalars alone, and nothing else.
         structure: arranges new tensors and mutated arguments as torch returns them.
     """
 
@@ -141,6 +142,7 @@ class Plan:
         "grown",
         "info",
         "mutated",
+        "of_scalars",
         "random",
         "result_forms",
         "run",
@@ -180,7 +182,7 @@ class Plan:
         if has_no_value(call):
             _refuse_meta_write(info, before)
             self.run = self.eager = None
-            self.random = False
+            self.random = self.of_scalars = False
             return
         self.run, self.eager, self.random = _functions(
             call,
@@ -192,6 +194,10 @@ class Plan:
             self.grown,
             self.mutated,
             pins(call, _where(call)[0], fresh),
+        )
+        forms = [*call.forms, *self.result_forms, *self.base_forms]
+        self.of_scalars = not self.random and all(
+            f.shape == () and not f.varying for f in forms if isinstance(f, Form)
         )
 
 
@@ -374,7 +380,8 @@ def _meta_results(call: Call) -> list[Any]:
         if isinstance(form, Form):
             leaves.append(_meta_tensor(form))
         else:
-            leaves.append(form(leaf) if not isinstance(leaf, torch.SymFloat) else 1.0)
+            symbolic = isinstance(leaf, torch.SymFloat | torch.SymInt)
+            leaves.append(form(1) if symbolic else form(leaf))
     kwargs = _fill_kwargs(call.kwargs, leaves) | call.meta_kwargs
     if "device" in call.info.argument_names:
         kwargs["device"] = torch.device("meta")

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor import _context
+
 _CPU = torch.device("cpu")
 _EXHAUSTED: Iterator[None] = iter(())
 
@@ -51,6 +53,10 @@ def install() -> None:
         # nothing changes, as CPU nodes run in this thread anyway.
         if not all(getattr(t, "device", _CPU).type in ("xla", "cpu") for t in outputs):
             return original(outputs, *args, **kwargs)
+        trace = _context.current()
+        if trace is not None:
+            keeps_graph, inputs = bool(args[1]), args[3]
+            trace.backward(outputs, keeps_graph, kwargs.get("accumulate_grad", True) and not inputs)
         _pending.error = None
         # In this thread: the exception is put aside here, and thread-local state (a trace, JAX's
         # 64-bit types) holds. Nothing is lost, the devices work asynchronously.

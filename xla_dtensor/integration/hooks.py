@@ -11,9 +11,11 @@ import types
 from typing import Any
 
 import torch
+import torch.utils.hooks
 from torch.distributed import device_mesh as torch_device_mesh
 
 from xla_dtensor import _pickling
+from xla_dtensor.base import epoch
 from xla_dtensor.integration import device, optimizers, recomputation
 
 _installed = False
@@ -30,6 +32,7 @@ def install() -> None:
     _hook_distribute()
     recomputation.install()
     _hook_synchronize()
+    _hook_handles()
     _allow_loading()
     _installed = True
 
@@ -47,6 +50,25 @@ def _hook_synchronize() -> None:
             original(device)
 
     torch.accelerator.synchronize = synchronize
+
+
+def _hook_handles() -> None:
+    """Hooks of any kind, of tensors, modules and optimizers: compiled steps look at them again when
+    one has come or gone. All have such a handle."""
+    handle = torch.utils.hooks.RemovableHandle
+    init, remove = handle.__init__, handle.remove
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        epoch.tensors.moved()
+        init(self, *args, **kwargs)
+
+    @functools.wraps(remove)
+    def removed(self: Any) -> None:
+        epoch.tensors.moved()
+        remove(self)
+
+    handle.__init__, handle.remove = made, removed
 
 
 def _allow_loading() -> None:

@@ -1,0 +1,1 @@
+"""The ground floor: small mechanisms that know nothing of tensors, meshes or operations."""

@@ -1,0 +1,147 @@
+"""What a step's Python changes outside of it, other than tensors' values: attributes, closure
+cells, lists, modes of modules.
+
+A program is only valid for what its trace found before the step (`watch.py`). So what the trace
+left there is what every valid call would leave: it is put there again after each run. A tensor of
+the step's in such a place is a new tensor in each call. What is another value after every call (a
+counter) can't be had that way, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from xla_dtensor.compilation.places import MISSING, Entries, Place
+from xla_dtensor.compilation.watch import Watch, same_atom
+from xla_dtensor.errors import DataDependentError
+
+
+class Effect:
+    """One place that the step has changed.
+
+    Attributes:
+        place: where.
+        before, after: what it held and holds, by key; only what is not the same.
+    """
+
+    __slots__ = ("_whole_after", "after", "before", "place")
+
+    def __init__(self, place: Place, before: dict[Any, Any], after: dict[Any, Any]) -> None:
+        self.place = place
+        self.before, self.after = _different(before, after)
+        self._whole_after = after
+
+    def name(self) -> str:
+        """How to call what changed."""
+        return self.place.label(next(iter({**self.before, **self.after})))
+
+    def text(self) -> str:
+        """From what to what."""
+        key = next(iter({**self.before, **self.after}))
+        before, after = self.before.get(key, MISSING), self.after.get(key, MISSING)
+        return f"{self.place.label(key)} from {_short(before)} to {_short(after)}"
+
+    def repeat(self, replaced: Callable[[Any], Any]) -> None:
+        """Change the place as the step has, with ``replaced`` of each value."""
+        content = self._whole_after
+        if isinstance(self.place, Entries):
+            content = self.after
+        self.place.replace({key: replaced(value) for key, value in content.items()})
+
+    def convert(self, convert: Callable[[Any], Any]) -> None:
+        """Keep ``convert`` of each value in place of it."""
+        self.after = {key: convert(value) for key, value in self.after.items()}
+        self._whole_after = {
+            key: self.after.get(key, value) for key, value in self._whole_after.items()
+        }
+
+
+def _different(
+    before: dict[Any, Any], after: dict[Any, Any]
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    keys = [
+        key
+        for key in {**before, **after}
+        if before.get(key, MISSING) is not after.get(key, MISSING)
+    ]
+    return (
+        {key: before.get(key, MISSING) for key in keys},
+        {key: after.get(key, MISSING) for key in keys},
+    )
+
+
+class Surroundings:
+    """The places around a step as they are before it.
+
+    Args:
+        watch: what the step can reach.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._before = [(place, place.content()) for place in watch.places]
+
+    def effects(self) -> list[Effect]:
+        """What has changed by now."""
+        found = []
+        for place, before in self._before:
+            after = place.content()
+            if before.keys() == after.keys() and all(
+                a is b or _same(a, b) for a, b in zip(before.values(), after.values(), strict=True)
+            ):
+                continue
+            found.append(Effect(place, before, after))
+        return found
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for place, before in self._before:
+            after = place.content()
+            if list(before) != list(after) or any(
+                a is not b for a, b in zip(before.values(), after.values(), strict=True)
+            ):
+                place.replace(before)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return isinstance(a, int | float | str | bytes | tuple | torch.Size) and same_atom(a, b)
+
+
+def check_replayable(effect: Effect, is_new: Callable[[Any], bool]) -> None:
+    """Refuse an effect that later calls can't repeat.
+
+    Args:
+        is_new: whether a tensor is one that the step made.
+
+    Raises:
+        DataDependentError: a list or set takes up tensors in every call.
+    """
+    if not isinstance(effect.place, Entries) and effect.place.__class__.__name__ == "Elements":
+        new = [v for v in effect.after.values() if isinstance(v, torch.Tensor) and is_new(v)]
+        if new and len(effect.after) >= 1 and _grows(effect):
+            raise DataDependentError(
+                f"the step adds a tensor to {effect.place.path}, a "
+                f"{type(effect.place.owner).__name__} outside of it, which grows in every call: a "
+                "compiled step can't do that; return the tensor, and keep it outside"
+            )
+
+
+def _grows(effect: Effect) -> bool:
+    return any(value is MISSING for value in effect.before.values())
+
+
+def refuse_counter(effect: Effect) -> None:
+    """Refuse an effect that invalidates the program it was traced with, again and again."""
+    raise DataDependentError(
+        f"the step reads and changes {effect.text()} in every call: its Python runs only when it "
+        "is traced, so every call would be traced again. Do this outside of the compiled step, or "
+        "keep the value in a tensor on the device that the step writes in place"
+    )
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a (possibly nested) list, tuple or dict, or the tensor itself."""
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]

@@ -1,0 +1,201 @@
+"""Places outside of a step that hold what its Python reads: dicts, lists, cells, attributes.
+
+A place knows its content, can tell what changed in it, and can put a content back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING: Any = _Missing()
+"""Stands for the value of a name that isn't there."""
+
+
+class Place:
+    """One container.
+
+    Attributes:
+        path: how to call it in messages.
+        guarded: whether its content is compared before each call. Of attributes that the step only
+            assigns, only the change matters.
+    """
+
+    __slots__ = ("guarded", "owner", "path")
+
+    def __init__(self, owner: Any, path: str, guarded: bool = True) -> None:
+        self.owner = owner
+        self.path = path
+        self.guarded = guarded
+
+    def content(self) -> dict[Any, Any]:
+        """What it holds now, by key."""
+        raise NotImplementedError
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        """Let it hold ``content``, as `content` gave it."""
+        raise NotImplementedError
+
+    def label(self, key: Any) -> str:
+        """How to call what it holds under ``key``."""
+        raise NotImplementedError
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        """What gives the values again and again: iterables, and (function, argument) pairs whose
+        result is one. All of them together are compared in one loop in C."""
+        raise NotImplementedError
+
+    def sized(self) -> Any:
+        """What tells by its length whether a name has been added; None if `live` shows that."""
+        return None
+
+
+class Entries(Place):
+    """Chosen keys of a mapping: attributes of an object (its ``__dict__``), globals, a class."""
+
+    __slots__ = ("grows", "keys", "setter")
+
+    def __init__(
+        self,
+        owner: Mapping[str, Any],
+        keys: Iterable[str],
+        path: str,
+        guarded: bool = True,
+        setter: Any = None,
+        grows: bool = True,
+    ) -> None:
+        super().__init__(owner, path, guarded)
+        self.keys = tuple(keys)
+        self.setter = setter
+        self.grows = grows
+
+    def content(self) -> dict[Any, Any]:
+        return {key: self.owner.get(key, MISSING) for key in self.keys}
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        for key, value in content.items():
+            if self.owner.get(key, MISSING) is value:
+                continue
+            if self.setter is not None:  # a class
+                delattr(self.setter, key) if value is MISSING else setattr(self.setter, key, value)
+            elif value is MISSING:
+                del self.owner[key]
+            else:
+                self.owner[key] = value
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}" if self.path else str(key)
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        present = [key for key in self.keys if key in self.owner]
+        if not present:
+            return [], []
+        if len(present) == 1:
+            present *= 2  # one key alone gives the value, not a tuple of it
+        return [], [(operator.itemgetter(*present), self.owner)]
+
+    def sized(self) -> Any:
+        return self.owner if self.grows else None
+
+
+class Slots(Place):
+    """Attributes that are in no ``__dict__``: a closure's cell, ``__slots__``, a function's
+    defaults."""
+
+    __slots__ = ("names", "shown")
+
+    def __init__(
+        self, owner: Any, names: Iterable[str], path: str, shown: str | None = None
+    ) -> None:
+        super().__init__(owner, path)
+        self.names = tuple(names)
+        self.shown = shown
+
+    def content(self) -> dict[Any, Any]:
+        found = {}
+        for name in self.names:
+            try:
+                found[name] = getattr(self.owner, name)
+            except (AttributeError, ValueError):  # not assigned yet
+                found[name] = MISSING
+        return found
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        for name, value in content.items():
+            if value is MISSING:
+                if self.content()[name] is not MISSING:
+                    delattr(self.owner, name)
+            else:
+                setattr(self.owner, name, value)
+
+    def label(self, key: Any) -> str:
+        return self.shown if self.shown is not None else f"{self.path}.{key}"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        present = [name for name, value in self.content().items() if value is not MISSING]
+        if not present:
+            return [], []
+        if len(present) == 1:
+            present *= 2
+        return [], [(operator.attrgetter(*present), self.owner)]
+
+
+class Elements(Place):
+    """All elements of a list, tuple, deque or set."""
+
+    __slots__ = ()
+
+    def content(self) -> dict[Any, Any]:
+        return dict(enumerate(self.owner))
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        values = list(content.values())
+        if isinstance(self.owner, list):
+            self.owner[:] = values
+        elif isinstance(self.owner, deque):
+            self.owner.clear()
+            self.owner.extend(values)
+        else:
+            self.owner.clear()
+            self.owner.update(values)
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}[{key}]"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        return [self.owner], []
+
+
+class Items(Place):
+    """All items of a dict."""
+
+    __slots__ = ("with_keys",)
+
+    def __init__(self, owner: Any, path: str, with_keys: bool = True) -> None:
+        super().__init__(owner, path)
+        self.with_keys = with_keys
+
+    def content(self) -> dict[Any, Any]:
+        return dict(self.owner)
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        if list(self.owner) == list(content):
+            self.owner.update(content)
+        else:
+            self.owner.clear()
+            self.owner.update(content)
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}[{key!r}]"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        values = self.owner.values()
+        return ([self.owner.keys(), values] if self.with_keys else [values]), []

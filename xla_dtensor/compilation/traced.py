@@ -1,0 +1,490 @@
+"""One trace of a step: its jaxpr, and where each input comes from and each output goes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from xla_dtensor import _context
+from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
+from xla_dtensor.compilation.garbage import NewObjects
+from xla_dtensor.compilation.history import History
+from xla_dtensor.compilation.host_ops import HostOperations
+from xla_dtensor.compilation.optimizers import OptimizerHooks
+from xla_dtensor.compilation.schedulers import DeferredSchedulers
+from xla_dtensor.compilation.trace import Captured, StepTrace
+from xla_dtensor.compilation.watch import Watch
+from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dispatch import logical_value
+from xla_dtensor.errors import DataDependentError
+from xla_dtensor.form import Form
+from xla_dtensor.per_device import logical
+from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.storage import Storage
+
+Ours = XLAShardedTensor | XLATensor
+
+
+class Source:
+    """Where an input of the program comes from.
+
+    Attributes:
+        kind: ``"state"`` (a storage, or several that hold one array), ``"argument"`` (the storage
+            of one), ``"grad"`` (of a leaf's gradient), ``"fill"`` (a constant array), ``"number"``,
+            ``"rng"``, ``"host"`` (a CPU tensor), ``"cotangent"`` or ``"constant"``.
+        what: the storages; the argument's index; a weak reference to the leaf; the captured state;
+            the number's index; the host's source; the cotangent's index; the array.
+        storages: of ``"state"``, ``"argument"`` and ``"grad"``: the storages in this trace.
+        form: their form before the step.
+        writes: (output, the storages that get it), where the step overwrites them.
+    """
+
+    __slots__ = ("form", "kind", "storages", "what", "writes")
+
+    def __init__(
+        self, kind: str, what: Any, storages: tuple[Storage, ...] = (), form: Form | None = None
+    ) -> None:
+        self.kind, self.what, self.storages, self.form = kind, what, storages, form
+        self.writes: list[tuple[int, tuple[Storage, ...]]] = []
+
+    def signature(self) -> Any:
+        """What tells that two traces' sources are the same."""
+        written = [index for index, _ in self.writes]
+        if self.kind == "state":
+            return self.kind, sorted(map(id, self.storages)), written
+        if self.kind == "constant":
+            return self.kind
+        if self.kind in ("grad", "host"):
+            return self.kind, written
+        if self.kind == "fill":
+            return self.kind, self.what.fill_value, self.what.form
+        return self.kind, self.what, written
+
+
+class Template:
+    """A tensor that each call makes anew: output ``index`` in ``form``."""
+
+    __slots__ = ("form", "index")
+
+    def __init__(self, index: int, form: Form) -> None:
+        self.index, self.form = index, form
+
+
+class Existing:
+    """A result that is the same object in each call."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class GivenBack:
+    """A result that is one of the arguments, or a view of its memory.
+
+    Attributes:
+        index: which argument.
+        cls, form, steps: of the view; None for the argument itself.
+    """
+
+    __slots__ = ("cls", "form", "index", "steps")
+
+    def __init__(self, index: int, view: Any = None) -> None:
+        self.index = index
+        self.cls, self.form, self.steps = _view_of(view)
+
+
+class View:
+    """A result that is a view of memory from outside of the step."""
+
+    __slots__ = ("cls", "form", "steps", "storage")
+
+    def __init__(self, view: Any) -> None:
+        self.storage = view._storage_
+        self.cls, self.form, self.steps = _view_of(view)
+
+
+def _view_of(tensor: Any) -> tuple[Any, Any, Any]:
+    return (None, None, None) if tensor is None else (type(tensor), tensor._form, tensor._steps)
+
+
+class Traced:
+    """One trace of a step; making one runs the step's Python and changes nothing.
+
+    Attributes:
+        closed: the jaxpr and its constants.
+        sources: where each constant comes from in later calls.
+        slots: the sources of captured storages.
+        forms: the forms of the outputs.
+        results, result_tree: what the step returns.
+        grads: (reference to a leaf, template of its new gradient or None).
+        left: (storage that the step made and left somewhere unknown, output).
+        effects: what its Python changed.
+        watch: what its Python can read.
+        history: how its results depend on tensors that require grad, or None.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: Arguments, dynamic: frozenset[int]
+    ) -> None:
+        self.dynamic = dynamic
+        self._roots: list[tuple[str, Any]] = [("the step", function), *arguments.objects]
+        watch = Watch(self._roots)
+        surroundings = Surroundings(watch)
+        self.trace = trace = StepTrace(_leaves(watch))
+        self.schedulers = DeferredSchedulers()
+        known = {key: [dict(g) for g in o.param_groups] for key, o in watch.optimizers.items()}
+        self.hooks = OptimizerHooks(trace, known, self.schedulers)
+        self.host = trace.host = HostOperations(trace, arguments)
+        self.history: History | None = None
+
+        def traced() -> list[Any]:
+            args, kwargs = arguments.with_numbers(self._numbers(trace, arguments))
+            with self.host, self.schedulers, self.hooks:
+                out = function(*args, **kwargs)
+            if arguments.changed(args, kwargs):
+                raise DataDependentError(
+                    "the step puts something into a list or dict that it was given as an argument, "
+                    "which would happen when it is traced, not in every call; return it instead"
+                )
+            result = [out]
+            del out, args, kwargs
+            return self._outputs(surroundings, arguments, watch, result)
+
+        was_compiling = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            with (
+                _same_host_randomness(watch.random_sources),
+                NewObjects(),
+                _context.active(trace),
+                torch.autograd.set_multithreading_enabled(False),
+                jax.enable_x64(True),
+            ):
+                self.closed = jax.make_jaxpr(traced)()
+        except BaseException:
+            self.hooks.undo()
+            surroundings.restore()  # nobody keeps a tensor that has no value
+            raise
+        finally:
+            torch.compiler._is_compiling_flag = was_compiling
+            trace.undo()
+        stepped = list(self.hooks.stepped.values())
+        if stepped:
+            # With the state that the step has made.
+            self._roots += [(s.name, s) for s in stepped]
+        self.watch = watch if not stepped else self.look_again()
+        self.frame = trace.frame
+        self._collect_inputs(trace, arguments)
+
+    def look_again(self) -> Watch:
+        """What the step's Python can read now."""
+        return Watch(self._roots)
+
+    def undo(self) -> None:
+        """Take back what the optimizers made in the trace."""
+        self.hooks.undo()
+
+    def _numbers(self, trace: StepTrace, arguments: Arguments) -> dict[int, Any]:
+        names = arguments.names() if self.dynamic else []
+        return {
+            i: trace.number(lambda given, i=i: given.numbers[i], arguments.numbers[i], names[i])
+            for i in sorted(self.dynamic)
+        }
+
+    # --- outputs ------------------------------------------------------------------------------
+
+    def _outputs(
+        self, surroundings: Surroundings, arguments: Arguments, watch: Watch, result: list[Any]
+    ) -> list[Any]:
+        """Called at the end of the trace: the arrays that the program returns."""
+        trace = self.trace
+        for stepped in self.hooks.stepped.values():
+            stepped.check()
+        self._arrays: list[Any] = []
+        self.forms: list[Form] = []
+        flat, self.result_tree = pytree.tree_flatten(result.pop())
+        if trace.numbers:
+            flat = [_plain_result(value) for value in flat]
+        history = History.of(trace, flat)
+        templates: dict[int, Template] = {}
+        self.results = [self._result(value, arguments, watch, templates) for value in flat]
+        self._effects(surroundings, templates)
+        self.random_operations = trace.random_operations()
+        self.grads: list[tuple[Any, Template | None]] = []
+        for outside in trace.outside.values():
+            leaf = outside.reference()
+            if leaf is None or not outside.takes_gradient:
+                continue
+            grad = leaf.grad
+            if grad is outside.grad and not outside.cleared:
+                continue
+            template = None if grad is None else self._template(grad, with_steps=True)
+            self.grads.append((outside.reference, template))
+            leaf.grad = outside.grad
+        leaf = grad = value = None
+        if history is not None:
+            history.differentiate(self)
+            self.history = history
+        del flat, templates
+        gc.collect()  # what only cycles still hold isn't left behind
+        self.captured = sorted(
+            (c for c in trace.captured if c.first_use is not None),
+            key=lambda c: c.first_use,  # type: ignore[arg-type, return-value]
+        )
+        self._written: dict[int, int] = {}
+        counters: dict[tuple[int, int], int] = {}
+        for captured in self.captured:
+            storage = captured.storage
+            if not captured.written or storage is None:
+                continue
+            shared = id(captured.array), id(storage.array)
+            if trace.is_counter(captured.array) and shared in counters:
+                self._written[id(captured)] = counters[shared]
+                continue
+            index = self.emit(logical(storage.array, storage.form), storage.form.reduced())
+            self._written[id(captured)] = counters[shared] = index
+        self.left: list[tuple[Storage, int]] = []
+        for storage in trace.left_behind():
+            if isinstance(storage.array, jax.core.Tracer):
+                form = storage.form.reduced()
+                self.left.append((storage, self.emit(logical(storage.array, storage.form), form)))
+        arrays = self._arrays
+        del self._arrays
+        return arrays
+
+    def _result(
+        self, value: Any, arguments: Arguments, watch: Watch, templates: dict[int, Template]
+    ) -> Any:
+        """How later calls make one of the step's results."""
+        for i, tensor in enumerate(arguments.tensors):
+            if tensor is value:
+                return GivenBack(i)
+        if not isinstance(value, Ours):
+            return Existing(value)
+        storage = value._storage_
+        if self.trace.owns(storage) or (value.requires_grad and not value.is_leaf):
+            if id(value) not in templates:
+                templates[id(value)] = self._template(value)
+            return templates[id(value)]
+        if id(value) in watch.tensors or (value.requires_grad and value.is_leaf):
+            return Existing(value)
+        for i, tensor in enumerate(arguments.tensors):
+            if getattr(tensor, "_storage_", None) is storage:
+                return GivenBack(i, value)
+        return View(value)
+
+    def emit(self, array: Any, form: Form) -> int:
+        """Make an array an output; its index."""
+        self._arrays.append(form.physical(array))
+        self.forms.append(form)
+        return len(self._arrays) - 1
+
+    def _template(self, tensor: Any, with_steps: bool = False) -> Template:
+        form = tensor._form if tensor._steps or with_steps else tensor._storage_.form
+        form = form.reduced()
+        return Template(self.emit(logical_value(tensor), form), form)
+
+    def _effects(self, surroundings: Surroundings, templates: dict[int, Template]) -> None:
+        """What the step's Python has changed, with templates of the tensors that it made; the
+        changes are undone."""
+        trace = self.trace
+
+        def is_new(value: Any) -> bool:
+            return isinstance(value, Ours) and trace.owns(value._storage_)
+
+        def convert(value: Any) -> Any:
+            if is_new(value):
+                if id(value) not in templates:
+                    templates[id(value)] = self._template(value)
+                return templates[id(value)]
+            if isinstance(value, list | tuple | dict) and any(
+                map(is_new, pytree.tree_leaves(value))
+            ):
+                return pytree.tree_map(convert, value)
+            return value
+
+        self.effects: list[Effect] = surroundings.effects()
+        for effect in self.effects:
+            check_replayable(effect, is_new)
+            effect.convert(convert)
+        surroundings.restore()
+
+    # --- inputs -------------------------------------------------------------------------------
+
+    def _collect_inputs(self, trace: StepTrace, arguments: Arguments) -> None:
+        """Say for each constant of the jaxpr where its value comes from in later calls."""
+        by_id: dict[int, Source] = {}
+        grads = {
+            id(outside.grad._storage_): outside.reference
+            for outside in trace.outside.values()
+            if outside.grad is not None
+        }
+        of_arguments: dict[int, int] = {}
+        for i, tensor in enumerate(arguments.tensors):
+            if isinstance(tensor, Ours):
+                of_arguments.setdefault(id(tensor._storage_), i)
+        # An argument that the step finds elsewhere, too, is what is found there.
+        found = {id(t._storage_) for t, _ in self.watch.tensors.values() if isinstance(t, Ours)}
+        self.free_arguments = tuple(
+            i for storage, i in of_arguments.items() if storage not in found
+        )
+        self.bound_arguments = tuple(
+            (i, arguments.tensors[i]._storage_)
+            for storage, i in of_arguments.items()
+            if storage in found
+        )
+        self.slots: list[Source] = []
+        counters: dict[int, list[Captured]] = {}
+        for captured in self.captured:
+            if captured.storage is None:
+                source = Source("fill", captured)
+            elif trace.is_counter(captured.array):
+                counters.setdefault(id(captured.array), []).append(captured)
+                continue
+            else:
+                storages = (captured.storage,)
+                key = id(captured.storage)
+                if key in of_arguments and key not in found:
+                    source = Source("argument", of_arguments[key], storages, captured.form)
+                elif key in grads:
+                    source = Source("grad", grads[key], storages, captured.form)
+                else:
+                    source = Source("state", None, storages, captured.form)
+                if id(captured) in self._written:
+                    source.writes.append((self._written[id(captured)], storages))
+            by_id[id(captured.array)] = source
+            self.slots.append(source)
+        for group in counters.values():
+            alive = [(c, c.storage) for c in group if c.storage is not None]
+            storages = tuple(storage for _, storage in alive)
+            source = Source("state", None, storages, group[0].form)
+            if not alive:
+                source = Source("fill", group[0])
+            parts: dict[int, list[Storage]] = {}
+            for captured, storage in alive:
+                if id(captured) in self._written:
+                    parts.setdefault(self._written[id(captured)], []).append(storage)
+            source.writes = [(index, tuple(members)) for index, members in parts.items()]
+            by_id[id(group[0].array)] = source
+            self.slots.append(source)
+        for _, array, host in trace.host_arrays.values():
+            by_id[id(array)] = (
+                Source("host", host) if host is not None else Source("constant", array)
+            )
+        for i, number in enumerate(trace.numbers):
+            by_id[id(number.array)] = Source("number", i)
+        by_id[id(trace.rng_words)] = Source("rng", None)
+        if self.history is not None:
+            for i, array in enumerate(self.history.cotangents):
+                by_id[id(array)] = Source("cotangent", i)
+        self.sources = [
+            by_id.get(id(const), Source("constant", const)) for const in self.closed.consts
+        ]
+        for captured in self.captured:
+            captured.array = None  # no second copy of what the step uses
+        trace.host_arrays.clear()
+        trace.scalars.clear()
+
+    # --- for the audit ------------------------------------------------------------------------
+
+    def signature(self) -> dict[str, Any]:
+        """What a later trace must have in common with this one, for the program to be the step."""
+        return {
+            "the operations": str(self.closed.jaxpr),
+            "the tensors that it uses": [s.signature() for s in self.sources],
+            "the layouts of its results": list(self.forms),
+            "what it returns": (
+                self.result_tree,
+                [
+                    (type(r).__name__, getattr(r, "index", None) or repr(getattr(r, "value", None)))
+                    for r in self.results
+                ],
+            ),
+            "the gradients that it leaves": [
+                (id(reference()), None if t is None else (t.index, t.form))
+                for reference, t in self.grads
+            ],
+            "what its Python changes": [e.name() for e in self.effects],
+        }
+
+
+def _leaves(watch: Watch) -> list[torch.Tensor]:
+    """The tensors that the step is known to reach."""
+    found = [tensor for tensor, _ in watch.tensors.values()]
+    for optimizer in watch.optimizers.values():
+        for group in optimizer.param_groups:
+            found += group["params"]
+    return found
+
+
+def _plain_result(value: Any) -> Any:
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        raise DataDependentError(
+            f"the step returns the Python number {value}, which is an input of its program, or "
+            "computed from one: return a tensor (torch.tensor(number, device='xla')), or compute "
+            "the number outside"
+        )
+    return value
+
+
+@contextlib.contextmanager
+def _same_host_randomness(sources: list[Any]) -> Iterator[None]:
+    """Refuse a step that draws random numbers in Python: it would draw once.
+
+    Raises:
+        DataDependentError: it has drawn some.
+    """
+    before = _random_states(sources)
+    yield
+    after = _random_states(sources)
+    for (name, restore, state), (_, _, now) in zip(before, after, strict=True):
+        if repr(state) != repr(now):
+            restore(state)
+            raise DataDependentError(
+                f"the step draws random numbers from {name}: that would happen when it is traced, "
+                "not in every call; draw them outside and pass them as arguments, or draw them on "
+                "the device with torch"
+            )
+
+
+def _random_states(sources: list[Any]) -> list[tuple[str, Any, Any]]:
+    states: list[tuple[str, Any, Any]] = [
+        ("Python's random module", random.setstate, random.getstate()),
+        ("numpy.random", np.random.set_state, _numpy_state()),
+    ]
+    for source in sources:
+        if isinstance(source, random.Random):
+            states.append(("a random.Random", source.setstate, source.getstate()))
+        elif isinstance(source, np.random.RandomState):
+            states.append(
+                ("a numpy RandomState", source.set_state, _plain_state(source.get_state()))
+            )
+        else:
+            bits = source.bit_generator
+
+            def restore(state: Any, bits: Any = bits) -> None:
+                bits.state = state
+
+            states.append(("a numpy Generator", restore, bits.state))
+    return states
+
+
+def _numpy_state() -> Any:
+    return _plain_state(np.random.get_state())
+
+
+def _plain_state(state: Any) -> Any:
+    """A NumPy state whose ``repr`` has all of it."""
+    name, keys, *rest = state
+    return (name, keys.tolist(), *rest)
+

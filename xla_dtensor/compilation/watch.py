@@ -1,0 +1,583 @@
+"""What a step's Python can read: found from its code, compared before each call.
+
+From the function (and what else the step is known to use) the watch follows what the code names:
+closure cells, globals, defaults, attributes, elements of lists and dicts, the code of the functions
+it meets, modules with their parameters and hooks. Numbers and strings are compared by value,
+tensors by identity, and everything else by what it consists of.
+
+Comparing is one loop in C over the identity of everything that was found. Only when that finds a
+difference is the walk made again, and what it finds compared by value: a list made anew with the
+same content is no change.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import operator
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
+
+from xla_dtensor.compilation.code_names import (
+    Names,
+    describe,
+    is_library,
+    is_library_class,
+    names_of,
+)
+from xla_dtensor.compilation.optimizers import SteppedOptimizer
+from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
+from xla_dtensor.errors import DataDependentError
+from xla_dtensor.storage import exact
+
+# Compared by value.
+ATOMS = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    types.NoneType,
+    types.EllipsisType,
+    types.NotImplementedType,
+    range,
+    slice,
+    enum.Enum,
+    np.generic,
+    np.dtype,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    Placement,
+    type(MISSING),
+)
+
+# Content beyond this is compared by length: vocabularies, data sets.
+MANY = 10_000
+
+# Methods that torch and Python call under no name in the user's code.
+_CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "__wrapped__"}
+_NEVER_CALLED = {
+    *("__init__", "__new__", "__del__", "__repr__", "__str__", "__format__", "__reduce__"),
+    *("__reduce_ex__", "__getstate__", "__setstate__", "__init_subclass__", "__class_getitem__"),
+    *("__hash__", "__dir__", "__sizeof__", "__deepcopy__", "__copy__", "__doc__", "__module__"),
+}
+_MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+_MODULE_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+)
+_MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+
+_Iterators = (
+    types.GeneratorType,
+    *(map, zip, filter, enumerate, itertools.chain, itertools.count, itertools.cycle),
+    *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
+)
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value is compared by value as a whole."""
+    if isinstance(value, tuple) and type(value) is tuple:
+        return all(map(is_atom, value))
+    return isinstance(value, ATOMS)
+
+
+def same_atom(a: Any, b: Any) -> bool:
+    """Whether two atoms are the same for a program: of one type, 0.0 apart from -0.0."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.generic):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(same_atom, a, b))
+    if isinstance(a, complex):
+        return same_atom(a.real, b.real) and same_atom(a.imag, b.imag)
+    return bool(exact(a) == exact(b))
+
+
+class Found:
+    """One thing that the walk came by.
+
+    Attributes:
+        path: how to call it.
+        kind: what it is: ``"value"``, ``"tensor"``, or the type of a thing that consists of others.
+        value: the atom; a weak reference to a tensor; what else tells two things apart.
+    """
+
+    __slots__ = ("kind", "path", "value")
+
+    def __init__(self, path: str, kind: Any, value: Any) -> None:
+        self.path, self.kind, self.value = path, kind, value
+
+    def same(self, other: Found) -> bool:
+        """Whether a program can't tell this from ``other``."""
+        if self.kind is not other.kind and self.kind != other.kind:
+            return False
+        if self.kind == "value":
+            return same_atom(self.value, other.value)
+        if self.kind == "tensor":
+            mine = self.value()
+            return mine is not None and mine is other.value()
+        if self.kind == "array":
+            return bool(
+                self.value.dtype == other.value.dtype
+                and self.value.shape == other.value.shape
+                and self.value.tobytes() == other.value.tobytes()
+            )
+        if self.kind == "opaque":
+            return self.value is other.value
+        return self.value is other.value or bool(self.value == other.value)
+
+    def text(self) -> str:
+        """Its value, for a message."""
+        if self.kind == "value":
+            return repr(self.value)
+        if self.kind == "tensor":
+            tensor = self.value()
+            return "a tensor" if tensor is None else f"a tensor {list(tensor.shape)}"
+        if self.kind == "array":
+            return f"an array {list(self.value.shape)}"
+        if isinstance(self.kind, type):
+            return f"a {self.kind.__name__}"
+        return f"another {self.kind}"
+
+
+class Watch:
+    """What can be read from ``roots``, pairs of a name for messages and a thing.
+
+    Attributes:
+        places: every container on the way.
+        tensors: the tensors found, by id, with their paths.
+        arrays: the NumPy arrays found.
+        random_sources: generators of random numbers that the step may draw from.
+        optimizers: the optimizers found, by id.
+    """
+
+    def __init__(self, roots: list[tuple[str, Any]]) -> None:
+        self.roots = roots
+        self._names = Names(attributes=set(_CALLED_BY_TORCH))
+        self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        while True:
+            before = self._size()
+            self._start()
+            for path, value in roots:
+                self._walk(value, path)
+            if self._size() == before:
+                break
+        for namespace, names in self._globals.values():
+            self._globals_place(namespace, names)
+        self._global_hooks()
+        self._seen = {}
+        self._arm()
+
+    def _size(self) -> tuple[int, ...]:
+        names = self._names
+        return (
+            len(names.attributes),
+            len(names.assigned),
+            sum(len(found) for _, found in self._globals.values()),
+        )
+
+    def _start(self) -> None:
+        self.places: list[Place] = []
+        self.found: list[Found] = []
+        self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
+        self.arrays: list[tuple[np.ndarray, np.ndarray, str]] = []
+        self.random_sources: list[Any] = []
+        self.optimizers: dict[int, Optimizer] = {}
+        self._seen: dict[int, tuple[Any, str]] = {}
+        self._placed_globals: set[int] = set()
+        self._used_paths: dict[str, int] = {}
+
+    # --- the walk -----------------------------------------------------------------------------
+
+    def _note(self, path: str, kind: Any, value: Any = None) -> None:
+        # Two closures may both have a cell called "model".
+        count = self._used_paths[path] = self._used_paths.get(path, 0) + 1
+        self.found.append(Found(path if count == 1 else f"{path} ({count})", kind, value))
+
+    def _walk(self, value: Any, path: str) -> None:
+        if is_atom(value):
+            self._note(path, "value", value)
+            return
+        seen = self._seen.get(id(value))
+        if seen is not None:
+            self._note(path, "same as", seen[1])
+            return
+        self._seen[id(value)] = value, path
+        if isinstance(value, torch.Tensor):
+            self.tensors[id(value)] = value, path
+            self._note(path, "tensor", weakref.ref(value))
+            return
+        if isinstance(value, np.ndarray):
+            copy = value.copy()
+            self.arrays.append((value, copy, path))
+            self._note(path, "array", copy)
+            return
+        self._walk_parts(value, path)
+
+    def _walk_parts(self, value: Any, path: str) -> None:
+        cls = type(value)
+        if isinstance(value, types.FunctionType):
+            self._function(value, path)
+        elif isinstance(value, types.MethodType):
+            self._note(path, cls)
+            self._walk(value.__func__, path)
+            self._walk(value.__self__, f"{path}.__self__")
+        elif isinstance(value, functools.partial):
+            self._note(path, cls)
+            self._place(Slots(value, ("func", "args", "keywords"), path))
+            self._walk(value.func, f"{path}.func")
+            self._walk(value.args, f"{path}.args")
+            self._walk(value.keywords, f"{path}.keywords")
+        elif isinstance(value, staticmethod | classmethod):
+            self._walk(value.__func__, path)
+        elif isinstance(value, property):
+            self._walk(value.fget, path)
+        elif isinstance(value, nn.Module):
+            self._module(value, path)
+        elif isinstance(value, type):
+            self._note(path, "class", value)
+            self._class(value)
+        elif isinstance(value, types.ModuleType):
+            self._note(path, "Python module", value)
+            if not is_library(value.__name__):
+                self._attributes(value, path)
+        elif isinstance(value, types.CellType):
+            self._cell(value, path)
+        elif isinstance(value, dict):
+            self._dict(value, path)
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            self._sequence(value, path)
+        elif isinstance(value, _Iterators):
+            raise DataDependentError(
+                f"the step reads from {path}, a {cls.__name__}: that would happen when the step is "
+                "traced, not in every call; take the next element outside and pass it as an "
+                "argument"
+            )
+        elif isinstance(value, SteppedOptimizer):
+            self._stepped(value, path)
+        elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+            self.random_sources.append(value)
+            self._note(path, "random generator", value)
+        else:
+            self._object(value, path)
+
+    def _place(self, place: Place) -> None:
+        self.places.append(place)
+
+    def _function(self, function: types.FunctionType, path: str) -> None:
+        code = function.__code__
+        self._note(path, "function", code)
+        library = is_library(function.__globals__.get("__name__"))
+        if not library:
+            names = names_of(code)
+            self._names.update(names)
+            self._place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
+            namespace = function.__globals__
+            _, known = self._globals.setdefault(id(namespace), (namespace, set()))
+            known |= names.globals
+            if id(namespace) not in self._placed_globals:
+                # Once a walk: by then earlier walks have said which names matter.
+                self._placed_globals.add(id(namespace))
+                for name in sorted(known & namespace.keys()):
+                    self._walk(namespace[name], name)
+            for name in names.modules:
+                self._imported(name)
+            for name, default in zip(
+                reversed(code.co_varnames[: code.co_argcount]),
+                reversed(function.__defaults__ or ()),
+                strict=False,
+            ):
+                self._walk(default, f"{describe(function)}'s default {name}")
+            if function.__kwdefaults__:
+                self._walk(function.__kwdefaults__, f"{describe(function)}'s defaults")
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._cell(cell, name)
+        wrapped = function.__dict__.get("__wrapped__")
+        if wrapped is not None:
+            self._walk(wrapped, path)
+
+    def _imported(self, name: str) -> None:
+        module = sys.modules.get(name)
+        if module is not None and not is_library(name):
+            self._walk(module, name)
+
+    def _cell(self, cell: types.CellType, name: str) -> None:
+        if id(cell) in self._seen:
+            return
+        self._seen[id(cell)] = cell, name
+        place = Slots(cell, ("cell_contents",), name, shown=name)
+        self._place(place)
+        value = place.content()["cell_contents"]
+        if value is not MISSING:
+            self._walk(value, name)
+
+    def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
+        # Names that aren't there are Python's builtins.
+        self._place(Entries(namespace, sorted(names & namespace.keys()), "", grows=False))
+
+    def _module(self, module: nn.Module, path: str) -> None:
+        cls = type(module)
+        self._note(path, "module", cls)
+        own = module.__dict__
+        for part in _MODULE_PARTS:
+            inner = own.get(part)
+            if inner:
+                self._place(Items(inner, path, with_keys=False))
+                for name, value in inner.items():
+                    self._walk(value, f"{path}.{name}")
+        for part in _MODULE_HOOKS:
+            hooks = own.get(part)
+            if hooks is None:
+                continue
+            self._place(Items(hooks, f"{path}.{part}", with_keys=False))
+            for number, hook in enumerate(hooks.values()):
+                self._walk(hook, f"{path}.{part}[{number}]")
+        if is_library_class(cls):
+            names = [name for name in own if name not in _MODULE_OWN]
+        else:
+            wanted = self._names.attributes
+            names = [name for name in own if name in wanted and name not in _MODULE_OWN]
+            names += [n for n in ("_forward_hooks", "_forward_pre_hooks") if n not in names]
+            self._assigned(module, path, names)
+        self._entries(own, names, path, module)
+        self._class(cls)
+
+    def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
+        self._place(Entries(own, names, path))
+        for name in names:
+            if name not in _MODULE_HOOKS and name in own:
+                self._walk(own[name], f"{path}.{name}")
+
+    def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
+        """Attributes that the code assigns without reading them."""
+        names = [n for n in self._names.assigned - set(read) if n not in _MODULE_OWN]
+        if isinstance(owner, nn.Module):
+            taken = set().union(*(owner.__dict__.get(p) or () for p in _MODULE_PARTS))
+            names = [n for n in names if n not in taken]
+        present = [n for n in sorted(names) if n in owner.__dict__ or not hasattr(owner, n)]
+        if present:
+            self._place(Entries(owner.__dict__, present, path, guarded=False))
+
+    def _object(self, value: Any, path: str) -> None:
+        cls = type(value)
+        if isinstance(value, Optimizer):
+            self._optimizer(value, path)
+            return
+        if isinstance(value, DeviceMesh):
+            self._note(path, "mesh", value)
+            return
+        if hasattr(value, "__wrapped__") and not isinstance(value, torch.Tensor):
+            self._note(path, cls)
+            self._walk(value.__wrapped__, path)
+            return
+        own = getattr(value, "__dict__", None)
+        if cls.__module__.startswith("xla_dtensor."):
+            self._note(path, "opaque", value)  # what of it matters has guards of its own
+        elif isinstance(own, dict):
+            self._note(path, "object", cls)
+            self._attributes(value, path)
+        elif getattr(cls, "__slots__", None) is not None and not is_library_class(cls):
+            self._note(path, "object", cls)
+            names = [
+                name
+                for base in cls.__mro__
+                for name in _slots_of(base)
+                if name in self._names.attributes
+            ]
+            place = Slots(value, names, path)
+            self._place(place)
+            for name, content in place.content().items():
+                self._walk(content, f"{path}.{name}")
+        else:
+            # Nothing is known of it but which one it is.
+            self._note(path, "opaque", value)
+        self._class(cls)
+
+    def _attributes(self, value: Any, path: str) -> None:
+        own = value.__dict__
+        names = [name for name in own if name in self._names.attributes]
+        self._assigned(value, path, names)
+        self._entries(own, names, path, value)
+
+    def _optimizer(self, optimizer: Optimizer, path: str) -> None:
+        """What the step's own code reads of it; what its ``step`` does has guards of its own."""
+        self._note(path, "optimizer", type(optimizer))
+        self.optimizers[id(optimizer)] = optimizer
+        if "param_groups" not in self._names.attributes:
+            return
+        groups = optimizer.param_groups
+        self._place(Elements(groups, f"{path}.param_groups"))
+        for i, group in enumerate(groups):
+            names = [k for k in group if k == "params" or k in self._names.attributes]
+            self._entries(group, names, f"{path}.param_groups[{i}]", optimizer)
+
+    def _stepped(self, stepped: SteppedOptimizer, path: str) -> None:
+        """What an optimizer's ``step`` reads: all of its param groups but the numbers that are
+        inputs, and its state."""
+        optimizer, groups = stepped.optimizer, stepped.optimizer.param_groups
+        self._note(path, "stepped optimizer", (id(optimizer), len(groups)))
+        self._place(Slots(optimizer, ("param_groups", "state"), path))
+        self._place(Elements(groups, f"{path}.param_groups"))
+        for i, group in enumerate(groups):
+            inputs = stepped.numbers[i] if i < len(stepped.numbers) else set()
+            where = f"{path}.param_groups[{i}]"
+            names = [key for key in group if key not in inputs]
+            self._place(Entries(group, names, where))
+            for name in names:
+                self._walk(group[name], f"{where}[{name!r}]")
+        self._place(Items(optimizer.state, f"{path}.state", with_keys=False))
+        for number, state in enumerate(optimizer.state.values()):
+            self._place(Items(state, f"{path}.state[{number}]", with_keys=False))
+            for key, value in state.items():
+                self._walk(value, f"{path}.state[{number}][{key!r}]")
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            hooks = getattr(optimizer, name)
+            self._place(Items(hooks, f"{path}.{name}", with_keys=False))
+            for number, hook in enumerate(hooks.values()):
+                self._walk(hook, f"{path}.{name}[{number}]")
+
+    def _dict(self, value: dict[Any, Any], path: str) -> None:
+        if len(value) > MANY:
+            self._note(path, "dict", (id(value), len(value)))
+            return
+        self._note(path, type(value), tuple(k if is_atom(k) else id(k) for k in value))
+        self._place(Items(value, path))
+        for key, item in value.items():
+            if not is_atom(key):
+                self._walk(key, f"{path}'s key")
+            self._walk(item, f"{path}[{key!r}]" if is_atom(key) else f"{path}[...]")
+        if type(value) is not dict and hasattr(value, "__dict__"):
+            names = [n for n in value.__dict__ if n in self._names.attributes]
+            self._entries(value.__dict__, names, path, value)
+
+    def _sequence(self, value: Any, path: str) -> None:
+        if len(value) > MANY:
+            self._note(path, type(value), (id(value), len(value)))
+            return
+        self._note(path, type(value), len(value))
+        self._place(Elements(value, path))
+        for i, item in enumerate(value):
+            self._walk(item, f"{path}[{i}]")
+
+    def _class(self, cls: type) -> None:
+        """The methods and attributes that a class gives its objects."""
+        for base in cls.__mro__:
+            if is_library_class(base) or id(base) in self._seen:
+                continue
+            self._seen[id(base)] = base, base.__qualname__
+            wanted = self._names.attributes
+            names = [
+                name
+                for name in base.__dict__
+                if (name in wanted or (name.startswith("__") and name.endswith("__")))
+                and name not in _NEVER_CALLED
+                and (name in wanted or callable(base.__dict__[name]))
+                and not isinstance(base.__dict__[name], _DESCRIPTORS)
+            ]
+            self._place(Entries(base.__dict__, names, base.__qualname__, setter=base))
+            for name in names:
+                self._walk(base.__dict__[name], f"{base.__qualname__}.{name}")
+
+    def _global_hooks(self) -> None:
+        from torch.nn.modules import module
+
+        for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+            hooks = getattr(module, name)
+            self._place(Items(hooks, f"torch.nn.modules.module.{name}", with_keys=False))
+            for number, hook in enumerate(hooks.values()):
+                self._walk(hook, f"{name}[{number}]")
+        for name in ("_global_backward_hooks", "_global_backward_pre_hooks"):
+            hooks = getattr(module, name)
+            self._place(Items(hooks, f"torch.nn.modules.module.{name}", with_keys=False))
+
+    # --- comparing ----------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Prepare the loop in C."""
+        self._iterables: list[Any] = []
+        self._pairs: list[tuple[Any, Any]] = []
+        self._mappings: list[Any] = []
+        for place in self.places:
+            if not place.guarded:
+                continue
+            iterables, pairs = place.live()
+            self._iterables += iterables
+            self._pairs += pairs
+            sized = place.sized()
+            if sized is not None:
+                self._mappings.append(sized)
+        self._lengths = list(map(len, self._mappings))
+        self._expected = list(self._current())
+
+    def _current(self) -> Iterator[Any]:
+        return itertools.chain(
+            itertools.chain.from_iterable(self._iterables),
+            itertools.chain.from_iterable(itertools.starmap(operator.call, self._pairs)),
+            _END,
+        )
+
+    def untouched(self) -> bool:
+        """Whether everything is the very object that it was: no need to look closer."""
+        try:
+            return (
+                all(map(operator.is_, self._current(), self._expected))
+                and list(map(len, self._mappings)) == self._lengths
+                and all(_same_array(array, copy) for array, copy, _ in self.arrays)
+            )
+        except (KeyError, AttributeError, ValueError, RuntimeError):
+            return False  # something is gone, or another thread is at it
+
+    def differences(self, other: Watch) -> list[tuple[Found | None, Found | None]]:
+        """What ``other``, a later walk from the same roots, found otherwise: (before, now)."""
+        mine = {found.path: found for found in self.found}
+        theirs = {found.path: found for found in other.found}
+        result: list[tuple[Found | None, Found | None]] = []
+        for path in mine.keys() | theirs.keys():
+            before, now = mine.get(path), theirs.get(path)
+            if before is None or now is None or not before.same(now):
+                result.append((before, now))
+        order = {found.path: i for i, found in enumerate((*self.found, *other.found))}
+        result.sort(key=lambda pair: order[(pair[0] or pair[1]).path])  # type: ignore[union-attr]
+        return result
+
+    def sleep(self) -> None:
+        """Hold nothing but weak references to tensors, until `differences` is asked."""
+        self._expected, self._iterables, self._pairs, self._mappings = [], [], [], []
+        self._lengths = [-1]  # never `untouched`
+        self.places = []
+        self._seen = {}
+        self.tensors = {}
+
+
+_END = [object()]
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+def _slots_of(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _same_array(array: np.ndarray, copy: np.ndarray) -> bool:
+    return array.shape == copy.shape and array.dtype == copy.dtype and (
+        array.tobytes() == copy.tobytes()
+    )
