@@ -165,7 +165,7 @@ def test_recompilations_are_counted_and_explained(
         "argument [0]: from [8, 4] torch.float32 [Shard(dim=0), Replicate()] to "
         "[8, 4] torch.float32 [Replicate(), Replicate()]"
     )
-    assert mesh_free[-1] == "a module was switched between train() and eval()"
+    assert mesh_free[-1] == "model.0.training: from True to False"
     assert sum("recompiled" in record.message for record in caplog.records) == len(mesh_free)
 
 

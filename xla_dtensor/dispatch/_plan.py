@@ -245,6 +245,8 @@ def _functions(
         for i, (value, form) in enumerate(zip(fresh, result_forms, strict=False)):
             if form is None:
                 continue
+            if value is None:  # masked out, which torch's meta kernel hasn't looked at
+                value = jnp.zeros(form.shape, form.jax_dtype)
             value = _checked(value, form.shape, form.jax_dtype, info)
             if pinned is not None:
                 value = _pin(value, pinned.results[i])
