@@ -7,7 +7,16 @@ plain torch on the CPU, and compiled on a mesh; `test_changes.py` compares. The 
 row whose results are the same without its change would not notice a stale program.
 """
 
-from tests.compilation.changes import leaves, modules, optimizers
+from tests.compilation.changes import (
+    arguments,
+    effects,
+    functions,
+    host,
+    leaves,
+    modules,
+    optimizers,
+    structure,
+)
 from tests.compilation.changes._table import TABLE, Row
 from tests.compilation.changes._world import (
     EagerMesh,
@@ -31,10 +40,15 @@ __all__ = [
     "Observation",
     "Row",
     "World",
+    "arguments",
     "assert_same",
+    "effects",
+    "functions",
+    "host",
     "leaves",
     "modules",
     "observe",
     "optimizers",
     "same",
+    "structure",
 ]

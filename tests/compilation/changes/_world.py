@@ -138,6 +138,8 @@ def same(actual: Any, expected: Any) -> bool:
     """Whether two observed values are equal, numbers up to rounding."""
     if isinstance(expected, torch.Tensor) and isinstance(actual, torch.Tensor):
         return actual.dtype == expected.dtype and _close(actual, expected)
+    if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
+        return False
     if isinstance(expected, bool | str | None) or isinstance(actual, bool | str | None):
         return type(actual) is type(expected) and actual == expected
     return _close(torch.tensor(actual), torch.tensor(expected))

@@ -39,8 +39,8 @@ class Two(nn.Module):
         return torch.addmm(self.bias, x, self.weight.T)
 
 
-# Class, its options, and what is set later. With ``foreach``, the default on accelerators, Nesterov's
-# method writes to the gradients, and CPU torch is asked to do so, too.
+# Class, its options, and what is set later. With ``foreach``, the default on accelerators, Nesterov
+# momentum is added to the gradients in place, and CPU torch is asked to do so, too.
 SETTINGS: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any]]] = {
     "lr_float": (SGD, {"lr": 0.1}, {"lr": 0.01}),
     "lr_int_to_int": (SGD, {"lr": 1}, {"lr": 2}),
