@@ -98,11 +98,11 @@ class Session:
         self.make = OPTIMIZERS[optimizer]
         self.optimizer = self.make(self.model.parameters())
         self.handles: list[Any] = []
-        self.saved = copy.deepcopy(self.weights())
+        self.saved = self.weights()
         self.size = 4
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: value.detach() for name, value in self.model.state_dict().items()}
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     def train(self, tokens: torch.Tensor) -> torch.Tensor:
         """One step of training, as users write it."""
@@ -237,7 +237,7 @@ def in_place(s: Session, rng: random.Random) -> None:
 
 @change
 def save(s: Session, rng: random.Random) -> None:
-    s.saved = copy.deepcopy(s.weights())
+    s.saved = s.weights()
 
 
 @change
@@ -251,7 +251,9 @@ def load_assigned(s: Session, rng: random.Random) -> None:
     """New parameters, and an optimizer of their own."""
     s.handles = []
     if s.saved.keys() == s.weights().keys():
-        s.model.load_state_dict(copy.deepcopy(s.saved), assign=True)
+        s.model.load_state_dict(
+            {name: value.clone() for name, value in s.saved.items()}, assign=True
+        )
         s.optimizer = s.make(s.model.parameters())
 
 

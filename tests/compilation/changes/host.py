@@ -301,7 +301,8 @@ def saved_tensors_hooks_around_the_call(world: World) -> Program:
 @row()
 def device_context_around_the_call(world: World) -> Program:
     step = world.compile(lambda x: x * len(str(torch.empty(0).device)))
-    yield step(world.batch(0))
+    x = world.batch(0)
+    yield step(x)
     with torch.device("meta") if world.changes else contextlib.nullcontext():
-        results = step(world.batch(0))
+        results = step(x)
     yield results
