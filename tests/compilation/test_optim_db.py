@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import LBFGS, Muon, Optimizer, SparseAdam
-from torch.testing._internal.common_optimizers import optim_db
 
 import xla_dtensor as xd
 from tests.compilation.changes._world import numbers
+
+with warnings.catch_warnings():  # torch misses packages that its own tests use
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_optimizers import optim_db
 
 SHAPES = ((8, 6), (6, 8))
 PLACEMENTS = ([Replicate(), Shard(0)], [Shard(0), Shard(1)])

@@ -17,6 +17,7 @@ from tests.compilation.changes import (
     optimizers,
     structure,
 )
+from tests.compilation.changes._refused import REFUSED
 from tests.compilation.changes._table import TABLE, Row
 from tests.compilation.changes._world import (
     EagerMesh,
@@ -27,10 +28,6 @@ from tests.compilation.changes._world import (
     observe,
     same,
 )
-
-# Rows whose compiled step may raise, in place of doing what torch does, with an error that matches:
-# effects of the step's Python on the host, and values of CPU tensors in Python.
-REFUSED: dict[str, str] = {}
 
 __all__ = [
     "REFUSED",
