@@ -445,8 +445,8 @@ def backward_after_a_compiled_write(world: World) -> Program:
         try:
             loss.backward()
             yield "went through", weight
-        except RuntimeError as error:
-            yield "modified by an inplace operation" in str(error), weight
+        except RuntimeError:
+            yield "raised", weight
 
 
 @rows({"model": 0, "model_and_optimizer": 1})
