@@ -1,0 +1,467 @@
+"""What the step's own Python does besides computing: modes, counters, lists, attributes.
+
+Every call does it under torch. Random numbers of the host are drawn anew in every call, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, lr_scheduler
+
+from tests.compilation.changes._table import Program, mlp, row, rows
+from tests.compilation.changes._world import World, numbers
+
+COUNT = 0
+
+
+@row()
+def mode_set_in_the_step(world: World) -> Program:
+    model = world.module(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))
+    world.watch(model=model)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        model.eval()
+        out = model(x).detach()
+        if world.changes:
+            model.train()
+        return out
+
+    step = world.compile(function)
+    yield step(world.batch(0)), model.training
+    yield model(world.batch(1)).detach()
+    yield step(world.batch(2)), model.training
+
+
+@row()
+def mode_toggled_in_the_step(world: World) -> Program:
+    model = world.module(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if world.changes:
+            model.train(not model.training)
+        return model(x).detach()
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i)), model.training, [b.clone() for b in model.buffers()]
+
+
+@row()
+def train_then_eval_in_one_step(world: World) -> Program:
+    model = world.module(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        model.train()
+        out = model(x).detach()
+        if world.changes:
+            model.eval()
+        return [out, model(x).detach()]
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)), model.training
+
+
+@row()
+def attribute_counted(world: World) -> Program:
+    holder = SimpleNamespace(count=0)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if world.changes:
+            holder.count += 1
+        return x * holder.count
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)), holder
+
+
+@row()
+def attribute_of_a_module_counted(world: World) -> Program:
+    class Counting(nn.Module):
+        count = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += world.changes
+            return x * 2
+
+    model = Counting()
+    step = world.compile(lambda x: model(x))
+    for i in range(3):
+        yield step(world.batch(i)), model.count
+
+
+@row()
+def nonlocal_counted(world: World) -> Program:
+    count = 0
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += world.changes
+        return x * 2
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)), count
+
+
+@row()
+def global_counted(world: World) -> Program:
+    global COUNT
+    COUNT = 0
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        global COUNT
+        COUNT += world.changes
+        return x * 2
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)), COUNT
+
+
+@row()
+def counter_decides(world: World) -> Program:
+    """Gradient accumulation, as it is often written."""
+    weight = world.parameter(numbers(1, 4, 6))
+    world.watch(weight=weight)
+    holder = SimpleNamespace(count=0)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        (weight * x).sum().backward()
+        holder.count += 1
+        if world.changes and holder.count % 2 == 0:
+            with torch.no_grad():
+                weight.sub_(weight.grad)
+            weight.grad = None
+        return weight.detach() * 1
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i))
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], Any]]] = {
+    "list_append": (list, lambda o, loss: o.append(loss)),
+    "list_append_number": (list, lambda o, loss: o.append(len(o))),
+    "list_extend": (list, lambda o, loss: o.extend([loss, 1])),
+    "list_item": (lambda: [0], lambda o, loss: o.__setitem__(0, loss)),
+    "list_pop": (lambda: [1, 2, 3, 4], lambda o, loss: o.pop()),
+    "dict_item": (dict, lambda o, loss: o.update({len(o): loss})),
+    "dict_number": (dict, lambda o, loss: o.update(calls=o.get("calls", 0) + 1)),
+    "dict_deleted": (lambda: dict.fromkeys(range(9), 0), lambda o, loss: o.pop(max(o))),
+    "dict_same_key": (dict, lambda o, loss: o.update(loss=loss)),
+    "attribute": (SimpleNamespace, lambda o, loss: setattr(o, "last", loss)),
+    "attribute_summed": (
+        lambda: SimpleNamespace(total=0.0),
+        lambda o, loss: setattr(o, "total", o.total + loss),
+    ),
+}
+
+
+@rows(CONTAINERS)
+def left_behind(world: World, case: tuple[Callable, Callable]) -> Program:
+    """The result is put in a list, a dict or an attribute that outlives the step."""
+    make, leave = case
+    holder = make()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        loss = x.pow(2).sum()
+        if world.changes:
+            leave(holder, loss)
+        return loss * 2
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i)), holder
+
+
+@row()
+def buffer_replaced_in_forward(world: World) -> Program:
+    """A running mean that is a new tensor in every call."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", world.tensor(torch.zeros(6), None))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if world.changes:
+                self.mean = self.mean * 0.9 + x.mean(0) * 0.1
+            return x - self.mean
+
+    model = Mean()
+    world.watch(model=model)
+    step = world.compile(lambda x: model(x))
+    for i in range(4):
+        yield step(world.batch(i)), model.mean
+
+
+@row()
+def cache_made_in_the_first_call(world: World) -> Program:
+    """As rotary embeddings do; then the user drops it, or puts another in its place."""
+
+    class Cached(nn.Module):
+        cache: torch.Tensor | None = None
+        base = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.cache is None:
+                self.cache = torch.ones(6, device=x.device) * self.base
+            return x * self.cache
+
+    model = Cached()
+    step = world.compile(lambda x: model(x))
+    yield step(world.batch(0)), model.cache
+    yield step(world.batch(1)), model.cache
+    if world.changes:
+        model.cache, model.base = None, 3.0
+    yield step(world.batch(2)), model.cache
+    world.change(setattr, model, "cache", world.tensor(torch.full((6,), 5.0), None))
+    yield step(world.batch(3)), model.cache
+
+
+@row()
+def hidden_state_kept(world: World) -> Program:
+    """A recurrent state that the object keeps between calls."""
+    holder = SimpleNamespace(state=None)
+    weight = world.parameter(numbers(1, 4, 6))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        state = x if holder.state is None else torch.tanh(holder.state + x * weight)
+        holder.state = state.detach()
+        return holder.state * 2
+
+    step = world.compile(function)
+    for i in range(2):
+        yield step(world.batch(i)), holder
+    world.change(setattr, holder, "state", None)
+    for i in range(2):
+        yield step(world.batch(i)), holder
+
+
+@row()
+def rebound_in_the_step(world: World) -> Program:
+    """An exponential moving average that the step binds anew."""
+    average = world.tensor(torch.zeros(4, 6))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        nonlocal average
+        if world.changes:
+            average = average * 0.5 + x
+        return average * 1
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i)), average
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda i: 1 / (i + 1)),
+}
+
+
+@rows(SCHEDULERS)
+def scheduler_in_the_step(world: World, make: Callable) -> Program:
+    model = mlp(world)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    scheduler = make(optimizer)
+    world.watch(model=model, optimizer=optimizer)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        if world.changes:
+            scheduler.step()
+        return loss.detach()
+
+    step = world.compile(function)
+    for _ in range(4):
+        yield step(world.batch(0)), scheduler.last_epoch, optimizer.param_groups[0]["lr"]
+
+
+@row()
+def setting_written_in_the_step(world: World) -> Program:
+    model = mlp(world)
+    optimizer = Adam(model.parameters(), lr=0.1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if world.changes:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = world.compile(function)
+    for _ in range(4):
+        yield step(world.batch(0)), optimizer.param_groups[0]["lr"]
+
+
+ZEROING: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "none_last": lambda m, o: o.zero_grad(),
+    "zeros": lambda m, o: o.zero_grad(set_to_none=False),
+    "of_the_model": lambda m, o: m.zero_grad(),
+    "of_the_model_zeros": lambda m, o: m.zero_grad(set_to_none=False),
+    "deleted": lambda m, o: [setattr(p, "grad", None) for p in m.parameters()],
+    "one": lambda m, o: m[0].zero_grad(),
+}
+
+
+@rows(ZEROING)
+def gradients_zeroed_in_the_step(world: World, zero: Callable) -> Program:
+    model = mlp(world)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    world.watch(model=model, optimizer=optimizer)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        if world.changes:
+            zero(model, optimizer)
+        return loss.detach()
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(0)), i
+
+
+@row()
+def requires_grad_set_in_the_step(world: World) -> Program:
+    """A GAN's step freezes the discriminator for a while."""
+    first, second = world.parameter(numbers(1, 4, 6)), world.parameter(numbers(2, 4, 6))
+    world.watch(first=first, second=second)
+
+    def function(x: torch.Tensor) -> list:
+        first.grad = second.grad = None
+        if world.changes:
+            second.requires_grad_(False)
+        (first * second * x).sum().backward()
+        second.requires_grad_(True)
+        return [first.grad * 1, second.grad is None]
+
+    step = world.compile(function)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+
+
+@row()
+def hook_registered_in_the_step(world: World) -> Program:
+    """Every call adds one more, under torch."""
+    weight = world.parameter(numbers(1, 4, 6))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        weight.grad = None
+        if world.changes:
+            weight.register_hook(lambda grad: grad * 2)
+        (weight * x).sum().backward()
+        return weight.grad * 1
+
+    step = world.compile(function)
+    for _ in range(3):
+        yield step(world.batch(0))
+
+
+@row()
+def hook_for_the_time_of_the_step(world: World) -> Program:
+    model = mlp(world)
+    seen: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        handle = model[0].register_forward_hook(lambda m, i, output: seen.append(output.detach()))
+        seen.clear()
+        out = model(x).detach()
+        handle.remove()
+        return [out, *seen]
+
+    step = world.compile(function)
+    yield step(world.batch(0))
+    world.change(model[0].weight.data.mul_, 2.0)
+    yield step(world.batch(0))
+
+
+DRAWS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "iterator": lambda x, it: x * next(it),
+    "random": lambda x, it: x * random.random(),
+    "choice": lambda x, it: x[random.randrange(4)],
+    "numpy": lambda x, it: x * float(np.random.rand()),
+    "numpy_generator": lambda x, it: x * float(it.generator.random()),
+}
+
+
+class Counter:
+    def __init__(self, moving: bool) -> None:
+        self.counter = itertools.count() if moving else itertools.repeat(0)
+        self.generator = np.random.default_rng(0)
+
+    def __next__(self) -> int:
+        return next(self.counter)
+
+
+@rows(DRAWS)
+def drawn_on_the_host(world: World, draw: Callable) -> Program:
+    random.seed(0)
+    np.random.seed(0)
+    source = Counter(world.changes)
+
+    def again() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        source.generator = np.random.default_rng(0)
+
+    step = world.compile(lambda x: draw(x, source))
+    for _ in range(4):
+        if not world.changes:
+            again()
+        yield step(world.batch(0))
+
+
+@row()
+def prepared_iterator(world: World) -> Program:
+    """The step takes its own batches."""
+    batches = [world.batch(i) for i in range(4)]
+    loader = iter(batches) if world.changes else itertools.repeat(batches[0])
+    step = world.compile(lambda: next(loader) * 2)
+    for _ in range(4):
+        yield step()
+
+
+@row()
+def class_attribute_written_in_the_step(world: World) -> Program:
+    own = type("Own", (), {"count": 0})
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        own.count += world.changes
+        return x * own.count
+
+    step = world.compile(function)
+    for _ in range(3):
+        yield step(world.batch(0)), own.count
+
+
+@row()
+def cpu_tensor_appended(world: World) -> Program:
+    log: list[float] = []
+
+    def function(x: torch.Tensor, epoch: int) -> torch.Tensor:
+        if world.changes:
+            log.append(epoch * 1.0)
+        return x * epoch
+
+    step = world.compile(function)
+    for i in (1, 2, 1, 2):
+        yield step(world.batch(0), i), log

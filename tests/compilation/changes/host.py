@@ -1,0 +1,308 @@
+"""Changes of CPU tensors, and of torch's global state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.compilation.changes._table import Program, row, rows
+from tests.compilation.changes._world import World, numbers
+
+USES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "directly": lambda x, s: x * s,
+    "multiplied": lambda x, s: x * (s * 2),
+    "added": lambda x, s: x * (s + 1),
+    "item": lambda x, s: x * s.item(),
+    "float": lambda x, s: x * float(s),
+    "int": lambda x, s: x * int(s),
+    "if": lambda x, s: x * 2 if s > 1.5 else x,
+    "index": lambda x, s: x[s.long()],
+    "index_plus": lambda x, s: x[s.long() + 1],
+    "slice": lambda x, s: x[: int(s)],
+    "tolist": lambda x, s: x * s.tolist(),
+    "numpy": lambda x, s: x * float(s.numpy()),
+    "tensor_of": lambda x, s: x * torch.tensor(float(s)),
+    "clone": lambda x, s: x * s.clone(),
+    "view": lambda x, s: x * s.view(1),
+    "stack": lambda x, s: x * torch.stack([s, s]).sum(),
+    "written_copy": lambda x, s: x * torch.zeros(()).copy_(s),
+    "to_float": lambda x, s: x * s.double().float(),
+    "where": lambda x, s: torch.where(s > 1.5, x, -x),
+    "alpha": lambda x, s: torch.add(x, x, alpha=s.item()),
+    "fill": lambda x, s: torch.zeros_like(x).fill_(s),
+    "setitem": lambda x, s: torch.zeros(6).index_fill_(0, torch.tensor([0]), s.item()) * x,
+    "compared": lambda x, s: x * bool((s == 1).all()),
+    "size": lambda x, s: x * torch.zeros(int(s)).numel(),
+}
+
+
+@rows(USES)
+def cpu_tensor_in_place(world: World, use: Callable) -> Program:
+    scale = torch.tensor(1.0)
+    step = world.compile(lambda x: use(x, scale))
+    yield step(world.batch(0))
+    yield step(world.batch(0))
+    world.change(scale.fill_, 2.0)
+    yield step(world.batch(0))
+
+
+@rows({n: USES[n] for n in ("directly", "multiplied", "item", "index", "index_plus", "if")})
+def cpu_tensor_rebound(world: World, use: Callable) -> Program:
+    scale = torch.tensor(1.0)
+    step = world.compile(lambda x: use(x, scale))
+    yield step(world.batch(0))
+    if world.changes:
+        scale = torch.tensor(2.0)
+    yield step(world.batch(0))
+
+
+@rows({n: USES[n] for n in ("directly", "multiplied", "item", "index", "index_plus", "if")})
+def cpu_tensor_argument(world: World, use: Callable) -> Program:
+    step = world.compile(use)
+    yield step(world.batch(0), torch.tensor(1.0))
+    yield step(world.batch(0), torch.tensor(2.0 if world.changes else 1.0))
+
+
+@row()
+def cpu_tensor_of_another_dtype(world: World) -> Program:
+    scale = torch.tensor(1.5)
+    step = world.compile(lambda x: x * scale)
+    yield step(world.batch(0))
+    if world.changes:
+        scale = torch.tensor(2)
+    yield step(world.batch(0))
+
+
+@row()
+def cpu_buffer_of_a_module(world: World) -> Program:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.tensor(2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (self.scale + 1)
+
+    model = Scaled()
+    step = world.compile(lambda x: model(x))
+    yield step(world.batch(0))
+    world.change(model.scale.fill_, 3.0)
+    yield step(world.batch(0))
+    world.change(setattr, model, "scale", torch.tensor(5.0))
+    yield step(world.batch(0))
+
+
+@row()
+def cpu_constant_made_in_the_step(world: World) -> Program:
+    """What the step makes of nothing is a constant; of a closure's number it isn't."""
+    count = 2
+    step = world.compile(lambda x: x * torch.arange(6.0)[count] + torch.ones(()) * count)
+    yield step(world.batch(0))
+    if world.changes:
+        count = 3
+    yield step(world.batch(0))
+
+
+@row()
+def cpu_tensor_moved_in_the_step(world: World) -> Program:
+    scale = torch.full((4, 6), 2.0)
+    step = world.compile(lambda x: x + scale.to(x.device))
+    yield step(world.batch(0))
+    world.change(scale.fill_, 3.0)
+    yield step(world.batch(0))
+
+
+@row()
+def cpu_numbers_drawn(world: World) -> Program:
+    """Random numbers of the CPU's generator, other ones in every call."""
+    step = world.compile(lambda x: x * (torch.rand(6) if world.changes else 1.0))
+    torch.manual_seed(3)
+    yield step(world.batch(0))
+    yield step(world.batch(0))
+
+
+@row()
+def cpu_tensor_written_in_the_step(world: World) -> Program:
+    count = torch.zeros(())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if world.changes:
+            count.add_(1)
+        return x * count
+
+    step = world.compile(function)
+    yield step(world.batch(0)), count
+    yield step(world.batch(0)), count
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "set_grad_enabled": lambda: torch.set_grad_enabled(False),
+}
+
+
+def differentiate(world: World) -> tuple[nn.Parameter, Callable]:
+    weight = world.parameter(numbers(1, 4, 6))
+
+    def step(x: torch.Tensor) -> list:
+        weight.grad = None
+        loss = (weight * x).sum()
+        if loss.requires_grad:
+            loss.backward()
+        return [loss.detach(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+
+    return weight, world.compile(step)
+
+
+@rows(CONTEXTS)
+def gradients_off_around_the_call(world: World, context: Callable) -> Program:
+    weight, step = differentiate(world)
+    yield step(world.batch(0)), weight.grad
+    with context() if world.changes else contextlib.nullcontext():
+        results = step(world.batch(0)), weight.grad
+    yield results
+    yield step(world.batch(0)), weight.grad
+
+
+@rows({"no_grad": torch.no_grad, "set_grad_enabled": lambda: torch.set_grad_enabled(False)})
+def gradients_off_at_first(world: World, context: Callable) -> Program:
+    weight, step = differentiate(world)
+    with context() if world.changes else contextlib.nullcontext():
+        results = step(world.batch(0)), weight.grad
+    yield results
+    yield step(world.batch(0)), weight.grad
+
+
+@row()
+def gradients_on_inside_no_grad(world: World) -> Program:
+    weight, step = differentiate(world)
+    with torch.no_grad():
+        results = step(world.batch(0)), weight.grad
+        with torch.enable_grad() if world.changes else contextlib.nullcontext():
+            more = step(world.batch(0)), weight.grad
+    yield results
+    yield more
+
+
+# How to set, how to put back, and a step that shows it.
+GLOBALS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable]] = {
+    "default_dtype": (
+        lambda: torch.set_default_dtype(torch.bfloat16),
+        lambda: torch.set_default_dtype(torch.float32),
+        lambda x: x.int() / 2,
+    ),
+    "default_dtype_of_a_factory": (
+        lambda: torch.set_default_dtype(torch.bfloat16),
+        lambda: torch.set_default_dtype(torch.float32),
+        lambda x: torch.ones(3, device=x.device) / 3,
+    ),
+    "deterministic": (
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(False),
+        lambda x: x * 2 if torch.are_deterministic_algorithms_enabled() else x,
+    ),
+    "deterministic_warn_only": (
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        lambda: torch.use_deterministic_algorithms(False),
+        lambda x: x * 2 if torch.is_deterministic_algorithms_warn_only_enabled() else x,
+    ),
+    "matmul_precision": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+        lambda x: x * len(torch.get_float32_matmul_precision()),
+    ),
+    "anomaly_mode": (
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.autograd.set_detect_anomaly(False),
+        lambda x: x * 2 if torch.is_anomaly_enabled() else x,
+    ),
+    "torch_function": (
+        lambda: setattr(torch, "users_own", 2.0),
+        lambda: delattr(torch, "users_own"),
+        lambda x: x * getattr(torch, "users_own", 1.0),
+    ),
+}
+
+
+@rows(GLOBALS)
+def global_setting(world: World, case: tuple[Callable, Callable, Callable]) -> Program:
+    change, undo, function = case
+    step = world.compile(function)
+    yield step(world.batch(0))
+    try:
+        world.change(change)
+        results = step(world.batch(0))
+    finally:
+        if world.changes:
+            undo()
+    yield results
+    yield step(world.batch(0))
+
+
+class Doubled(TorchFunctionMode):
+    """Every multiplication gives twice as much."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result + result if func in (torch.Tensor.mul, torch.mul) else result
+
+
+class DoubledBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result + result if func is torch.ops.aten.mul.Tensor else result
+
+
+@rows({"function": Doubled, "dispatch": DoubledBelow})
+def mode_around_the_call(world: World, mode: Callable) -> Program:
+    step = world.compile(lambda x: torch.mul(x, x))
+    yield step(world.batch(0))
+    with mode() if world.changes else contextlib.nullcontext():
+        results = step(world.batch(0))
+    yield results
+    yield step(world.batch(0))
+
+
+@row()
+def autocast_around_the_call(world: World) -> Program:
+    weight = world.tensor(numbers(1, 6, 8), None)
+    step = world.compile(lambda x: (x @ weight).dtype == torch.bfloat16)
+    yield step(world.batch(0))
+    context = lambda: torch.autocast(world.device, torch.bfloat16)
+    with context() if world.changes else contextlib.nullcontext():
+        results = step(world.batch(0))
+    yield results
+
+
+@row()
+def saved_tensors_hooks_around_the_call(world: World) -> Program:
+    weight = world.parameter(numbers(1, 4, 6))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        weight.grad = None
+        (weight * x * weight).sum().backward()
+        return weight.grad * 1
+
+    step = world.compile(function)
+    yield step(world.batch(0))
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t)
+    with hooks if world.changes else contextlib.nullcontext():
+        results = step(world.batch(0))
+    yield results
+
+
+@row()
+def device_context_around_the_call(world: World) -> Program:
+    step = world.compile(lambda x: x * len(str(torch.empty(0).device)))
+    x = world.batch(0)
+    yield step(x)
+    with torch.device("meta") if world.changes else contextlib.nullcontext():
+        results = step(x)
+    yield results

@@ -1,0 +1,334 @@
+"""Changes of leaves: whether they need gradients, their hooks, their storage, their ``.grad``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.compilation.changes._table import Program, mlp, row, rows, trainer
+from tests.compilation.changes._world import COLUMNS, Mesh, World, numbers
+
+
+def pair(world: World) -> tuple[nn.Parameter, nn.Parameter, Callable]:
+    """Two parameters, and a compiled SGD step written by hand that updates both."""
+    first, second = (world.parameter(numbers(seed, 8, 6)) for seed in (0, 1))
+    world.watch(first=first, second=second)
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        first.grad = second.grad = None
+        loss = ((x @ first.T) * (x @ second.T)).sum() * 0.1
+        loss.backward()
+        with torch.no_grad():
+            for parameter in (first, second):
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+        return [loss.detach(), first.detach().clone(), second.detach().clone()]
+
+    return first, second, world.compile(step)
+
+
+def accumulate(world: World) -> tuple[nn.Parameter, Callable]:
+    """A parameter, and a compiled backward pass that leaves its gradient behind."""
+    weight = world.parameter(numbers(0, 8, 6))
+    world.watch(weight=weight)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (x @ weight.T).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    compiled = world.compile(step)
+    return weight, lambda x: (compiled(x), weight.grad)
+
+
+@rows(
+    {
+        "call": lambda p, value: p.requires_grad_(value),
+        "attribute": lambda p, value: setattr(p, "requires_grad", value),
+    }
+)
+def requires_grad(world: World, change: Callable) -> Program:
+    _, second, step = pair(world)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+    world.change(change, second, False)
+    yield step(world.batch(2))
+    yield step(world.batch(3))
+    world.change(change, second, True)
+    yield step(world.batch(4))
+
+
+@row()
+def requires_grad_from_the_start(world: World) -> Program:
+    _, second, step = pair(world)
+    second.requires_grad_(False)
+    yield step(world.batch(0))
+    world.change(second.requires_grad_, True)
+    yield step(world.batch(1))
+    yield step(world.batch(2))
+
+
+@row()
+def requires_grad_of_a_plain_tensor(world: World) -> Program:
+    weight, other = world.tensor(numbers(0, 8, 6)), world.parameter(numbers(1, 8, 6))
+
+    def step() -> torch.Tensor:
+        weight.grad = None
+        (weight * other).sum().backward()
+        return weight.grad if weight.grad is not None else torch.zeros(())
+
+    step = world.compile(step)
+    results = step()
+    yield results
+    world.change(weight.requires_grad_, True)
+    yield step()
+
+
+@row()
+def requires_grad_read_in_python(world: World) -> Program:
+    weight = world.parameter(numbers(0, 4, 6))
+    step = world.compile(lambda x: x * 2 if weight.requires_grad else x)
+    yield step(world.batch(0))
+    world.change(weight.requires_grad_, False)
+    yield step(world.batch(0))
+
+
+def triple(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(3)
+
+
+TENSOR_HOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "hook": lambda p: p.register_hook(lambda grad: grad * 3),
+    "post_accumulate": lambda p: p.register_post_accumulate_grad_hook(triple),
+}
+
+
+@rows(TENSOR_HOOKS)
+def hook_added(world: World, register: Callable) -> Program:
+    _, second, step = pair(world)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+    world.change(register, second)
+    yield step(world.batch(2))
+
+
+@rows(TENSOR_HOOKS)
+def hook_removed(world: World, register: Callable) -> Program:
+    _, second, step = pair(world)
+    handle = register(second)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+    world.change(handle.remove)
+    yield step(world.batch(2))
+
+
+@row()
+def hook_that_reads_a_number(world: World) -> Program:
+    _, second, step = pair(world)
+    gain = 2.0
+    second.register_hook(lambda grad: grad * gain)
+    yield step(world.batch(0))
+    if world.changes:
+        gain = 3.0
+    yield step(world.batch(1))
+
+
+def fresh(world: World, seed: int = 7) -> torch.Tensor:
+    return world.tensor(numbers(seed, 8, 6), COLUMNS)
+
+
+@torch.no_grad()
+def in_place(parameter: nn.Parameter, method: str, *args: Any) -> None:
+    getattr(parameter, method)(*args)
+
+
+VALUES: dict[str, Callable[[World, nn.Parameter], Any]] = {
+    "data": lambda w, p: setattr(p, "data", fresh(w)),
+    "data_zeros_like": lambda w, p: setattr(p, "data", torch.zeros_like(p)),
+    "data_of_another_layout": lambda w, p: setattr(
+        p, "data", w.tensor(numbers(7, 8, 6), None if isinstance(w, Mesh) else COLUMNS)
+    ),
+    "data_in_place": lambda w, p: p.data.mul_(2.0),
+    "set": lambda w, p: in_place(p, "set_", fresh(w)),
+    "copy": lambda w, p: in_place(p, "copy_", fresh(w)),
+    "copy_from_the_cpu": lambda w, p: in_place(p, "copy_", numbers(7, 8, 6)),
+    "mul": lambda w, p: in_place(p, "mul_", 2.0),
+    "item": lambda w, p: in_place(p, "__setitem__", (0, slice(1, 3)), 5.0),
+    "view_in_place": lambda w, p: in_place(p[1], "zero_"),
+    "init": lambda w, p: nn.init.constant_(p, 0.5),
+    "out": lambda w, p: (
+        torch.zeros(8, 6) if not w.changes else torch.add(fresh(w), 1.0, out=p.detach())
+    ),
+}
+
+
+@rows(VALUES)
+def value(world: World, change: Callable[[World, nn.Parameter], Any]) -> Program:
+    _, second, step = pair(world)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+    world.change(change, world, second)
+    yield step(world.batch(2))
+    yield step(world.batch(3))
+
+
+@row()
+def values_swapped(world: World) -> Program:
+    first, second, step = pair(world)
+    yield step(world.batch(0))
+    if world.changes:
+        first.data, second.data = second.data, first.data
+    yield step(world.batch(1))
+
+
+@row()
+def value_shared(world: World) -> Program:
+    """Two parameters that share their memory from then on: a write shows in both."""
+    first, second, step = pair(world)
+    yield step(world.batch(0))
+    world.change(lambda: setattr(second, "data", first.data))
+    yield step(world.batch(1))
+    yield step(world.batch(2))
+
+
+@rows({"copied": False, "assigned": True})
+def load_state_dict(world: World, assign: bool) -> Program:
+    model = mlp(world)
+    _, step = trainer(world, model)
+    start = copy.deepcopy({k: v.detach() for k, v in model.state_dict().items()})
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+    world.change(model.load_state_dict, start, assign=assign)
+    yield step(world.batch(2))
+    yield step(world.batch(3)), [p.detach() for p in model.parameters()]
+
+
+@row()
+def load_state_dict_of_a_frozen_copy(world: World) -> Program:
+    """``assign=True`` keeps each parameter's own ``requires_grad``."""
+    model = mlp(world)
+    model[0].requires_grad_(False)
+    world.watch(model=model)
+    start = copy.deepcopy({k: v.detach() * 2 for k, v in model.state_dict().items()})
+
+    def step(x: torch.Tensor) -> list:
+        model.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return [loss.detach(), model[2].weight.grad]
+
+    step = world.compile(step)
+    yield step(world.batch(0))
+    world.change(model.load_state_dict, start, assign=True)
+    yield step(world.batch(0))
+
+
+def other_layout(world: World, weight: nn.Parameter) -> torch.Tensor:
+    if isinstance(world, Mesh):
+        return distribute_tensor(torch.ones(8, 6), world.mesh, [Shard(1), Replicate()])
+    return torch.ones(8, 6)
+
+
+GRADS: dict[str, Callable[[World, nn.Parameter], Any]] = {
+    "none": lambda w, p: setattr(p, "grad", None),
+    "tensor": lambda w, p: setattr(p, "grad", torch.ones_like(p)),
+    "of_another_layout": lambda w, p: setattr(p, "grad", other_layout(w, p)),
+    "zero": lambda w, p: p.grad.zero_(),
+    "scaled": lambda w, p: p.grad.mul_(3.0),
+    "data": lambda w, p: setattr(p.grad, "data", torch.ones_like(p)),
+    "shared": lambda w, p: setattr(p, "grad", p.grad.view_as(p.grad)) or p.grad.add_(1),
+    "accumulated_eagerly": lambda w, p: (p * 3).sum().backward(),
+    "deleted": lambda w, p: delattr(p, "grad"),
+}
+
+
+@rows(GRADS)
+def grad(world: World, change: Callable[[World, nn.Parameter], Any]) -> Program:
+    weight, step = accumulate(world)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+    world.change(change, world, weight)
+    yield step(world.batch(2))
+    yield step(world.batch(3))
+
+
+@row()
+def grad_before_the_first_call(world: World) -> Program:
+    weight, step = accumulate(world)
+    if world.changes:
+        weight.grad = torch.ones_like(weight)
+    yield step(world.batch(0))
+    weight.grad = None
+    yield step(world.batch(1))
+
+
+@row()
+def grad_kept_by_the_user(world: World) -> Program:
+    """What the user holds is what torch accumulates into, in place."""
+    weight, step = accumulate(world)
+    yield step(world.batch(0))
+    kept = weight.grad
+    world.watch(kept=kept)
+    yield step(world.batch(1)), kept
+    if world.changes:
+        kept.zero_()
+    yield step(world.batch(2)), kept
+
+
+@row()
+def grad_of_another_leaf(world: World) -> Program:
+    """One tensor as the gradient of two parameters."""
+    first, second = (world.parameter(numbers(seed, 8, 6)) for seed in (0, 1))
+    world.watch(first=first, second=second)
+
+    def step(x: torch.Tensor) -> list:
+        ((x @ first.T).sum() + (x @ second.T).pow(2).sum()).backward()
+        return [first.grad.clone(), second.grad.clone()]
+
+    step = world.compile(step)
+    yield step(world.batch(0))
+    if world.changes:
+        second.grad = first.grad
+    yield step(world.batch(1))
+
+
+@row()
+def leaf_becomes_part_of_a_graph(world: World) -> Program:
+    """A captured tensor that is no leaf any more: the gradient goes further back."""
+    base = world.parameter(numbers(0, 8, 6))
+    holder = [base]
+    world.watch(base=base)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (x @ holder[0].T).sum()
+        loss.backward()
+        return loss.detach()
+
+    step = world.compile(step)
+    yield step(world.batch(0)), base.grad
+    if world.changes:
+        holder[0] = base * 2
+    yield step(world.batch(1)), base.grad
+
+
+@row()
+def retain_grad_of_a_kept_tensor(world: World) -> Program:
+    weight = world.parameter(numbers(0, 8, 6))
+    kept: dict[str, torch.Tensor] = {}
+
+    def step(x: torch.Tensor, keep: bool) -> torch.Tensor:
+        hidden = x @ weight.T
+        if keep:
+            hidden.retain_grad()
+        hidden.pow(2).sum().backward()
+        return hidden.grad if keep else hidden.detach()
+
+    step = world.compile(step)
+    del kept
+    yield step(world.batch(0), False)
+    yield step(world.batch(0), world.changes)
