@@ -75,7 +75,8 @@ class NumberNode:
         return None
 
     def _graph_repr(self) -> str:
-        return self.text
+        """How torch prints the number: as Python would, so that the text depends on the value."""
+        return repr(self.guard_int("", 0) if self.is_int() else self.guard_float("", 0))
 
     def wrap_float(self, number: float) -> NumberNode:
         return NumberNode(number, number, lambda inputs: number, repr(number), self.guard)
@@ -248,6 +249,56 @@ def input_number(value: float, traced: Any, index: int, name: str, guard: GuardS
     an int)."""
     node = NumberNode(value, traced, lambda inputs: inputs[index], name, guard)
     return torch.SymInt(node) if isinstance(value, int) else torch.SymFloat(node)
+
+
+class _Float(torch.SymFloat):
+    """A symbolic number that Python code takes for a float."""
+
+    __class__ = property(lambda self: float)  # type: ignore[assignment]  # what isinstance asks
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+
+class _Int(torch.SymInt):
+    """The same of an int."""
+
+    __class__ = property(lambda self: int)  # type: ignore[assignment]
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self), spec)
+
+
+def _honest(number: Any) -> Any:
+    """The number as the class that it is: torch's arithmetic takes what says to be a float for a
+    constant."""
+    if type(number) is _Float:
+        return torch.SymFloat(number.node)
+    return torch.SymInt(number.node) if type(number) is _Int else number
+
+
+def _operate(name: str) -> Any:
+    def operate(self: Any, *others: Any) -> Any:
+        mine = _honest(self)
+        result = getattr(type(mine), name)(mine, *map(_honest, others))
+        return like_a_number(result) if isinstance(result, torch.SymFloat | torch.SymInt) else result
+
+    return operate
+
+
+for _name in (
+    *("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"),
+    *("radd", "rsub", "rmul", "rtruediv", "rpow", "rfloordiv", "rmod"),
+    *("neg", "pos", "eq", "ne", "lt", "le", "gt", "ge"),
+):
+    for _cls in (_Float, _Int):
+        if hasattr(_cls.__mro__[1], f"__{_name}__"):
+            setattr(_cls, f"__{_name}__", _operate(f"__{_name}__"))
+
+
+def like_a_number(number: Any) -> Any:
+    """A symbolic number for a user's code, which may ask ``isinstance(x, float)``."""
+    return (_Int if isinstance(number, torch.SymInt) else _Float)(number.node)
 
 
 def symbolic_number(traced: Any) -> Any:

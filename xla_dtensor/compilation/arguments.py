@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.compilation.watch import is_atom
+from xla_dtensor.compilation.watch import content_of, is_atom
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import exact
@@ -106,8 +106,8 @@ class Arguments:
                 return exact(value)
             except TypeError:  # a slice
                 return "atom", repr(value)
-        if isinstance(value, np.ndarray):
-            return "array", value.dtype.str, value.shape, value.tobytes()
+        if isinstance(value, np.ndarray | bytearray | memoryview):
+            return content_of(value)
         if isinstance(value, set | frozenset) and all(map(is_atom, value)):
             return type(value), frozenset(map(exact, value))
         fields = _fields(value)

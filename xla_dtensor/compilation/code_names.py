@@ -39,18 +39,25 @@ class Names:
         attributes: those read from any object. Strings count as well: ``getattr(x, "scale")``.
         assigned: attributes that are assigned or deleted.
         modules: Python modules that the code imports.
+        any_attribute: whether it reads attributes by names that are made up while it runs:
+            ``getattr(x, name)``, ``vars(x)``.
+        environment: whether it reads the environment's variables.
     """
 
     globals: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
+    any_attribute: bool = False
+    environment: bool = False
 
     def update(self, other: Names) -> None:
         self.globals |= other.globals
         self.attributes |= other.attributes
         self.assigned |= other.assigned
         self.modules |= other.modules
+        self.any_attribute |= other.any_attribute
+        self.environment |= other.environment
 
 
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
@@ -62,7 +69,8 @@ _ASSIGNED = {"STORE_ATTR", "DELETE_ATTR"}
 def names_of(code: types.CodeType) -> Names:
     """The `Names` in ``code``."""
     names = Names()
-    for instruction in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    for position, instruction in enumerate(instructions):
         name, kind = instruction.argval, instruction.opname
         if kind in _GLOBAL:
             names.globals.add(name)
@@ -72,6 +80,9 @@ def names_of(code: types.CodeType) -> Names:
             names.assigned.add(name)
         elif kind == "IMPORT_NAME":
             names.modules.add(name)
+        if name in _MADE_UP and kind in _GLOBAL | _READ:
+            names.any_attribute |= name != "getattr" or not _has_constant(instructions, position)
+        names.environment |= name in ("environ", "getenv")
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names.update(names_of(constant))
@@ -80,7 +91,22 @@ def names_of(code: types.CodeType) -> Names:
                 names.attributes.add(constant)
         elif isinstance(constant, tuple):  # keyword names, `in ("a", "b")`
             names.attributes |= {c for c in constant if isinstance(c, str) and c.isidentifier()}
+    if "globals" in names.globals:
+        names.globals |= names.attributes
     return names
+
+
+_MADE_UP = {"vars", "getattr", "__dict__", "attrgetter", "eval", "exec"}
+
+
+def _has_constant(instructions: list[dis.Instruction], position: int) -> bool:
+    """Whether the call of ``getattr`` at ``position`` names the attribute."""
+    for instruction in instructions[position + 1 : position + 12]:
+        if instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
+            return True
+        if instruction.opname.startswith(("CALL", "PRECALL")):
+            return False
+    return False
 
 
 def describe(function: Any) -> str:

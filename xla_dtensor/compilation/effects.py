@@ -110,6 +110,13 @@ def _same(a: Any, b: Any) -> bool:
     return isinstance(a, int | float | str | bytes | tuple | torch.Size) and same_atom(a, b)
 
 
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
 def check_replayable(effect: Effect, is_new: Callable[[Any], bool]) -> None:
     """Refuse an effect that later calls can't repeat.
 

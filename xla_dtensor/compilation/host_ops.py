@@ -178,6 +178,10 @@ class HostOperations(TorchDispatchMode):
         known = self._made.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
 
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has made a CPU tensor."""
+        return self._made_here(tensor) is not None
+
     def _depends(self, tensor: torch.Tensor) -> bool:
         made = self._made_here(tensor)
         # A tensor that the step made may have been written since; what is written down says by

@@ -20,7 +20,16 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.history import Call, Split, WithHistory, cotangent
 from xla_dtensor.compilation.optimizers import Changed
 from xla_dtensor.compilation.trace import Decision
-from xla_dtensor.compilation.traced import Existing, GivenBack, Source, Template, Traced, View
+from xla_dtensor.compilation.traced import (
+    Computed,
+    Existing,
+    GivenBack,
+    Host,
+    Source,
+    Template,
+    Traced,
+    View,
+)
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.form import Form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
@@ -396,6 +405,13 @@ class Program:
             return self._tensor(result, arrays, made)
         if isinstance(result, Existing):
             return result.value
+        if isinstance(result, Computed):
+            return result.node.compute(self._prepared.numbers)
+        if isinstance(result, Host):
+            if result.source is None:
+                return result.tensor.clone()
+            read = self._traced.host.reader(result.source)
+            return read(arguments, self._prepared.host).clone()
         if isinstance(result, View):
             return result.cls(result.storage, result.form, result.steps)
         assert isinstance(result, GivenBack)
@@ -554,9 +570,10 @@ def _same_kind(a: Form, b: Form) -> bool:
 
 
 def _layouts(inputs: Any) -> tuple[Any, ...]:
-    """The layouts of a program's inputs, which its text doesn't have."""
+    """What a program's text doesn't have of its inputs: their layouts, and those that it doesn't
+    use."""
     return tuple(
-        getattr(x, "sharding", None) for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)
+        (x.shape, x.dtype, getattr(x, "sharding", None)) for x in pytree.tree_leaves(inputs)
     )
 
 

@@ -88,12 +88,18 @@ class _Family:
         last: the numbers of the call that was traced last.
     """
 
-    __slots__ = ("dynamic", "last", "programs")
+    __slots__ = ("_static", "dynamic", "last", "programs")
 
     def __init__(self) -> None:
         self.programs: dict[Any, list[Program]] = {}
         self.dynamic: frozenset[int] = frozenset()
         self.last: dict[int, int | float] | None = None
+        self._static = False
+
+    def keep_static(self) -> None:
+        """The step does with its numbers what only Python numbers can do (formatting them)."""
+        self.dynamic, self._static = frozenset(), True
+        self.programs.clear()
 
     def programs_for(self, numbers: dict[int, int | float]) -> list[Program]:
         """Those that may run with these numbers."""
@@ -104,7 +110,7 @@ class _Family:
 
     def varies(self, numbers: dict[int, int | float]) -> None:
         """Programs exist, but not for these numbers: from now on those that differ are inputs."""
-        if self.last is None:
+        if self.last is None or self._static:
             return
         differ = {i for i, n in numbers.items() if exact(n) != exact(self.last[i])}
         if differ - self.dynamic:
@@ -190,7 +196,8 @@ class CompiledStep:
         if not programs and family.programs:
             family.varies(arguments.numbers)
             programs = family.programs_for(arguments.numbers)
-        traced = Traced(self._function, arguments, family.dynamic)
+        traced = self._traced(arguments, family)
+        programs = family.programs_for(arguments.numbers)
         try:
             self._refuse_counters(traced, path)
             program = Program(traced, arguments, self._executables, self._options)
@@ -208,6 +215,16 @@ class CompiledStep:
         programs.insert(0, program)
         self._last = arguments, program
         return program.run(arguments)
+
+    def _traced(self, arguments: Arguments, family: _Family) -> Traced:
+        """A trace; with numbers as inputs if the step's Python can do with that."""
+        if family.dynamic:
+            try:
+                return Traced(self._function, arguments, family.dynamic)
+            except Exception as error:
+                logger.info("%s: its numbers stay constants: %s", self._name(), error)
+                family.keep_static()
+        return Traced(self._function, arguments, frozenset())
 
     def _explain(
         self, arguments: Arguments, family: _Family, programs: list[Program]

@@ -110,12 +110,12 @@ class Outside:
         "storage",
     )
 
-    def __init__(self, tensor: Any, grad: Any, cleared: bool) -> None:
+    def __init__(self, tensor: Any) -> None:
         self.reference = weakref.ref(tensor)
         self.requires_grad = tensor.requires_grad
         self.is_leaf = tensor.is_leaf
-        self.grad = grad if self.requires_grad and self.is_leaf else None
-        self.cleared = cleared
+        self.grad = tensor.grad if self.requires_grad and self.is_leaf else None
+        self.cleared = False
         self.storage = getattr(tensor, "_storage_", None)
         self.steps = getattr(tensor, "_steps", ())
         self.hooks = _hooks_of(tensor)
@@ -160,8 +160,8 @@ class StepTrace:
     """The trace of one step; see `_context.Trace` for the methods that dispatch calls."""
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
-        # Of leaves that the step is known to reach: their gradients before it.
-        self._grads = {id(t): (t, t.grad) for t in leaves if t.is_leaf and t.requires_grad}
+        # Tensors that the step is known to reach, as they are before it.
+        self._before = {id(t): (t, Outside(t)) for t in leaves}
         self._cleared: dict[int, Any] = {}
         self.captured: list[Captured] = []
         self._captured_by_id: dict[int, Captured] = {}
@@ -232,14 +232,14 @@ class StepTrace:
         if known is None or known.reference() is not tensor:
             if tensor.requires_grad and not tensor.is_leaf and self._made_here(tensor):
                 return
-            found, grad = self._grads.get(id(tensor), (None, None))
-            is_grad_known = found is tensor
-            if not is_grad_known:
-                grad = tensor.grad if tensor.is_leaf else None
-            cleared = self._cleared.get(id(tensor)) is tensor or (
-                is_grad_known and grad is not None and tensor.grad is None
-            )
-            self.outside[id(tensor)] = Outside(tensor, grad, cleared)
+            found, outside = self._before.get(id(tensor), (None, None))
+            if found is not tensor or outside is None:
+                outside = Outside(tensor)
+            elif outside.grad is not None and tensor.grad is None:
+                outside.cleared = True
+            if self._cleared.get(id(tensor)) is tensor:
+                outside.cleared = True
+            self.outside[id(tensor)] = outside
 
     def cleared(self, tensors: Iterable[Any]) -> None:
         """``zero_grad`` has run: of the tensors that the step hasn't used yet, it doesn't matter

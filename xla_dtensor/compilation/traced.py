@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
+import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +33,7 @@ from xla_dtensor.form import Form
 from xla_dtensor.per_device import logical
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage
+from xla_dtensor.symbolic import like_a_number
 
 Ours = XLAShardedTensor | XLATensor
 
@@ -103,6 +107,29 @@ class GivenBack:
         self.cls, self.form, self.steps = _view_of(view)
 
 
+class Computed:
+    """A result that is a Python number computed from numbers that are inputs."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+
+class Host:
+    """A result that is a CPU tensor which the step made.
+
+    Attributes:
+        source: where its value comes from in the host's program; None for a constant.
+        tensor: the constant.
+    """
+
+    __slots__ = ("source", "tensor")
+
+    def __init__(self, source: Any, tensor: torch.Tensor) -> None:
+        self.source, self.tensor = source, tensor
+
+
 class View:
     """A result that is a view of memory from outside of the step."""
 
@@ -165,6 +192,7 @@ class Traced:
         try:
             with (
                 _same_host_randomness(watch.random_sources),
+                _nothing_consumed(watch.consumed),
                 NewObjects(),
                 _context.active(trace),
                 torch.autograd.set_multithreading_enabled(False),
@@ -197,7 +225,9 @@ class Traced:
     def _numbers(self, trace: StepTrace, arguments: Arguments) -> dict[int, Any]:
         names = arguments.names() if self.dynamic else []
         return {
-            i: trace.number(lambda given, i=i: given.numbers[i], arguments.numbers[i], names[i])
+            i: like_a_number(
+                trace.number(lambda given, i=i: given.numbers[i], arguments.numbers[i], names[i])
+            )
             for i in sorted(self.dynamic)
         }
 
@@ -210,11 +240,16 @@ class Traced:
         trace = self.trace
         for stepped in self.hooks.stepped.values():
             stepped.check()
+        for outside in trace.outside.values():
+            changed = outside.changed()
+            if changed is not None:
+                raise DataDependentError(
+                    f"the step changes {changed}: that would happen when it is traced, not in "
+                    "every call; do it outside of the compiled step"
+                )
         self._arrays: list[Any] = []
         self.forms: list[Form] = []
         flat, self.result_tree = pytree.tree_flatten(result.pop())
-        if trace.numbers:
-            flat = [_plain_result(value) for value in flat]
         history = History.of(trace, flat)
         templates: dict[int, Template] = {}
         self.results = [self._result(value, arguments, watch, templates) for value in flat]
@@ -269,7 +304,11 @@ class Traced:
         for i, tensor in enumerate(arguments.tensors):
             if tensor is value:
                 return GivenBack(i)
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            return Computed(value.node)
         if not isinstance(value, Ours):
+            if isinstance(value, torch.Tensor) and self.host.made(value):
+                return Host(self.host.use(value), value)
             return Existing(value)
         storage = value._storage_
         if self.trace.owns(storage) or (value.requires_grad and not value.is_leaf):
@@ -427,16 +466,6 @@ def _leaves(watch: Watch) -> list[torch.Tensor]:
     return found
 
 
-def _plain_result(value: Any) -> Any:
-    if isinstance(value, torch.SymFloat | torch.SymInt):
-        raise DataDependentError(
-            f"the step returns the Python number {value}, which is an input of its program, or "
-            "computed from one: return a tensor (torch.tensor(number, device='xla')), or compute "
-            "the number outside"
-        )
-    return value
-
-
 @contextlib.contextmanager
 def _same_host_randomness(sources: list[Any]) -> Iterator[None]:
     """Refuse a step that draws random numbers in Python: it would draw once.
@@ -455,6 +484,48 @@ def _same_host_randomness(sources: list[Any]) -> Iterator[None]:
                 "not in every call; draw them outside and pass them as arguments, or draw them on "
                 "the device with torch"
             )
+
+
+@contextlib.contextmanager
+def _nothing_consumed(iterators: list[tuple[Any, str]]) -> Iterator[None]:
+    """Refuse a step that takes elements from an iterator: it would take them once.
+
+    Raises:
+        DataDependentError: it has taken some.
+    """
+    before = [_iterator_state(iterator) for iterator, _ in iterators]
+    yield
+    for (iterator, path), state in zip(iterators, before, strict=True):
+        if _iterator_state(iterator) != state:
+            raise DataDependentError(
+                f"the step takes the next element of {path}, a {type(iterator).__name__}: that "
+                "would happen when it is traced, not in every call; take it outside, and pass it "
+                "as an argument"
+            )
+
+
+def _iterator_state(iterator: Any) -> Any:
+    """How far an iterator has come, without moving it."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else frame.f_lasti
+    hint = getattr(iterator, "__length_hint__", None)
+    if hint is not None:
+        return hint()
+    if isinstance(iterator, itertools.count):
+        return repr(iterator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.14 can't copy or pickle them any more
+        try:
+            parts = iterator.__reduce__()
+        except TypeError:
+            return None
+    return [
+        _iterator_state(x) if hasattr(x, "__next__") else x
+        for part in parts[1:]
+        if isinstance(part, tuple)
+        for x in part
+    ]
 
 
 def _random_states(sources: list[Any]) -> list[tuple[str, Any, Any]]:

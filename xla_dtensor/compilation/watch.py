@@ -12,10 +12,12 @@ same content is no change.
 
 from __future__ import annotations
 
+import array
 import enum
 import functools
 import itertools
 import operator
+import os
 import random
 import sys
 import types
@@ -40,7 +42,6 @@ from xla_dtensor.compilation.code_names import (
 )
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
-from xla_dtensor.errors import DataDependentError
 from xla_dtensor.storage import exact
 
 # Compared by value.
@@ -136,11 +137,7 @@ class Found:
             mine = self.value()
             return mine is not None and mine is other.value()
         if self.kind == "array":
-            return bool(
-                self.value.dtype == other.value.dtype
-                and self.value.shape == other.value.shape
-                and self.value.tobytes() == other.value.tobytes()
-            )
+            return bool(self.value == other.value)
         if self.kind == "opaque":
             return self.value is other.value
         return self.value is other.value or bool(self.value == other.value)
@@ -153,7 +150,7 @@ class Found:
             tensor = self.value()
             return "a tensor" if tensor is None else f"a tensor {list(tensor.shape)}"
         if self.kind == "array":
-            return f"an array {list(self.value.shape)}"
+            return f"an array of {self.value[1]}"
         if isinstance(self.kind, type):
             return f"a {self.kind.__name__}"
         return f"another {self.kind}"
@@ -165,7 +162,8 @@ class Watch:
     Attributes:
         places: every container on the way.
         tensors: the tensors found, by id, with their paths.
-        arrays: the NumPy arrays found.
+        arrays: the NumPy arrays and buffers found, with their content.
+        consumed: iterators found, with their paths: the step mustn't take from them.
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
     """
@@ -184,6 +182,10 @@ class Watch:
         for namespace, names in self._globals.values():
             self._globals_place(namespace, names)
         self._global_hooks()
+        if self._names.environment:
+            self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
+            for key, value in os.environ.items():
+                self._note(f"os.environ[{key!r}]", "value", value)
         self._seen = {}
         self._arm()
 
@@ -199,11 +201,13 @@ class Watch:
         self.places: list[Place] = []
         self.found: list[Found] = []
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
-        self.arrays: list[tuple[np.ndarray, np.ndarray, str]] = []
+        self.arrays: list[tuple[Any, Any]] = []
         self.random_sources: list[Any] = []
         self.optimizers: dict[int, Optimizer] = {}
         self._seen: dict[int, tuple[Any, str]] = {}
         self._placed_globals: set[int] = set()
+        self._seen_classes: set[type] = set()
+        self.consumed: list[tuple[Any, str]] = []
         self._used_paths: dict[str, int] = {}
 
     # --- the walk -----------------------------------------------------------------------------
@@ -226,10 +230,10 @@ class Watch:
             self.tensors[id(value)] = value, path
             self._note(path, "tensor", weakref.ref(value))
             return
-        if isinstance(value, np.ndarray):
-            copy = value.copy()
-            self.arrays.append((value, copy, path))
-            self._note(path, "array", copy)
+        if isinstance(value, np.ndarray | bytearray | memoryview | array.array):
+            content = content_of(value)
+            self.arrays.append((value, content))
+            self._note(path, "array", content)
             return
         self._walk_parts(value, path)
 
@@ -267,11 +271,8 @@ class Watch:
         elif isinstance(value, list | tuple | set | frozenset | deque):
             self._sequence(value, path)
         elif isinstance(value, _Iterators):
-            raise DataDependentError(
-                f"the step reads from {path}, a {cls.__name__}: that would happen when the step is "
-                "traced, not in every call; take the next element outside and pass it as an "
-                "argument"
-            )
+            self._note(path, "opaque", value)
+            self.consumed.append((value, path))
         elif isinstance(value, SteppedOptimizer):
             self._stepped(value, path)
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
@@ -331,8 +332,7 @@ class Watch:
             self._walk(value, name)
 
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
-        # Names that aren't there are Python's builtins.
-        self._place(Entries(namespace, sorted(names & namespace.keys()), "", grows=False))
+        self._place(Entries(namespace, sorted(names & namespace.keys()), ""))
 
     def _module(self, module: nn.Module, path: str) -> None:
         cls = type(module)
@@ -354,12 +354,14 @@ class Watch:
         if is_library_class(cls):
             names = [name for name in own if name not in _MODULE_OWN]
         else:
-            wanted = self._names.attributes
-            names = [name for name in own if name in wanted and name not in _MODULE_OWN]
+            names = [name for name in own if self._is_read(name) and name not in _MODULE_OWN]
             names += [n for n in ("_forward_hooks", "_forward_pre_hooks") if n not in names]
             self._assigned(module, path, names)
         self._entries(own, names, path, module)
         self._class(cls)
+
+    def _is_read(self, name: str) -> bool:
+        return name in self._names.attributes or self._names.any_attribute
 
     def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
         self._place(Entries(own, names, path))
@@ -385,14 +387,15 @@ class Watch:
         if isinstance(value, DeviceMesh):
             self._note(path, "mesh", value)
             return
-        if hasattr(value, "__wrapped__") and not isinstance(value, torch.Tensor):
+        own = _dict_of(value)
+        wrapped = (own or {}).get("__wrapped__")
+        if wrapped is not None:  # functools.wraps, lru_cache, a compiled step
             self._note(path, cls)
-            self._walk(value.__wrapped__, path)
+            self._walk(wrapped, path)
             return
-        own = getattr(value, "__dict__", None)
         if cls.__module__.startswith("xla_dtensor."):
             self._note(path, "opaque", value)  # what of it matters has guards of its own
-        elif isinstance(own, dict):
+        elif own is not None:
             self._note(path, "object", cls)
             self._attributes(value, path)
         elif getattr(cls, "__slots__", None) is not None and not is_library_class(cls):
@@ -413,8 +416,8 @@ class Watch:
         self._class(cls)
 
     def _attributes(self, value: Any, path: str) -> None:
-        own = value.__dict__
-        names = [name for name in own if name in self._names.attributes]
+        own = vars(value)
+        names = list(filter(self._is_read, own))
         self._assigned(value, path, names)
         self._entries(own, names, path, value)
 
@@ -481,9 +484,9 @@ class Watch:
     def _class(self, cls: type) -> None:
         """The methods and attributes that a class gives its objects."""
         for base in cls.__mro__:
-            if is_library_class(base) or id(base) in self._seen:
+            if is_library_class(base) or base in self._seen_classes:
                 continue
-            self._seen[id(base)] = base, base.__qualname__
+            self._seen_classes.add(base)
             wanted = self._names.attributes
             names = [
                 name
@@ -541,7 +544,7 @@ class Watch:
             return (
                 all(map(operator.is_, self._current(), self._expected))
                 and list(map(len, self._mappings)) == self._lengths
-                and all(_same_array(array, copy) for array, copy, _ in self.arrays)
+                and all(content_of(value) == content for value, content in self.arrays)
             )
         except (KeyError, AttributeError, ValueError, RuntimeError):
             return False  # something is gone, or another thread is at it
@@ -577,7 +580,17 @@ def _slots_of(cls: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _same_array(array: np.ndarray, copy: np.ndarray) -> bool:
-    return array.shape == copy.shape and array.dtype == copy.dtype and (
-        array.tobytes() == copy.tobytes()
-    )
+def _dict_of(value: Any) -> dict[str, Any] | None:
+    """The object's own attributes, without asking its ``__getattr__``."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return own if isinstance(own, dict) else None
+
+
+def content_of(value: Any) -> tuple[Any, ...]:
+    """The content of an array or a buffer, to be compared."""
+    if isinstance(value, np.ndarray):
+        return "ndarray", f"{value.dtype} {list(value.shape)}", value.tobytes()
+    return type(value).__name__, f"{len(value)} elements", bytes(value)
