@@ -1,0 +1,1 @@
+"""What everything else rests on, and what knows nothing of it: caches."""
