@@ -138,6 +138,7 @@ class TensorMethods:
                 from xla_dtensor.sharded_tensor import keep_leaf_gradients_sharded
 
                 self._spec = value._own_form.spec
+                self._local = None  # another part of the same memory may have the same version
                 keep_leaf_gradients_sharded(self)  # type: ignore[arg-type]
 
     @property

@@ -7,6 +7,7 @@ torch's aliasing, with immutable arrays underneath.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,24 +136,28 @@ def write_through(
         the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
     """
 
-    def write(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
+    # With what it returns, the axes along which that varies.
+    def write(
+        base: jax.Array, form: Form, steps: tuple[Step, ...]
+    ) -> tuple[jax.Array, tuple[str, ...]]:
         if not steps:
-            return value
+            return value, axes
         first, rest = steps[0], steps[1:]
         if isinstance(first, LayoutStep):
-            inside = write(first.get(base), first.target, rest) if rest else value
-            return first.put(base, inside)
+            inside = write(first.get(base), first.target, rest)[0] if rest else value
+            return first.put(base, inside), first.source.varying
         own, frame, sharded = form.varying, form.frame, form.is_sharded
-        inside = value
+        inside, varying = value, axes
         if rest:
             part = over_devices(first.get, [own], frame, sharded)(base)
-            inside = write(part, form, rest)
-        put = over_devices(first.put, [own, union(frame, [own, axes])], frame, sharded)
-        return put(base, inside)
+            inside, varying = write(part, form, rest)
+        both = union(frame, [own, varying])
+        put = over_devices(first.put, [own, both], frame, sharded)
+        return put(base, inside), both
 
     if not isinstance(steps[0], LayoutStep):
         base = logical(base, form)
-    return write(base, form, steps)
+    return write(base, form, steps)[0]
 
 
 class Pending:
@@ -174,6 +179,11 @@ class Pending:
         self.storage = lambda: None
 
 
+# One counter for all storages: a tensor can move to another one (`x.data = y`), and what was computed
+# from the first must not pass for the second's.
+_versions = itertools.count(1)
+
+
 class Storage:
     """A jax array with a version, in a physical form.
 
@@ -181,7 +191,8 @@ class Storage:
         array: the current value; replaced, never changed, by a write.
         value: the same, or a `Pending` until somebody asks for ``array``.
         form: the physical form of ``array`` (of the tensor that the storage was made for).
-        version: counts the writes; views and caches compare it.
+        version: a number that no other storage has had, nor this one with another value: equal
+            versions are the same memory with the same value. Views and caches compare it.
         recipe: inside a trace, computes the array outside of it, if it depends on no input of the
             step (a mask made from sizes); else None.
         counters: weak references to tensors on this storage whose version counters (torch's, which
@@ -208,7 +219,7 @@ class Storage:
     def __init__(self, array: jax.Array, form: Form) -> None:
         self.array = array
         self.form = form
-        self.version = 0
+        self.version = next(_versions)
         self.recipe = None
         self.counters = ()
         self.refuses_writes = None
@@ -259,10 +270,16 @@ class Storage:
             trace.writing(self)
         self.array = array
         self.form = form
-        self.version += 1
+        self.version = next(_versions)
         self.recipe = None
         if self.counters:
             self._count_write()
+
+    def restore(self, array: jax.Array, form: Form) -> None:
+        """Undo writes: what they let others compute must not be used again."""
+        self.array = array
+        self.form = form
+        self.version = next(_versions)
 
     def share_writes(self, *tensors: torch.Tensor) -> None:
         """Let a write to any tensor on this storage count as one to each of ``tensors``, which
