@@ -179,8 +179,8 @@ class Pending:
         self.storage = lambda: None
 
 
-# One counter for all storages: a tensor can move to another one (`x.data = y`), and what was computed
-# from the first must not pass for the second's.
+# One counter for all storages: a tensor can move to another one (`x.data = y`), and what was
+# computed from the first must not pass for the second's.
 _versions = itertools.count(1)
 
 

@@ -1,4 +1,4 @@
-"""Caches: bounded, listed, the same value for all threads; interned objects that are in use stay."""
+"""Caches: bounded, listed, one value for all threads; interned objects that are in use stay."""
 
 from __future__ import annotations
 

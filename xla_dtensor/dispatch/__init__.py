@@ -19,6 +19,7 @@ from xla_dtensor.dispatch._metadata import become, refuse_shared
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
 from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
+from xla_dtensor.dispatch._shared_memory import count_writes, run_in_order
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.form import Form
 from xla_dtensor.lowering import (
@@ -56,8 +57,13 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if info.mutated:
         # Where a write goes depends on the storages' forms too.
         key = (key, tuple(t._storage_.form for t in tensors if _is_ours(t) and t._steps))
-        if not all(map(_is_ours, (tensors[i] for i in mutated_leaves(call)))):
+        written = mutated_leaves(call)
+        if not all(map(_is_ours, (tensors[i] for i in written))):
             _refuse_host_write(call)
+        if len(written) > 1:
+            results = run_in_order(call, written, func, args, kwargs)
+            if results is not NotImplemented:
+                return results
     plan = _plans.get(key)
     if plan is None:
         plan = _make_plan(call)
@@ -69,6 +75,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         results = plan.make(tensors[0])
     else:
         results = _execute(plan, call)
+        if info.counts_writes:
+            count_writes([tensors[i] for i in written])
     if _observe.observer is not None:
         _observe.observer.operation(call, plan)
     return results

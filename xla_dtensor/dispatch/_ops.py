@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ class OpInfo:
             torch's.
         aliasing_composite: whether torch composes it of views, so that its result may share its
             argument's memory (``narrow``, ``reshape``, ``contiguous``) without being a view here.
-        lowered_returns: whether the lowering also returns the results that alias nothing.
+        counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
+            compares); of tensors that are arguments themselves its autograd does.
     """
 
     name: str
@@ -64,7 +65,7 @@ class OpInfo:
     is_out: bool
     may_contract: bool
     aliasing_composite: bool
-    defaults: dict[str, Any] = field(default_factory=dict)
+    counts_writes: bool
 
     @property
     def is_identity(self) -> bool:
@@ -124,11 +125,18 @@ def _make(func: Any) -> OpInfo:
         is_out=any(map(_is_out, schema.arguments)),
         may_contract=view is None and torch.Tag.pointwise not in func.tags,
         aliasing_composite=view is None and lowering is None and _is_aliasing_composite(func),
-        defaults={
-            argument.name: argument.default_value
-            for argument in schema.arguments
-            if argument.has_default_value()
-        },
+        counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
+    )
+
+
+# torch's kernels for the CPU count no writes here.
+_UNCOUNTED = ("aten::_fused_", "aten::_amp_foreach_")
+
+
+def _writes_lists(schema: Any) -> bool:
+    return any(
+        a.alias_info is not None and a.alias_info.is_write and "List[" in str(a.type)
+        for a in schema.arguments
     )
 
 

@@ -164,11 +164,6 @@ class Plan:
         self.structure = _structure(call, metas)
         bases = [tensors[i] for i in self.mutated]
         self.grown = _grown(call, metas, bases)
-        if len({id(b._storage_) for b in bases}) != len(bases):
-            raise UnsupportedOpError(
-                f"{info.name} writes to two tensors that share memory in one call; call it once "
-                "for each"
-            )
         _refuse_overlap(info, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
         frame = _where(call)[1]
