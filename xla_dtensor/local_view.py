@@ -117,6 +117,7 @@ class _ToLocal(torch.autograd.Function):
         target = local_form(form)
         if _observe.observer is not None:
             _observe.observer.to_local(form, target)
+        tensor._storage_.introduce(tensor)
         local = XLATensor(tensor._storage_, target, (*tensor._steps, LayoutStep(form, target)))
         tensor._storage_.share_writes(tensor, local)
         return local
@@ -201,6 +202,7 @@ def _shard(
     if not target.unreduced and source.varying == parts.varying:
         # One and the same memory, as in torch.
         step = LayoutStep(source, target)
+        local._storage_.introduce(local)
         sharded = XLAShardedTensor(local._storage_, target, (*local._steps, step))
         local._storage_.share_writes(local, sharded)
         return sharded

@@ -184,6 +184,46 @@ class Pending:
 _versions = itertools.count(1)
 
 
+class _Seat:
+    """What a tensor holds as long as it sees a storage. It is referred to weakly in place of the
+    tensor, which torch couldn't swap for another then (``module.half()``)."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Viewers:
+    """The seats that are taken. Free ones are thrown away whenever their number has doubled.
+
+    Args:
+        unknown: whether there is a tensor without a seat.
+    """
+
+    __slots__ = ("_full", "_seats", "_unknown")
+
+    def __init__(self, unknown: bool = False) -> None:
+        self._seats: list[weakref.ref[_Seat]] = []
+        self._unknown = unknown
+        self._full = 16
+
+    def add(self, tensor: Any) -> None:
+        tensor._seat = seat = _Seat()
+        seats = self._seats
+        if len(seats) >= self._full:
+            seats[:] = [known for known in seats if known() is not None]
+            self._full = max(16, 2 * len(seats))
+        seats.append(weakref.ref(seat))
+
+    def others(self, tensor: Any) -> bool:
+        own = tensor._seat
+        return self._unknown or any(seat() not in (None, own) for seat in self._seats)
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+
+ONE_VIEWER = object()
+
+
 class Storage:
     """A jax array with a version, in a physical form.
 
@@ -197,6 +237,8 @@ class Storage:
             step (a mask made from sizes); else None.
         counters: weak references to tensors on this storage whose version counters (torch's, which
             autograd compares) know nothing of each other; each of them counts every write.
+        viewers: who sees this storage, see `is_shared`: None (nobody has so far), `ONE_VIEWER` (one
+            tensor, whichever) or the `_Viewers`.
         refuses_writes: what a write would be, of a copy where torch has a view; None if writes are
             torch's.
     """
@@ -209,12 +251,14 @@ class Storage:
         "refuses_writes",
         "value",
         "version",
+        "viewers",
     )
 
     recipe: Callable[[], Any] | None
     counters: tuple[weakref.ref[torch.Tensor], ...]
     refuses_writes: str | None
     value: Any
+    viewers: Any
 
     def __init__(self, array: jax.Array, form: Form) -> None:
         self.array = array
@@ -222,6 +266,7 @@ class Storage:
         self.version = next(_versions)
         self.recipe = None
         self.counters = ()
+        self.viewers = None
         self.refuses_writes = None
         trace = _context.current()
         if trace is not None:
@@ -280,6 +325,26 @@ class Storage:
         self.array = array
         self.form = form
         self.version = next(_versions)
+
+    def introduce(self, tensor: Any) -> None:
+        """A second tensor is about to be made on this storage, from ``tensor``. An operation's
+        result isn't written down when it is made: most of them never share their memory."""
+        if self.viewers is ONE_VIEWER:
+            self.viewers = _Viewers()
+            self.viewers.add(tensor)
+
+    def add_viewer(self, tensor: Any) -> None:
+        """A further tensor sees this storage, which it didn't when the storage was made."""
+        viewers = self.viewers
+        if not isinstance(viewers, _Viewers):
+            viewers = self.viewers = _Viewers(unknown=viewers is ONE_VIEWER)
+        viewers.add(tensor)
+
+    def is_shared(self, tensor: Any) -> bool:
+        """Whether tensors other than ``tensor`` see this storage, or may see it: the first one does
+        if nobody has introduced it."""
+        viewers = self.viewers
+        return isinstance(viewers, _Viewers) and viewers.others(tensor)
 
     def share_writes(self, *tensors: torch.Tensor) -> None:
         """Let a write to any tensor on this storage count as one to each of ``tensors``, which

@@ -21,7 +21,7 @@ from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
 from xla_dtensor.per_device import check_axes, coordinate, over_devices, union
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import LayoutStep, Storage, ViewStep, freeze, write_through
+from xla_dtensor.storage import ONE_VIEWER, LayoutStep, Storage, ViewStep, freeze, write_through
 
 
 class Meta:
@@ -83,6 +83,8 @@ class ViewPlan:
 
     def _make(self, base: Any) -> Any:
         storage, steps = base._storage_, base._steps
+        if storage.viewers is ONE_VIEWER:
+            storage.introduce(base)
         if self.identity:
             return type(base)(storage, base._form if steps else storage.form, steps)
         if self.of_memory:
