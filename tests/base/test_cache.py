@@ -160,7 +160,9 @@ def test_listed_while_it_exists() -> None:
     del cache
     gc.collect()
     assert "a cache of this test" not in [r.name for r in caches()]
-    with pytest.raises(KeyError, match=r"no cache is called 'a cache of this test'; there are \["):
+    with pytest.raises(
+        ValueError, match=r"no cache is called 'a cache of this test'; there are \["
+    ):
         clear("a cache of this test")
 
 

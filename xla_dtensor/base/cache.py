@@ -29,7 +29,7 @@ class CacheRecord:
         entries: how many it has.
         limit: how many it keeps at most; None: as many as are in use, or all (see ``note``).
         bytes: an estimate of the memory that they take; None where nobody knows.
-        hits, misses: how often something was found, and how often it had to be made.
+        hits, misses: how often something was found, and how often it wasn't; None: not counted.
         note: why there is no limit.
     """
 
@@ -37,8 +37,8 @@ class CacheRecord:
     entries: int
     limit: int | None
     bytes: int | None
-    hits: int
-    misses: int
+    hits: int | None
+    misses: int | None
     note: str = ""
 
 
@@ -81,12 +81,12 @@ def clear(name: str | None = None) -> None:
     """Empty all caches, or those called ``name``.
 
     Raises:
-        KeyError: none is called so.
+        ValueError: none is called so.
     """
     found = _caches(name)
-    if not found:
+    if not found and name is not None:
         known = sorted({cache.name for cache in _caches(None)})
-        raise KeyError(f"no cache is called {name!r}; there are {known}")
+        raise ValueError(f"no cache is called {name!r}; there are {known}")
     for cache in found:
         cache.clear()
 
@@ -197,6 +197,42 @@ class Cache(Generic[K, V]):
 
     def __repr__(self) -> str:
         return f"Cache({self.name!r}, {len(self)} of {self.limit})"
+
+
+class Table(dict[K, V]):
+    """A dict that is listed. For what stays as long as the process, because there is a fixed number
+    of it, or because others hold names for it; finding something in one costs what it costs in a
+    dict, and isn't counted.
+
+    Args:
+        name: for people: "groups".
+        note: why nothing of it goes.
+        clearable: whether it can be made again.
+    """
+
+    def __init__(self, name: str, note: str, *, clearable: bool) -> None:
+        super().__init__()
+        self.name = name
+        self._note = note
+        self._clearable = clearable
+        self._lock = threading.RLock()
+        register(self)
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def setdefault(self, key: K, value: V) -> V:
+        """The value for ``key``: ``value``, unless there is one by now."""
+        with self._lock:
+            return super().setdefault(key, value)
+
+    def clear(self) -> None:
+        """Forget what can be made again."""
+        if self._clearable:
+            super().clear()
+
+    def record(self) -> CacheRecord:
+        """What it has now."""
+        return CacheRecord(self.name, len(self), None, None, None, None, self._note)
 
 
 class Interned(Generic[K, V]):

@@ -11,6 +11,7 @@ import torch
 
 from xla_dtensor import _context, _observe, rng, rules
 from xla_dtensor._common import TensorMethods
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.dispatch import _collective_ops, _special  # noqa: F401  (register handlers)
 from xla_dtensor.dispatch._batch import batched
 from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
@@ -31,7 +32,7 @@ from xla_dtensor.transfer import to_numpy
 
 __all__ = ["batched", "dispatch", "logical_value", "read", "refuse_cpu_leaf"]
 
-_plans: dict[Any, Plan | ViewPlan] = {}
+_plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 4096)
 on_change(_plans.clear)
 rules.on_change(_plans.clear)
 
@@ -66,8 +67,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return results
     plan = _plans.get(key)
     if plan is None:
-        plan = _make_plan(call)
-        _plans[key] = plan
+        plan = _plans.put(key, _make_plan(call))
     if isinstance(plan, ViewPlan):
         trace = _context.current()
         if trace is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.cache import Table
 from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view, on_change
 from xla_dtensor.lowering.meta import shapes_of
 
@@ -74,7 +75,7 @@ class OpInfo:
 
 
 _IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
-_infos: dict[Any, OpInfo] = {}
+_infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
 on_change(_infos.clear)
 
 
@@ -83,7 +84,7 @@ def info_of(func: Any) -> OpInfo:
     # Hashing the overload itself runs Python; its C++ operation is hashed by address.
     info = _infos.get(func._op)
     if info is None:
-        info = _infos[func._op] = _make(func)
+        info = _infos.setdefault(func._op, _make(func))  # plans' keys compare it by identity
     return info
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +95,6 @@ class ViewPlan:
         return results if self.returns_list else results[0]
 
 
-@functools.cache
 def _memory_order(form: Form) -> tuple[ViewStep, ...]:
     """The view of a tensor whose row-major order is the order of its memory.
 
