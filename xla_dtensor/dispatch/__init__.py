@@ -153,10 +153,13 @@ def _run(plan: Plan, call: Call) -> Any:
     if not plan.random:
         with jax.enable_x64(True):
             return plan.eager(None, leaves, bases)
-    with jax.enable_x64(True):
-        arrays = plan.eager(rng.words(), leaves, bases)
-    rng.advance()
-    return arrays
+    state = rng.take()
+    try:
+        with jax.enable_x64(True):
+            return plan.eager(state, leaves, bases)
+    except BaseException:
+        rng.give_back(state)
+        raise
 
 
 def _trace(plan: Plan, call: Call, trace: _context.Trace) -> Any:
