@@ -20,10 +20,11 @@ THREADS = 4
 Place = Callable[[torch.Tensor], torch.Tensor]
 
 
-@pytest.fixture(params=[1e-6, 5e-3])
-def switch_interval(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture
+def switch_interval() -> Iterator[None]:
+    """Threads change places as often as they can."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(request.param)
+    sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
@@ -59,7 +60,7 @@ def values(index: int, *shape: int) -> torch.Tensor:
 def operations(index: int, place: Place) -> list[torch.Tensor]:
     """Shapes of its own in every thread, so that plans are being made all the time."""
     found = []
-    for i in range(4):
+    for i in range(2):
         x, y = place(values(index, 8, 4 + index)), place(values(index + 9, 4 + index, 8 + i))
         z = torch.relu(x @ y).softmax(-1) * (i + 1) + index
         found += [z.cpu(), z.sum(0).cpu(), torch.cat([z, z]).t().contiguous().cpu()]
@@ -83,7 +84,7 @@ def writes(index: int, place: Place) -> list[torch.Tensor]:
 
 def gradients(index: int, place: Place) -> list[torch.Tensor]:
     found = []
-    for i in range(4):
+    for i in range(2):
         x = place(values(index, 8, 5)).requires_grad_()
         w = place(values(index + 5, 5, 3 + i)).requires_grad_()
         loss = nn.functional.gelu(x @ w).pow(2).sum()
@@ -104,7 +105,7 @@ def training(index: int, place: Place, adapt: Callable[[nn.Module], nn.Module]) 
     )
     found = []
     x, y = place(values(index, 8, 6)), place(values(index + 1, 8, 2))
-    for _ in range(5):
+    for _ in range(3):
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -146,16 +147,9 @@ def test_as_one_thread(mesh_2x4: DeviceMesh, name: str, switch_interval: None) -
 
     xd.debug.clear_caches()  # plans and forms are made by all threads at once
     work = WORK[name]
-    if name == "writes":
-        plain = [_plain_writes(i) for i in range(THREADS)]
-    else:
-        plain = [work(i, torch.clone) for i in range(THREADS)]
+    plain = [work(i, torch.clone) for i in range(THREADS)]
     check(in_threads(lambda i: work(i, place)), plain)
     check(in_threads(lambda i: work(i, place)), plain)
-
-
-def _plain_writes(index: int) -> list[torch.Tensor]:
-    return writes(index, torch.clone)
 
 
 def test_all_kinds_at_once(mesh_2x4: DeviceMesh, switch_interval: None) -> None:
@@ -164,9 +158,7 @@ def test_all_kinds_at_once(mesh_2x4: DeviceMesh, switch_interval: None) -> None:
 
     kinds = list(WORK.values())
     expected = [kinds[i](i, torch.clone) for i in range(THREADS)]
-    for _ in range(2):
-        xd.debug.clear_caches()
-        check(in_threads(lambda i: kinds[i](i, place)), expected)
+    check(in_threads(lambda i: kinds[i](i, place)), expected)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "fully_shard", "per device"])
@@ -191,7 +183,6 @@ def test_training(mesh_2x4: DeviceMesh, kind: str, switch_interval: None) -> Non
 
     expected = [training(i, torch.clone, lambda model: model) for i in range(THREADS)]
     xd.debug.clear_caches()
-    check(in_threads(work), expected)
     check(in_threads(work), expected)
 
 

@@ -32,7 +32,7 @@ KNOWN = {
     "frames": None,
     "groups": None,
     "overloads": None,
-    "plans": 4096,
+    "plans": 2048,
     "readers of logical values": 512,
     "readers of views": 1024,
     "redistributions": 1024,
@@ -59,7 +59,7 @@ def test_the_table(mesh_2x4: DeviceMesh) -> None:
     lines = str(table).splitlines()
     assert lines[0].split() == ["cache", "entries", "limit", "code", "hits", "misses", "note"]
     (plans,) = [line for line in lines if line.startswith("plans ")]
-    assert plans.split()[1:3] == [str(table["plans"].entries), "4096"]
+    assert plans.split()[1:3] == [str(table["plans"].entries), "2048"]
     assert lines[-1].startswith(f"XLA programs in this process: {table.programs}")
     assert table.programs > 0 and len(table) >= len(KNOWN)
     with pytest.raises(KeyError):

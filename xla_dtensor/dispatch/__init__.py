@@ -32,7 +32,7 @@ from xla_dtensor.transfer import to_numpy
 
 __all__ = ["batched", "dispatch", "logical_value", "read", "refuse_cpu_leaf"]
 
-_plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 4096)
+_plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
 on_change(_plans.clear)
 rules.on_change(_plans.clear)
 
