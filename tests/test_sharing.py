@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +100,27 @@ def test_views_that_are_gone_leave_nothing(mesh_2x4: DeviceMesh) -> None:
         x[0]
     assert len(x._storage_.viewers) < 40
     assert x._storage_.is_shared(x) and len(kept) == 4
+
+
+def test_views_made_by_several_threads(mesh_2x4: DeviceMesh) -> None:
+    """Each of them is known, whoever makes the first."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            x = make(mesh_2x4)
+            kept: list[torch.Tensor] = []
+            threads = [
+                threading.Thread(target=lambda x=x, kept=kept: kept.append(x[1:])) for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            while kept:
+                assert x._storage_.is_shared(x)
+                kept.pop()
+            gc.collect()
+            assert not x._storage_.is_shared(x)
+    finally:
+        sys.setswitchinterval(before)

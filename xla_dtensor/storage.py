@@ -8,6 +8,7 @@ torch's aliasing, with immutable arrays underneath.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -223,6 +224,10 @@ class _Viewers:
 
 ONE_VIEWER = object()
 
+# Two threads may make views of one tensor. Reentrant: the garbage collector, and with it any code,
+# may run in between.
+_sharing_lock = threading.RLock()
+
 
 class Storage:
     """A jax array with a version, in a physical form.
@@ -330,15 +335,19 @@ class Storage:
         """A second tensor is about to be made on this storage, from ``tensor``. An operation's
         result isn't written down when it is made: most of them never share their memory."""
         if self.viewers is ONE_VIEWER:
-            self.viewers = _Viewers()
-            self.viewers.add(tensor)
+            with _sharing_lock:
+                if self.viewers is ONE_VIEWER:
+                    viewers = _Viewers()
+                    viewers.add(tensor)
+                    self.viewers = viewers
 
     def add_viewer(self, tensor: Any) -> None:
         """A further tensor sees this storage, which it didn't when the storage was made."""
-        viewers = self.viewers
-        if not isinstance(viewers, _Viewers):
-            viewers = self.viewers = _Viewers(unknown=viewers is ONE_VIEWER)
-        viewers.add(tensor)
+        with _sharing_lock:
+            viewers = self.viewers
+            if not isinstance(viewers, _Viewers):
+                viewers = self.viewers = _Viewers(unknown=viewers is ONE_VIEWER)
+            viewers.add(tensor)
 
     def is_shared(self, tensor: Any) -> bool:
         """Whether tensors other than ``tensor`` see this storage, or may see it: the first one does
@@ -349,10 +358,11 @@ class Storage:
     def share_writes(self, *tensors: torch.Tensor) -> None:
         """Let a write to any tensor on this storage count as one to each of ``tensors``, which
         torch doesn't know to share memory (it counts one to the tensor written, and its views)."""
-        alive = [reference for reference in self.counters if reference() is not None]
-        known = {id(reference()) for reference in alive}
-        new = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
-        self.counters = (*alive, *new)
+        with _sharing_lock:
+            alive = [reference for reference in self.counters if reference() is not None]
+            known = {id(reference()) for reference in alive}
+            new = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
+            self.counters = (*alive, *new)
 
     def _count_write(self) -> None:
         for reference in self.counters:
