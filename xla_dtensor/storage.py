@@ -206,13 +206,18 @@ class _Viewers:
         self._unknown = unknown
         self._full = 16
 
+    # For every view that is made, so without a lock: appending needs none, and the rest of the list
+    # stays in place while others append.
     def add(self, tensor: Any) -> None:
         tensor._seat = seat = _Seat()
         seats = self._seats
-        if len(seats) >= self._full:
-            seats[:] = [known for known in seats if known() is not None]
-            self._full = max(16, 2 * len(seats))
         seats.append(weakref.ref(seat))
+        if len(seats) >= self._full:
+            with _sharing_lock:
+                for i in reversed(range(len(seats))):
+                    if seats[i]() is None:
+                        del seats[i]
+                self._full = max(16, 2 * len(seats))
 
     def others(self, tensor: Any) -> bool:
         own = tensor._seat
@@ -343,11 +348,11 @@ class Storage:
 
     def add_viewer(self, tensor: Any) -> None:
         """A further tensor sees this storage, which it didn't when the storage was made."""
-        with _sharing_lock:
-            viewers = self.viewers
-            if not isinstance(viewers, _Viewers):
-                viewers = self.viewers = _Viewers(unknown=viewers is ONE_VIEWER)
-            viewers.add(tensor)
+        if self.viewers.__class__ is not _Viewers:
+            with _sharing_lock:
+                if self.viewers.__class__ is not _Viewers:
+                    self.viewers = _Viewers(unknown=self.viewers is ONE_VIEWER)
+        self.viewers.add(tensor)
 
     def is_shared(self, tensor: Any) -> bool:
         """Whether tensors other than ``tensor`` see this storage, or may see it: the first one does
