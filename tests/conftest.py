@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import xla_dtensor as xd
 from xla_dtensor.rules import registry
+from xla_dtensor.runtime import live_programs
 
 MESHES = {
     "8": ((8,), ("x",)),
@@ -80,6 +81,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+# A program for eight simulated devices takes more than a megabyte. Few tests use those of another.
+_PROGRAMS = 400
+
+
+@pytest.fixture(autouse=True)
+def _few_programs() -> Iterator[None]:
+    """A worker that has run thousands of tests doesn't hold the programs of all of them."""
+    yield
+    if live_programs()[0] > _PROGRAMS:
+        xd.debug.clear_caches()
 
 
 @pytest.fixture

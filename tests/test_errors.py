@@ -54,6 +54,19 @@ ON_THE_HOST = (
 Case = tuple[Callable[[], Any], type[Exception], type[Exception], str]
 
 CASES: dict[str, Case] = {
+    "vary along no dim of the mesh": (
+        lambda: xd.from_device_values([torch.ones(2)] * 8, mesh(), vary=["dp", "nope"]),
+        xd.MeshDimError,
+        KeyError,
+        f"from_device_values(vary=['dp', 'nope']): {MESH} has no mesh dim 'nope'; it has 'dp', "
+        "'tp'",
+    ),
+    "vary along a dim of a mesh without names": (
+        lambda: xd.from_device_values([torch.ones(2)] * 2, pair(), vary=["dp"]),
+        xd.MeshDimError,
+        KeyError,
+        f"from_device_values(vary=['dp']): {PAIR} has no mesh dim 'dp'; it has no names",
+    ),
     # Wrong number of placements.
     "too few placements": (
         lambda: distribute_tensor(torch.ones(4), mesh(), [S(0)]),

@@ -176,7 +176,7 @@ def test_made_shard_by_shard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No device and no host ever holds more than a few times a shard."""
-    monkeypatch.setattr(factories, "_makers", {})
+    factories._makers.clear()
     monkeypatch.setattr("xla_dtensor.transfer.to_devices", lambda *args: pytest.fail("on the host"))
     monkeypatch.setattr(jax, "device_put", lambda *args, **kwargs: pytest.fail("on the host"))
     x = make(name, shape, device_mesh=mesh_2x4, placements=placements)
@@ -184,7 +184,7 @@ def test_made_shard_by_shard(
     sizes = [math.ceil(n / p) for n, p in zip(shape, _pieces(placements), strict=True)]
     for shard in x.jax_array.addressable_shards:
         assert shard.data.shape == tuple(sizes)
-    monkeypatch.setattr(factories, "_makers", {})
+    factories._makers.clear()
     programs: list[Any] = []
     jit = jax.jit
     monkeypatch.setattr(jax, "jit", lambda *a, **k: programs.append(jit(*a, **k)) or programs[-1])

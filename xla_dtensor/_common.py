@@ -12,7 +12,7 @@ import torch
 from xla_dtensor import tensor_index
 from xla_dtensor.base import epoch
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.storage import LayoutStep
+from xla_dtensor.storage import ONE_VIEWER, LayoutStep
 
 if TYPE_CHECKING:
     import jax
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
 _OWN_ATTRIBUTES = frozenset(
-    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local"}
+    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat"}
 )
 
 
@@ -58,6 +58,7 @@ class TensorMethods:
     _steps: tuple[Step, ...] = ()
     _own_form: Form
     _cache: Any = None
+    _seat: Any = None  # what tells the storage that the tensor exists, see storage.py
 
     @staticmethod
     def __new__(
@@ -80,6 +81,10 @@ class TensorMethods:
         r._own_form = form
         if steps:
             r._steps = steps
+        if storage.viewers is None:
+            storage.viewers = ONE_VIEWER
+        else:
+            storage.add_viewer(r)
         if form.spec is not None:
             r._spec = form.spec
         return r
@@ -154,12 +159,15 @@ class TensorMethods:
         epoch.tensors.moved()
         torch.Tensor.data.__set__(self, value)
         if isinstance(value, TensorMethods):  # torch moved its own part alone
+            value._storage_.introduce(value)
             self._storage_, self._steps = value._storage_, value._steps
             self._own_form, self._cache = value._own_form, None
+            self._storage_.add_viewer(self)
             if value._own_form.spec is not None:
                 from xla_dtensor.sharded_tensor import keep_leaf_gradients_sharded
 
                 self._spec = value._own_form.spec
+                self._local = None  # another part of the same memory may have the same version
                 keep_leaf_gradients_sharded(self)  # type: ignore[arg-type]
 
     @property

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor import _context, rng
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._read import logical_value
 from xla_dtensor.errors import MeshMismatchError, PlacementError, UnsupportedOpError
@@ -106,9 +107,14 @@ def _placed(tensor: torch.Tensor, form: Form) -> Any:
             return constrain(value, form)
         assert form.frame is not None
         with jax.enable_x64(True):
-            if frame is not None and frame.device_ids == form.frame.device_ids:
-                return jax.jit(form.physical, out_shardings=form.sharding)(value)
-            return jax.device_put(jax.jit(form.physical)(value), form.sharding)
+            in_place = frame is not None and frame.device_ids == form.frame.device_ids
+            sharding = form.sharding if in_place else None
+            padder = _makers.get_or_make(
+                ("distribute_tensor", form, sharding),
+                lambda: jax.jit(lambda value: form.physical(value), out_shardings=sharding),
+            )
+            padded = padder(value)
+            return padded if in_place else jax.device_put(padded, form.sharding)
     if trace is not None:
         return constrain(trace.host_tensor(tensor), form)
     from xla_dtensor.transfer import to_devices
@@ -182,7 +188,7 @@ def _with_mesh(function: Callable[..., Any], mesh: DeviceMesh, name: str, value:
     raise ValueError(f"{name} should take in 3 arguments, but got {count} arguments!")
 
 
-_makers: dict[tuple[str, Form, Any], Any] = {}
+_makers: Cache[tuple[str, Form, Any], Any] = Cache("factories", 512)
 
 
 def make_sharded(
@@ -236,12 +242,15 @@ def make_sharded(
                 key = rng.key_of(state) if name in _RANDOM else None
                 return form.physical(_make(name, form, key, fill_value))
 
-            maker = jax.jit(function, out_shardings=form.sharding)
-            _makers[name, form, type(fill_value)] = maker
-        with jax.enable_x64(True):
-            array = maker(rng.words(), fill_value)
-        if name in _RANDOM:
-            rng.advance()
+            jitted = jax.jit(function, out_shardings=form.sharding)
+            maker = _makers.put((name, form, type(fill_value)), jitted)
+        state = rng.take(name in _RANDOM)
+        try:
+            with jax.enable_x64(True):
+                array = maker(state, fill_value)
+        except BaseException:
+            rng.give_back(state, name in _RANDOM)
+            raise
     result = XLAShardedTensor(Storage(array, form), form)
     return result.requires_grad_(True) if requires_grad else result
 

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor.placement_types import Placement
 
+from xla_dtensor.base.cache import Interned
 from xla_dtensor.dtypes import to_jax_dtype
 from xla_dtensor.errors import PlacementError
-from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
+from xla_dtensor.mesh import Frame, dim_axes, frame_of, frames_stay, mesh_dim_axes
 from xla_dtensor.per_device import check_axes
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Form:
     """
 
     __slots__ = (
+        "__weakref__",
         "dim_axes",
         "dtype",
         "frame",
@@ -210,7 +212,7 @@ def reduce(array: jax.Array, reduce_op: str, axes: tuple[int, ...]) -> jax.Array
     return functions[reduce_op](array, axis=axes).astype(array.dtype)
 
 
-_forms: dict[tuple[Any, ...], Form] = {}
+_forms: Interned[tuple[Any, ...], Form] = Interned("forms", 2048)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -245,7 +247,12 @@ def sharded_form(
     # The frame is part of the key: a refined one has other axis names.
     key = (mesh, placements, frame, shape, stride, offset, dtype, unreduced, varying, meta)
     form = _forms.get(key)
-    if form is None:
+    if form is not None:
+        return form
+    with frames_stay():
+        # Between this and the look above another thread may have refined the frame.
+        frame = frame_of(mesh)
+        key = (mesh, placements, frame, shape, stride, offset, dtype, unreduced, varying, meta)
         axes = mesh_dim_axes(mesh)
         if set(varying) & {name for names in axes for name in names}:
             raise PlacementError(
@@ -263,8 +270,7 @@ def sharded_form(
         form.spec = DTensorSpec(
             mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype)
         )
-        _forms[key] = form
-    return form
+    return _forms.put(key, form)
 
 
 def device_form(
@@ -289,7 +295,7 @@ def device_form(
         form.padded_shape = shape
         form.sharding = None if frame is None else frame.sharding(*varying)
         form.spec = None
-        _forms[key] = form
+        form = _forms.put(key, form)
     return form
 
 
@@ -310,8 +316,3 @@ def _new_form(
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def partial_dims(placements: tuple[Placement, ...]) -> dict[int, str]:
-    """The ``Partial`` mesh dims and their reductions."""
-    return {i: p.reduce_op for i, p in enumerate(placements) if isinstance(p, Partial)}

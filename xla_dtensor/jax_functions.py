@@ -7,6 +7,7 @@ inside of ``compile``, layouts by a rule or by the compiler.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from xla_dtensor._common import TensorMethods
+from xla_dtensor.base.cache import Interned
 from xla_dtensor.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering import lowers
@@ -52,8 +54,8 @@ class _JaxCall:
     _gradients: dict[Any, _JaxCall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.number = len(_CALLS)
-        _CALLS.append(self)
+        self.number = next(_numbers)
+        _CALLS.put(self.number, self)
 
     def run(self, *arrays: Any) -> Any:
         """The function's results, with JAX's defaults in place of dispatch's (64-bit ones)."""
@@ -136,22 +138,36 @@ def _no_cotangent(out: Any) -> Any:
     return np.zeros(out.shape, jax.dtypes.float0)
 
 
-_CALLS: list[_JaxCall] = []
+# By number, which the operation carries, and which no other call ever gets. A call lives as long as
+# its function or a gradient that needs it, and the latest ones longer: a batch may still run them.
+_CALLS: Interned[int, _JaxCall] = Interned("calls of JAX functions", 256)
+_numbers = itertools.count()
+
+
+def _call(number: int) -> _JaxCall:
+    call = _CALLS.get(number)
+    assert call is not None, "a JAX function was called that is gone"
+    return call
+
+
+def name_of(number: int) -> str:
+    """The name of the JAX function behind call ``number``."""
+    return _call(number).name
 
 
 @meta_of("xla_dtensor::jax_call")
 def _shapes(arrays: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    _, outs = _CALLS[call].structure(arrays)
+    _, outs = _call(call).structure(arrays)
     return [torch.empty(o.shape, dtype=to_torch_dtype(o.dtype), device="meta") for o in outs]
 
 
 @lowers("xla_dtensor::jax_call")
 def _lower(arrays: list[Any], call: int) -> list[Any]:
-    return jax.tree.leaves(_CALLS[call].run(*arrays))
+    return jax.tree.leaves(_call(call).run(*arrays))
 
 
 def _rule(call: Call) -> str | None:
-    return _CALLS[call.args["call"]].rule
+    return _call(call.args["call"]).rule
 
 
 _rule.__doc__ = "the notation given to jax_function, if any"

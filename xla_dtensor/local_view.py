@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from xla_dtensor import _context, _observe
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._read import read
-from xla_dtensor.errors import PlacementError, UnsupportedOpError
+from xla_dtensor.errors import MeshDimError, PlacementError, UnsupportedOpError
 from xla_dtensor.form import device_form, sharded_form
 from xla_dtensor.local_layout import from_devices, global_meta, local_form, unreduced_dims
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
@@ -117,6 +117,7 @@ class _ToLocal(torch.autograd.Function):
         target = local_form(form)
         if _observe.observer is not None:
             _observe.observer.to_local(form, target)
+        tensor._storage_.introduce(tensor)
         local = XLATensor(tensor._storage_, target, (*tensor._steps, LayoutStep(form, target)))
         tensor._storage_.share_writes(tensor, local)
         return local
@@ -201,6 +202,7 @@ def _shard(
     if not target.unreduced and source.varying == parts.varying:
         # One and the same memory, as in torch.
         step = LayoutStep(source, target)
+        local._storage_.introduce(local)
         sharded = XLAShardedTensor(local._storage_, target, (*local._steps, step))
         local._storage_.share_writes(local, sharded)
         return sharded
@@ -257,6 +259,7 @@ def from_device_values(
 
     Raises:
         ValueError: not as many values as devices, or of several shapes or dtypes.
+        MeshDimError: ``vary`` names a dim that the mesh doesn't have.
     """
     if len(values) != device_mesh.size() or len({(v.shape, v.dtype) for v in values}) != 1:
         raise ValueError(
@@ -266,6 +269,12 @@ def from_device_values(
     from xla_dtensor.transfer import to_devices
 
     names = device_mesh.mesh_dim_names or ()
+    unknown = [name for name in vary or () if name not in names]
+    if unknown:
+        raise MeshDimError(
+            f"from_device_values(vary={list(vary or ())}): {device_mesh!r} has no mesh dim "
+            f"{', '.join(map(repr, unknown))}; it has {', '.join(map(repr, names)) or 'no names'}"
+        )
     dims = range(device_mesh.ndim) if vary is None else [names.index(name) for name in vary]
     frame = frame_of(device_mesh)
     axes = mesh_dim_axes(device_mesh)

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor import _context, _observe
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._read import read
-from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import MeshMismatchError, PlacementError, UnsupportedOpError
-from xla_dtensor.form import Form, device_form, sharded_form
-from xla_dtensor.mesh import frame_of, normalize_placements
+from xla_dtensor.form import Form
+from xla_dtensor.mesh import normalize_placements
 from xla_dtensor.per_device import logical
 from xla_dtensor.sharded_tensor import LocalShard, XLAShardedTensor
 from xla_dtensor.storage import Storage
@@ -94,7 +94,7 @@ def as_sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> XLAShardedTensor:
     return from_local(tensor, mesh)  # differentiable: gradients of gradients pass here
 
 
-_converters: dict[tuple[Any, Form, Form], Any] = {}
+_converters: Cache[tuple[Any, Form, Form], Any] = Cache("conversions between forms", 1024)
 
 
 def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
@@ -112,14 +112,14 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
         converter = _converters.get(key)
         if converter is None:
             function = functools.partial(convert, source=source, target=target)
-            converter = _converters[key] = jax.jit(function, out_shardings=target.sharding)
+            converter = _converters.put(key, jax.jit(function, out_shardings=target.sharding))
         with jax.enable_x64(True):
             value = converter(array)
     cls = XLAShardedTensor if target.is_sharded else XLATensor
     return cls(Storage(value, target), target)
 
 
-_movers: dict[tuple[Form, Form], Any] = {}
+_movers: Cache[tuple[Form, Form], Any] = Cache("redistributions", 1024)
 
 
 def move(
@@ -148,7 +148,7 @@ def move(
         def function(array: Any) -> Any:
             return target.physical(logical(array, source))
 
-        mover = _movers[source, target] = jax.jit(function, out_shardings=target.sharding)
+        mover = _movers.put((source, target), jax.jit(function, out_shardings=target.sharding))
     with jax.enable_x64(True):
         moved = mover(array)
     return XLAShardedTensor(Storage(moved, target), target)
@@ -179,12 +179,17 @@ def _move_devices(array: Any, source: Form, target: Form) -> XLAShardedTensor:
             f"{list(source.varying)} can't move to other devices"
         )
 
-    def function(array: Any) -> Any:
-        return target.physical(source.logical(array))
-
     assert source.frame is not None
+    replicated = source.frame.replicated
+
+    def make() -> Any:
+        def function(array: Any) -> Any:
+            return target.physical(source.logical(array))
+
+        return jax.jit(function, out_shardings=replicated)
+
     with jax.enable_x64(True):
-        prepared = jax.jit(function, out_shardings=source.frame.replicated)(array)
+        prepared = _movers.get_or_make((source, target), make)(array)
         moved = jax.device_put(prepared, target.sharding)
     return XLAShardedTensor(Storage(moved, target), target)
 
@@ -219,10 +224,16 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
     form = tensor._form
     array = read(tensor)
     if form.unreduced:
+        reduced = form.reduced()
+
+        def make() -> Any:
+            def function(array: Any) -> Any:
+                return reduced.physical(logical(array, form))
+
+            return jax.jit(function, out_shardings=reduced.sharding)
+
         with jax.enable_x64(True):
-            array = jax.jit(
-                lambda a: form.physical(logical(a, form)), out_shardings=form.reduced().sharding
-            )(array)
+            array = _movers.get_or_make((form, reduced), make)(array)
     lead = len(form.varying)
     by_device = {shard.device: shard for shard in array.addressable_shards}
     shards = []
@@ -236,18 +247,3 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
         data = np.asarray(shard.data)[(0,) * lead][tuple(slice(0, s.stop - s.start) for s in index)]
         shards.append(LocalShard(number, tuple(index), from_numpy(data)))
     return shards
-
-
-def device_tensor_of(array: Any, frame_mesh: DeviceMesh | None = None) -> XLATensor:
-    """An `XLATensor` over a jax array that is the same on every device."""
-    frame = None if frame_mesh is None else frame_of(frame_mesh)
-    form = device_form(frame, tuple(array.shape), dtype=to_torch_dtype(array.dtype))
-    return XLATensor(Storage(array, form), form)
-
-
-def sharded_tensor_of(
-    array: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
-) -> XLAShardedTensor:
-    """An `XLAShardedTensor` over an array in the physical form of these placements."""
-    form = sharded_form(mesh, placements, shape, dtype=to_torch_dtype(array.dtype))
-    return XLAShardedTensor(Storage(array, form), form)

@@ -2,11 +2,14 @@
 
 One generator for all devices of the process: a seed and a counter of random operations. The key of
 an operation is a function of both, and XLA's partitionable threefry makes each number a function of
-the key and its logical position, so neither the mesh nor the placements change the numbers.
+the key and its logical position, so neither the mesh nor the placements change the numbers. Threads
+share the generator: no two of their operations draw the same numbers, and which draws which depends
+on who comes first.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from xla_dtensor import _context
 
 DEFAULT_SEED = 67280421310721  # torch's own default generator seed
 
+_lock = threading.RLock()
 _seed = DEFAULT_SEED
 _counter = 0
 
@@ -24,7 +28,8 @@ _counter = 0
 def manual_seed(seed: int) -> None:
     """Start the stream of ``seed`` (any Python integer, taken modulo 2**64)."""
     global _seed, _counter
-    _seed, _counter = int(seed) % 2**64, 0
+    with _lock:
+        _seed, _counter = int(seed) % 2**64, 0
 
 
 def initial_seed() -> int:
@@ -34,20 +39,43 @@ def initial_seed() -> int:
 
 def words() -> np.ndarray:
     """The generator's state as four uint32 words (seed, counter), low word first."""
+    seed, counter = position()
     return np.array(
-        [_seed & 0xFFFFFFFF, _seed >> 32, _counter & 0xFFFFFFFF, _counter >> 32], dtype=np.uint32
+        [seed & 0xFFFFFFFF, seed >> 32, counter & 0xFFFFFFFF, counter >> 32], dtype=np.uint32
     )
+
+
+def take(operations: int = 1) -> np.ndarray:
+    """The state for the next ``operations`` random operations, which no other thread gets."""
+    global _counter
+    with _lock:
+        state = words()
+        _counter += operations
+    return state
+
+
+def give_back(state: np.ndarray, operations: int = 1) -> None:
+    """Undo a `take` of operations that have failed, unless somebody has drawn or set the state
+    since: then these numbers are lost."""
+    global _counter
+    with _lock:
+        counter = int(state[2]) | int(state[3]) << 32
+        seed = int(state[0]) | int(state[1]) << 32
+        if (_seed, _counter) == (seed, counter + operations):
+            _counter = counter
 
 
 def advance(operations: int = 1) -> None:
     """Count ``operations`` random operations."""
     global _counter
-    _counter += operations
+    with _lock:
+        _counter += operations
 
 
 def position() -> tuple[int, int]:
     """The seed and the number of random operations so far."""
-    return _seed, _counter
+    with _lock:
+        return _seed, _counter
 
 
 def key_of(state: Any, offset: int = 0) -> Any:
@@ -85,4 +113,5 @@ def set_state(state: torch.Tensor) -> None:
     seed, counter = int(w[0] | (w[1] << np.uint64(32))), int(w[2] | (w[3] << np.uint64(32)))
     if _context.current() is not None and seed != _seed:
         _context.current().refuse("set_rng_state() with another seed")  # type: ignore[union-attr]
-    _seed, _counter = seed, counter
+    with _lock:
+        _seed, _counter = seed, counter

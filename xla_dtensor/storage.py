@@ -7,6 +7,8 @@ torch's aliasing, with immutable arrays underneath.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,24 +137,28 @@ def write_through(
         the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
     """
 
-    def write(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
+    # With what it returns, the axes along which that varies.
+    def write(
+        base: jax.Array, form: Form, steps: tuple[Step, ...]
+    ) -> tuple[jax.Array, tuple[str, ...]]:
         if not steps:
-            return value
+            return value, axes
         first, rest = steps[0], steps[1:]
         if isinstance(first, LayoutStep):
-            inside = write(first.get(base), first.target, rest) if rest else value
-            return first.put(base, inside)
+            inside = write(first.get(base), first.target, rest)[0] if rest else value
+            return first.put(base, inside), first.source.varying
         own, frame, sharded = form.varying, form.frame, form.is_sharded
-        inside = value
+        inside, varying = value, axes
         if rest:
             part = over_devices(first.get, [own], frame, sharded)(base)
-            inside = write(part, form, rest)
-        put = over_devices(first.put, [own, union(frame, [own, axes])], frame, sharded)
-        return put(base, inside)
+            inside, varying = write(part, form, rest)
+        both = union(frame, [own, varying])
+        put = over_devices(first.put, [own, both], frame, sharded)
+        return put(base, inside), both
 
     if not isinstance(steps[0], LayoutStep):
         base = logical(base, form)
-    return write(base, form, steps)
+    return write(base, form, steps)[0]
 
 
 class Pending:
@@ -174,6 +180,60 @@ class Pending:
         self.storage = lambda: None
 
 
+# One counter for all storages: a tensor can move to another one (`x.data = y`), and what was
+# computed from the first must not pass for the second's.
+_versions = itertools.count(1)
+
+
+class _Seat:
+    """What a tensor holds as long as it sees a storage. It is referred to weakly in place of the
+    tensor, which torch couldn't swap for another then (``module.half()``)."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Viewers:
+    """The seats that are taken. Free ones are thrown away whenever their number has doubled.
+
+    Args:
+        unknown: whether there is a tensor without a seat.
+    """
+
+    __slots__ = ("_full", "_seats", "_unknown")
+
+    def __init__(self, unknown: bool = False) -> None:
+        self._seats: list[weakref.ref[_Seat]] = []
+        self._unknown = unknown
+        self._full = 16
+
+    # For every view that is made, so without a lock: appending needs none, and the rest of the list
+    # stays in place while others append.
+    def add(self, tensor: Any) -> None:
+        tensor._seat = seat = _Seat()
+        seats = self._seats
+        seats.append(weakref.ref(seat))
+        if len(seats) >= self._full:
+            with _sharing_lock:
+                for i in reversed(range(len(seats))):
+                    if seats[i]() is None:
+                        del seats[i]
+                self._full = max(16, 2 * len(seats))
+
+    def others(self, tensor: Any) -> bool:
+        own = tensor._seat
+        return self._unknown or any(seat() not in (None, own) for seat in self._seats)
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+
+ONE_VIEWER = object()
+
+# Two threads may make views of one tensor. Reentrant: the garbage collector, and with it any code,
+# may run in between.
+_sharing_lock = threading.RLock()
+
+
 class Storage:
     """A jax array with a version, in a physical form.
 
@@ -181,11 +241,14 @@ class Storage:
         array: the current value; replaced, never changed, by a write.
         value: the same, or a `Pending` until somebody asks for ``array``.
         form: the physical form of ``array`` (of the tensor that the storage was made for).
-        version: counts the writes; views and caches compare it.
+        version: a number that no other storage has had, nor this one with another value: equal
+            versions are the same memory with the same value. Views and caches compare it.
         recipe: inside a trace, computes the array outside of it, if it depends on no input of the
             step (a mask made from sizes); else None.
         counters: weak references to tensors on this storage whose version counters (torch's, which
             autograd compares) know nothing of each other; each of them counts every write.
+        viewers: who sees this storage, see `is_shared`: None (nobody has so far), `ONE_VIEWER` (one
+            tensor, whichever) or the `_Viewers`.
         refuses_writes: what a write would be, of a copy where torch has a view; None if writes are
             torch's.
     """
@@ -198,19 +261,22 @@ class Storage:
         "refuses_writes",
         "value",
         "version",
+        "viewers",
     )
 
     recipe: Callable[[], Any] | None
     counters: tuple[weakref.ref[torch.Tensor], ...]
     refuses_writes: str | None
     value: Any
+    viewers: Any
 
     def __init__(self, array: jax.Array, form: Form) -> None:
         self.array = array
         self.form = form
-        self.version = 0
+        self.version = next(_versions)
         self.recipe = None
         self.counters = ()
+        self.viewers = None
         self.refuses_writes = None
         trace = _context.current()
         if trace is not None:
@@ -259,18 +325,49 @@ class Storage:
             trace.writing(self)
         self.array = array
         self.form = form
-        self.version += 1
+        self.version = next(_versions)
         self.recipe = None
         if self.counters:
             self._count_write()
 
+    def restore(self, array: jax.Array, form: Form) -> None:
+        """Undo writes: what they let others compute must not be used again."""
+        self.array = array
+        self.form = form
+        self.version = next(_versions)
+
+    def introduce(self, tensor: Any) -> None:
+        """A second tensor is about to be made on this storage, from ``tensor``. An operation's
+        result isn't written down when it is made: most of them never share their memory."""
+        if self.viewers is ONE_VIEWER:
+            with _sharing_lock:
+                if self.viewers is ONE_VIEWER:
+                    viewers = _Viewers()
+                    viewers.add(tensor)
+                    self.viewers = viewers
+
+    def add_viewer(self, tensor: Any) -> None:
+        """A further tensor sees this storage, which it didn't when the storage was made."""
+        if self.viewers.__class__ is not _Viewers:
+            with _sharing_lock:
+                if self.viewers.__class__ is not _Viewers:
+                    self.viewers = _Viewers(unknown=self.viewers is ONE_VIEWER)
+        self.viewers.add(tensor)
+
+    def is_shared(self, tensor: Any) -> bool:
+        """Whether tensors other than ``tensor`` see this storage, or may see it: the first one does
+        if nobody has introduced it."""
+        viewers = self.viewers
+        return isinstance(viewers, _Viewers) and viewers.others(tensor)
+
     def share_writes(self, *tensors: torch.Tensor) -> None:
         """Let a write to any tensor on this storage count as one to each of ``tensors``, which
         torch doesn't know to share memory (it counts one to the tensor written, and its views)."""
-        alive = [reference for reference in self.counters if reference() is not None]
-        known = {id(reference()) for reference in alive}
-        new = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
-        self.counters = (*alive, *new)
+        with _sharing_lock:
+            alive = [reference for reference in self.counters if reference() is not None]
+            known = {id(reference()) for reference in alive}
+            new = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
+            self.counters = (*alive, *new)
 
     def _count_write(self) -> None:
         for reference in self.counters:

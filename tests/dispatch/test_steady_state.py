@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 
 import xla_dtensor as xd
 from xla_dtensor import dispatch
+from xla_dtensor.base.cache import Cache, Interned
 from xla_dtensor.dispatch import _batch, _ops, _plan
 from xla_dtensor.lowering import lowers
 
@@ -48,7 +49,7 @@ def cache_sizes() -> dict[str, int]:
         if name.split(".")[0] != "xla_dtensor":
             continue
         for key, value in list(vars(module).items()):
-            if isinstance(value, dict | list | set) and not key.startswith("__"):
+            if isinstance(value, dict | list | set | Cache | Interned) and not key.startswith("__"):
                 sizes[f"{name}.{key}"] = len(value)
             elif isinstance(value, functools._lru_cache_wrapper):
                 sizes[f"{name}.{key}"] = value.cache_info().currsize
@@ -174,12 +175,25 @@ def test_a_new_lowering_clears_what_was_made_with_the_old_ones(small_mesh: Devic
 
     expected = work()
     executables = [p.eager for p in dispatch._plans.values() if isinstance(p, _plan.Plan)]
-    assert executables and _batch._executables and _ops._infos
+    assert executables and len(_batch._executables) and _ops._infos
     del executables
     lowers("xd_test_clearing::nothing")(lambda x: x)
     gc.collect()
-    assert not (dispatch._plans or _batch._executables or _ops._infos)
+    assert not (len(dispatch._plans) or len(_batch._executables) or _ops._infos)
     assert not [o for o in gc.get_objects() if type(o) is _plan.Plan]
     for value, want in zip(work(), expected, strict=True):
         assert torch.equal(value, want)
-    assert dispatch._plans and _batch._executables
+    assert len(dispatch._plans) and len(_batch._executables)
+
+
+def test_a_new_rule_clears_the_batches_too(small_mesh: DeviceMesh, scratch: None) -> None:
+    x = distribute_tensor(torch.ones(8, 4), small_mesh, [Shard(0)])
+
+    def work() -> torch.Tensor:
+        with dispatch.batched():
+            return torch.ops.aten.relu(x)
+
+    assert work().placements == (Shard(0),)
+    xd.register_rule("aten::relu", lambda call: "a b -> a b", override=True)
+    assert not len(dispatch._plans) and not len(_batch._executables)
+    torch.testing.assert_close(work().cpu(), torch.ones(8, 4))

@@ -87,12 +87,8 @@ class Captured:
     def restore(self) -> None:
         """Undo what the trace did to the storage."""
         storage = self.storage
-        if storage is None:
-            return
-        storage.array = self.array
-        storage.form = self.form
-        # Higher than any version that the trace has shown, so that no cache survives it.
-        storage.version += 1
+        if storage is not None:
+            storage.restore(self.array, self.form)
 
 
 class Outside:

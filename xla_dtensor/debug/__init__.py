@@ -1,4 +1,5 @@
-"""Seeing what layouts operations have, and why: `explain`, `set_logs` and `rules`.
+"""Seeing what layouts operations have, and why: `explain`, `set_logs` and `rules`; and what is kept
+between calls: `caches`.
 
 ``_recorder.py`` is told of operations by the places that run them (`xla_dtensor._observe`) and
 makes an `Operation` of each; ``_explain.py`` collects them, ``_logs.py`` logs them.
@@ -7,18 +8,22 @@ makes an `Operation` of each; ``_explain.py`` collects them, ``_logs.py`` logs t
 import os
 
 from xla_dtensor._observe import ENVIRONMENT_VARIABLE
+from xla_dtensor.debug._caches import CacheTable, caches, clear_caches
 from xla_dtensor.debug._explain import Explanation, explain
 from xla_dtensor.debug._logs import set_logs, start_from_environment
 from xla_dtensor.debug._records import Operation, Redistribution, Transfer
 from xla_dtensor.debug._rules import RegisteredRule, RuleTable, rules
 
 __all__ = [
+    "CacheTable",
     "Explanation",
     "Operation",
     "Redistribution",
     "RegisteredRule",
     "RuleTable",
     "Transfer",
+    "caches",
+    "clear_caches",
     "explain",
     "rules",
     "set_logs",

@@ -465,9 +465,9 @@ def _name_of(call: Call) -> str:
     info: OpInfo = call.info
     if info.name != "xla_dtensor::jax_call.default":
         return info.name
-    from xla_dtensor.jax_functions import _CALLS
+    from xla_dtensor.jax_functions import name_of
 
-    return f"{info.name.removesuffix('.default')} {_CALLS[cast(int, call.args[1])].name}"
+    return f"{info.name.removesuffix('.default')} {name_of(cast(int, call.args[1]))}"
 
 
 _WORDS = {"gather": "fully_shard: gather", "Reduce": "fully_shard: reduce"}

@@ -78,6 +78,7 @@ def _own_axes(layout: Layout, local: XLATensor) -> set[str]:
 
 def _same(tensor: XLATensor) -> XLATensor:
     """Another tensor on the same memory."""
+    tensor._storage_.introduce(tensor)
     alias = XLATensor(tensor._storage_, tensor._form, tensor._steps)
     tensor._storage_.share_writes(tensor, alias)
     return alias

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.layout import Layout
 from xla_dtensor.origin import caller
@@ -15,7 +16,7 @@ from xla_dtensor.rules import Merged, Notation, TensorInfo, infer_forward
 from xla_dtensor.rules.notation import expand_ellipsis, letter_sizes, parse, validate
 
 MAX_CACHED_LAYOUTS = 4096
-"""Inferred layouts kept per op; the oldest go first."""
+"""Inferred layouts kept per op; those not used for longest go first."""
 
 
 class CacheInfo(NamedTuple):
@@ -98,8 +99,9 @@ class DistributedOp:
         self.rule = rule
         self.multilinear = multilinear
         self.registered_at: str = caller()
-        self._layouts: dict[Hashable, Inferred] = {}
-        self._hits = self._misses = 0
+        self._layouts: Cache[Hashable, Inferred] = Cache(
+            f"layouts of {op_name!r}", MAX_CACHED_LAYOUTS
+        )
         OPS[op_name] = self
 
     def preprocess(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,24 +144,15 @@ class DistributedOp:
 
     def cache_info(self) -> CacheInfo:
         """How often layouts were known already."""
-        return CacheInfo(self._hits, self._misses, len(self._layouts))
+        return CacheInfo(self._layouts.hits, self._layouts.misses, len(self._layouts))
 
     def cache_clear(self) -> None:
         """Forget inferred layouts and the counts."""
         self._layouts.clear()
-        self._hits = self._misses = 0
+        self._layouts.hits = self._layouts.misses = 0
 
     def _infer(self, key: Hashable, infer: Callable[[], Inferred]) -> Inferred:
-        known = self._layouts.get(key)
-        if known is not None:
-            self._hits += 1
-            return known
-        self._misses += 1
-        inferred = infer()
-        if len(self._layouts) >= MAX_CACHED_LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
-        self._layouts[key] = inferred
-        return inferred
+        return self._layouts.get_or_make(key, infer)
 
     @property
     def _describes_rule(self) -> str:

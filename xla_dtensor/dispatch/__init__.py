@@ -11,6 +11,7 @@ import torch
 
 from xla_dtensor import _context, _observe, rng, rules
 from xla_dtensor._common import TensorMethods
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.dispatch import _collective_ops, _special  # noqa: F401  (register handlers)
 from xla_dtensor.dispatch._batch import batched
 from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
@@ -19,6 +20,7 @@ from xla_dtensor.dispatch._metadata import become, refuse_shared
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
 from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
+from xla_dtensor.dispatch._shared_memory import count_writes, run_in_order
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.form import Form
 from xla_dtensor.lowering import (
@@ -30,7 +32,7 @@ from xla_dtensor.transfer import to_numpy
 
 __all__ = ["batched", "dispatch", "logical_value", "read", "refuse_cpu_leaf"]
 
-_plans: dict[Any, Plan | ViewPlan] = {}
+_plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
 on_change(_plans.clear)
 rules.on_change(_plans.clear)
 
@@ -56,12 +58,16 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if info.mutated:
         # Where a write goes depends on the storages' forms too.
         key = (key, tuple(t._storage_.form for t in tensors if _is_ours(t) and t._steps))
-        if not all(map(_is_ours, (tensors[i] for i in mutated_leaves(call)))):
+        written = mutated_leaves(call)
+        if not all(map(_is_ours, (tensors[i] for i in written))):
             _refuse_host_write(call)
+        if len(written) > 1:
+            results = run_in_order(call, written, func, args, kwargs)
+            if results is not NotImplemented:
+                return results
     plan = _plans.get(key)
     if plan is None:
-        plan = _make_plan(call)
-        _plans[key] = plan
+        plan = _plans.put(key, _make_plan(call))
     if isinstance(plan, ViewPlan):
         trace = _context.current()
         if trace is not None:
@@ -69,6 +75,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         results = plan.make(tensors[0])
     else:
         results = _execute(plan, call)
+        if info.counts_writes:
+            count_writes([tensors[i] for i in written])
     if _observe.observer is not None:
         _observe.observer.operation(call, plan)
     return results
@@ -145,10 +153,13 @@ def _run(plan: Plan, call: Call) -> Any:
     if not plan.random:
         with jax.enable_x64(True):
             return plan.eager(None, leaves, bases)
-    with jax.enable_x64(True):
-        arrays = plan.eager(rng.words(), leaves, bases)
-    rng.advance()
-    return arrays
+    state = rng.take()
+    try:
+        with jax.enable_x64(True):
+            return plan.eager(state, leaves, bases)
+    except BaseException:
+        rng.give_back(state)
+        raise
 
 
 def _trace(plan: Plan, call: Call, trace: _context.Trace) -> Any:

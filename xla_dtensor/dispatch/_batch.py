@@ -18,8 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_dtensor import _context
+from xla_dtensor import _context, rules
 from xla_dtensor._common import TensorMethods
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.dispatch._call import Call, Slot
 from xla_dtensor.dispatch._plan import Plan
 from xla_dtensor.dispatch._read import read
@@ -38,8 +39,9 @@ _KINDS = 3
 # A plan, its operands, and the operands that are bases of views it writes to (None: no view).
 _Entry = tuple[Plan, tuple[int, ...], tuple[int | None, ...]]
 
-_executables: dict[Any, Any] = {}
+_executables: Cache[Any, Any] = Cache("batches", 256)
 on_change(_executables.clear)
+rules.on_change(_executables.clear)
 
 
 @contextlib.contextmanager
@@ -140,7 +142,7 @@ class Batch:
         key = (tuple(entries), outputs)
         executable = _executables.get(key)
         if executable is None:
-            executable = _executables[key] = _executable(entries, outputs)
+            executable = _executables.put(key, _executable(entries, outputs))
         with jax.enable_x64(True):
             results = executable(arrays, numbers)
         for (storage, _, form), array in zip(waiting, results, strict=True):

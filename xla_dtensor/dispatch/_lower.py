@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from xla_dtensor import _context
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._ops import OpInfo
 from xla_dtensor.dtypes import to_torch_dtype
@@ -79,14 +80,12 @@ def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
     return None
 
 
-_table: dict[Any, Any] = {}
+_table: Cache[str, dict[Any, Any]] = Cache("torch's core decompositions", 2)
 
 
 def _core_table(make: Callable[[], Any]) -> dict[Any, Any]:
-    if not _table:
-        # `in` and indexing, not .get: the latter misses entries (torch materialises them lazily).
-        _table.update(make())
-    return _table
+    # `in` and indexing, not .get: the latter misses entries (torch materialises them lazily).
+    return _table.get_or_make("core", lambda: {**make()})
 
 
 class NestedTrace:

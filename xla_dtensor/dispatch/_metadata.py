@@ -9,7 +9,6 @@ a user assigns ``x.data``.
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import torch
@@ -92,6 +91,7 @@ def _base(tensor: Any) -> Any:
     last = max((i for i, step in enumerate(steps) if isinstance(step, LayoutStep)), default=-1)
     if last + 1 == len(steps):
         return tensor
+    tensor._storage_.introduce(tensor)
     if last < 0:
         return type(tensor)(tensor._storage_, tensor._storage_.form)
     target = steps[last].target
@@ -150,8 +150,7 @@ def resize(tensor: Any, size: tuple[int, ...], stride: tuple[int, ...], name: st
 def refuse_shared(tensor: Any, name: str, size: tuple[int, ...]) -> None:
     """Raise if other tensors see the memory that ``tensor`` is about to leave."""
     storage = tensor._storage_
-    # This variable, the tensor's attribute, and the argument of getrefcount.
-    if math.prod(storage.form.shape) and sys.getrefcount(storage) > 3:
+    if math.prod(storage.form.shape) and storage.is_shared(tensor):
         raise UnsupportedOpError(
             f"{name}: a tensor of shape {list(tensor.shape)} would need new memory for "
             f"{list(size)}, and other tensors (views of it, or what autograd has saved) share the "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from xla_dtensor.base.cache import Table
 from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view, on_change
 from xla_dtensor.lowering.meta import shapes_of
 
@@ -48,7 +49,8 @@ class OpInfo:
             torch's.
         aliasing_composite: whether torch composes it of views, so that its result may share its
             argument's memory (``narrow``, ``reshape``, ``contiguous``) without being a view here.
-        lowered_returns: whether the lowering also returns the results that alias nothing.
+        counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
+            compares); of tensors that are arguments themselves its autograd does.
     """
 
     name: str
@@ -64,7 +66,7 @@ class OpInfo:
     is_out: bool
     may_contract: bool
     aliasing_composite: bool
-    defaults: dict[str, Any] = field(default_factory=dict)
+    counts_writes: bool
 
     @property
     def is_identity(self) -> bool:
@@ -73,7 +75,7 @@ class OpInfo:
 
 
 _IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
-_infos: dict[Any, OpInfo] = {}
+_infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
 on_change(_infos.clear)
 
 
@@ -82,7 +84,7 @@ def info_of(func: Any) -> OpInfo:
     # Hashing the overload itself runs Python; its C++ operation is hashed by address.
     info = _infos.get(func._op)
     if info is None:
-        info = _infos[func._op] = _make(func)
+        info = _infos.setdefault(func._op, _make(func))  # plans' keys compare it by identity
     return info
 
 
@@ -124,11 +126,18 @@ def _make(func: Any) -> OpInfo:
         is_out=any(map(_is_out, schema.arguments)),
         may_contract=view is None and torch.Tag.pointwise not in func.tags,
         aliasing_composite=view is None and lowering is None and _is_aliasing_composite(func),
-        defaults={
-            argument.name: argument.default_value
-            for argument in schema.arguments
-            if argument.has_default_value()
-        },
+        counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
+    )
+
+
+# torch's kernels for the CPU count no writes here.
+_UNCOUNTED = ("aten::_fused_", "aten::_amp_foreach_")
+
+
+def _writes_lists(schema: Any) -> bool:
+    return any(
+        a.alias_info is not None and a.alias_info.is_write and "List[" in str(a.type)
+        for a in schema.arguments
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
 from xla_dtensor.per_device import check_axes, coordinate, over_devices, union
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import LayoutStep, Storage, ViewStep, freeze, write_through
+from xla_dtensor.storage import ONE_VIEWER, LayoutStep, Storage, ViewStep, freeze, write_through
 
 
 class Meta:
@@ -83,6 +82,8 @@ class ViewPlan:
 
     def _make(self, base: Any) -> Any:
         storage, steps = base._storage_, base._steps
+        if storage.viewers is ONE_VIEWER:
+            storage.introduce(base)
         if self.identity:
             return type(base)(storage, base._form if steps else storage.form, steps)
         if self.of_memory:
@@ -94,7 +95,6 @@ class ViewPlan:
         return results if self.returns_list else results[0]
 
 
-@functools.cache
 def _memory_order(form: Form) -> tuple[ViewStep, ...]:
     """The view of a tensor whose row-major order is the order of its memory.
 
@@ -166,11 +166,6 @@ class Plan:
         self.structure = _structure(call, metas)
         bases = [tensors[i] for i in self.mutated]
         self.grown = _grown(call, metas, bases)
-        if len({id(b._storage_) for b in bases}) != len(bases):
-            raise UnsupportedOpError(
-                f"{info.name} writes to two tensors that share memory in one call; call it once "
-                "for each"
-            )
         _refuse_overlap(info, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
         frame = _where(call)[1]

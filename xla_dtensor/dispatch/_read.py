@@ -8,11 +8,13 @@ from typing import Any
 import jax
 
 from xla_dtensor import _context
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.form import Form
 from xla_dtensor.per_device import logical
 from xla_dtensor.storage import Step, read_through
 
-_view_readers: dict[tuple[Form, tuple[Step, ...], Form], Any] = {}
+_view_readers: Cache[tuple[Form, tuple[Step, ...], Form], Any] = Cache("readers of views", 1024)
+_logical_readers: Cache[Form, Any] = Cache("readers of logical values", 512)
 
 
 def read(tensor: Any) -> Any:
@@ -41,8 +43,11 @@ def logical_value(tensor: Any) -> Any:
     array = read(tensor)
     if _context.current() is not None or (tuple(array.shape) == form.shape and not form.unreduced):
         return logical(array, form)
+    reader = _logical_readers.get_or_make(
+        form, lambda: jax.jit(functools.partial(logical, form=form))
+    )
     with jax.enable_x64(True):
-        return jax.jit(functools.partial(logical, form=form))(array)
+        return reader(array)
 
 
 def constant_recipe(tensor: Any) -> Any:
@@ -70,9 +75,9 @@ def _view_reader(form: Form, steps: tuple[Step, ...], own: Form) -> Any:
 
         jitted = jax.jit(function, out_shardings=own.sharding)
 
-        def reader(array: Any) -> Any:
+        def read_view(array: Any) -> Any:
             with jax.enable_x64(True):
                 return jitted(array)
 
-        _view_readers[key] = reader
+        reader = _view_readers.put(key, read_view)
     return reader

@@ -1,7 +1,7 @@
 """Where: torch's DeviceMesh as a JAX mesh, submeshes, placements. Knows no ops."""
 
 from xla_dtensor.mesh.device_mesh import XLADeviceMesh
-from xla_dtensor.mesh.frame import Axis, Frame, frame_of, mesh_dim_axes, root_mesh
+from xla_dtensor.mesh.frame import Axis, Frame, frame_of, frames_stay, mesh_dim_axes, root_mesh
 from xla_dtensor.mesh.placements import (
     dim_axes,
     dim_mesh_dims,
@@ -18,6 +18,7 @@ __all__ = [
     "dim_axes",
     "dim_mesh_dims",
     "frame_of",
+    "frames_stay",
     "from_partition_spec",
     "mesh_dim_axes",
     "normalize_placements",

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
+from xla_dtensor.base.cache import Table
 from xla_dtensor.errors import MeshError
 
 
@@ -69,7 +73,19 @@ class Frame:
         return f"Frame({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)})"
 
 
-_frames: dict[DeviceMesh, Frame] = {}
+# None goes: forms, plans and `is_current` compare the identity of frames, so two of one mesh would
+# count as two meshes. There is one for each list of devices that a program makes meshes of.
+_frames: Table[DeviceMesh, Frame] = Table(
+    "frames", "one per root mesh; compared by identity", clearable=False
+)
+_frames_lock = threading.RLock()
+
+
+@contextmanager
+def frames_stay() -> Iterator[None]:
+    """No other thread refines a frame while this block runs."""
+    with _frames_lock:
+        yield
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -99,11 +115,15 @@ def frame_of(mesh: DeviceMesh) -> Frame:
     """
     root = root_mesh(mesh)
     frame = _frames.get(root)
-    if frame is None:
-        frame = _frames[root] = Frame(root, _root_axes(root))
-    if mesh is not root and not _covers(frame, mesh):
-        frame = _frames[root] = Frame(root, _refined_axes(frame, mesh))
-    return frame
+    if frame is not None and (mesh is root or _covers(frame, mesh)):
+        return frame
+    with _frames_lock:
+        frame = _frames.get(root)
+        if frame is None:
+            frame = _frames[root] = Frame(root, _root_axes(root))
+        if mesh is not root and not _covers(frame, mesh):
+            frame = _frames[root] = Frame(root, _refined_axes(frame, mesh))
+        return frame
 
 
 def _mesh_dims(mesh: DeviceMesh) -> list[tuple[str, list[tuple[int, int]]]]:

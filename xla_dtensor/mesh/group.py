@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from xla_dtensor.base.cache import Table
 from xla_dtensor.errors import MeshError, PerDeviceValueError
 from xla_dtensor.mesh.frame import Frame, frame_of, mesh_dim_axes
 
@@ -61,7 +62,8 @@ class MeshGroup(str):
         )
 
 
-_groups: dict[str, MeshGroup] = {}
+# None goes: torch's functional collectives come with the bare name, which anybody may keep.
+_groups: Table[str, MeshGroup] = Table("groups", "found by name at any time", clearable=False)
 
 
 def group_of(mesh: DeviceMesh, dim: int | str | None = None) -> MeshGroup:
@@ -93,8 +95,9 @@ def group_of(mesh: DeviceMesh, dim: int | str | None = None) -> MeshGroup:
     name = f"xla:{','.join(map(str, frame.device_ids))}:{sizes}:{'.'.join(axes)}"
     group = _groups.get(name)
     if group is None:
-        group = _groups[name] = MeshGroup(name)
+        group = MeshGroup(name)
         group.mesh, group.dim = mesh, number
+        group = _groups.setdefault(name, group)  # by now it has everything
     return group
 
 

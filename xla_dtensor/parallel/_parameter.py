@@ -317,6 +317,7 @@ class ManagedParameter:
             trace = _context.current()
             if trace is not None:
                 trace.touched(parameter)  # a gathering reads it, and says so by that
+            parameter._storage_.introduce(parameter)
             return type(parameter)(parameter._storage_, form, parameter._steps)
         storage = self._alive()
         known = None if storage is None else wholes.get(storage)

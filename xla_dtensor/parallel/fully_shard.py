@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor.placement_types import Shard
 from torch.distributed.utils import _get_root_modules
 
+from xla_dtensor.base.cache import Interned
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.parallel._mesh import DataParallel, data_parallel
 from xla_dtensor.parallel._parameter import Location, ManagedParameter
@@ -224,7 +225,8 @@ def _placement(
     return parallel, dim % parameter.ndim
 
 
-_classes: dict[tuple[type, type], type] = {}
+# A module's class is told from another's by identity, so one that modules have isn't made anew.
+_classes: Interned[tuple[type, type], type] = Interned("classes of managed modules", 64)
 
 
 def _no_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
@@ -238,7 +240,7 @@ def _become(modules: Sequence[nn.Module], mixin: type, prefix: str) -> None:
         new = _classes.get((cls, mixin))
         if new is None:
             body = {"__deepcopy__": _no_deepcopy}
-            new = _classes[cls, mixin] = type(f"{prefix}{cls.__name__}", (mixin, cls), body)
+            new = _classes.put((cls, mixin), type(f"{prefix}{cls.__name__}", (mixin, cls), body))
         module.__class__ = new
 
 

@@ -1,5 +1,12 @@
 """Which XLA runtime is in use. Only this package talks to it about devices."""
 
-from xla_dtensor.runtime.jax_runtime import device_count, devices, is_started, start
+from xla_dtensor.runtime.jax_runtime import (
+    code_bytes,
+    device_count,
+    devices,
+    is_started,
+    live_programs,
+    start,
+)
 
-__all__ = ["device_count", "devices", "is_started", "start"]
+__all__ = ["code_bytes", "device_count", "devices", "is_started", "live_programs", "start"]

@@ -93,6 +93,23 @@ def device_count() -> int:
     return len(jax.devices())
 
 
+def live_programs() -> tuple[int, int | None]:
+    """How many compiled programs the process has, and the bytes of their code (None where the
+    backend doesn't say, as the CPU's)."""
+    if not is_started():
+        return 0, None
+    import jax
+
+    programs = jax.devices()[0].client.live_executables()
+    return len(programs), sum(p.size_of_generated_code_in_bytes() for p in programs) or None
+
+
+def code_bytes(compiled: Any) -> int | None:
+    """The bytes of code of a ``jax.stages.Compiled``; None where the backend doesn't say."""
+    analysis = compiled.memory_analysis()
+    return (None if analysis is None else analysis.generated_code_size_in_bytes) or None
+
+
 @contextmanager
 def default_dtypes() -> Iterator[None]:
     """JAX's own default dtypes for a block (``jnp.ones(3)`` is float32), inside of code that runs
