@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xla_dtensor import tensor_index
+from xla_dtensor import interrupts, tensor_index
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.storage import LayoutStep
 
@@ -88,6 +88,7 @@ class TensorMethods:
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
+    @interrupts.atomic
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatcher()(func, args, kwargs or {})
 
@@ -129,6 +130,7 @@ class TensorMethods:
         refuse_other_kind(self, value, "an assignment to .data")
         self._become(value)
 
+    @interrupts.atomic
     def _become(self, value: Any) -> None:
         torch.Tensor.data.__set__(self, value)
         if isinstance(value, TensorMethods):  # torch moved its own part alone
