@@ -191,13 +191,12 @@ def test_a_batch_that_fails(failure: Any, mesh_2x4: DeviceMesh) -> None:
     devices = local.to_local()
     views = view.cpu(), devices.local_values()
     made = []
-    with pytest.raises(error), pytest.MonkeyPatch.context() as patch:
-        with batched():
-            x.add_(1)
-            x.mul_(2)
-            local.add_(1)
-            made.append(x + 1)
-            inject(patch)
+    with pytest.raises(error), pytest.MonkeyPatch.context() as patch, batched():
+        x.add_(1)
+        x.mul_(2)
+        local.add_(1)
+        made.append(x + 1)
+        inject(patch)
     assert torch.equal(x.cpu(), value)
     assert torch.equal(view.cpu(), views[0])
     assert torch.equal(local.cpu(), torch.arange(8.0))

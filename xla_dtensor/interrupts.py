@@ -1,25 +1,30 @@
 """Ctrl-C comes between operations, never into the middle of one.
 
 Python raises `KeyboardInterrupt` wherever the main thread happens to be. In the middle of several
-assignments that leaves tensors half written; in Python that C++ has called from ``noexcept`` code
-(the device guard, see `integration/backward.py`) it ends the process; in a weak reference's
-callback it gets lost. So functions that must not be left halfway say so here, and a handler of
-SIGINT looks at the stack that it interrupts:
+assignments that leaves tensors half written; in Python that C++ calls from ``noexcept`` functions
+it ends the process; in a weak reference's callback it gets lost. So functions that must not be left
+halfway say so here, and a handler of SIGINT looks at the stack that it interrupts:
 
 - in an `atomic` function the interrupt waits until the function is done;
 - in a `completed` one (a backward pass, an optimizer's step) likewise, but who presses Ctrl-C again
-  gets it between two of the operations inside;
+  gets it in the next Python inside that isn't atomic (a hook, the optimizer's own);
 - in an `interruptible` function called by a completed one (user code that takes long), and
-  everywhere else, what handled SIGINT before is called: it comes at once.
+  everywhere else, what handled SIGINT before is called.
 
-Marking costs a call nothing: the handler knows functions by their code objects. An interrupt that
-waits is sent again every few milliseconds, so nobody has to look for it at the end of a function,
-and it is raised where the user's own code goes on: after C++ is done with the operation, too
-(version counters, the graph).
+Marking costs a call nothing: the handler knows functions by their code objects.
+
+That is not enough, because between the user's Python and ours there is torch's C++, and it looks
+for signals too: with every operation that autograd records it asks our device guard, in a
+``noexcept`` function, through pybind11, whose ``str()`` handles signals (``PyObject_Str``). The
+handler sees the user's frame, as if that were all. So it raises nothing itself. It has the frame
+traced (``sys.settrace``), and raises when the frame gets to its next instruction: then C++ is done
+with the operation, version counters and graph included. A call that waits (``time.sleep``,
+``input``) never gets there, but goes on waiting when its signal handler hasn't raised: therefore
+the signal is sent again a little later, and if nothing at all has happened since, it is raised.
 
 The handler is put around whatever handles SIGINT, in the main thread, when an operation finds
 another one in place. So handlers that the user, Jupyter or asyncio install, before or after, keep
-working; where SIGINT is ignored, or left to the system, it stays so.
+working; where SIGINT is ignored, or left to the system, it stays so. Checked on Python 3.11.
 """
 
 from __future__ import annotations
@@ -27,10 +32,14 @@ from __future__ import annotations
 import _signal  # signal.getsignal makes an enum of each answer, which takes ten times as long
 import _thread
 import enum
+import gc
 import os
+import signal
+import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -44,7 +53,7 @@ class _Kind(enum.Enum):
 
 
 _kinds: dict[types.CodeType, _Kind] = {}
-_AGAIN_S = 0.002
+_AGAIN_S = 0.05
 _HINT = (
     b"xla_dtensor: Ctrl-C will be raised as soon as the operation that runs is done (it may be "
     b"compiling). Ctrl-\\ ends the process at once.\n"
@@ -60,9 +69,9 @@ def atomic(function: _Function) -> _Function:
 
 
 def completed(function: _Function) -> _Function:
-    """Let a first interrupt wait until ``function`` is done. A second one is raised inside of it,
-    between two operations, so an exception there must be one that ``function`` can deal with. It
-    is never raised in the very frame of ``function``."""
+    """Let a first interrupt wait until ``function`` is done. A second one may be raised in Python
+    that ``function`` calls, so it must be able to deal with exceptions from there; but not in the
+    very frame of ``function``."""
     return _mark(function, _Kind.COMPLETED)
 
 
@@ -103,44 +112,106 @@ class Handler:
         self.previous = previous
 
     def __call__(self, signum: int, frame: types.FrameType | None) -> None:
-        # Of the device guard, which may be asked while an exception is pending: see there.
+        # C++ may be asking the device guard while an exception is on its way.
         put_error_aside()
-        if _waiting.sent_again:
-            _waiting.sent_again = False
-        else:
-            _waiting.count += 1
-            if _waiting.count == 2 and _forbids(frame, forced=True):
-                os.write(2, _HINT)  # not print: the signal may have come in the middle of one
-        if _forbids(frame, forced=_waiting.count > 1):
-            _send_again()
+        waiting = _waiting
+        if waiting.raising:  # the user's handler, which this one has called, calls an earlier one
+            self.previous(signum, frame)
             return
+        again, waiting.sent_again = waiting.sent_again, False
+        if again and not waiting.count:
+            return  # raised in the meantime
+        if not again:
+            waiting.count += 1
+        forced = waiting.count > 1
+        outside = _outside(frame, forced)
+        if outside is not frame and waiting.count == 2 and not again:
+            os.write(2, _HINT)  # not print: the signal may have come in the middle of one
+        if outside is None:  # the interpreter ends
+            return
+        where = outside, outside.f_lasti
+        debugger = sys.gettrace() not in (None, _see_calls)  # it, too, needs the one there is
+        if outside is frame and (debugger or (again and where == waiting.where)):
+            self._raise(signum, frame)
+            return
+        waiting.where = where if outside is frame else None
+        if not debugger:
+            self._trace(outside, signum)
+        _send_again()
+
+    def _raise(self, signum: int, frame: types.FrameType) -> None:
         _waiting.count = 0
-        self.previous(signum, frame)
+        _waiting.where = None
+        if sys.gettrace() is _see_calls:
+            sys.settrace(None)
+        _waiting.raising = True
+        try:
+            self.previous(signum, frame)
+        finally:
+            _waiting.raising = False
+
+    def _trace(self, frame: types.FrameType, signum: int) -> None:
+        """Raise with the next instruction of ``frame``."""
+
+        def raise_(at: types.FrameType, event: str, arg: Any) -> Any:
+            if at is not frame:  # another one, traced for an earlier signal
+                return None
+            at.f_trace = None
+            at.f_trace_opcodes = False
+            if _waiting.count and _outside(at, forced=True) is at:
+                self._raise(signum, at)
+            return None
+
+        frame.f_trace = raise_
+        frame.f_trace_opcodes = True
+        sys.settrace(_see_calls)
+
+
+def _see_calls(frame: types.FrameType, event: str, arg: Any) -> None:
+    """Notes that Python has called something: nobody is just waiting."""
+    if frame.f_code.co_filename != __file__:  # the handler
+        _waiting.where = None
 
 
 class _Waiting:
     count = 0  # interrupts that came since one was raised
     sent_again = False  # the next one that comes is one of those
     thread = False  # a thread is about to send it
+    raising = False  # what handled SIGINT before is at work
+    # The frame that the last one is to be raised in, and its instruction; None: it has gone on.
+    where: tuple[types.FrameType, int] | None = None
 
 
 _waiting = _Waiting()
 
 
-def _forbids(frame: types.FrameType | None, forced: bool) -> bool:
-    """Whether an interrupt may not be raised in ``frame``."""
-    innermost = frame
-    open_here = False
+def _outside(frame: types.FrameType | None, forced: bool) -> types.FrameType | None:
+    """The innermost frame on the stack in which an interrupt may be raised: ``frame`` itself, or
+    one that called a function that must not be left."""
+    outside = frame
+    is_open = False
+    callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
-        kind = _kinds.get(frame.f_code)
-        if kind is _Kind.ATOMIC:
-            return True
-        if kind is _Kind.INTERRUPTIBLE:
-            open_here = True
-        elif kind is _Kind.COMPLETED and not open_here and (not forced or frame is innermost):
-            return True
+        code = frame.f_code
+        kind = _kinds.get(code)
+        # An exception in a destructor, or a callback of the garbage collector, gets lost.
+        if kind is _Kind.ATOMIC or code.co_name == "__del__" or code in callbacks:
+            outside, is_open = frame.f_back, False
+        elif kind is _Kind.INTERRUPTIBLE:
+            is_open = True
+        elif kind is _Kind.COMPLETED and not is_open and (not forced or frame is outside):
+            outside = frame.f_back
         frame = frame.f_back
-    return False
+    return outside
+
+
+_collections: list[Any] = [
+    weakref.WeakKeyDictionary(),
+    weakref.WeakValueDictionary(),
+    weakref.WeakSet(),
+]
+for _collection in _collections:
+    atomic(_collection._remove)
 
 
 def _send_again() -> None:
@@ -153,8 +224,10 @@ def _send_again() -> None:
 def _send() -> None:
     time.sleep(_AGAIN_S)
     _waiting.thread = False
-    _waiting.sent_again = True
-    _thread.interrupt_main()
+    if _waiting.count:
+        _waiting.sent_again = True
+        # To the thread, not only noted as by _thread.interrupt_main: it may be waiting by now.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
 
 class _Aside(threading.local):
