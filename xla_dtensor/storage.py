@@ -274,13 +274,16 @@ class Storage:
         Raises:
             UnsupportedOpError: see ``refuses_writes``.
         """
-        self.check_write()
+        if self.refuses_writes is not None:
+            self.check_write()
         trace = _context.current()
         if trace is not None:
             trace.writing(self)
         if array.__class__ is Pending:
             array.batch.replaces(self)
-        self.array = array
+            self.array = array
+        else:
+            self.value = array
         self.form = form
         self.version += 1
         self.recipe = None

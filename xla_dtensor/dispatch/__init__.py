@@ -114,9 +114,12 @@ def _execute(plan: Plan, call: Call) -> Any:
 def _perform(plan: Plan, call: Call, trace: _context.Trace | None, batch: Batch | None) -> Any:
     """Ask what may refuse, compute everything, then write: nothing is written by half."""
     mutated: list[Any] = []
+    simple = False
     if plan.mutated:
         mutated = [call.leaves[i] for i in plan.mutated]
-        _check_writes(plan, mutated)
+        simple = len(mutated) == 1 and plan.grown[0] is None  # the write itself asks
+        if not simple:
+            _check_writes(plan, mutated)
     recipes = None
     arrays: Any
     if plan.run is None:
@@ -133,7 +136,9 @@ def _perform(plan: Plan, call: Call, trace: _context.Trace | None, batch: Batch 
     results = [
         None if form is None else new_tensor(next(remaining), form) for form in plan.result_forms
     ]
-    if mutated:
+    if simple:
+        mutated[0]._storage_.write(next(remaining), plan.base_forms[0])
+    elif mutated:
         new = [
             array if grown is None else new_tensor(array, grown)
             for grown, array in zip(plan.grown, remaining, strict=False)
