@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xla_dtensor import tensor_index
+from xla_dtensor import interrupts, tensor_index
 from xla_dtensor.base import epoch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.storage import ONE_VIEWER, LayoutStep
@@ -95,6 +95,7 @@ class TensorMethods:
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
+    @interrupts.atomic
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatcher()(func, args, kwargs or {})
 
@@ -155,6 +156,7 @@ class TensorMethods:
         epoch.tensors.moved()
         return torch.Tensor.detach_(self)  # type: ignore[arg-type]
 
+    @interrupts.atomic
     def _become(self, value: Any) -> None:
         epoch.tensors.moved()
         torch.Tensor.data.__set__(self, value)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xla_dtensor import _context
+from xla_dtensor import _context, interrupts
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering import ViewLowering
 from xla_dtensor.per_device import logical, over_devices, union
@@ -168,16 +168,19 @@ class Pending:
         batch: running it puts the array in place.
         index: the value's number in the batch.
         storage: a weak reference to the storage that waits for it.
+        error: why there will never be an array, once the batch has failed.
     """
 
-    __slots__ = ("batch", "index", "storage")
+    __slots__ = ("batch", "error", "index", "storage")
 
     storage: Callable[[], Storage | None]
+    error: BaseException | None
 
     def __init__(self, batch: Batch, index: int) -> None:
         self.batch = batch
         self.index = index
         self.storage = lambda: None
+        self.error = None
 
 
 # One counter for all storages: a tensor can move to another one (`x.data = y`), and what was
@@ -286,10 +289,15 @@ class Storage:
     def array(self) -> jax.Array:
         value = self.value
         if value.__class__ is Pending:
-            value.batch.run()
-            value = self.value
+            if value.error is None:
+                value.batch.run()
+                value = self.value
             if value.__class__ is Pending:
-                raise RuntimeError("the operations that compute this tensor have failed")
+                raise RuntimeError(
+                    f"this tensor of shape {list(self.form.shape)} has no value: it was made by "
+                    "operations that were written down to run together, and running them has "
+                    f"failed ({type(value.error).__name__}: {value.error}); make it again"
+                ) from value.error
         return value
 
     @array.setter
@@ -298,6 +306,7 @@ class Storage:
         if value.__class__ is Pending:
             value.storage = weakref.ref(self)
 
+    @interrupts.atomic
     def place(self, frame: Frame | None) -> None:
         """Copy the value of the default device to all devices of ``frame``."""
         form = self.form.placed(frame)
@@ -308,31 +317,49 @@ class Storage:
             assert _context.current() is None, "placed while a step is traced"
 
             with jax.enable_x64(True):
-                self.array = jax.device_put(self.array, form.sharding)
-            self.form = form
+                array = jax.device_put(self.array, form.sharding)
+            batch = _context.batch()
+            if batch is not None:
+                batch.replaces(self)
+            self.array, self.form = array, form
 
-    # The order matters in `write`: a trace must see the storage as it was.
-    def write(self, array: jax.Array, form: Form) -> None:
-        """Replace the value; all tensors on this storage see it.
+    def check_write(self) -> None:
+        """Raise if `write` would. Who writes to several storages asks all of them first, so that
+        none is written if one refuses.
 
         Raises:
             UnsupportedOpError: see ``refuses_writes``.
         """
         if self.refuses_writes is not None:
             raise UnsupportedOpError(self.refuses_writes)
+
+    # The order matters in `write`: a trace, and a batch, must see the storage as it was.
+    def write(self, array: jax.Array | Pending, form: Form) -> None:
+        """Replace the value; all tensors on this storage see it.
+
+        Raises:
+            UnsupportedOpError: see ``refuses_writes``.
+        """
+        if self.refuses_writes is not None:
+            self.check_write()
         trace = _context.current()
         if trace is not None:
             trace.writing(self)
-        self.array = array
+        if array.__class__ is Pending:
+            array.batch.replaces(self)
+            self.array = array
+        else:
+            self.value = array
         self.form = form
         self.version = next(_versions)
         self.recipe = None
         if self.counters:
             self._count_write()
 
-    def restore(self, array: jax.Array, form: Form) -> None:
-        """Undo writes: what they let others compute must not be used again."""
-        self.array = array
+    def put_back(self, value: Any, form: Form) -> None:
+        """Undo writes: the storage has an earlier ``value`` again. That is a version of its own,
+        since the last one may have been seen."""
+        self.value = value
         self.form = form
         self.version = next(_versions)
 

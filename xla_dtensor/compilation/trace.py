@@ -88,7 +88,7 @@ class Captured:
         """Undo what the trace did to the storage."""
         storage = self.storage
         if storage is not None:
-            storage.restore(self.array, self.form)
+            storage.put_back(self.array, self.form)
 
 
 class Outside:

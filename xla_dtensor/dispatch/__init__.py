@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+from _signal import SIGINT, getsignal
 from typing import Any
 
 import jax
 import torch
 
-from xla_dtensor import _context, _observe, rng, rules
+from xla_dtensor import _context, _observe, interrupts, rng, rules
 from xla_dtensor._common import TensorMethods
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.dispatch import _collective_ops, _special  # noqa: F401  (register handlers)
-from xla_dtensor.dispatch._batch import batched
+from xla_dtensor.dispatch._batch import Batch, batched, lock, writing_down
 from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
 from xla_dtensor.dispatch._meshes import on_one_mesh
-from xla_dtensor.dispatch._metadata import become, refuse_shared
+from xla_dtensor.dispatch._metadata import become, check_become, refuse_shared
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
 from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
@@ -30,15 +31,26 @@ from xla_dtensor.lowering import (
 from xla_dtensor.symbolic import number_value
 from xla_dtensor.transfer import to_numpy
 
-__all__ = ["batched", "dispatch", "logical_value", "read", "refuse_cpu_leaf"]
+__all__ = [
+    "Batch",
+    "batched",
+    "dispatch",
+    "logical_value",
+    "read",
+    "refuse_cpu_leaf",
+    "writing_down",
+]
 
 _plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
 on_change(_plans.clear)
 rules.on_change(_plans.clear)
 
 
+@interrupts.atomic
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Execute an aten overload on xla tensors (and numbers, and CPU tensors among them)."""
+    if getsignal(SIGINT).__class__ is not interrupts.Handler:  # ready(), without a call
+        interrupts.install()
     info = info_of(func)
     special = SPECIAL.get(info.name)
     if special is not None:
@@ -100,12 +112,28 @@ def _is_ours(value: Any) -> bool:
 
 def _execute(plan: Plan, call: Call) -> Any:
     trace = _context.current()
+    batch = _context.batch()
+    if batch is None or trace is not None:
+        return _perform(plan, call, trace, None)
+    with lock:
+        return _perform(plan, call, None, batch)
+
+
+def _perform(plan: Plan, call: Call, trace: _context.Trace | None, batch: Batch | None) -> Any:
+    """Ask what may refuse, compute everything, then write: nothing is written by half."""
+    mutated: list[Any] = []
+    simple = False
+    if plan.mutated:
+        mutated = [call.leaves[i] for i in plan.mutated]
+        simple = len(mutated) == 1 and plan.grown[0] is None  # the write itself asks
+        if not simple:
+            _check_writes(plan, mutated)
     recipes = None
     arrays: Any
     if plan.run is None:
         arrays = itertools.repeat(None)
     elif trace is None:
-        arrays = _run(plan, call)
+        arrays = _run(plan, call, batch)
     else:
         constant = _constant(plan, call, trace)
         if constant is not None:
@@ -116,16 +144,20 @@ def _execute(plan: Plan, call: Call) -> Any:
     results = [
         None if form is None else new_tensor(next(remaining), form) for form in plan.result_forms
     ]
-    mutated = []
-    if plan.mutated:
-        mutated = [call.leaves[i] for i in plan.mutated]
-        written = zip(mutated, plan.base_forms, plan.grown, remaining, strict=False)
-        for tensor, form, grown, array in written:
+    if simple:
+        mutated[0]._storage_.write(next(remaining), plan.base_forms[0])
+    elif mutated:
+        new = [
+            array if grown is None else new_tensor(array, grown)
+            for grown, array in zip(plan.grown, remaining, strict=False)
+        ]
+        for tensor, form, grown, value in zip(
+            mutated, plan.base_forms, plan.grown, new, strict=True
+        ):
             if grown is None:
-                tensor._storage_.write(array, form)
+                tensor._storage_.write(value, form)
             else:
-                refuse_shared(tensor, plan.info.name, grown.shape)
-                become(tensor, new_tensor(array, grown), plan.info.name)
+                become(tensor, value, plan.info.name)
     if recipes is not None:
         made = [tensor for tensor in results if tensor is not None]
         for position, tensor in enumerate(made):
@@ -133,10 +165,19 @@ def _execute(plan: Plan, call: Call) -> Any:
     return plan.structure(results, mutated)
 
 
-def _run(plan: Plan, call: Call) -> Any:
+def _check_writes(plan: Plan, mutated: list[Any]) -> None:
+    for tensor, grown in zip(mutated, plan.grown, strict=True):
+        if grown is None:
+            tensor._storage_.check_write()
+        else:
+            refuse_shared(tensor, plan.info.name, grown.shape)
+            check_become(tensor, plan.info.name)
+
+
+def _run(plan: Plan, call: Call, batch: Batch | None) -> Any:
     """The arrays of the call's results and writes, from the plan's executable."""
-    batch = _context.batch()
-    if batch is not None and not plan.random:
+    # A tensor that gets other memory doesn't find back to what it was.
+    if batch is not None and not plan.random and not any(plan.grown):
         return batch.add(plan, call)
     leaves: list[Any] = []
     for leaf, form in zip(call.leaves, call.forms):  # noqa: B905  (strict costs time)

@@ -7,18 +7,22 @@ way, finds that executable again; numbers are its inputs.
 
 An optimizer's step is such a block (`integration/optimizers.py`): its Python runs as ever, and
 costs one launch.
+
+A launch that fails leaves every tensor as it was before what was to be launched: the batch keeps
+what its writes replace until the new values are there.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from xla_dtensor import _context, rules
+from xla_dtensor import _context, interrupts, rules
 from xla_dtensor._common import TensorMethods
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.dispatch._call import Call, Slot
@@ -44,25 +48,61 @@ on_change(_executables.clear)
 rules.on_change(_executables.clear)
 
 
-@contextlib.contextmanager
-def batched() -> Iterator[None]:
-    """Run this thread's operations on xla tensors in as few launches as their values allow."""
-    if _context.batch() is not None or _context.current() is not None:
-        yield
-        return
-    batch = Batch()
-    _context.set_batch(batch)
-    try:
-        yield
-    finally:
-        _context.set_batch(None)
-        batch.run()
+# One for all batches, not one for each: of two threads, each in a batch and reading what the other
+# has written down, neither would ever go on.
+lock = threading.RLock()
+
+
+class writing_down:
+    """Write this thread's operations on xla tensors down in ``batch``, for a block. Inside another
+    batch, or in a trace, the block is part of that."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._joined = False
+
+    @interrupts.atomic
+    def __enter__(self) -> None:
+        self._joined = _context.batch() is not None or _context.current() is not None
+        if not self._joined:
+            _context.set_batch(self._batch)
+
+    @interrupts.atomic
+    def __exit__(self, *exc_info: object) -> None:
+        if not self._joined:
+            _context.set_batch(None)
+
+
+class batched(writing_down):
+    """Run this thread's operations on xla tensors, for a block, in as few launches as their values
+    allow. If the block raises, what it has done until then is done."""
+
+    def __init__(self) -> None:
+        super().__init__(Batch())
+
+    @interrupts.atomic
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        if not self._joined:
+            self._batch.run()
 
 
 class Batch:
-    """Operations that are written down; `_context.batch()` is the one of this thread."""
+    """Operations that are written down; `_context.batch()` is the one of this thread.
 
-    def __init__(self) -> None:
+    Other threads may read a value that is written down here, which runs the batch; `lock` is held
+    while it changes.
+
+    Args:
+        all_or_nothing: ``undo()`` takes everything back, also what has been launched, until
+            ``finish()``; and so does a launch that fails, after which the batch is of no use.
+    """
+
+    def __init__(self, all_or_nothing: bool = False) -> None:
+        self._all_or_nothing = all_or_nothing
+        self._error: BaseException | None = None
+        # Per storage written (by id) what it was: a weak reference to it, its value, its form.
+        self._replaced: dict[int, tuple[weakref.ref[Storage], Any, Form]] = {}
         self._start()
 
     def _start(self) -> None:
@@ -74,7 +114,9 @@ class Batch:
         self._frame: Frame | None = None
 
     def add(self, plan: Plan, call: Call) -> list[Pending]:
-        """Write a call down: what its results and its writes will be."""
+        """Write a call down: what its results and its writes will be. The caller holds `lock` until
+        they are in their storages; a batch that ran before would not know who waits for them."""
+        self._check()
         operands = [
             leaf if form.__class__ is not Form else _source(leaf)
             for leaf, form in zip(call.leaves, call.forms, strict=True)
@@ -125,28 +167,88 @@ class Batch:
             self._arrays.append(source)
         return index * _KINDS + _ARRAY
 
+    def replaces(self, storage: Storage) -> None:
+        """A storage is about to get a value that this batch computes."""
+        value = storage.value
+        if value.__class__ is Pending:
+            if value.batch is self:
+                return  # made by this batch, or known already
+            value = storage.array  # another batch's: it would not know the storage any more
+        known = self._replaced.get(id(storage))
+        if known is None or known[0]() is not storage:  # another one had the same address
+            self._replaced[id(storage)] = weakref.ref(storage), value, storage.form
+
+    @interrupts.atomic
     def run(self) -> None:
-        """Execute what is written down, and give the storages that still wait their values."""
-        entries, arrays, numbers = self._entries, self._arrays, self._numbers
-        pending, frame = self._pending, self._frame
-        self._start()
+        """Execute what is written down, and give the storages that still wait their values.
+
+        If that fails, every storage that was written has its earlier value again.
+        """
+        with lock:
+            self._check()
+            try:
+                waiting, results = self._launch()
+            except BaseException as error:
+                self._put_back(error)
+                raise
+            for (storage, _, form), array in zip(waiting, results, strict=True):
+                storage.array, storage.form = array, form
+            self._start()
+            if not self._all_or_nothing:
+                self._replaced.clear()
+
+    def _launch(self) -> tuple[list[tuple[Storage, int, Form]], list[Any]]:
+        entries = self._entries
         waiting = []
-        for value in pending:
+        for value in self._pending:
             storage = value.storage()
             if storage is not None and storage.value is value:
                 # Per-device results live on all devices of the program.
-                waiting.append((storage, value.index, storage.form.placed(frame)))
+                waiting.append((storage, value.index, storage.form.placed(self._frame)))
         if not waiting:
-            return
+            return [], []
         outputs = tuple((index, form) for _, index, form in waiting)
         key = (tuple(entries), outputs)
         executable = _executables.get(key)
         if executable is None:
             executable = _executables.put(key, _executable(entries, outputs))
         with jax.enable_x64(True):
-            results = executable(arrays, numbers)
-        for (storage, _, form), array in zip(waiting, results, strict=True):
-            storage.array, storage.form = array, form
+            return waiting, executable(self._arrays, self._numbers)
+
+    @interrupts.atomic
+    def finish(self) -> None:
+        """Run what is left, and keep what was done."""
+        self.run()
+        self._replaced.clear()
+
+    @interrupts.atomic
+    def undo(self, error: BaseException) -> None:
+        """Take back what was written down, and launched; ``error`` is why."""
+        with lock:
+            self._put_back(error)
+
+    def _put_back(self, error: BaseException) -> None:
+        for reference, value, form in self._replaced.values():
+            storage = reference()
+            if storage is None:
+                continue
+            # What was overwritten since by something else is not ours to take back.
+            present = storage.value
+            if self._all_or_nothing or (present.__class__ is Pending and present.batch is self):
+                storage.put_back(value, form)
+        for pending in self._pending:  # what the batch has made has no earlier value
+            pending.error = error
+        self._replaced.clear()
+        self._start()
+        if self._all_or_nothing:
+            self._error = error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(
+                "these operations belong to an optimizer's step that has failed, and all of it was "
+                f"taken back ({type(self._error).__name__}: {self._error})"
+            ) from self._error
 
 
 def _source(leaf: Any) -> Any:

@@ -47,7 +47,12 @@ def _all_reduce_coalesced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles(f"{_NS}all_reduce_coalesced_.default")
 def _all_reduce_coalesced_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return [_all_reduce_in_place(func, (tensor, *args[1:]), kwargs) for tensor in args[0]]
+    from xla_dtensor.dispatch import dispatch
+
+    results = _all_reduce_coalesced(func, args, kwargs)
+    # One operation: all are written, or none.
+    dispatch(torch.ops.aten._foreach_copy_.default, (args[0], results), {})
+    return args[0]
 
 
 @handles(f"{_NS}all_gather_into_tensor.default")

@@ -37,6 +37,16 @@ def become(tensor: Any, other: Any, name: str) -> None:
     """Make ``tensor`` what ``other`` is: the same view of the same storage.
 
     Raises:
+        UnsupportedOpError: see `check_become`.
+    """
+    check_become(tensor, name)
+    tensor._become(other)
+
+
+def check_become(tensor: Any, name: str) -> None:
+    """Raise if `become` would.
+
+    Raises:
         UnsupportedOpError: a step is being compiled, and the tensor is from outside of it.
     """
     trace = _context.current()
@@ -47,7 +57,6 @@ def become(tensor: Any, other: Any, name: str) -> None:
             "compiled and in no later call; do it before the step, or on a tensor that the step "
             "makes"
         )
-    tensor._become(other)
 
 
 @handles("aten::_has_compatible_shallow_copy_type.default")

@@ -271,15 +271,18 @@ def _batch_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     *results, new_mean, new_var = dispatch(
         functional, (x, weight, bias, running_mean, running_var, training, momentum, eps), {}
     )
-    running_mean.copy_(new_mean)
-    running_var.copy_(new_var)
+    # One operation: both are written, or none.
+    statistics = [running_mean, running_var], [new_mean, new_var]
+    dispatch(torch.ops.aten._foreach_copy_.default, statistics, {})
     return tuple(results)
 
 
 @handles("aten::_native_batch_norm_legit.out")
 def _batch_norm_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    results = _batch_norm(torch.ops.aten.native_batch_norm.default, args, {})
     outs = (kwargs["out"], kwargs["save_mean"], kwargs["save_invstd"])
+    for out in outs:
+        out._storage_.check_write()
+    results = _batch_norm(torch.ops.aten.native_batch_norm.default, args, {})
     return tuple(map(_into, outs, results))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from xla_dtensor import _context, rng
+from xla_dtensor import _context, interrupts, rng
 from xla_dtensor.integration import backward, composites
 
 _library: torch.library.Library | None = None
@@ -45,13 +45,17 @@ def install() -> None:
     backward.install()
 
 
+# C++ asks these from ``noexcept`` functions, among others: nothing may be raised in them.
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    @interrupts.atomic
     def is_available(self) -> bool:
         return True
 
+    @interrupts.atomic
     def has_primary_context(self, dev_id: int) -> bool:
         return True
 
+    @interrupts.atomic
     def is_built(self) -> bool:
         return True
 
@@ -60,8 +64,9 @@ _PRIVATEUSE1 = torch._C._autograd.DeviceType.PrivateUse1
 
 
 class _DeviceGuard(torch._C._acc.DeviceGuard):
+    @interrupts.atomic
     def type_(self) -> Any:
-        backward.take_pending()
+        interrupts.put_error_aside()
         return _PRIVATEUSE1
 
 
@@ -173,6 +178,7 @@ def _register_kernels() -> None:
     )
 
 
+@interrupts.atomic
 def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
     from xla_dtensor import runtime
     from xla_dtensor.dispatch import dispatch

@@ -1,20 +1,28 @@
-"""torch's optimizers on xla tensors: updating all parameters of a group together is one launch.
+"""torch's optimizers on xla tensors: a step is one launch, and happens as a whole or not at all.
 
 With ``foreach`` (the default) or ``fused=True`` an optimizer's ``step`` hands its lists of tensors
-to a function like ``torch.optim.adam._multi_tensor_adam``. The operations in it run as a batch; the
-formula and its Python stay torch's.
+to a function like ``torch.optim.adam._multi_tensor_adam``. The operations in these, of all groups,
+run as a batch when the step is over; the formula and its Python stay torch's. If something fails
+before that, or the launch does, the parameters and the optimizer are as they were before the step.
+
+Ctrl-C waits until a step is done. Steps of other kinds (loops over parameters, the user's own
+optimizers) write as they go, as under torch.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor import _context
+import torch
+from torch.optim.optimizer import Optimizer
 
-# The modules of torch.optim, and which of the two functions they have.
+from xla_dtensor import _context, interrupts
+
+# The modules of torch.optim, and the functions in them that take lists of tensors.
 _FUNCTIONS = {
     "_adafactor": ("_multi_tensor_adafactor",),
     "adadelta": ("_multi_tensor_adadelta",),
@@ -28,14 +36,32 @@ _FUNCTIONS = {
     "rprop": ("_multi_tensor_rprop",),
     "sgd": ("_multi_tensor_sgd", "_fused_sgd"),
 }
+# Their steps change nothing but through those functions and `_single_tensor_adam` and the like.
+_MODULES = {f"torch.optim.{name}" for name in _FUNCTIONS} | {"torch.optim.adamw"}
 
 
 def install() -> None:
-    """Wrap the functions."""
+    """Wrap the functions, and the ``step`` of every optimizer class."""
     for module_name, names in _FUNCTIONS.items():
         module = importlib.import_module(f"torch.optim.{module_name}")
         for name in names:
             setattr(module, name, _in_one_launch(getattr(module, name)))
+        name = f"_single_tensor_{module_name.removeprefix('_')}"
+        setattr(module, name, _at_once(getattr(module, name)))
+    original = Optimizer.profile_hook_step
+
+    def profile_hook_step(function: Callable[..., Any]) -> Callable[..., Any]:
+        return _whole(original(function))
+
+    # torch wraps a class's step when its first object is made.
+    Optimizer.profile_hook_step = staticmethod(profile_hook_step)
+    classes = [Optimizer]
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        step: Any = cls.__dict__.get("step")
+        if getattr(step, "hooked", False):
+            cls.step = _whole(step)
 
 
 def make_foreach_the_default() -> None:
@@ -48,17 +74,147 @@ def make_foreach_the_default() -> None:
         module._foreach_supported_types += [XLAShardedTensor, XLATensor]
 
 
+class _Step:
+    """A step under way, which can be undone.
+
+    Attributes:
+        batch: what it has written down.
+        whole: whether it is in the batch as a whole.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        from xla_dtensor.dispatch import Batch
+
+        self.batch = Batch(all_or_nothing=True)
+        self.whole = True
+        self._optimizer = optimizer
+        self._states = {p: (state, dict(state)) for p, state in optimizer.state.items()}
+        self._versions = [
+            (p, p._version)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if not p.is_inference()
+        ]
+        # Step counts, mostly, which torch keeps on the CPU and counts up before it computes.
+        self._on_cpu = [
+            (value, value.item() if not value.ndim else value.clone())
+            for state in optimizer.state.values()
+            for value in state.values()
+            if value.__class__ is torch.Tensor and value.device.type == "cpu"
+        ]
+
+    @interrupts.atomic
+    def undo(self, error: BaseException) -> None:
+        """Put the parameters and the optimizer back to before the step."""
+        self.batch.undo(error)
+        state = self._optimizer.state
+        for p in [p for p in state if p not in self._states]:
+            del state[p]
+        for p, (inner, entries) in self._states.items():
+            inner.clear()
+            inner.update(entries)
+            state[p] = inner
+        with torch.no_grad():
+            for tensor, value in self._on_cpu:
+                tensor.copy_(value) if tensor.ndim else tensor.fill_(value)
+        if self._versions:  # to autograd nothing has been written
+            tensors, versions = zip(*self._versions, strict=True)
+            torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+    @interrupts.atomic
+    def go_on_at_once(self) -> None:
+        """From here on the step writes as it goes, and can't be undone."""
+        if self.whole:
+            self.whole = False
+            self.batch.finish()
+
+
+class _Current(threading.local):
+    step: _Step | None = None
+
+
+_current = _Current()
+
+
+def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` as a whole or, if it raises, not at all; and not interrupted."""
+    undoable = getattr(step, "__module__", None) in _MODULES
+
+    @interrupts.completed
+    def complete(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        # In a batch of the user's, the step is a part of that.
+        if not undoable or _context.batch() is not None:
+            return step(optimizer, *args, **kwargs)
+        outer = _current.step  # another optimizer's, whose closure or hook this is in
+        under_way = _current.step = _Step(optimizer)
+        try:
+            result = step(optimizer, *args, **kwargs)
+            if under_way.whole:
+                under_way.batch.finish()
+            return result
+        except BaseException as error:
+            if under_way.whole:
+                under_way.undo(error)
+            raise
+        finally:
+            _current.step = outer
+
+    @functools.wraps(step)
+    def wrapped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = optimizer.param_groups
+        # A look at each group is enough: torch's optimizers want them on one device.
+        ours = any(g["params"] and hasattr(g["params"][0], "_storage_") for g in groups)
+        if not ours or _context.current() is not None:
+            return step(optimizer, *args, **kwargs)
+        if not interrupts.ready():
+            interrupts.install()
+        if args and callable(args[0]):
+            args = (_closure(args[0]), *args[1:])
+        elif callable(kwargs.get("closure")):
+            kwargs["closure"] = _closure(kwargs["closure"])
+        return complete(optimizer, *args, **kwargs)
+
+    return wrapped
+
+
+def _closure(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The user's computation of the loss, which may take long, and can be interrupted."""
+
+    @interrupts.interruptible
+    def closure() -> Any:
+        return function()
+
+    return closure
+
+
 def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         traced = _context.current() is not None  # one program already
-        if traced or not params or not hasattr(params[0], "_storage_"):
+        if traced or not params:
             return function(params, *args, **kwargs)
-        from xla_dtensor.dispatch import batched
+        under_way = _current.step
+        if not hasattr(params[0], "_storage_"):
+            if under_way is not None:
+                under_way.go_on_at_once()
+            return function(params, *args, **kwargs)
+        from xla_dtensor.dispatch import batched, writing_down
 
-        _bring_together(params, args, kwargs)
-        with batched():
+        batch = under_way is not None and under_way.whole
+        with writing_down(under_way.batch) if batch else batched():  # type: ignore[union-attr]
+            _bring_together(params, args, kwargs)
             return function(params, *args, **kwargs)
+
+    return update
+
+
+def _at_once(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def update(params: Any, *args: Any, **kwargs: Any) -> None:
+        under_way = _current.step
+        if under_way is not None and params:
+            under_way.go_on_at_once()
+        return function(params, *args, **kwargs)
 
     return update
 

@@ -11,6 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from xla_dtensor import interrupts
+
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -21,6 +23,7 @@ class _DispatchToClasses(TorchDispatchMode):
     called their ``__torch_dispatch__``. A dispatch mode comes before the fast path.
     """
 
+    @interrupts.atomic
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from xla_dtensor.dispatch import dispatch
         from xla_dtensor.sharded_tensor import XLAShardedTensor
