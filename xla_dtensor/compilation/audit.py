@@ -22,7 +22,7 @@ def compare(
     Raises:
         StaleStepError: they differ.
     """
-    again = Traced(function, arguments, traced.dynamic)
+    again = Traced(function, arguments, traced.dynamic, traced.ignored)
     again.undo()
     mine, now = traced.signature(), again.signature()
     for what, before in mine.items():

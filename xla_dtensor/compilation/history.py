@@ -37,7 +37,7 @@ class History:
 
     Attributes:
         outputs: the results that have a history, as positions among all results.
-        inputs: references to the tensors that gradients go to.
+        inputs: the tensors that gradients go to (`Outside`).
         cotangents: the constants that stand for the gradients of the results.
         cotangent_forms: their forms.
         gradients: per input the output with its gradient and its form; None if it gets none.
@@ -68,9 +68,9 @@ class History:
         if not outputs:
             return None
         inputs = [
-            outside.reference
+            outside
             for outside in trace.outside.values()
-            if outside.requires_grad and isinstance(outside.reference(), torch.Tensor)
+            if outside.requires_grad and isinstance(outside.get(), torch.Tensor)
         ]
         return History(outputs, inputs) if inputs else None
 
@@ -85,7 +85,7 @@ class History:
             self.cotangents.append(array)
             self.cotangent_forms.append(form)
             grads.append(_tensor(array, form))
-        inputs = [reference() for reference in self.inputs]
+        inputs = [outside.get() for outside in self.inputs]
         traced.trace.differentiating = True
         try:
             with _without_hooks(inputs):

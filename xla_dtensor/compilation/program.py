@@ -83,13 +83,15 @@ class Program:
         self._host = traced.host.program if traced.host.program.depends else None
         self._looked_at = traced.host.looked_at
         self._random_operations = traced.random_operations
-        self._outside = list(trace.outside.values())
+        self._outside = traced.outside
         self._epoch = epoch.tensors.value
         self.stale: str | None = None
         self._forms = [form.placed(self._frame) for form in traced.forms]
         # Whether a leaf has a .grad when the step begins matters, unless the step was seen to clear
         # it before it looked.
         self._leaves = [o for o in self._outside if o.takes_gradient and not o.cleared]
+        # Tensors that the step writes as autograd must see: what it saved is overwritten.
+        self._counted = [o.get() for o in self._outside for _ in range(o.writes)]
         self._jaxpr = traced.closed.jaxpr
         self._plan_inputs(arguments)
         self._compile(executables, compiler_options, arguments, lower_only)
@@ -232,13 +234,13 @@ class Program:
             if difference is not None:
                 return difference
         if self._epoch != epoch.tensors.value:
-            for outside in self._outside:
+            for outside in (*self._outside, *self._traced.others):
                 changed = outside.changed()
                 if changed is not None:
                     return changed
             self._epoch = epoch.tensors.value
         for outside in self._leaves:
-            leaf = outside.reference()
+            leaf = outside.get()
             if leaf is not None and not _same_grad(leaf.grad, outside.grad):
                 return _grad_text(leaf, outside.grad)
         for index, storage in self._traced.bound_arguments:
@@ -273,6 +275,9 @@ class Program:
         now = self._traced.look_again()
         differences = self.watch.differences(now)
         if not differences:
+            places = {id(place.owner) for place in now.places}
+            if any(id(effect.place.owner) not in places for effect in self.effects):
+                return "something that the step changes, which is another object now"
             self.watch = now
             return None
         before, after = differences[0]
@@ -298,7 +303,7 @@ class Program:
         if source.kind == "argument":
             return arguments.tensors[source.what]._storage_  # type: ignore[attr-defined]
         if source.kind == "grad":
-            leaf = source.what()
+            leaf = source.what.get()
             if leaf is not None and leaf.grad is not None:
                 return leaf.grad._storage_
         return source.storages[0]
@@ -327,7 +332,7 @@ class Program:
             return self._run_backward(kept["residuals"], grads)
 
         call = Call(run, backward, history.outputs)
-        inputs = [reference() for reference in history.inputs]
+        inputs = [outside.get() for outside in history.inputs]
         results = list(WithHistory.apply(call, *inputs))
         return pytree.tree_unflatten(results, self._traced.result_tree)
 
@@ -357,8 +362,10 @@ class Program:
             for storage in storages:
                 storage.write(array, form)
         made: dict[int, Any] = {}
-        for reference, template in self._traced.grads:
-            leaf = reference()
+        if self._counted:
+            torch.autograd.graph.increment_version(self._counted)
+        for outside, template in self._traced.grads:
+            leaf = outside.get()
             if leaf is not None:
                 leaf.grad = None if template is None else self._tensor(template, arrays, made)
         for storage, index in self._traced.left:

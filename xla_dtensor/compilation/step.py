@@ -12,7 +12,7 @@ from typing import Any
 from xla_dtensor import _context, _observe
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
-from xla_dtensor.compilation.effects import refuse_counter
+from xla_dtensor.compilation.effects import Effect, refuse_counter
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
@@ -183,6 +183,7 @@ class CompiledStep:
         self._families: dict[Any, _Family] = {}
         self._executables: dict[Any, Any] = {}
         self._last: tuple[Arguments, Program] | None = None
+        self._ignored: frozenset[str] = frozenset()
 
     def compiled_programs(self) -> list[Any]:
         """The ``jax.stages.Compiled`` programs that exist, oldest first: their ``as_text()``,
@@ -196,10 +197,9 @@ class CompiledStep:
         if not programs and family.programs:
             family.varies(arguments.numbers)
             programs = family.programs_for(arguments.numbers)
-        traced = self._traced(arguments, family)
+        traced = self._traced(arguments, family, path)
         programs = family.programs_for(arguments.numbers)
         try:
-            self._refuse_counters(traced, path)
             program = Program(traced, arguments, self._executables, self._options)
         except BaseException:
             traced.undo()
@@ -216,15 +216,28 @@ class CompiledStep:
         self._last = arguments, program
         return program.run(arguments)
 
-    def _traced(self, arguments: Arguments, family: _Family) -> Traced:
+    def _traced(self, arguments: Arguments, family: _Family, path: str | None) -> Traced:
         """A trace; with numbers as inputs if the step's Python can do with that."""
+        traced = self._trace_once(arguments, family)
+        again = [effect for effect in traced.effects if self._is_counter(effect, path)]
+        if not again:
+            return traced
+        traced.undo()
+        if all(effect.place.label(key) in traced.overwritten for effect in again for key in effect.before):
+            # Each call puts a tensor in place of that of the last one.
+            self._ignored |= traced.overwritten
+            return self._trace_once(arguments, family)
+        refuse_counter(again[0])
+        raise AssertionError
+
+    def _trace_once(self, arguments: Arguments, family: _Family) -> Traced:
         if family.dynamic:
             try:
-                return Traced(self._function, arguments, family.dynamic)
+                return Traced(self._function, arguments, family.dynamic, self._ignored)
             except Exception as error:
                 logger.info("%s: its numbers stay constants: %s", self._name(), error)
                 family.keep_static()
-        return Traced(self._function, arguments, frozenset())
+        return Traced(self._function, arguments, frozenset(), self._ignored)
 
     def _explain(
         self, arguments: Arguments, family: _Family, programs: list[Program]
@@ -243,19 +256,16 @@ class CompiledStep:
                     return f"{name}: from {family.last[i]!r} to {arguments.numbers[i]!r}", None
         return arguments.difference(before), None
 
-    def _refuse_counters(self, traced: Traced, path: str | None) -> None:
-        """Refuse what the step changes in every call and reads itself: each call would be traced.
+    def _is_counter(self, effect: Effect, path: str | None) -> bool:
+        """Whether a step changes in every call what it reads itself: each call would be traced.
 
         Args:
             path: what had changed since the last call, which therefore was traced.
         """
-        if path is None or self._last is None:
-            return
+        if path is None or self._last is None or not effect.place.guarded:
+            return False
         before = {effect.name() for effect in self._last[1].effects}
-        for effect in traced.effects:
-            name = effect.name()
-            if effect.place.guarded and name in before and name == path:
-                refuse_counter(effect)
+        return effect.name() in before and effect.name() == path
 
     def _look_again(self, program: Program, arguments: Arguments) -> None:
         """Every n-th call: the audit."""

@@ -95,19 +95,23 @@ class Outside:
     """A tensor from outside of the step, as the trace found it.
 
     Attributes:
-        reference: a weak reference to the tensor.
+        get: gives the tensor; None for a view that the step made and has dropped. Only during the
+            trace by a weak reference: torch swaps no tensor that has one (``module.half()``).
+        writes: how many writes autograd has counted during the trace; each call counts as many.
         grad: its ``.grad`` when the step began.
         cleared: whether the step has set that to None before it used the tensor, so that it doesn't
             matter what it was.
     """
 
     __slots__ = (
-        *("cleared", "grad", "hooks", "is_leaf", "reference", "requires_grad", "steps"),
-        "storage",
+        *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
+        *("version", "writes"),
     )
 
     def __init__(self, tensor: Any) -> None:
-        self.reference = weakref.ref(tensor)
+        self.get: Callable[[], Any] = weakref.ref(tensor)
+        self.version = _version(tensor)
+        self.writes = 0
         self.requires_grad = tensor.requires_grad
         self.is_leaf = tensor.is_leaf
         self.grad = tensor.grad if self.requires_grad and self.is_leaf else None
@@ -121,9 +125,17 @@ class Outside:
         """Whether gradients may reach its ``.grad``."""
         return self.requires_grad and self.is_leaf
 
+    def keep(self) -> bool:
+        """Refer to the tensor as long as the program lives; whether it is still there."""
+        tensor = self.get()
+        self.get = lambda: tensor
+        if tensor is not None:
+            self.writes = _version(tensor) - self.version
+        return tensor is not None
+
     def changed(self) -> str | None:
         """What is no longer as the trace found it."""
-        tensor = self.reference()
+        tensor = self.get()
         if tensor is None:
             return None
         name = f"a tensor of shape {list(tensor.shape)}"
@@ -142,6 +154,10 @@ class Outside:
         return None
 
 
+def _version(tensor: Any) -> int:
+    return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version
+
+
 def _hooks_of(tensor: Any) -> tuple[Any, ...]:
     """The functions that are called with the tensor's gradient."""
     found: tuple[Any, ...] = ()
@@ -157,7 +173,7 @@ class StepTrace:
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
         # Tensors that the step is known to reach, as they are before it.
-        self._before = {id(t): (t, Outside(t)) for t in leaves}
+        self.before = {id(t): (t, Outside(t)) for t in leaves}
         self._cleared: dict[int, Any] = {}
         self.captured: list[Captured] = []
         self._captured_by_id: dict[int, Captured] = {}
@@ -225,10 +241,10 @@ class StepTrace:
         if storage is not None and self.owns(storage):
             return
         known = self.outside.get(id(tensor))
-        if known is None or known.reference() is not tensor:
+        if known is None or known.get() is not tensor:
             if tensor.requires_grad and not tensor.is_leaf and self._made_here(tensor):
                 return
-            found, outside = self._before.get(id(tensor), (None, None))
+            found, outside = self.before.get(id(tensor), (None, None))
             if found is not tensor or outside is None:
                 outside = Outside(tensor)
             elif outside.grad is not None and tensor.grad is None:
@@ -413,7 +429,7 @@ class StepTrace:
         for captured in self.captured:
             captured.restore()
         for outside in self.outside.values():
-            tensor = outside.reference()
+            tensor = outside.get()
             if tensor is not None and outside.takes_gradient and tensor.grad is not outside.grad:
                 tensor.grad = outside.grad
         rng.advance(-self.random_operations())

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from xla_dtensor import _context
@@ -45,7 +46,7 @@ class Source:
         kind: ``"state"`` (a storage, or several that hold one array), ``"argument"`` (the storage
             of one), ``"grad"`` (of a leaf's gradient), ``"fill"`` (a constant array), ``"number"``,
             ``"rng"``, ``"host"`` (a CPU tensor), ``"cotangent"`` or ``"constant"``.
-        what: the storages; the argument's index; a weak reference to the leaf; the captured state;
+        what: the storages; the argument's index; the leaf; the captured state;
             the number's index; the host's source; the cotangent's index; the array.
         storages: of ``"state"``, ``"argument"`` and ``"grad"``: the storages in this trace.
         form: their form before the step.
@@ -153,7 +154,7 @@ class Traced:
         slots: the sources of captured storages.
         forms: the forms of the outputs.
         results, result_tree: what the step returns.
-        grads: (reference to a leaf, template of its new gradient or None).
+        grads: (leaf, template of its new gradient or None).
         left: (storage that the step made and left somewhere unknown, output).
         effects: what its Python changed.
         watch: what its Python can read.
@@ -161,11 +162,22 @@ class Traced:
     """
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Arguments, dynamic: frozenset[int]
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        dynamic: frozenset[int],
+        ignored: frozenset[str] = frozenset(),
     ) -> None:
         self.dynamic = dynamic
+        self.overwritten: set[str] = set()
+        if parametrize._cache_enabled:
+            raise DataDependentError(
+                "a compiled step inside of torch.nn.utils.parametrize.cached(): the cache would "
+                "keep what exists only while the step is traced; enter it inside of the step"
+            )
         self._roots: list[tuple[str, Any]] = [("the step", function), *arguments.objects]
-        watch = Watch(self._roots)
+        self.ignored = ignored
+        watch = self.look_again()
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace(_leaves(watch))
         self.schedulers = DeferredSchedulers()
@@ -206,6 +218,10 @@ class Traced:
         finally:
             torch.compiler._is_compiling_flag = was_compiling
             trace.undo()
+        self.outside = [o for o in trace.outside.values() if o.keep()]
+        # Others, of which the step's Python may have read `requires_grad`.
+        self.others = [o for _, o in trace.before.values() if o not in trace.outside.values()]
+        self.others = [o for o in self.others if o.storage is not None and o.keep()]
         stepped = list(self.hooks.stepped.values())
         if stepped:
             # With the state that the step has made.
@@ -216,7 +232,7 @@ class Traced:
 
     def look_again(self) -> Watch:
         """What the step's Python can read now."""
-        return Watch(self._roots)
+        return Watch(self._roots, self.ignored)
 
     def undo(self) -> None:
         """Take back what the optimizers made in the trace."""
@@ -257,14 +273,14 @@ class Traced:
         self.random_operations = trace.random_operations()
         self.grads: list[tuple[Any, Template | None]] = []
         for outside in trace.outside.values():
-            leaf = outside.reference()
+            leaf = outside.get()
             if leaf is None or not outside.takes_gradient:
                 continue
             grad = leaf.grad
             if grad is outside.grad and not outside.cleared:
                 continue
             template = None if grad is None else self._template(grad, with_steps=True)
-            self.grads.append((outside.reference, template))
+            self.grads.append((outside, template))
             leaf.grad = outside.grad
         leaf = grad = value = None
         if history is not None:
@@ -354,6 +370,11 @@ class Traced:
 
         self.effects: list[Effect] = surroundings.effects()
         for effect in self.effects:
+            for key, before in effect.before.items():
+                # A tensor that the step has put another in place of, without using it: which one
+                # it was doesn't matter.
+                if isinstance(before, Ours) and not trace.uses(before._storage_):
+                    self.overwritten.add(effect.place.label(key))
             check_replayable(effect, is_new)
             effect.convert(convert)
         surroundings.restore()
@@ -364,7 +385,7 @@ class Traced:
         """Say for each constant of the jaxpr where its value comes from in later calls."""
         by_id: dict[int, Source] = {}
         grads = {
-            id(outside.grad._storage_): outside.reference
+            id(outside.grad._storage_): outside
             for outside in trace.outside.values()
             if outside.grad is not None
         }
@@ -450,8 +471,8 @@ class Traced:
                 ],
             ),
             "the gradients that it leaves": [
-                (id(reference()), None if t is None else (t.index, t.form))
-                for reference, t in self.grads
+                (id(outside.get()), None if t is None else (t.index, t.form))
+                for outside, t in self.grads
             ],
             "what its Python changes": [e.name() for e in self.effects],
         }

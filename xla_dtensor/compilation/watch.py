@@ -21,7 +21,6 @@ import os
 import random
 import sys
 import types
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -119,7 +118,7 @@ class Found:
     Attributes:
         path: how to call it.
         kind: what it is: ``"value"``, ``"tensor"``, or the type of a thing that consists of others.
-        value: the atom; a weak reference to a tensor; what else tells two things apart.
+        value: the atom; the tensor; what else tells two things apart.
     """
 
     __slots__ = ("kind", "path", "value")
@@ -133,12 +132,9 @@ class Found:
             return False
         if self.kind == "value":
             return same_atom(self.value, other.value)
-        if self.kind == "tensor":
-            mine = self.value()
-            return mine is not None and mine is other.value()
         if self.kind == "array":
             return bool(self.value == other.value)
-        if self.kind == "opaque":
+        if self.kind in ("opaque", "tensor", "optimizer"):
             return self.value is other.value
         return self.value is other.value or bool(self.value == other.value)
 
@@ -147,8 +143,7 @@ class Found:
         if self.kind == "value":
             return repr(self.value)
         if self.kind == "tensor":
-            tensor = self.value()
-            return "a tensor" if tensor is None else f"a tensor {list(tensor.shape)}"
+            return f"a tensor {list(self.value.shape)}"
         if self.kind == "array":
             return f"an array of {self.value[1]}"
         if isinstance(self.kind, type):
@@ -159,6 +154,9 @@ class Found:
 class Watch:
     """What can be read from ``roots``, pairs of a name for messages and a thing.
 
+    Args:
+        ignored: attributes (as messages call them) that the step overwrites before it reads them.
+
     Attributes:
         places: every container on the way.
         tensors: the tensors found, by id, with their paths.
@@ -168,8 +166,9 @@ class Watch:
         optimizers: the optimizers found, by id.
     """
 
-    def __init__(self, roots: list[tuple[str, Any]]) -> None:
+    def __init__(self, roots: list[tuple[str, Any]], ignored: frozenset[str] = frozenset()) -> None:
         self.roots = roots
+        self._ignored = ignored
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         while True:
@@ -204,6 +203,7 @@ class Watch:
         self.arrays: list[tuple[Any, Any]] = []
         self.random_sources: list[Any] = []
         self.optimizers: dict[int, Optimizer] = {}
+        self._typed: list[Any] = []
         self._seen: dict[int, tuple[Any, str]] = {}
         self._placed_globals: set[int] = set()
         self._seen_classes: set[type] = set()
@@ -228,7 +228,7 @@ class Watch:
         self._seen[id(value)] = value, path
         if isinstance(value, torch.Tensor):
             self.tensors[id(value)] = value, path
-            self._note(path, "tensor", weakref.ref(value))
+            self._note(path, "tensor", value)
             return
         if isinstance(value, np.ndarray | bytearray | memoryview | array.array):
             content = content_of(value)
@@ -337,6 +337,7 @@ class Watch:
     def _module(self, module: nn.Module, path: str) -> None:
         cls = type(module)
         self._note(path, "module", cls)
+        self._typed.append(module)
         own = module.__dict__
         for part in _MODULE_PARTS:
             inner = own.get(part)
@@ -364,6 +365,11 @@ class Watch:
         return name in self._names.attributes or self._names.any_attribute
 
     def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
+        if self._ignored:
+            skipped = [name for name in names if f"{path}.{name}" in self._ignored]
+            if skipped:
+                names = [name for name in names if name not in skipped]
+                self._place(Entries(own, skipped, path, guarded=False))
         self._place(Entries(own, names, path))
         for name in names:
             if name not in _MODULE_HOOKS and name in own:
@@ -397,6 +403,7 @@ class Watch:
             self._note(path, "opaque", value)  # what of it matters has guards of its own
         elif own is not None:
             self._note(path, "object", cls)
+            self._typed.append(value)
             self._attributes(value, path)
         elif getattr(cls, "__slots__", None) is not None and not is_library_class(cls):
             self._note(path, "object", cls)
@@ -423,7 +430,10 @@ class Watch:
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> None:
         """What the step's own code reads of it; what its ``step`` does has guards of its own."""
-        self._note(path, "optimizer", type(optimizer))
+        self._note(path, "optimizer", optimizer)
+        own = vars(optimizer)
+        wanted = [n for n in own if self._is_read(n) and n not in ("param_groups", "state")]
+        self._entries(own, wanted, path, optimizer)
         self.optimizers[id(optimizer)] = optimizer
         if "param_groups" not in self._names.attributes:
             return
@@ -529,6 +539,7 @@ class Watch:
             if sized is not None:
                 self._mappings.append(sized)
         self._lengths = list(map(len, self._mappings))
+        self._types = list(map(type, self._typed))
         self._expected = list(self._current())
 
     def _current(self) -> Iterator[Any]:
@@ -544,6 +555,7 @@ class Watch:
             return (
                 all(map(operator.is_, self._current(), self._expected))
                 and list(map(len, self._mappings)) == self._lengths
+                and list(map(type, self._typed)) == self._types
                 and all(content_of(value) == content for value, content in self.arrays)
             )
         except (KeyError, AttributeError, ValueError, RuntimeError):
@@ -561,14 +573,6 @@ class Watch:
         order = {found.path: i for i, found in enumerate((*self.found, *other.found))}
         result.sort(key=lambda pair: order[(pair[0] or pair[1]).path])  # type: ignore[union-attr]
         return result
-
-    def sleep(self) -> None:
-        """Hold nothing but weak references to tensors, until `differences` is asked."""
-        self._expected, self._iterables, self._pairs, self._mappings = [], [], [], []
-        self._lengths = [-1]  # never `untouched`
-        self.places = []
-        self._seen = {}
-        self.tensors = {}
 
 
 _END = [object()]

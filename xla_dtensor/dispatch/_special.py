@@ -271,9 +271,11 @@ def _batch_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     *results, new_mean, new_var = dispatch(
         functional, (x, weight, bias, running_mean, running_var, training, momentum, eps), {}
     )
-    # One operation: both are written, or none.
-    statistics = [running_mean, running_var], [new_mean, new_var]
-    dispatch(torch.ops.aten._foreach_copy_.default, statistics, {})
+    # One operation: both are written, or none. It counts as no write, as in torch: backward is
+    # given the statistics, but doesn't look at them.
+    statistics = [running_mean, running_var]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(statistics)):
+        dispatch(torch.ops.aten._foreach_copy_.default, (statistics, [new_mean, new_var]), {})
     return tuple(results)
 
 
