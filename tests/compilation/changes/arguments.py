@@ -315,7 +315,7 @@ def unhashable_and_new_in_every_call(world: World, case: tuple) -> Program:
             world.change(change, value)
         results = step(value, world.batch(0))
         del value
-        gc.collect()
+        gc.collect(1)
         yield results
 
 
@@ -333,7 +333,7 @@ def objects_made_where_the_last_one_was(world: World) -> Program:
         value = Plain(float(i) if world.changes else 0.0)
         results = step(value, world.batch(0))
         del value
-        gc.collect()
+        gc.collect(1)
         yield results
 
 

@@ -482,7 +482,7 @@ def tensors_made_where_others_were(world: World) -> Program:
         holder.weight = world.tensor(numbers(i if world.changes else 0, 4, 6))
         results = step(world.batch(0))
         del holder.weight
-        gc.collect()
+        gc.collect(1)
         yield results
 
 
@@ -494,7 +494,7 @@ def models_made_where_others_were(world: World) -> Program:
         model = mlp(world)
         results = step(model, world.batch(0))
         del model
-        gc.collect()
+        gc.collect(1)
         yield results
 
 
@@ -513,7 +513,7 @@ def optimizers_made_where_others_were(world: World) -> Program:
         optimizer = SGD([weight], lr=0.1 + (0.05 * i if world.changes else 0.0))
         results = step(optimizer)
         del optimizer
-        gc.collect()
+        gc.collect(1)
         yield results
 
 
