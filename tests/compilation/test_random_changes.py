@@ -69,6 +69,7 @@ class Tied(Model):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 10, bias=False)
+        self.embedding.weight.data.mul_(0.3)  # of a head's size
 
     def tie(self) -> None:
         self.down.weight = self.embedding.weight

@@ -254,6 +254,7 @@ def numpy_array_captured(world: World) -> Program:
     array = np.full(3, 1.0)
     step = world.compile(lambda x: x * float(array[0]))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(array.fill, 2.0)
     yield step(world.batch(0))
 
@@ -262,6 +263,7 @@ def numpy_array_captured(world: World) -> Program:
 def numpy_array_as_a_tensor(world: World) -> Program:
     array = np.full(6, 1.0, dtype=np.float32)
     step = world.compile(lambda x, by: x * torch.from_numpy(by))
+    yield step(world.batch(0), array)
     yield step(world.batch(0), array)
     world.change(array.fill, 2.0)
     yield step(world.batch(0), array)
@@ -315,7 +317,7 @@ def unhashable_and_new_in_every_call(world: World, case: tuple) -> Program:
             world.change(change, value)
         results = step(value, world.batch(0))
         del value
-        gc.collect()
+        gc.collect(1)
         yield results
 
 
@@ -333,7 +335,7 @@ def objects_made_where_the_last_one_was(world: World) -> Program:
         value = Plain(float(i) if world.changes else 0.0)
         results = step(value, world.batch(0))
         del value
-        gc.collect()
+        gc.collect(1)
         yield results
 
 
@@ -360,6 +362,7 @@ def dataclass_of_tensors(world: World, kind: type[Batch]) -> Program:
     step = world.compile(lambda b: b.x * b.scale)
     batch = kind(world.batch(0))
     yield step(batch)
+    yield step(batch)
     world.change(setattr, batch, "x", world.batch(1))
     yield step(batch)
     world.change(setattr, batch, "scale", 3.0)
@@ -383,6 +386,7 @@ def dataclass_whose_tensor_is_written(world: World) -> Program:
 def namespace_of_tensors(world: World) -> Program:
     step = world.compile(lambda b: b.x * b.scale)
     batch = SimpleNamespace(x=world.batch(0), scale=2.0)
+    yield step(batch)
     yield step(batch)
     world.change(setattr, batch, "x", world.batch(1))
     yield step(batch)
@@ -504,6 +508,7 @@ def dict_argument_in_another_order(world: World) -> Program:
 def argument_changed_in_place_between(world: World) -> Program:
     x = world.batch(0)
     step = world.compile(lambda x: x * 2)
+    yield step(x)
     yield step(x)
     world.change(x.add_, 1)
     yield step(x)

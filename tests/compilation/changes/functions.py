@@ -93,6 +93,7 @@ def a_global(world: World, case: tuple[Any, Any]) -> Program:
     SCALE, later = case
     step = world.compile(lambda x: SCALE(x) if callable(SCALE) else x * float(SCALE or 5.0))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     if world.changes:
         SCALE = later
     yield step(world.batch(0))
@@ -105,6 +106,7 @@ def a_global_tensor(world: World, placed: bool) -> Program:
     SCALE = make(2.0)
     step = world.compile(lambda x: x * SCALE)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     if world.changes:
         SCALE = make(3.0)
     yield step(world.batch(0))
@@ -114,6 +116,7 @@ def a_global_tensor(world: World, placed: bool) -> Program:
 def a_global_dict(world: World) -> Program:
     SETTINGS.update(scale=2.0)
     step = world.compile(lambda x: x * SETTINGS["scale"])
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(SETTINGS.update, scale=3.0)
     yield step(world.batch(0))
@@ -125,6 +128,7 @@ def a_global_defined_later(world: World) -> Program:
     globals().pop("LATER", None)
     step = world.compile(lambda x: x * globals().get("LATER", 2.0))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     if world.changes:
         globals()["LATER"] = 3.0
     yield step(world.batch(0))
@@ -134,6 +138,7 @@ def a_global_defined_later(world: World) -> Program:
 def a_builtin_shadowed(world: World) -> Program:
     globals().pop("abs", None)
     step = world.compile(lambda x: abs(x))
+    yield step(world.batch(0))
     yield step(world.batch(0))
     if world.changes:
         globals()["abs"] = torch.neg
@@ -166,6 +171,7 @@ def a_tensor_rebound_to_another_shape(world: World) -> Program:
     weight = world.tensor(numbers(1, 4, 6))
     compiled = world.compile(lambda x: x * weight)
     yield compiled(world.batch(0))
+    yield compiled(world.batch(0))
     if world.changes:
         weight = world.tensor(numbers(2, 1, 6), None)
     yield compiled(world.batch(0))
@@ -175,6 +181,7 @@ def a_tensor_rebound_to_another_shape(world: World) -> Program:
 def a_module_rebound(world: World) -> Program:
     model = world.module(nn.Linear(6, 8))
     compiled = world.compile(lambda x: model(x).detach())
+    yield compiled(world.batch(0))
     yield compiled(world.batch(0))
     if world.changes:
         model = world.module(nn.Linear(6, 8))
@@ -188,6 +195,7 @@ def a_closure_cell_of_a_closure(world: World) -> Program:
     middle = lambda x: inner(x)
     step = world.compile(lambda x: middle(x))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     if world.changes:
         scale = 3.0
     yield step(world.batch(0))
@@ -198,6 +206,7 @@ def a_helper_in_a_closure_rebound(world: World) -> Program:
     helper = twice
     outer = lambda x: helper(x)
     step = world.compile(lambda x: outer(x))
+    yield step(world.batch(0))
     yield step(world.batch(0))
     if world.changes:
         helper = negative
@@ -219,6 +228,7 @@ def defaults(world: World, change: Callable) -> Program:
 
     step = world.compile(function)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(change, function)
     yield step(world.batch(0))
 
@@ -229,6 +239,7 @@ def defaults_of_a_helper(world: World, change: Callable) -> Program:
         return x * scale + offset
 
     step = world.compile(lambda x: function(x))
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(change, function)
     yield step(world.batch(0))
@@ -299,6 +310,7 @@ def of_a_helper(world: World, case: tuple[Callable, Callable]) -> Program:
     function, change = case
     _helpers.reset()
     step = world.compile(function)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(change)
     try:
@@ -451,6 +463,7 @@ def argument_object(world: World, case: tuple[Callable, Callable, Callable]) -> 
     value = make()
     step = world.compile(lambda o, x: function(o, x))
     yield step(value, world.batch(0))
+    yield step(value, world.batch(0))
     world.change(change, value)
     yield step(value, world.batch(0))
 
@@ -461,6 +474,7 @@ def partial_argument(world: World, case: tuple[Callable, Callable, Callable]) ->
     value = make()
     step = world.compile(functools.partial(function, value))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(change, value)
     yield step(world.batch(0))
 
@@ -469,6 +483,7 @@ def partial_argument(world: World, case: tuple[Callable, Callable, Callable]) ->
 def object_rebound(world: World) -> Program:
     config = Config()
     step = world.compile(lambda x: x * config.scale)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     if world.changes:
         config = Config(scale=3.0)

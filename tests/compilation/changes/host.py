@@ -57,6 +57,7 @@ def cpu_tensor_rebound(world: World, use: Callable) -> Program:
     scale = torch.tensor(1.0)
     step = world.compile(lambda x: use(x, scale))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     if world.changes:
         scale = torch.tensor(2.0)
     yield step(world.batch(0))
@@ -73,6 +74,7 @@ def cpu_tensor_argument(world: World, use: Callable) -> Program:
 def cpu_tensor_of_another_dtype(world: World) -> Program:
     scale = torch.tensor(1.5)
     step = world.compile(lambda x: x * scale)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     if world.changes:
         scale = torch.tensor(2)
@@ -92,6 +94,7 @@ def cpu_buffer_of_a_module(world: World) -> Program:
     model = Scaled()
     step = world.compile(lambda x: model(x))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(model.scale.fill_, 3.0)
     yield step(world.batch(0))
     world.change(setattr, model, "scale", torch.tensor(5.0))
@@ -104,6 +107,7 @@ def cpu_constant_made_in_the_step(world: World) -> Program:
     count = 2
     step = world.compile(lambda x: x * torch.arange(6.0)[count] + torch.ones(()) * count)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     if world.changes:
         count = 3
     yield step(world.batch(0))
@@ -113,6 +117,7 @@ def cpu_constant_made_in_the_step(world: World) -> Program:
 def cpu_tensor_moved_in_the_step(world: World) -> Program:
     scale = torch.full((4, 6), 2.0)
     step = world.compile(lambda x: x + scale.to(x.device))
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(scale.fill_, 3.0)
     yield step(world.batch(0))
@@ -236,6 +241,7 @@ def global_setting(world: World, case: tuple[Callable, Callable, Callable]) -> P
     change, undo, function = case
     step = world.compile(function)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     try:
         world.change(change)
         results = step(world.batch(0))
@@ -263,6 +269,7 @@ class DoubledBelow(TorchDispatchMode):
 @rows({"function": Doubled, "dispatch": DoubledBelow})
 def mode_around_the_call(world: World, mode: Callable) -> Program:
     step = world.compile(lambda x: torch.mul(x, x))
+    yield step(world.batch(0))
     yield step(world.batch(0))
     with mode() if world.changes else contextlib.nullcontext():
         results = step(world.batch(0))
@@ -302,6 +309,7 @@ def saved_tensors_hooks_around_the_call(world: World) -> Program:
 def device_context_around_the_call(world: World) -> Program:
     step = world.compile(lambda x: x * len(str(torch.empty(0).device)))
     x = world.batch(0)
+    yield step(x)
     yield step(x)
     with torch.device("meta") if world.changes else contextlib.nullcontext():
         results = step(x)

@@ -68,6 +68,7 @@ def requires_grad_from_the_start(world: World) -> Program:
     _, second, step = pair(world)
     second.requires_grad_(False)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(second.requires_grad_, True)
     yield step(world.batch(1))
     yield step(world.batch(2))
@@ -93,6 +94,7 @@ def requires_grad_of_a_plain_tensor(world: World) -> Program:
 def requires_grad_read_in_python(world: World) -> Program:
     weight = world.parameter(numbers(0, 4, 6))
     step = world.compile(lambda x: x * 2 if weight.requires_grad else x)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(weight.requires_grad_, False)
     yield step(world.batch(0))
@@ -132,6 +134,7 @@ def hook_that_reads_a_number(world: World) -> Program:
     _, second, step = pair(world)
     gain = 2.0
     second.register_hook(lambda grad: grad * gain)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     if world.changes:
         gain = 3.0
@@ -181,6 +184,7 @@ def value(world: World, change: Callable[[World, nn.Parameter], Any]) -> Program
 def values_swapped(world: World) -> Program:
     first, second, step = pair(world)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     if world.changes:
         first.data, second.data = second.data, first.data
     yield step(world.batch(1))
@@ -190,6 +194,7 @@ def values_swapped(world: World) -> Program:
 def value_shared(world: World) -> Program:
     """Two parameters that share their memory from then on: a write shows in both."""
     first, second, step = pair(world)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(lambda: setattr(second, "data", first.data))
     yield step(world.batch(1))
@@ -223,6 +228,7 @@ def load_state_dict_of_a_frozen_copy(world: World) -> Program:
         return [loss.detach(), model[2].weight.grad]
 
     step = world.compile(step)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(model.load_state_dict, start, assign=True)
     yield step(world.batch(0))
@@ -292,6 +298,7 @@ def grad_of_another_leaf(world: World) -> Program:
 
     step = world.compile(step)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     if world.changes:
         second.grad = first.grad
     yield step(world.batch(1))
@@ -310,6 +317,7 @@ def leaf_becomes_part_of_a_graph(world: World) -> Program:
         return loss.detach()
 
     step = world.compile(step)
+    yield step(world.batch(0)), base.grad
     yield step(world.batch(0)), base.grad
     if world.changes:
         holder[0] = base * 2

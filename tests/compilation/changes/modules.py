@@ -70,6 +70,7 @@ def eval_of_a_model_in(world: World, place: Callable) -> Program:
     world.watch(model=model)
     step = world.compile(place(world, model))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(model.eval)
     yield step(world.batch(1))
     world.change(model.train)
@@ -82,6 +83,7 @@ def eval_of_an_argument(world: World) -> Program:
     world.watch(model=model)
     step = world.compile(lambda net, x: net(x).detach())
     yield step(model, world.batch(0))
+    yield step(model, world.batch(0))
     world.change(model.eval)
     yield step(model, world.batch(0))
 
@@ -90,6 +92,7 @@ def eval_of_an_argument(world: World) -> Program:
 def eval_of_an_argument_in_a_list(world: World) -> Program:
     model = noisy(world)
     step = world.compile(lambda nets, x: nets[0](x).detach())
+    yield step([model], world.batch(0))
     yield step([model], world.batch(0))
     world.change(model.eval)
     yield step([model], world.batch(0))
@@ -102,6 +105,7 @@ def eval_of_one_submodule(world: World, index: int) -> Program:
     world.watch(model=model)
     step = forward(world, nn.Sequential(nn.Identity(), model))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(model[index].eval)
     yield step(world.batch(0))
 
@@ -110,6 +114,7 @@ def eval_of_one_submodule(world: World, index: int) -> Program:
 def training_set_by_hand(world: World) -> Program:
     model = noisy(world)
     step = forward(world, model)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(setattr, model[2], "training", False)
     yield step(world.batch(0))
@@ -124,6 +129,7 @@ def eval_of_a_module_that_only_reads_its_mode(world: World) -> Program:
     model = Scaled()
     step = world.compile(lambda x: model(x))
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(model.eval)
     yield step(world.batch(0))
 
@@ -133,6 +139,7 @@ def mode_read_by_the_step(world: World) -> Program:
     """The step asks for the mode itself; no forward of that module runs."""
     model = nn.Identity()
     step = world.compile(lambda x: x * 2 if model.training else x)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(model.eval)
     yield step(world.batch(0))
@@ -309,6 +316,7 @@ def parameter_tied_between_calls(world: World) -> Program:
 
     step = world.compile(step)
     yield step(world.batch(0)), model[0].weight.grad
+    yield step(world.batch(0)), model[0].weight.grad
     world.change(setattr, model[2], "weight", model[0].weight)
     yield step(world.batch(0)), model[0].weight.grad
 
@@ -389,6 +397,7 @@ def container(world: World, change: Callable[[World, Stack], Any]) -> Program:
     world.watch(model=model)
     step = forward(world, model)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(change, world, model)
     yield step(world.batch(0))
 
@@ -453,6 +462,7 @@ def hooks_cleared(world: World) -> Program:
     model, step = gradients(world)
     model[0].register_forward_hook(lambda module, inputs, output: output * 2)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(model[0]._forward_hooks.clear)
     yield step(world.batch(0))
 
@@ -461,6 +471,7 @@ def hooks_cleared(world: World) -> Program:
 def hook_replaced(world: World) -> Program:
     model, step = gradients(world)
     key = model[0].register_forward_hook(lambda module, inputs, output: output * 2).id
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(model[0]._forward_hooks.update, {key: lambda m, i, output: output * 3})
     yield step(world.batch(0))
@@ -471,6 +482,7 @@ def hook_that_reads_a_number(world: World) -> Program:
     model, step = gradients(world)
     gain = 2.0
     model[0].register_forward_hook(lambda module, inputs, output: output * gain)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     if world.changes:
         gain = 3.0
@@ -487,6 +499,7 @@ def hook_that_reads_a_number(world: World) -> Program:
 )
 def global_hook_added_and_removed(world: World, register: Callable) -> Program:
     _, step = gradients(world)
+    yield step(world.batch(0).requires_grad_())
     yield step(world.batch(0).requires_grad_())
     handle = world.change(register, hook_of(register.__name__))
     try:
@@ -520,6 +533,7 @@ def parametrization_registered(world: World) -> Program:
     model = square(world)
     _, step = trainer(world, model)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(parametrize.register_parametrization, model[0], "weight", Symmetric())
     yield step(world.batch(0))
     yield step(world.batch(0))
@@ -530,6 +544,7 @@ def parametrization_removed(world: World, leave: bool) -> Program:
     model = square(world)
     parametrize.register_parametrization(model[0], "weight", Symmetric())
     _, step = trainer(world, model)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(parametrize.remove_parametrizations, model[0], "weight", leave_parametrized=leave)
     yield step(world.batch(0)), step(world.batch(0)), model[0].weight
@@ -542,6 +557,7 @@ def parametrization_attribute(world: World) -> Program:
     parametrize.register_parametrization(model[0], "weight", Scale(2.0))
     step = forward(world, model)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(setattr, model[0].parametrizations.weight[0], "by", 3.0)
     yield step(world.batch(0))
 
@@ -552,6 +568,7 @@ def parametrization_added_to_another(world: World) -> Program:
     parametrize.register_parametrization(model[0], "weight", Scale(2.0))
     step = forward(world, model)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(parametrize.register_parametrization, model[0], "weight", Symmetric())
     yield step(world.batch(0))
 
@@ -560,6 +577,7 @@ def parametrization_added_to_another(world: World) -> Program:
 def weight_norm_added(world: World) -> Program:
     model = square(world)
     step = forward(world, model)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     if world.changes:
         parametrizations.weight_norm(model[0])
@@ -604,6 +622,7 @@ def pruning(world: World, case: tuple[bool, Change]) -> Program:
         prune_first(world, model)
     _, step = trainer(world, model)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(change, world, model)
     yield step(world.batch(0))
     yield step(world.batch(0)), model[0].weight.detach()
@@ -631,6 +650,7 @@ def model_of_another_dtype(world: World, dtype: torch.dtype) -> Program:
     step = world.compile(lambda x: model(x.to(model[0].weight.dtype)).detach().float() * 0 + 1)
     reads = world.compile(lambda: model[0].weight.detach() * 1)
     yield step(world.batch(0)), reads()
+    yield step(world.batch(0)), reads()
     world.change(model.to, dtype)
     yield step(world.batch(0)), reads()
 
@@ -639,6 +659,7 @@ def model_of_another_dtype(world: World, dtype: torch.dtype) -> Program:
 def requires_grad_of_a_module(world: World) -> Program:
     model = mlp(world)
     _, step = trainer(world, model)
+    yield step(world.batch(0)), model[0].weight.detach().clone()
     yield step(world.batch(0)), model[0].weight.detach().clone()
     world.change(model[0].requires_grad_, False)
     yield step(world.batch(1)), model[0].weight.detach().clone()
@@ -662,6 +683,7 @@ def checkpointing_switched(world: World) -> Program:
         return out.detach(), model.linear.weight.grad
 
     step = world.compile(step)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(setattr, model, "recompute", True)
     yield step(world.batch(0))

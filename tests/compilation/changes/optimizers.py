@@ -118,6 +118,7 @@ def lr_tensor_in_place(world: World) -> Program:
     lr = torch.tensor(0.1)
     _, step = trainer(world, Two(world), lr=lr)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(lr.fill_, 0.5)
     yield step(world.batch(0))
     yield step(world.batch(0))
@@ -127,6 +128,7 @@ def lr_tensor_in_place(world: World) -> Program:
 def lr_tensor_in_place_of_adam(world: World) -> Program:
     lr = torch.tensor(0.1)
     _, step = trainer(world, Two(world), Adam, lr=lr, foreach=False)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(lr.fill_, 0.5)
     yield step(world.batch(0))
@@ -147,6 +149,7 @@ def lr_of_one_group(world: World) -> Program:
         return loss.detach()
 
     step = world.compile(step)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(optimizer.param_groups[1].update, lr=0.5, weight_decay=0.5)
     yield step(world.batch(0))
@@ -170,6 +173,7 @@ def users_own_entry(world: World) -> Program:
 
     step = world.compile(step)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(group.update, scale=2.0)
     yield step(world.batch(0))
 
@@ -179,6 +183,7 @@ def setting_read_by_the_step(world: World) -> Program:
     optimizer = SGD(Two(world).parameters(), lr=0.1)
     step = world.compile(lambda x: x * optimizer.param_groups[0]["lr"])
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(optimizer.param_groups[0].update, lr=0.5)
     yield step(world.batch(0))
 
@@ -187,6 +192,7 @@ def setting_read_by_the_step(world: World) -> Program:
 def setting_decides_in_the_step(world: World) -> Program:
     optimizer = SGD(Two(world).parameters(), lr=0.1)
     step = world.compile(lambda x: x * 2 if optimizer.param_groups[0]["lr"] > 0.3 else x)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(optimizer.param_groups[0].update, lr=0.5)
     yield step(world.batch(0))
@@ -350,6 +356,7 @@ def load_state_dict(world: World, case: tuple[type[Optimizer], dict]) -> Program
     make, options = case
     optimizer, step = trainer(world, Two(world), make, **options)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     saved = copy.deepcopy(optimizer.state_dict())
     yield step(world.batch(1))
     yield step(world.batch(2))
@@ -375,6 +382,7 @@ def load_state_dict_before_the_first_step(world: World) -> Program:
 def load_state_dict_with_other_settings(world: World) -> Program:
     model = Two(world)
     optimizer, step = trainer(world, model, SGD, foreach=True)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     saved = SGD(model.parameters(), 0.5, 0.9, nesterov=True, foreach=True).state_dict()
     world.change(optimizer.load_state_dict, saved)
@@ -458,6 +466,7 @@ def two_optimizers_of_one_class(world: World) -> Program:
 
     step = world.compile(step)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(slow.param_groups[0].update, lr=0.3, betas=(0.5, 0.6))
     yield step(world.batch(1))
     yield step(world.batch(2))
@@ -477,6 +486,7 @@ def optimizers_swapped(world: World) -> Program:
 
     step = world.compile(step)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(pair.reverse)
     yield step(world.batch(0))
     yield step(world.batch(0))
@@ -492,6 +502,7 @@ def step_hook_added_and_removed(world: World, register: str) -> Program:
         for parameter in model.parameters():
             parameter.mul_(0.5)
 
+    yield step(world.batch(0))
     yield step(world.batch(0))
     handle = world.change(getattr(optimizer, register), halve)
     yield step(world.batch(0))
@@ -513,6 +524,7 @@ def step_replaced(world: World) -> Program:
         plain()
 
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(setattr, optimizer, "step", clipped)
     yield step(world.batch(0))
     yield step(world.batch(0))
@@ -522,6 +534,7 @@ def step_replaced(world: World) -> Program:
 def eager_step_in_between(world: World) -> Program:
     model = Two(world)
     optimizer, step = trainer(world, model, Adam)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     if world.changes:
         model(world.batch(1)).sum().backward()
@@ -545,6 +558,7 @@ def clipping_threshold(world: World) -> Program:
         return loss.detach()
 
     compiled = world.compile(step)
+    yield compiled(world.batch(0))
     yield compiled(world.batch(0))
     if world.changes:
         most = 1.0

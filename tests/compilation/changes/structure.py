@@ -31,6 +31,7 @@ def step_in_a_step_that_trains(world: World) -> Program:
     optimizer, train = trainer(world, model, Adam)
     twice = world.compile(lambda x: [train(x), train(x)])
     yield twice(world.batch(0))
+    yield twice(world.batch(0))
     world.change(optimizer.param_groups[0].update, lr=0.5)
     yield twice(world.batch(1))
     yield train(world.batch(2))
@@ -49,6 +50,7 @@ def step_in_a_step_whose_gradient_is_taken(world: World) -> Program:
 
     step = world.compile(function)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     world.change(weight.data.mul_, 2.0)
     yield step(world.batch(1))
 
@@ -58,6 +60,7 @@ def step_in_a_step_that_reads_a_number(world: World) -> Program:
     scale = 2.0
     inner = world.compile(lambda x: x * scale)
     outer = world.compile(lambda x: inner(x) + 1)
+    yield outer(world.batch(0))
     yield outer(world.batch(0))
     if world.changes:
         scale = 3.0
@@ -136,6 +139,7 @@ def static_and_class_methods(world: World) -> Program:
         def scaled(cls, x: torch.Tensor) -> torch.Tensor:
             return x * cls.scale
 
+    yield Own.double(world.batch(0)), Own().double(world.batch(0)), Own.scaled(world.batch(0))
     yield Own.double(world.batch(0)), Own().double(world.batch(0)), Own.scaled(world.batch(0))
     world.change(setattr, Own, "scale", 3.0)
     yield Own.double(world.batch(1)), Own().scaled(world.batch(0))
@@ -352,6 +356,7 @@ def an_argument_that_has_no_sense(world: World) -> Program:
     model = mlp(world)
     step = forward(world, model)
     yield step(world.batch(0))
+    yield step(world.batch(0))
     try:
         yield step(world.batch(0, (4, 5) if world.changes else (4, 6)))
     except RuntimeError:
@@ -482,7 +487,7 @@ def tensors_made_where_others_were(world: World) -> Program:
         holder.weight = world.tensor(numbers(i if world.changes else 0, 4, 6))
         results = step(world.batch(0))
         del holder.weight
-        gc.collect()
+        gc.collect(1)
         yield results
 
 
@@ -494,7 +499,7 @@ def models_made_where_others_were(world: World) -> Program:
         model = mlp(world)
         results = step(model, world.batch(0))
         del model
-        gc.collect()
+        gc.collect(1)
         yield results
 
 
@@ -513,7 +518,7 @@ def optimizers_made_where_others_were(world: World) -> Program:
         optimizer = SGD([weight], lr=0.1 + (0.05 * i if world.changes else 0.0))
         results = step(optimizer)
         del optimizer
-        gc.collect()
+        gc.collect(1)
         yield results
 
 
@@ -533,6 +538,7 @@ def step_in_a_loop_over_layers(world: World) -> Program:
 @row()
 def partial_of_a_compiled_step(world: World) -> Program:
     step = functools.partial(world.compile(lambda by, x: x * by), 2.0)
+    yield step(world.batch(0))
     yield step(world.batch(0))
     if world.changes:
         step = functools.partial(step.func, 3.0)
