@@ -17,9 +17,14 @@ class Trace(Protocol):
     Attributes:
         scalars: what has been computed from scalars: (their arrays, the results), by the plan and
             the identity of the arrays.
+        wide: of float32 scalars, by the identity of their arrays: (the array, the same in double
+            precision); None where they are computed as they are.
     """
 
     scalars: dict[Any, Any]
+
+    @property
+    def wide(self) -> dict[int, tuple[Any, Any]] | None: ...
 
     def created(self, storage: Storage) -> None:
         """A storage was made inside the trace."""

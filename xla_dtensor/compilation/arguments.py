@@ -212,7 +212,7 @@ _STATE = (
     *("torch.get_float32_matmul_precision()", "torch.are_deterministic_algorithms_enabled()"),
     *("torch.is_anomaly_enabled()", "torch.is_anomaly_check_nan_enabled()"),
     *("autocast on xla", "autocast on the CPU", "autocast's dtype on xla", "its dtype on the CPU"),
-    *("torch.get_default_device()", "saved-tensor hooks"),
+    *("torch.get_default_device()", "saved-tensor hooks", "torch's modes", "__torch_function__"),
 )
 
 
@@ -233,4 +233,19 @@ def global_state() -> tuple[Any, ...]:
         torch.get_autocast_dtype("cpu") if on_cpu else None,
         getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        _modes() if _function_modes() or _dispatch_modes() else None,
+        torch._C._is_torch_function_enabled(),
     )
+
+
+_function_modes, _dispatch_modes = (
+    torch._C._len_torch_function_stack,
+    torch._C._len_torch_dispatch_stack,
+)
+
+
+def _modes() -> tuple[Same, ...]:
+    """The modes that the user has entered: they see every operation."""
+    functions = map(torch._C._get_function_stack_at, range(_function_modes()))
+    dispatches = map(torch._C._get_dispatch_stack_at, range(_dispatch_modes()))
+    return tuple(map(Same, (*functions, *dispatches)))

@@ -224,7 +224,7 @@ class WithHistory(torch.autograd.Function):
             )
         )
         # torch refuses a second backward pass over it, unless the first has retained the graph.
-        ctx.save_for_backward(*inputs[:1])
+        ctx.save_for_backward(next(r for r in results if isinstance(r, torch.Tensor)))
         return tuple(results)
 
     @staticmethod

@@ -25,6 +25,7 @@ from xla_dtensor.compilation.traced import (
     Existing,
     GivenBack,
     Host,
+    Part,
     Source,
     Template,
     Traced,
@@ -91,7 +92,7 @@ class Program:
         # it before it looked.
         self._leaves = [o for o in self._outside if o.takes_gradient and not o.cleared]
         # Tensors that the step writes as autograd must see: what it saved is overwritten.
-        self._counted = [o.get() for o in self._outside for _ in range(o.writes)]
+        self._counted = [o for o in self._outside for _ in range(o.writes)]
         self._jaxpr = traced.closed.jaxpr
         self._plan_inputs(arguments)
         self._compile(executables, compiler_options, arguments, lower_only)
@@ -240,7 +241,7 @@ class Program:
                     return changed
             self._epoch = epoch.tensors.value
         for outside in self._leaves:
-            leaf = outside.get()
+            leaf = outside.of(arguments)
             if leaf is not None and not _same_grad(leaf.grad, outside.grad):
                 return _grad_text(leaf, outside.grad)
         for index, storage in self._traced.bound_arguments:
@@ -303,7 +304,7 @@ class Program:
         if source.kind == "argument":
             return arguments.tensors[source.what]._storage_  # type: ignore[attr-defined]
         if source.kind == "grad":
-            leaf = source.what.get()
+            leaf = source.what.of(arguments)
             if leaf is not None and leaf.grad is not None:
                 return leaf.grad._storage_
         return source.storages[0]
@@ -332,7 +333,7 @@ class Program:
             return self._run_backward(kept["residuals"], grads)
 
         call = Call(run, backward, history.outputs)
-        inputs = [outside.get() for outside in history.inputs]
+        inputs = [outside.of(arguments) for outside in history.inputs]
         results = list(WithHistory.apply(call, *inputs))
         return pytree.tree_unflatten(results, self._traced.result_tree)
 
@@ -363,9 +364,10 @@ class Program:
                 storage.write(array, form)
         made: dict[int, Any] = {}
         if self._counted:
-            torch.autograd.graph.increment_version(self._counted)
+            written = [outside.of(arguments) for outside in self._counted]
+            torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
         for outside, template in self._traced.grads:
-            leaf = outside.get()
+            leaf = outside.of(arguments)
             if leaf is not None:
                 leaf.grad = None if template is None else self._tensor(template, arrays, made)
         for storage, index in self._traced.left:
@@ -410,6 +412,9 @@ class Program:
     ) -> Any:
         if isinstance(result, Template):
             return self._tensor(result, arrays, made)
+        if isinstance(result, Part):
+            whole = self._tensor(result.whole, arrays, made)
+            return result.cls(whole._storage_, result.form.placed(self._frame), result.steps)
         if isinstance(result, Existing):
             return result.value
         if isinstance(result, Computed):

@@ -97,6 +97,7 @@ class Outside:
     Attributes:
         get: gives the tensor; None for a view that the step made and has dropped. Only during the
             trace by a weak reference: torch swaps no tensor that has one (``module.half()``).
+        index: which argument of the step it is, if it is one and nothing else.
         writes: how many writes autograd has counted during the trace; each call counts as many.
         grad: its ``.grad`` when the step began.
         cleared: whether the step has set that to None before it used the tensor, so that it doesn't
@@ -105,11 +106,12 @@ class Outside:
 
     __slots__ = (
         *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
-        *("version", "writes"),
+        *("index", "version", "writes"),
     )
 
     def __init__(self, tensor: Any) -> None:
         self.get: Callable[[], Any] = weakref.ref(tensor)
+        self.index: int | None = None
         self.version = _version(tensor)
         self.writes = 0
         self.requires_grad = tensor.requires_grad
@@ -125,13 +127,19 @@ class Outside:
         """Whether gradients may reach its ``.grad``."""
         return self.requires_grad and self.is_leaf
 
-    def keep(self) -> bool:
-        """Refer to the tensor as long as the program lives; whether it is still there."""
+    def keep(self, index: int | None) -> bool:
+        """Refer to the tensor as long as the program lives (or to the argument ``index``, which is
+        another tensor in each call); whether it is still there."""
         tensor = self.get()
-        self.get = lambda: tensor
+        self.index = index
+        self.get = (lambda: None) if index is not None else lambda: tensor
         if tensor is not None:
             self.writes = _version(tensor) - self.version
         return tensor is not None
+
+    def of(self, arguments: Any) -> Any:
+        """The tensor in a call with ``arguments``."""
+        return self.get() if self.index is None else arguments.tensors[self.index]
 
     def changed(self) -> str | None:
         """What is no longer as the trace found it."""
@@ -197,6 +205,7 @@ class StepTrace:
         # Scalars computed from the same scalars are computed once: the step counts of 600
         # parameters, and what an optimizer makes of them.
         self.scalars: dict[Any, Any] = {}
+        self._wide: dict[int, tuple[Any, Any]] = {}
         self.history_begins = torch._C._autograd._get_sequence_nr()
         self.freed: set[int] = set()
         self.differentiating = False
@@ -267,6 +276,12 @@ class StepTrace:
     def writing(self, storage: Storage) -> None:
         if not self.owns(storage):
             self._use(storage).written = True
+
+    @property
+    def wide(self) -> dict[int, tuple[Any, Any]] | None:
+        """Scalars in double precision. An optimizer that runs eagerly computes with Python's floats
+        what becomes of step counts; ``1 - beta**step`` in float32 would have three digits."""
+        return self._wide if self.in_optimizer else None
 
     def random_key(self) -> Any:
         key = rng.key_of(self.rng_words, rng.position()[1] - self._rng_start[1])

@@ -33,7 +33,7 @@ from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import Form
 from xla_dtensor.per_device import logical
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage
+from xla_dtensor.storage import Storage, ViewStep
 from xla_dtensor.symbolic import like_a_number
 
 Ours = XLAShardedTensor | XLATensor
@@ -82,6 +82,17 @@ class Template:
 
     def __init__(self, index: int, form: Form) -> None:
         self.index, self.form = index, form
+
+
+class Part:
+    """A result that is a view of a tensor that each call makes anew: results of one call share
+    memory as they do in torch."""
+
+    __slots__ = ("cls", "form", "steps", "whole")
+
+    def __init__(self, whole: Template, view: Any) -> None:
+        self.whole = whole
+        self.cls, self.form, self.steps = _view_of(view)
 
 
 class Existing:
@@ -218,10 +229,13 @@ class Traced:
         finally:
             torch.compiler._is_compiling_flag = was_compiling
             trace.undo()
-        self.outside = [o for o in trace.outside.values() if o.keep()]
+        free = {
+            id(t): i for i, t in enumerate(arguments.tensors) if id(t) not in watch.tensors
+        }
+        self.outside = [o for o in trace.outside.values() if o.keep(free.get(id(o.get())))]
         # Others, of which the step's Python may have read `requires_grad`.
         self.others = [o for _, o in trace.before.values() if o not in trace.outside.values()]
-        self.others = [o for o in self.others if o.storage is not None and o.keep()]
+        self.others = [o for o in self.others if o.storage is not None and o.keep(None)]
         stepped = list(self.hooks.stepped.values())
         if stepped:
             # With the state that the step has made.
@@ -328,9 +342,17 @@ class Traced:
             return Existing(value)
         storage = value._storage_
         if self.trace.owns(storage) or (value.requires_grad and not value.is_leaf):
-            if id(value) not in templates:
-                templates[id(value)] = self._template(value)
-            return templates[id(value)]
+            if value._steps and not value.requires_grad and _is_plain(value):
+                whole = templates.get(id(storage))
+                if whole is None:
+                    form = storage.form
+                    whole = Template(self.emit(logical(storage.array, form), form), form)
+                    templates[id(storage)] = whole
+                return Part(whole, value)
+            key = id(value) if value._steps or value.requires_grad else id(storage)
+            if key not in templates:
+                templates[key] = self._template(value)
+            return templates[key]
         if id(value) in watch.tensors or (value.requires_grad and value.is_leaf):
             return Existing(value)
         for i, tensor in enumerate(arguments.tensors):
@@ -359,9 +381,10 @@ class Traced:
 
         def convert(value: Any) -> Any:
             if is_new(value):
-                if id(value) not in templates:
-                    templates[id(value)] = self._template(value)
-                return templates[id(value)]
+                key = id(value) if value._steps or value.requires_grad else id(value._storage_)
+                if key not in templates:
+                    templates[key] = self._template(value)
+                return templates[key]
             if isinstance(value, list | tuple | dict) and any(
                 map(is_new, pytree.tree_leaves(value))
             ):
@@ -476,6 +499,12 @@ class Traced:
             ],
             "what its Python changes": [e.name() for e in self.effects],
         }
+
+
+def _is_plain(view: Any) -> bool:
+    """Whether a view's memory can be a result of the program as it is."""
+    form = view._storage_.form
+    return not form.unreduced and all(isinstance(step, ViewStep) for step in view._steps)
 
 
 def _leaves(watch: Watch) -> list[torch.Tensor]:

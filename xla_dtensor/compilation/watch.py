@@ -264,6 +264,13 @@ class Watch:
             self._note(path, "Python module", value)
             if not is_library(value.__name__):
                 self._attributes(value, path)
+            else:  # somebody may put another function into it
+                names = sorted(self._names.attributes & vars(value).keys())
+                self._place(Entries(vars(value), names, path))
+                for name in names:
+                    inside = vars(value)[name]
+                    kind = "value" if is_atom(inside) else "opaque"
+                    self._note(f"{path}.{name}", kind, inside)
         elif isinstance(value, types.CellType):
             self._cell(value, path)
         elif isinstance(value, dict):

@@ -45,6 +45,9 @@ class Call:
         key: list[Any] = [info]
         if info.may_contract:
             key.append(torch.get_float32_matmul_precision())
+        default_dtype = torch.get_default_dtype()
+        if default_dtype is not torch.float32:
+            key.append(default_dtype)  # what factories make, and what divisions of ints give
         dynamic = info.dynamic_arguments
         new_args = []
         for name, value in zip(info.argument_names, args):  # noqa: B905  (fewer values)

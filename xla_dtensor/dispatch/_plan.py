@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
+from xla_dtensor import _context
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._call import Call, Slot, fill
 from xla_dtensor.dispatch._layout import Pins, output_placements, pins
@@ -349,7 +351,12 @@ def _cast(value: Any, dtype: Any) -> Any:
         return value
     if value.dtype.kind == "c" and dtype.kind != "c":
         value = value.real
-    return value.astype(dtype)
+    narrow = value.astype(dtype)
+    if value.ndim == 0:
+        trace = _context.current()
+        if trace is not None and trace.wide is not None and value.dtype == np.float64:
+            trace.wide[id(narrow)] = narrow, value
+    return narrow
 
 
 def _numel(shape: tuple[int, ...]) -> int:
