@@ -93,6 +93,8 @@ class Program:
         self._leaves = [o for o in self._outside if o.takes_gradient and not o.cleared]
         # Tensors that the step writes as autograd must see: what it saved is overwritten.
         self._counted = [o for o in self._outside for _ in range(o.writes)]
+        grads = [o.grad for o in self._leaves if o.grad is not None]
+        self._grads_share = self._sharing(grads, arguments) if grads else None
         self._jaxpr = traced.closed.jaxpr
         self._plan_inputs(arguments)
         self._compile(executables, compiler_options, arguments, lower_only)
@@ -240,10 +242,17 @@ class Program:
                 if changed is not None:
                     return changed
             self._epoch = epoch.tensors.value
+        grads = []
         for outside in self._leaves:
             leaf = outside.of(arguments)
-            if leaf is not None and not _same_grad(leaf.grad, outside.grad):
-                return _grad_text(leaf, outside.grad)
+            if leaf is not None:
+                grad = leaf.grad
+                if not _same_grad(grad, outside.grad):
+                    return _grad_text(leaf, outside.grad)
+                if grad is not None:
+                    grads.append(grad)
+        if grads and self._sharing(grads, arguments) != self._grads_share:
+            return "which memory the gradients are in"
         for index, storage in self._traced.bound_arguments:
             if arguments.tensors[index]._storage_ is not storage:
                 return "an argument, which was a tensor that the step uses anyway"
@@ -287,6 +296,18 @@ class Program:
             f"{self.changed_path}: from {before.text() if before else 'nothing'} to "
             f"{after.text() if after else 'nothing'}"
         )
+
+    def _sharing(self, grads: list[Any], arguments: Arguments) -> Any:
+        """Which gradients are in the same memory, or in that of something else that the step uses;
+        None if each has its own."""
+        storages = [id(grad._storage_) for grad in grads]
+        others = self._own_storages() | {
+            id(getattr(t, "_storage_", None)) for t in arguments.tensors
+        }
+        if len(set(storages)) == len(storages) and not others.intersection(storages):
+            return None
+        first: dict[int, int] = {}
+        return [(first.setdefault(s, i), s in others) for i, s in enumerate(storages)]
 
     def _own_storages(self) -> set[int]:
         found = getattr(self, "_storage_ids", None)

@@ -229,6 +229,10 @@ class Watch:
         if isinstance(value, torch.Tensor):
             self.tensors[id(value)] = value, path
             self._note(path, "tensor", value)
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                # Which hooks there are the step's guards know; here it is what they read.
+                for number, hook in enumerate((getattr(value, name, None) or {}).values()):
+                    self._walk(hook, f"{path}.{name}[{number}]")
             return
         if isinstance(value, np.ndarray | bytearray | memoryview | array.array):
             content = content_of(value)
