@@ -17,14 +17,13 @@ class Trace(Protocol):
     Attributes:
         scalars: what has been computed from scalars: (their arrays, the results), by the plan and
             the identity of the arrays.
-        wide: of float32 scalars, by the identity of their arrays: (the array, the same in double
-            precision); None where they are computed as they are.
+        wide: float32 scalars in double precision; None where they are computed as they are.
     """
 
     scalars: dict[Any, Any]
 
     @property
-    def wide(self) -> dict[int, tuple[Any, Any]] | None: ...
+    def wide(self) -> WideScalars | None: ...
 
     def created(self, storage: Storage) -> None:
         """A storage was made inside the trace."""
@@ -66,6 +65,50 @@ class Trace(Protocol):
         """Raise because ``what`` needs a value that doesn't exist while tracing."""
 
 
+class WideScalars:
+    """float32 scalars that are computed in double precision: which is which, by identity."""
+
+    __slots__ = ("_narrow", "_wide")
+
+    def __init__(self) -> None:
+        # (the key's array, so that its id stays its own, and the other one)
+        self._wide: dict[int, tuple[Any, Any]] = {}
+        self._narrow: dict[int, tuple[Any, Any]] = {}
+
+    def widened(self, array: Any) -> Any:
+        """A float32 scalar in double precision; anything else as it is."""
+        if getattr(array, "dtype", None) != "float32":
+            return array
+        known = self._wide.get(id(array))
+        if known is None:
+            known = self._wide[id(array)] = array, array.astype("float64")
+        return known[1]
+
+    def narrowed(self, array: Any) -> Any:
+        """The float32 scalar of one in double precision, always the same one."""
+        known = self._narrow.get(id(array))
+        if known is None:
+            narrow = array.astype("float32")
+            known = self._narrow[id(array)] = array, narrow
+            self._wide[id(narrow)] = narrow, array
+        return known[1]
+
+
+class RandomNumbers:
+    """The random operations of a step that is being traced.
+
+    Attributes:
+        seed, start: the generator's state when the trace began.
+        counter: its present count of operations.
+        refuse: raises because of what is described.
+    """
+
+    __slots__ = ("counter", "refuse", "seed", "start")
+
+    def __init__(self, seed: int, start: int, refuse: Callable[[str], None]) -> None:
+        self.seed, self.start, self.counter, self.refuse = seed, start, start, refuse
+
+
 class _ThreadState(threading.local):
     trace: Trace | None = None
     batch: Batch | None = None
@@ -78,6 +121,11 @@ _state = _ThreadState()
 def current() -> Trace | None:
     """The trace that is active in this thread."""
     return _state.trace
+
+
+def random_numbers() -> RandomNumbers | None:
+    """The random operations of the step that is traced in this thread."""
+    return getattr(_state.trace, "random", None)
 
 
 def batch() -> Batch | None:

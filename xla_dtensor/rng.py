@@ -28,6 +28,9 @@ _counter = 0
 def manual_seed(seed: int) -> None:
     """Start the stream of ``seed`` (any Python integer, taken modulo 2**64)."""
     global _seed, _counter
+    traced = _context.random_numbers()
+    if traced is not None:
+        traced.refuse("a new seed")
     with _lock:
         _seed, _counter = int(seed) % 2**64, 0
 
@@ -68,12 +71,20 @@ def give_back(state: np.ndarray, operations: int = 1) -> None:
 def advance(operations: int = 1) -> None:
     """Count ``operations`` random operations."""
     global _counter
+    traced = _context.random_numbers()
+    if traced is not None:
+        traced.counter += operations
+        return
     with _lock:
         _counter += operations
 
 
 def position() -> tuple[int, int]:
-    """The seed and the number of random operations so far."""
+    """The seed and the number of random operations so far: of the step that is traced in this
+    thread, or of all."""
+    traced = _context.random_numbers()
+    if traced is not None:
+        return traced.seed, traced.counter
     with _lock:
         return _seed, _counter
 
@@ -111,7 +122,12 @@ def set_state(state: torch.Tensor) -> None:
     with _disable_current_modes():
         w = state.detach().cpu().contiguous().numpy().view(np.uint32).astype(np.uint64)
     seed, counter = int(w[0] | (w[1] << np.uint64(32))), int(w[2] | (w[3] << np.uint64(32)))
-    if _context.current() is not None and seed != _seed:
-        _context.current().refuse("set_rng_state() with another seed")  # type: ignore[union-attr]
+    traced = _context.random_numbers()
+    if traced is not None:
+        if seed != traced.seed or not traced.start <= counter <= traced.counter:
+            # Each call of the step has its own; only going back to one of them is possible.
+            traced.refuse("set_rng_state() with a state from outside of the step")
+        traced.counter = counter
+        return
     with _lock:
         _seed, _counter = seed, counter

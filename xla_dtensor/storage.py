@@ -176,7 +176,9 @@ class Pending:
     storage: Callable[[], Storage | None]
     error: BaseException | None
 
-    def __init__(self, batch: Batch, index: int) -> None:
+    batch: Any
+
+    def __init__(self, batch: Batch | None, index: int) -> None:
         self.batch = batch
         self.index = index
         self.storage = lambda: None
@@ -362,6 +364,12 @@ class Storage:
         self.value = value
         self.form = form
         self.version = next(_versions)
+
+    def give_up(self, error: BaseException) -> None:
+        """There will be no value, because of ``error``."""
+        pending = Pending(None, 0)
+        pending.error = error
+        self.array = pending  # type: ignore[assignment]
 
     def introduce(self, tensor: Any) -> None:
         """A second tensor is about to be made on this storage, from ``tensor``. An operation's

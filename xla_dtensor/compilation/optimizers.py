@@ -55,18 +55,21 @@ class SteppedOptimizer:
         self.optimizer = optimizer
         self.name = name
         self.numbers: list[set[str]] = []
-        self.state = {p: dict(s) for p, s in optimizer.state.items()}
+        self.state = {p: (s, dict(s)) for p, s in optimizer.state.items()}
         self.groups = [dict(group) for group in optimizer.param_groups]
 
     def undo(self) -> None:
         """Give the optimizer the state that it had before the trace."""
         self.optimizer.state.clear()
-        self.optimizer.state.update({p: dict(s) for p, s in self.state.items()})
+        for parameter, (state, content) in self.state.items():
+            state.clear()
+            state.update(content)
+            self.optimizer.state[parameter] = state
 
     def made_state(self) -> bool:
         """Whether the step has filled state that wasn't there."""
         return any(
-            key not in self.state.get(p, {})
+            key not in self.state.get(p, ({}, {}))[1]
             for p, state in self.optimizer.state.items()
             for key in state
         )

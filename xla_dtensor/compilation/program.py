@@ -14,8 +14,9 @@ import torch
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from torch.utils import _pytree as pytree
 
-from xla_dtensor import rng
+from xla_dtensor import interrupts, rng
 from xla_dtensor.base import epoch
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.history import Call, Split, WithHistory, cotangent
 from xla_dtensor.compilation.optimizers import Changed
@@ -57,8 +58,12 @@ class Prepared:
 class Program:
     """One traced and compiled form of the step, valid while its guards hold.
 
+    Args:
+        executables: those compiled so far; None to lower the program and no more.
+
     Attributes:
         compiled: the ``jax.stages.Compiled``.
+        lowered: the ``jax.stages.Lowered``, without ``executables``.
         newly_compiled: whether XLA had to compile it.
         stale: why the next call has to trace again whatever it finds, or None.
         why_not: what `mismatch` said last.
@@ -68,9 +73,8 @@ class Program:
         self,
         traced: Traced,
         arguments: Arguments,
-        executables: dict[Any, Any],
+        executables: Cache[Any, Any] | None,
         compiler_options: dict[str, Any] | None,
-        lower_only: bool = False,
     ) -> None:
         self.traced = self._traced = traced
         self.effects = traced.effects
@@ -97,7 +101,7 @@ class Program:
         self._grads_share = self._sharing(grads, arguments) if grads else None
         self._jaxpr = traced.closed.jaxpr
         self._plan_inputs(arguments)
-        self._compile(executables, compiler_options, arguments, lower_only)
+        self._compile(executables, compiler_options, arguments)
 
     # --- compiling ---------------------------------------------------------------------------
 
@@ -158,10 +162,9 @@ class Program:
 
     def _compile(
         self,
-        executables: dict[Any, Any],
+        executables: Cache[Any, Any] | None,
         options: dict[str, Any] | None,
         arguments: Arguments,
-        lower_only: bool,
     ) -> None:
         jaxpr, evaluate, history = self._jaxpr, jaxpr_as_fun, self._traced.history
         constants = self._resolver()
@@ -205,9 +208,9 @@ class Program:
         with jax.enable_x64(True):
             jitted = jax.jit(step, donate_argnums=donate, **jit_options)
             prepared = self._prepared = self._prepare(arguments)
-            inputs = self._gather(arguments, prepared)
+            inputs = self._gather(arguments, prepared, take=False)
             lowered = jitted.lower(*inputs)
-            if lower_only:
+            if executables is None:
                 self.lowered = lowered
                 return
             # A trace that came to the same program (the step's Python found state in place that an
@@ -215,10 +218,11 @@ class Program:
             devices = None if self._frame is None else tuple(self._frame.device_ids)
             text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
             key = text, devices, lowered.in_tree, _layouts(inputs)
-            self.newly_compiled = key not in executables
-            if self.newly_compiled:
-                executables[key] = lowered.compile(options)
-            self.compiled = executables[key]
+            compiled = executables.get(key)
+            self.newly_compiled = compiled is None
+            if compiled is None:
+                compiled = executables.put(key, lowered.compile(options))
+            self.compiled = compiled
 
     def _sharding(self, form: Form) -> Any:
         if form.sharding is not None or self._frame is None:
@@ -358,19 +362,25 @@ class Program:
         results = list(WithHistory.apply(call, *inputs))
         return pytree.tree_unflatten(results, self._traced.result_tree)
 
+    @interrupts.atomic
     def _execute(
         self, arguments: Arguments, prepared: Prepared, history: bool = False
     ) -> tuple[list[Any], Any]:
         with jax.enable_x64(True):
             inputs = self._gather(arguments, prepared)
-            arrays = self.compiled(*inputs)
+            try:
+                arrays = self.compiled(*inputs)
+            except BaseException as error:
+                if self._random_operations:
+                    rng.give_back(inputs[3][-4:], self._random_operations)
+                _check_alive(inputs[0], error)
+                raise
             residuals = None
             if self._split is not None:
                 count = len(arrays) - self._split.residuals
                 arrays, last = arrays[:count], arrays[count:]
                 if history:
                     residuals = [*last, *self._constants(*inputs)]
-        rng.advance(self._random_operations)
         self._put(arrays, arguments)
         return arrays, residuals
 
@@ -489,16 +499,22 @@ class Program:
 
     # --- inputs ------------------------------------------------------------------------------
 
-    def _gather(self, arguments: Arguments, prepared: Prepared) -> tuple[Any, Any, Any, Any]:
+    def _gather(
+        self, arguments: Arguments, prepared: Prepared, take: bool = True
+    ) -> tuple[Any, Any, Any, Any]:
+        for _, source, _ in self._writes:
+            if source.kind != "state":
+                self.storage_of(source, arguments).check_write()
         donated = self._donated.gather(self, arguments)
         kept = self._kept.gather(self, arguments)
         hosts = [
             to_numpy(self._traced.host.reader(s.what)(arguments, prepared.host))
             for s in self._hosts
         ]
-        return donated, kept, hosts, self._words(prepared)
+        # Last: from here on nothing fails that would leave drawn numbers behind.
+        return donated, kept, hosts, self._words(prepared, take)
 
-    def _words(self, prepared: Prepared) -> np.ndarray:
+    def _words(self, prepared: Prepared, take: bool) -> np.ndarray:
         """All numbers and the generator's state as one array: each argument of a program that comes
         from the host costs a transfer to every device."""
         words = np.empty(2 * len(self._numbers) + 4, dtype=np.uint32)
@@ -507,7 +523,8 @@ class Program:
         for i, (number, value) in enumerate(zip(self._numbers, prepared.numbers, strict=True)):
             dtype = np.int64 if number.integer else np.float64
             words[2 * i : 2 * i + 2].view(dtype)[0] = value
-        words[-4:] = rng.words() if self._random_operations else 0
+        operations = self._random_operations
+        words[-4:] = (rng.take(operations) if take else rng.words()) if operations else 0
         return words
 
     @property
@@ -565,6 +582,20 @@ class _Arrays:
         if Pending in set(map(type, arrays)):
             arrays = [storage.array for storage in storages]
         return arrays
+
+
+def _check_alive(arrays: list[Any], error: BaseException) -> None:
+    """Say it if a launch that failed has used up the arrays that it was to overwrite.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    lost = sum(array.is_deleted() for array in arrays)
+    if lost:
+        raise RuntimeError(
+            f"the compiled step failed on the devices after it had taken over the memory of {lost} "
+            "tensors that it overwrites; their values are lost: load the last checkpoint"
+        ) from error
 
 
 def _same_grad(now: Any, before: Any) -> bool:

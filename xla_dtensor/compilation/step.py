@@ -5,23 +5,29 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor import _context, _observe
+from xla_dtensor import _context, _observe, interrupts
+from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.effects import Effect, refuse_counter
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.runtime.jax_runtime import code_bytes
 from xla_dtensor.storage import exact
 
 logger = logging.getLogger("xla_dtensor")
 
 # How many programs a step keeps for arguments of one kind; the one not used longest goes.
 KEPT = 16
+KINDS, PROGRAMS = 256, 256
+# The hooks of a trace are the process's (torch knows no others): one trace at a time.
+_tracing = threading.RLock()
 AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
 
 
@@ -139,7 +145,11 @@ class CompiledStep:
         self._options = compiler_options
         self._audit = audit
         self._calls = 0
-        self._lock_of_thread: Any = None
+        # Threads may share a step; its calls come one after another.
+        self._lock = threading.RLock()
+        name = f"compiled step {self._name()}"
+        self._families: Cache[Any, _Family] = Cache(f"{name}: kinds of arguments", KINDS)
+        self._executables: Cache[Any, Any] = Cache(f"{name}: programs", PROGRAMS, size=code_bytes)
         self.clear_cache()
         self.compilations = 0
         self.traces = 0
@@ -149,10 +159,14 @@ class CompiledStep:
         trace = _context.current()
         if trace is not None and isinstance(trace, StepTrace):
             return self._function(*args, **kwargs)  # part of the step that is being traced
-        arguments = Arguments(args, kwargs)
-        family = self._families.get(arguments.key)
-        if family is None:
-            family = self._families[arguments.key] = _Family()
+        if not interrupts.ready():
+            interrupts.install()
+        with self._lock:
+            return self._call(Arguments(args, kwargs))
+
+    @interrupts.completed
+    def _call(self, arguments: Arguments) -> Any:
+        family = self._families.get_or_make(arguments.key, _Family)
         programs = family.programs_for(arguments.numbers)
         for position, program in enumerate(programs):
             if program.mismatch(arguments) is None:
@@ -172,16 +186,18 @@ class CompiledStep:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step's program for these arguments, not compiled and not run: a
         ``jax.stages.Lowered``, with ``as_text()`` and ``compile()``. Nothing changes."""
-        traced = Traced(self._function, Arguments(args, kwargs), frozenset())
-        try:
-            return Program(traced, Arguments(args, kwargs), {}, self._options, lower_only=True).lowered
-        finally:
-            traced.undo()
+        arguments = Arguments(args, kwargs)
+        with self._lock, _tracing:
+            traced = Traced(self._function, arguments, frozenset())
+            try:
+                return Program(traced, arguments, None, self._options).lowered
+            finally:
+                traced.undo()
 
     def clear_cache(self) -> None:
         """Forget all programs; the next call traces and compiles."""
-        self._families: dict[Any, _Family] = {}
-        self._executables: dict[Any, Any] = {}
+        self._families.clear()
+        self._executables.clear()
         self._last: tuple[Arguments, Program] | None = None
         self._ignored: frozenset[str] = frozenset()
 
@@ -197,12 +213,13 @@ class CompiledStep:
         if not programs and family.programs:
             family.varies(arguments.numbers)
             programs = family.programs_for(arguments.numbers)
-        traced = self._traced(arguments, family, path)
+        with _tracing:
+            traced = self._traced(arguments, family, path)
         programs = family.programs_for(arguments.numbers)
         try:
             program = Program(traced, arguments, self._executables, self._options)
-        except BaseException:
-            traced.undo()
+        except BaseException as error:
+            traced.undo(error)
             raise
         family.last = dict(arguments.numbers)
         self.traces += 1
@@ -271,7 +288,8 @@ class CompiledStep:
         """Every n-th call: the audit."""
         self._calls += 1
         if self._calls % self._audit == 0:
-            compare(self._name(), self._function, program.traced, arguments)
+            with _tracing:
+                compare(self._name(), self._function, program.traced, arguments)
 
     def _name(self) -> str:
         return getattr(self._function, "__qualname__", repr(self._function))

@@ -193,8 +193,8 @@ class StepTrace:
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.outside: dict[int, Outside] = {}
         self.frame: Frame | None = None
+        self.random = _context.RandomNumbers(*rng.position(), self.refuse)
         self.rng_words = jnp.asarray(rng.words())
-        self._rng_start = rng.position()
         self._owned: dict[int, weakref.ref[Storage]] = {}
         self._array_ids: set[int] = set()
         self._counters: dict[Any, Any] = {}
@@ -205,7 +205,7 @@ class StepTrace:
         # Scalars computed from the same scalars are computed once: the step counts of 600
         # parameters, and what an optimizer makes of them.
         self.scalars: dict[Any, Any] = {}
-        self._wide: dict[int, tuple[Any, Any]] = {}
+        self._wide = _context.WideScalars()
         self.history_begins = torch._C._autograd._get_sequence_nr()
         self.freed: set[int] = set()
         self.differentiating = False
@@ -278,19 +278,19 @@ class StepTrace:
             self._use(storage).written = True
 
     @property
-    def wide(self) -> dict[int, tuple[Any, Any]] | None:
+    def wide(self) -> _context.WideScalars | None:
         """Scalars in double precision. An optimizer that runs eagerly computes with Python's floats
         what becomes of step counts; ``1 - beta**step`` in float32 would have three digits."""
         return self._wide if self.in_optimizer else None
 
     def random_key(self) -> Any:
-        key = rng.key_of(self.rng_words, rng.position()[1] - self._rng_start[1])
-        rng.advance()
+        key = rng.key_of(self.rng_words, self.random_operations())
+        self.random.counter += 1
         return key
 
     def random_operations(self) -> int:
         """By how much the step moves the generator."""
-        return rng.position()[1] - self._rng_start[1]
+        return self.random.counter - self.random.start
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
         key = id(tensor), tensor._version
@@ -447,7 +447,6 @@ class StepTrace:
             tensor = outside.get()
             if tensor is not None and outside.takes_gradient and tensor.grad is not outside.grad:
                 tensor.grad = outside.grad
-        rng.advance(-self.random_operations())
 
 
 def nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[int, Any]]:

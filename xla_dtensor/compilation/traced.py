@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from xla_dtensor import _context
+from xla_dtensor import _context, interrupts
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.garbage import NewObjects
@@ -200,7 +200,7 @@ class Traced:
         def traced() -> list[Any]:
             args, kwargs = arguments.with_numbers(self._numbers(trace, arguments))
             with self.host, self.schedulers, self.hooks:
-                out = function(*args, **kwargs)
+                out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
                     "the step puts something into a list or dict that it was given as an argument, "
@@ -223,12 +223,11 @@ class Traced:
             ):
                 self.closed = jax.make_jaxpr(traced)()
         except BaseException:
-            self.hooks.undo()
-            surroundings.restore()  # nobody keeps a tensor that has no value
+            self._abandon(surroundings)
             raise
         finally:
             torch.compiler._is_compiling_flag = was_compiling
-            trace.undo()
+            self._undo_trace()
         free = {
             id(t): i for i, t in enumerate(arguments.tensors) if id(t) not in watch.tensors
         }
@@ -248,9 +247,22 @@ class Traced:
         """What the step's Python can read now."""
         return Watch(self._roots, self.ignored)
 
-    def undo(self) -> None:
-        """Take back what the optimizers made in the trace."""
+    @interrupts.atomic
+    def _abandon(self, surroundings: Surroundings) -> None:
         self.hooks.undo()
+        surroundings.restore()  # nobody keeps a tensor that has no value
+
+    @interrupts.atomic
+    def _undo_trace(self) -> None:
+        self.trace.undo()
+
+    @interrupts.atomic
+    def undo(self, error: BaseException | None = None) -> None:
+        """Take back what the optimizers made in the trace; what else it has left somewhere has no
+        value, because of ``error``."""
+        self.hooks.undo()
+        for storage, _ in self.left:
+            storage.give_up(error or RuntimeError("the step was traced, but not run"))
 
     def _numbers(self, trace: StepTrace, arguments: Arguments) -> dict[int, Any]:
         names = arguments.names() if self.dynamic else []
@@ -499,6 +511,11 @@ class Traced:
             ],
             "what its Python changes": [e.name() for e in self.effects],
         }
+
+
+@interrupts.interruptible
+def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _is_plain(view: Any) -> bool:

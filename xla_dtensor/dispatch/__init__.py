@@ -8,7 +8,6 @@ from _signal import SIGINT, getsignal
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 
 from xla_dtensor import _context, _observe, interrupts, rng, rules
@@ -226,19 +225,11 @@ def _trace(plan: Plan, call: Call, trace: _context.Trace) -> Any:
     given = leaves
     with jax.enable_x64(True):
         if key is not None and trace.wide is not None:
-            given = [_widened(leaf, trace.wide) for leaf in leaves]
+            given = list(map(trace.wide.widened, leaves))
         arrays = plan.run(trace.random_key, given, bases, False)
     if key is not None:
         trace.scalars[key] = leaves, arrays  # the leaves, so that their ids stay theirs
     return arrays
-
-
-def _widened(leaf: Any, wide: dict[int, tuple[Any, Any]]) -> Any:
-    """A float32 scalar in double precision."""
-    if getattr(leaf, "dtype", None) != np.float32:
-        return leaf
-    known = wide.get(id(leaf))
-    return leaf.astype(np.float64) if known is None else known[1]
 
 
 _NUMBERS = (bool, int, float, complex)

@@ -351,12 +351,11 @@ def _cast(value: Any, dtype: Any) -> Any:
         return value
     if value.dtype.kind == "c" and dtype.kind != "c":
         value = value.real
-    narrow = value.astype(dtype)
-    if value.ndim == 0:
+    if value.ndim == 0 and value.dtype == np.float64 and dtype == np.float32:
         trace = _context.current()
-        if trace is not None and trace.wide is not None and value.dtype == np.float64:
-            trace.wide[id(narrow)] = narrow, value
-    return narrow
+        if trace is not None and trace.wide is not None:
+            return trace.wide.narrowed(value)
+    return value.astype(dtype)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
