@@ -300,8 +300,7 @@ def _train(*arguments: str) -> str:
     return "".join(lines)
 
 
-# For compiled steps add "--compiled" here.
-VARIANTS = [pytest.param([], id="eager")]
+VARIANTS = [pytest.param([], id="eager"), pytest.param(["--compiled"], id="compiled")]
 
 
 @pytest.mark.parametrize("options", VARIANTS)

@@ -228,3 +228,61 @@ def test_errors_stay_in_their_thread(mesh_2x4: DeviceMesh, switch_interval: None
         return found
 
     assert in_threads(work) == [[f"from thread {i}"] * 5 for i in range(THREADS)]
+
+
+def a_step_of_ones_own(index: int, place: Place, compiled: bool) -> list[torch.Tensor]:
+    """Losses and parameters of a few steps on a model of the thread's own."""
+    generator = torch.Generator().manual_seed(index)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(place(parameter.detach())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = xd.compile(step) if compiled else step
+    losses = [run(place(values(10 * index + i, 4, 4))).cpu() for i in range(4)]
+    return [*losses, *(p.detach().cpu() for p in model.parameters())]
+
+
+def test_compiled_steps(mesh_2x4: DeviceMesh) -> None:
+    """Four threads trace, compile and run a step each, on one mesh."""
+    place = lambda t: distribute_tensor(t, mesh_2x4, [Replicate(), Replicate()])
+    results = in_threads(lambda index: a_step_of_ones_own(index, place, True))
+    for index, result in enumerate(results):
+        for actual, expected in zip(result, a_step_of_ones_own(index, lambda t: t, False), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_compiled_step(mesh_2x4: DeviceMesh) -> None:
+    """A step that threads share runs for one after the other: no write is lost."""
+    total = distribute_tensor(torch.zeros(()), mesh_2x4, None)
+    step = xd.compile(lambda x: total.add_(x.sum()).clone())
+
+    def work(index: int) -> set[float]:
+        one = distribute_tensor(torch.ones(8), mesh_2x4, [Replicate(), Shard(0)])
+        return {step(one).item() for _ in range(10)}
+
+    seen = in_threads(work)
+    assert total.item() == 8.0 * 10 * THREADS
+    assert len(set().union(*seen)) == 10 * THREADS
+    assert step.compilations == 1
+
+
+def test_random_numbers_of_compiled_steps(mesh_2x4: DeviceMesh) -> None:
+    steps = [xd.compile(lambda x: torch.rand_like(x)) for _ in range(THREADS)]
+
+    def work(index: int) -> list[float]:
+        x = distribute_tensor(torch.ones(1), mesh_2x4, None)
+        return [steps[index](x).item() for _ in range(10)]
+
+    drawn = [number for numbers in in_threads(work) for number in numbers]
+    assert len(set(drawn)) == len(drawn)

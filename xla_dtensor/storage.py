@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -356,7 +356,7 @@ class Storage:
         self.version = next(_versions)
         self.recipe = None
         if self.counters:
-            self._count_write()
+            self.count_write()
 
     def put_back(self, value: Any, form: Form) -> None:
         """Undo writes: the storage has an earlier ``value`` again. That is a version of its own,
@@ -404,8 +404,24 @@ class Storage:
             new = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
             self.counters = (*alive, *new)
 
-    def _count_write(self) -> None:
+    def count_write(self) -> None:
         for reference in self.counters:
             tensor = reference()
             if tensor is not None and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
+
+
+def put(storages: Iterable[Storage], arrays: Iterable[jax.Array]) -> list[Storage]:
+    """Give many storages new values at once, in the forms that they have; returns those whose
+    tensors have counters of their own to be told (`Storage.count_write`).
+
+    For a compiled step, which has hundreds: a `Storage.write` each would take longer than its
+    launch.
+    """
+    counted = []
+    for storage, array, version in zip(storages, arrays, _versions, strict=False):
+        storage.value = array
+        storage.version = version
+        if storage.counters:
+            counted.append(storage)
+    return counted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -35,10 +36,11 @@ from xla_dtensor.compilation.traced import (
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.form import Form
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Pending, Storage
+from xla_dtensor.storage import Pending, Storage, put
 from xla_dtensor.transfer import to_numpy
 
 _value, _form_of = operator.attrgetter("value"), operator.attrgetter("form")
+_grad = operator.attrgetter("grad")
 
 
 class Prepared:
@@ -65,6 +67,7 @@ class Program:
         compiled: the ``jax.stages.Compiled``.
         lowered: the ``jax.stages.Lowered``, without ``executables``.
         newly_compiled: whether XLA had to compile it.
+        launched: whether it has ever run.
         stale: why the next call has to trace again whatever it finds, or None.
         why_not: what `mismatch` said last.
     """
@@ -79,6 +82,7 @@ class Program:
         self.traced = self._traced = traced
         self.effects = traced.effects
         self.changed_path: str | None = None
+        self.launched = False
         trace = traced.trace
         self.watch = traced.watch
         self._frame = traced.frame
@@ -96,8 +100,16 @@ class Program:
         # it before it looked.
         self._leaves = [o for o in self._outside if o.takes_gradient and not o.cleared]
         # Tensors that the step writes as autograd must see: what it saved is overwritten.
-        self._counted = [o for o in self._outside for _ in range(o.writes)]
+        counted = [o for o in self._outside if o.writes]
+        self._counted = [o.get() for o in counted if o.index is None]
+        self._counted = [t for t in self._counted if not t.is_inference()]
+        self._counted_arguments = [o.index for o in counted if o.index is not None]
         grads = [o.grad for o in self._leaves if o.grad is not None]
+        # Where none of them has a gradient when the step begins, asking is one loop in C.
+        self._leaf_tensors: list[Any] | None = None
+        if not grads and all(o.index is None for o in self._leaves):
+            self._leaf_tensors = [o.get() for o in self._leaves]
+        self._no_grads = [None] * len(self._leaves)
         self._grads_share = self._sharing(grads, arguments) if grads else None
         self._jaxpr = traced.closed.jaxpr
         self._plan_inputs(arguments)
@@ -125,6 +137,26 @@ class Program:
             for source in traced.slots
             for index, storages in source.writes
         ]
+
+    def _plan_writes(self) -> None:
+        """What goes where after a run: storages that are the same in every call, one array for many
+        counters, and storages of arguments and gradients."""
+        alone: list[tuple[int, Storage]] = []
+        counters: list[tuple[int, tuple[Storage, ...]]] = []
+        others: list[tuple[int, Source]] = []
+        for index, source, storages in self._writes:
+            if source.kind != "state":
+                others.append((index, source))
+            elif len(storages) > 1:
+                counters.append((index, storages))
+            else:
+                alone.append((index, storages[0]))
+        self._written_places = [self._place_of[index] for index, _ in alone]
+        self._written_storages = [storage for _, storage in alone]
+        self._written_counters, self._written_arguments = counters, others
+        pairs = [(s, self._forms[index]) for index, s in alone]
+        pairs += [(s, self._forms[index]) for index, many in counters for s in many]
+        self._new_forms = [(s, form) for s, form in pairs if s.form is not form]
 
     def _resolver(self) -> Callable[..., list[Any]]:
         """A function from the program's inputs to the constants of the jaxpr."""
@@ -194,6 +226,7 @@ class Program:
                 out_shardings=grad_shardings if any(grad_shardings) else None,
             )
         self._place_of = {output: i for i, output in enumerate(self._outputs)}
+        self._plan_writes()
 
         def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
             found = constants(donated, kept, hosts, words)
@@ -246,17 +279,9 @@ class Program:
                 if changed is not None:
                     return changed
             self._epoch = epoch.tensors.value
-        grads = []
-        for outside in self._leaves:
-            leaf = outside.of(arguments)
-            if leaf is not None:
-                grad = leaf.grad
-                if not _same_grad(grad, outside.grad):
-                    return _grad_text(leaf, outside.grad)
-                if grad is not None:
-                    grads.append(grad)
-        if grads and self._sharing(grads, arguments) != self._grads_share:
-            return "which memory the gradients are in"
+        difference = self._grads_differ(arguments)
+        if difference is not None:
+            return difference
         for index, storage in self._traced.bound_arguments:
             if arguments.tensors[index]._storage_ is not storage:
                 return "an argument, which was a tensor that the step uses anyway"
@@ -300,6 +325,27 @@ class Program:
             f"{self.changed_path}: from {before.text() if before else 'nothing'} to "
             f"{after.text() if after else 'nothing'}"
         )
+
+    def _grads_differ(self, arguments: Arguments) -> str | None:
+        leaves = self._leaf_tensors
+        if leaves is not None:
+            # torch asks each for a __torch_function__, which takes as long as reading .grad.
+            with torch._C.DisableTorchFunctionSubclass():
+                none = all(map(operator.is_, map(_grad, leaves), self._no_grads))
+            if none:
+                return None  # none had a gradient, and none has
+        grads = []
+        for outside in self._leaves:
+            leaf = outside.of(arguments)
+            if leaf is not None:
+                grad = leaf.grad
+                if not _same_grad(grad, outside.grad):
+                    return _grad_text(leaf, outside.grad)
+                if grad is not None:
+                    grads.append(grad)
+        if grads and self._sharing(grads, arguments) != self._grads_share:
+            return "which memory the gradients are in"
+        return None
 
     def _sharing(self, grads: list[Any], arguments: Arguments) -> Any:
         """Which gradients are in the same memory, or in that of something else that the step uses;
@@ -381,22 +427,31 @@ class Program:
                 arrays, last = arrays[:count], arrays[count:]
                 if history:
                     residuals = [*last, *self._constants(*inputs)]
+        self.launched = True
         self._put(arrays, arguments)
         return arrays, residuals
 
     def _put(self, arrays: list[Any], arguments: Arguments) -> None:
-        """Assign what the program has computed."""
+        """Assign what the program has computed. Nothing here can fail but a scheduler's step, which
+        comes last."""
         place_of, forms = self._place_of, self._forms
-        for index, source, storages in self._writes:
-            array, form = arrays[place_of[index]], forms[index]
-            if source.kind != "state":
-                storages = (self.storage_of(source, arguments),)
-            for storage in storages:
-                storage.write(array, form)
-        made: dict[int, Any] = {}
+        counted = put(self._written_storages, map(arrays.__getitem__, self._written_places))
+        for index, storages in self._written_counters:
+            put(storages, itertools.repeat(arrays[place_of[index]]))
+        for storage, form in self._new_forms:
+            storage.form = form
+        for storage in counted:
+            storage.count_write()
+        for index, source in self._written_arguments:
+            storage = self.storage_of(source, arguments)
+            storage.write(arrays[place_of[index]], forms[index])
         if self._counted:
-            written = [outside.of(arguments) for outside in self._counted]
-            torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+            torch.autograd.graph.increment_version(self._counted)
+        for index in self._counted_arguments:
+            argument = arguments.tensors[index]
+            if not argument.is_inference():
+                torch.autograd.graph.increment_version(argument)
+        made: dict[int, Any] = {}
         for outside, template in self._traced.grads:
             leaf = outside.of(arguments)
             if leaf is not None:
@@ -502,9 +557,8 @@ class Program:
     def _gather(
         self, arguments: Arguments, prepared: Prepared, take: bool = True
     ) -> tuple[Any, Any, Any, Any]:
-        for _, source, _ in self._writes:
-            if source.kind != "state":
-                self.storage_of(source, arguments).check_write()
+        for _, source in self._written_arguments:
+            self.storage_of(source, arguments).check_write()
         donated = self._donated.gather(self, arguments)
         kept = self._kept.gather(self, arguments)
         hosts = [
@@ -542,6 +596,7 @@ class _Arrays:
         self._special = [(i, s) for i, s in enumerate(sources) if s.kind != "state"]
         self._shared = [s for s in sources if len(s.storages) > 1]
         self._forms = [s.form for s in sources]
+        self._placed = False
 
     def mismatch(self, program: Program, arguments: Arguments) -> str | None:
         """Whether a storage no longer lies as the program was compiled for."""
@@ -558,11 +613,24 @@ class _Arrays:
                 if before is None or not _same_kind(storage.form, before):
                     return f"captured state: from {before!r} to {storage.form!r}"
                 self._forms[i] = storage.form
+                self._placed = False
         for source in self._shared:
             first = source.storages[0].value
             if not all(s.value is first for s in source.storages):
                 return "step counts that were equal"
         return None
+
+    def _place(self, program: Program, storages: list[Storage]) -> None:
+        """Copy what is on the default device alone to all devices of the program."""
+        self._placed = True
+        if program.frame is None:
+            return
+        for i, storage in enumerate(storages):
+            if storage.form.frame is None:
+                storage.place(program.frame)
+                self._forms[i] = storage.form
+                for other in self.sources[i].storages[1:]:
+                    other.array, other.form = storage.array, storage.form
 
     def gather(self, program: Program, arguments: Arguments) -> list[Any]:
         """The arrays of this call."""
@@ -571,13 +639,8 @@ class _Arrays:
             storages = list(storages)
             for i, source in self._special:
                 storages[i] = program.storage_of(source, arguments)
-        if program.frame is not None:
-            for i, storage in enumerate(storages):
-                if storage.form.frame is None:
-                    storage.place(program.frame)
-                    self._forms[i] = storage.form
-                    for other in self.sources[i].storages[1:]:
-                        other.array, other.form = storage.array, storage.form
+        if not self._placed or self._special:
+            self._place(program, storages)
         arrays = list(map(_value, storages))
         if Pending in set(map(type, arrays)):
             arrays = [storage.array for storage in storages]

@@ -201,6 +201,20 @@ class CompiledStep:
         self._last: tuple[Arguments, Program] | None = None
         self._ignored: frozenset[str] = frozenset()
 
+    def why_not(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why a call with these arguments would trace the step, or None if a program is there that
+        it would run. Nothing is traced, and nothing changes."""
+        arguments = Arguments(args, kwargs)
+        with self._lock:
+            family = self._families.get(arguments.key)
+            programs = family.programs_for(arguments.numbers) if family is not None else []
+            reasons = [program.mismatch(arguments) for program in programs]
+            if None in reasons:
+                return None
+            if self._last is None:
+                return "the step has not been called yet"
+            return reasons[0] if reasons else self._explain(arguments, family or _Family(), [])[0]
+
     def compiled_programs(self) -> list[Any]:
         """The ``jax.stages.Compiled`` programs that exist, oldest first: their ``as_text()``,
         ``memory_analysis()`` and ``cost_analysis()`` say what XLA made of the step."""
@@ -216,10 +230,15 @@ class CompiledStep:
         with _tracing:
             traced = self._traced(arguments, family, path)
         programs = family.programs_for(arguments.numbers)
+        program: Program | None = None
         try:
             program = Program(traced, arguments, self._executables, self._options)
+            result = program.run(arguments)
         except BaseException as error:
-            traced.undo(error)
+            if program is None or not program.launched:
+                traced.undo(error)
+            else:  # a scheduler's step: the program has done what it had to
+                self._keep(program, arguments, programs)
             raise
         family.last = dict(arguments.numbers)
         self.traces += 1
@@ -228,10 +247,13 @@ class CompiledStep:
             if why is not None:
                 self.recompilations.append(why)
                 logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
+        self._keep(program, arguments, programs)
+        return result
+
+    def _keep(self, program: Program, arguments: Arguments, programs: list[Program]) -> None:
         programs[:] = [p for p in programs if p.stale is None][: KEPT - 1]
         programs.insert(0, program)
         self._last = arguments, program
-        return program.run(arguments)
 
     def _traced(self, arguments: Arguments, family: _Family, path: str | None) -> Traced:
         """A trace; with numbers as inputs if the step's Python can do with that."""

@@ -98,6 +98,7 @@ class Outside:
         get: gives the tensor; None for a view that the step made and has dropped. Only during the
             trace by a weak reference: torch swaps no tensor that has one (``module.half()``).
         index: which argument of the step it is, if it is one and nothing else.
+        only_optimizer: whether it was an optimizer that first used it: state, which no graph saves.
         writes: how many writes autograd has counted during the trace; each call counts as many.
         grad: its ``.grad`` when the step began.
         cleared: whether the step has set that to None before it used the tensor, so that it doesn't
@@ -106,12 +107,13 @@ class Outside:
 
     __slots__ = (
         *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
-        *("index", "version", "writes"),
+        *("index", "only_optimizer", "version", "writes"),
     )
 
     def __init__(self, tensor: Any) -> None:
         self.get: Callable[[], Any] = weakref.ref(tensor)
         self.index: int | None = None
+        self.only_optimizer = False
         self.version = _version(tensor)
         self.writes = 0
         self.requires_grad = tensor.requires_grad
@@ -133,7 +135,7 @@ class Outside:
         tensor = self.get()
         self.index = index
         self.get = (lambda: None) if index is not None else lambda: tensor
-        if tensor is not None:
+        if tensor is not None and not self.only_optimizer:
             self.writes = _version(tensor) - self.version
         return tensor is not None
 
@@ -260,6 +262,8 @@ class StepTrace:
                 outside.cleared = True
             if self._cleared.get(id(tensor)) is tensor:
                 outside.cleared = True
+            if self.in_optimizer:
+                outside.only_optimizer = True
             self.outside[id(tensor)] = outside
 
     def cleared(self, tensors: Iterable[Any]) -> None:

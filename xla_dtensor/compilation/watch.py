@@ -298,7 +298,10 @@ class Watch:
     def _function(self, function: types.FunctionType, path: str) -> None:
         code = function.__code__
         self._note(path, "function", code)
-        library = is_library(function.__globals__.get("__name__"))
+        module = function.__globals__.get("__name__")
+        if module is not None and module.startswith("xla_dtensor."):
+            return  # our own hooks: what they depend on has guards of its own
+        library = is_library(module)
         if not library:
             names = names_of(code)
             self._names.update(names)
