@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow check rules-check conformance oracle bench bench-eager bench-torch clean
+.PHONY: help env train test test-slow check rules-check conformance oracle bench bench-eager bench-host bench-torch clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -56,6 +56,9 @@ bench: env ## the compiled step against hand-written JAX
 
 bench-eager: env ## the time per eager call, next to torch's DTensor and jax.jit
 	$(BIN)/python benchmarks/eager.py $(ARGS)
+
+bench-host: env ## the host's time for a compiled call of 600 parameters, next to jax.jit (about five minutes)
+	$(BIN)/python benchmarks/host_overhead.py $(ARGS)
 
 bench-torch: env ## FSDP x TP against torch's DTensor in 8 gloo processes (about two minutes)
 	$(BIN)/python benchmarks/vs_torch_dtensor.py $(ARGS)
