@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
-_OWN_ATTRIBUTES = frozenset(
+OWN_ATTRIBUTES = frozenset(
     {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat"}
 )
 
@@ -216,7 +216,7 @@ class TensorMethods:
         memo[id(self)] = result
         result.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
         for name, value in self.__dict__.items():
-            if name not in _OWN_ATTRIBUTES:
+            if name not in OWN_ATTRIBUTES:
                 setattr(result, name, copy.deepcopy(value, memo))
         if self.grad is not None:  # type: ignore[attr-defined]
             result.grad = copy.deepcopy(self.grad, memo)  # type: ignore[attr-defined]

@@ -31,6 +31,9 @@ class Same:
     def __hash__(self) -> int:
         return id(self.value)
 
+    def __repr__(self) -> str:
+        return repr(self.value)
+
 
 class Arguments:
     """The arguments of one call.

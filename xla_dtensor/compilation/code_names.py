@@ -101,11 +101,15 @@ _MADE_UP = {"vars", "getattr", "__dict__", "attrgetter", "eval", "exec"}
 
 def _has_constant(instructions: list[dis.Instruction], position: int) -> bool:
     """Whether the call of ``getattr`` at ``position`` names the attribute."""
-    for instruction in instructions[position + 1 : position + 12]:
-        if instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
-            return True
-        if instruction.opname.startswith(("CALL", "PRECALL")):
-            return False
+    found = False
+    for instruction in instructions[position + 1 : position + 16]:
+        kind = instruction.opname
+        if kind == "LOAD_CONST" and isinstance(instruction.argval, str):
+            found = True
+        elif kind.startswith(("BUILD_STRING", "FORMAT", "BINARY_OP")):
+            return False  # f"layer{i}"
+        elif kind.startswith(("CALL", "PRECALL")):
+            return found
     return False
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.compilation.places import MISSING, Entries, Place
+from xla_dtensor.compilation.places import MISSING, Entries, Place, Slots
 from xla_dtensor.compilation.watch import Watch, same_atom
 from xla_dtensor.errors import DataDependentError
 
@@ -38,6 +38,12 @@ class Effect:
     def name(self) -> str:
         """How to call what changed."""
         return self.place.label(next(iter({**self.before, **self.after})))
+
+    def keys(self) -> set[Any]:
+        """What has changed, by identity: a list or a dict as a whole, an attribute."""
+        if isinstance(self.place, Entries | Slots):
+            return {(id(self.place.owner), key) for key in {**self.before, **self.after}}
+        return {id(self.place.owner)}
 
     def text(self) -> str:
         """From what to what."""
@@ -113,6 +119,8 @@ def _same(a: Any, b: Any) -> bool:
 def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)}"
+    if hasattr(value, "form"):  # what stands for a tensor of the step's
+        return f"a tensor {list(value.form.shape)}"
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."
 

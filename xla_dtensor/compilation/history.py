@@ -228,8 +228,13 @@ class WithHistory(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True goes through a compiled step, whose backward pass is a program "
+                "that can't be differentiated again: take the gradient inside of the step "
+                "(torch.autograd.grad(..., create_graph=True)), or call the step's function eagerly"
+            )
         _ = ctx.saved_tensors
         return (None, *ctx.call.backward([grads[i] for i in ctx.call.differentiable]))
 

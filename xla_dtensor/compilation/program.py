@@ -43,6 +43,10 @@ _value, _form_of = operator.attrgetter("value"), operator.attrgetter("form")
 _grad = operator.attrgetter("grad")
 
 
+# Sources that are inputs of the program as they are.
+_ARRAY_KINDS = ("state", "argument", "grad", "host")
+
+
 class Prepared:
     """What the checks of a call have computed, and its launch needs.
 
@@ -199,7 +203,7 @@ class Program:
         arguments: Arguments,
     ) -> None:
         jaxpr, evaluate, history = self._jaxpr, jaxpr_as_fun, self._traced.history
-        constants = self._resolver()
+        constants, traced_sources = self._resolver(), self._traced.sources
         shardings = [self._sharding(form) for form in self._forms]
         self._outputs = list(range(len(self._forms)))
         self._split: Split | None = None
@@ -218,7 +222,10 @@ class Program:
             shardings = [shardings[i] for i in self._outputs]
             shardings += [None] * self._split.residuals
             passed = self._split.constants
-            self._constants = jax.jit(lambda *inputs: [constants(*inputs)[i] for i in passed])
+            self._computed = [i for i in passed if traced_sources[i].kind not in _ARRAY_KINDS]
+            self._computing = jax.jit(
+                lambda *inputs: [constants(*inputs)[i] for i in self._computed]
+            )
             grad_shardings = [self._sharding(self._forms[i]) for i in gradients]
             backward = self._split.backward
             self._backward = jax.jit(
@@ -426,10 +433,26 @@ class Program:
                 count = len(arrays) - self._split.residuals
                 arrays, last = arrays[:count], arrays[count:]
                 if history:
-                    residuals = [*last, *self._constants(*inputs)]
+                    residuals = [*last, *self._constants(inputs)]
         self.launched = True
         self._put(arrays, arguments)
         return arrays, residuals
+
+    def _constants(self, inputs: Any) -> list[Any]:
+        """The inputs that the backward pass needs, too: the very arrays, not copies."""
+        assert self._split is not None
+        computed = iter(self._computing(*inputs) if self._computed else ())
+        groups = self._donated.sources, self._kept.sources, self._hosts
+        where = {id(s): (g, i) for g, members in enumerate(groups) for i, s in enumerate(members)}
+        found = []
+        for index in self._split.constants:
+            source = self._traced.sources[index]
+            if source.kind in _ARRAY_KINDS:
+                group, position = where[id(source)]
+                found.append(inputs[group][position])
+            else:
+                found.append(next(computed))
+        return found
 
     def _put(self, arrays: list[Any], arguments: Arguments) -> None:
         """Assign what the program has computed. Nothing here can fail but a scheduler's step, which
@@ -535,7 +558,7 @@ class Program:
             forms = [form.placed(self._frame) for form in history.cotangent_forms]
             arrays = [cotangent(grads[n], forms[n]) for n in self._used_cotangents]
             for array in residuals:
-                if array.is_deleted():
+                if isinstance(array, jax.Array) and array.is_deleted():
                     raise RuntimeError(
                         "a tensor that the backward pass of a compiled step needs has been "
                         "overwritten by another compiled step since; call backward() before the "

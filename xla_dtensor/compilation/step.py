@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import threading
@@ -26,6 +27,8 @@ logger = logging.getLogger("xla_dtensor")
 # How many programs a step keeps for arguments of one kind; the one not used longest goes.
 KEPT = 16
 KINDS, PROGRAMS = 256, 256
+# Calls traced in a row of which one is told.
+MANY_TRACES = 5
 # The hooks of a trace are the process's (torch knows no others): one trace at a time.
 _tracing = threading.RLock()
 AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
@@ -78,6 +81,12 @@ def compile(
     """
     if not callable(function):
         raise TypeError(f"xd.compile takes a function (the step), not {function!r}")
+    code = inspect.unwrap(function)
+    if inspect.isgeneratorfunction(code) or inspect.iscoroutinefunction(code):
+        raise TypeError(
+            f"xd.compile: {_name_of(function)} is a generator or a coroutine, whose Python goes on "
+            "when its caller asks; a step is one program: let it return its results"
+        )
     if audit is None:
         audit = int(os.environ.get(AUDIT_VARIABLE, "0"))
     if isinstance(audit, bool) or audit < 0:
@@ -140,7 +149,7 @@ class CompiledStep:
         compiler_options: dict[str, Any] | None = None,
         audit: int = 0,
     ) -> None:
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())
         self._function = function
         self._options = compiler_options
         self._audit = audit
@@ -173,6 +182,7 @@ class CompiledStep:
                 if position:
                     programs.insert(0, programs.pop(position))
                 self._last = arguments, program
+                self._in_a_row = 0
                 if _observe.observer is not None:
                     _observe.observer.compiled(self._name())
                 if self._audit:
@@ -200,6 +210,7 @@ class CompiledStep:
         self._executables.clear()
         self._last: tuple[Arguments, Program] | None = None
         self._ignored: frozenset[str] = frozenset()
+        self._in_a_row = 0
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
         """Why a call with these arguments would trace the step, or None if a program is there that
@@ -248,6 +259,14 @@ class CompiledStep:
                 self.recompilations.append(why)
                 logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
         self._keep(program, arguments, programs)
+        self._in_a_row += 1
+        if self._in_a_row == MANY_TRACES:
+            logger.warning(
+                "xla_dtensor: %s has been traced in %d calls in a row, which takes long: %s",
+                self._name(),
+                MANY_TRACES,
+                why or "every call has had other arguments",
+            )
         return result
 
     def _keep(self, program: Program, arguments: Arguments, programs: list[Program]) -> None:
@@ -303,8 +322,8 @@ class CompiledStep:
         """
         if path is None or self._last is None or not effect.place.guarded:
             return False
-        before = {effect.name() for effect in self._last[1].effects}
-        return effect.name() in before and effect.name() == path
+        before = {key for earlier in self._last[1].effects for key in earlier.keys()}
+        return path.startswith(effect.place.path) and bool(effect.keys() & before)
 
     def _look_again(self, program: Program, arguments: Arguments) -> None:
         """Every n-th call: the audit."""
@@ -314,4 +333,8 @@ class CompiledStep:
                 compare(self._name(), self._function, program.traced, arguments)
 
     def _name(self) -> str:
-        return getattr(self._function, "__qualname__", repr(self._function))
+        return _name_of(self._function)
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -26,7 +26,7 @@ from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.trace import Captured, StepTrace
-from xla_dtensor.compilation.watch import Watch
+from xla_dtensor.compilation.watch import Watch, content_of
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError
@@ -215,7 +215,7 @@ class Traced:
         try:
             with (
                 _same_host_randomness(watch.random_sources),
-                _nothing_consumed(watch.consumed),
+                _nothing_consumed(watch),
                 NewObjects(),
                 _context.active(trace),
                 torch.autograd.set_multithreading_enabled(False),
@@ -235,11 +235,12 @@ class Traced:
         # Others, of which the step's Python may have read `requires_grad`.
         self.others = [o for _, o in trace.before.values() if o not in trace.outside.values()]
         self.others = [o for o in self.others if o.storage is not None and o.keep(None)]
-        stepped = list(self.hooks.stepped.values())
-        if stepped:
-            # With the state that the step has made.
-            self._roots += [(s.name, s) for s in stepped]
-        self.watch = watch if not stepped else self.look_again()
+        stepped, before = list(self.hooks.stepped.values()), len(self._roots)
+        self._roots += [(s.name, s) for s in stepped]  # with the state that the step has made
+        for key, optimizer in watch.optimizers.items():
+            if "state" in watch.reads and key not in self.hooks.stepped:
+                self._roots.append((f"{type(optimizer).__name__}.state", optimizer.state))
+        self.watch = watch if len(self._roots) == before else self.look_again()
         self.frame = trace.frame
         self._collect_inputs(trace, arguments)
 
@@ -282,6 +283,13 @@ class Traced:
         trace = self.trace
         for stepped in self.hooks.stepped.values():
             stepped.check()
+        if self.schedulers.calls and watch.reads & SCHEDULE:
+            raise DataDependentError(
+                f"the step calls {type(self.schedulers.calls[0][0]).__name__}.step(), which a "
+                "compiled step puts off until its program has run, and reads "
+                f"{sorted(watch.reads & SCHEDULE)}, which would be the value from before: read it "
+                "outside of the step"
+            )
         for outside in trace.outside.values():
             changed = outside.changed()
             if changed is not None:
@@ -497,7 +505,7 @@ class Traced:
         return {
             "the operations": str(self.closed.jaxpr),
             "the tensors that it uses": [s.signature() for s in self.sources],
-            "the layouts of its results": list(self.forms),
+            "the layouts of its results": [form.placed(self.frame) for form in self.forms],
             "what it returns": (
                 self.result_tree,
                 [
@@ -506,7 +514,7 @@ class Traced:
                 ],
             ),
             "the gradients that it leaves": [
-                (id(outside.get()), None if t is None else (t.index, t.form))
+                (id(outside.get()), None if t is None else (t.index, t.form.placed(self.frame)))
                 for outside, t in self.grads
             ],
             "what its Python changes": [e.name() for e in self.effects],
@@ -516,6 +524,10 @@ class Traced:
 @interrupts.interruptible
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+# What a scheduler's step changes.
+SCHEDULE = frozenset({"get_last_lr", "_last_lr", "last_epoch", "_step_count"})
 
 
 def _is_plain(view: Any) -> bool:
@@ -554,21 +566,32 @@ def _same_host_randomness(sources: list[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _nothing_consumed(iterators: list[tuple[Any, str]]) -> Iterator[None]:
-    """Refuse a step that takes elements from an iterator: it would take them once.
+def _nothing_consumed(watch: Watch) -> Iterator[None]:
+    """Refuse a step that takes elements from an iterator, or writes to an array of NumPy's: it would
+    do so once.
 
     Raises:
         DataDependentError: it has taken some.
     """
+    iterators = watch.consumed
     before = [_iterator_state(iterator) for iterator, _ in iterators]
     yield
+    for value, content in watch.arrays:
+        if content_of(value) != content:
+            raise DataDependentError(
+                f"the step writes to a {type(value).__name__} outside of it, on the host: that "
+                "would happen when it is traced, not in every call; use a tensor on the device"
+            )
     for (iterator, path), state in zip(iterators, before, strict=True):
-        if _iterator_state(iterator) != state:
+        if _iterator_state(iterator) != state or (state is UNKNOWN and watch.takes_next):
             raise DataDependentError(
                 f"the step takes the next element of {path}, a {type(iterator).__name__}: that "
                 "would happen when it is traced, not in every call; take it outside, and pass it "
                 "as an argument"
             )
+
+
+UNKNOWN = object()
 
 
 def _iterator_state(iterator: Any) -> Any:
@@ -579,6 +602,9 @@ def _iterator_state(iterator: Any) -> Any:
     hint = getattr(iterator, "__length_hint__", None)
     if hint is not None:
         return hint()
+    yielded = getattr(iterator, "_num_yielded", None)  # a DataLoader's
+    if yielded is not None:
+        return yielded
     if isinstance(iterator, itertools.count):
         return repr(iterator)
     with warnings.catch_warnings():
@@ -586,13 +612,16 @@ def _iterator_state(iterator: Any) -> Any:
         try:
             parts = iterator.__reduce__()
         except TypeError:
-            return None
-    return [
-        _iterator_state(x) if hasattr(x, "__next__") else x
+            return UNKNOWN
+    if isinstance(parts, str):
+        return UNKNOWN
+    states = [
+        _iterator_state(x) if hasattr(x, "__next__") else repr(x)
         for part in parts[1:]
         if isinstance(part, tuple)
         for x in part
     ]
+    return UNKNOWN if UNKNOWN in states else states
 
 
 def _random_states(sources: list[Any]) -> list[tuple[str, Any, Any]]:

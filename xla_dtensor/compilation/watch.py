@@ -21,6 +21,7 @@ import os
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
+from xla_dtensor._common import OWN_ATTRIBUTES
 from xla_dtensor.compilation.code_names import (
     Names,
     describe,
@@ -188,6 +190,16 @@ class Watch:
         self._seen = {}
         self._arm()
 
+    @property
+    def reads(self) -> set[str]:
+        """The names of all attributes that the step's code reads."""
+        return self._names.attributes
+
+    @property
+    def takes_next(self) -> bool:
+        """Whether the step's code calls ``next``."""
+        return any("next" in names for _, names in self._globals.values())
+
     def _size(self) -> tuple[int, ...]:
         names = self._names
         return (
@@ -204,6 +216,7 @@ class Watch:
         self.random_sources: list[Any] = []
         self.optimizers: dict[int, Optimizer] = {}
         self._typed: list[Any] = []
+        self._large: list[Any] = []
         self._seen: dict[int, tuple[Any, str]] = {}
         self._placed_globals: set[int] = set()
         self._seen_classes: set[type] = set()
@@ -233,6 +246,10 @@ class Watch:
                 # Which hooks there are the step's guards know; here it is what they read.
                 for number, hook in enumerate((getattr(value, name, None) or {}).values()):
                     self._walk(hook, f"{path}.{name}[{number}]")
+            own = vars(value)
+            names = [n for n in own if n not in OWN_ATTRIBUTES and self._is_read(n)]
+            if names:  # what the user has put on it
+                self._entries(own, names, path, value)
             return
         if isinstance(value, np.ndarray | bytearray | memoryview | array.array):
             content = content_of(value)
@@ -277,8 +294,15 @@ class Watch:
                     self._note(f"{path}.{name}", kind, inside)
         elif isinstance(value, types.CellType):
             self._cell(value, path)
-        elif isinstance(value, dict):
+        elif isinstance(value, dict | types.MappingProxyType):
             self._dict(value, path)
+        elif isinstance(value, types.BuiltinMethodType):  # table.get
+            self._note(path, "opaque", value.__name__)
+            if not isinstance(value.__self__, types.ModuleType | type):
+                self._walk(value.__self__, f"{path}.__self__")
+        elif isinstance(value, weakref.ref):
+            self._note(path, "opaque", value)
+            self._walk(value(), f"{path}()")
         elif isinstance(value, list | tuple | set | frozenset | deque):
             self._sequence(value, path)
         elif isinstance(value, _Iterators):
@@ -418,6 +442,7 @@ class Watch:
         elif own is not None:
             self._note(path, "object", cls)
             self._typed.append(value)
+            self._library_methods(cls)
             self._attributes(value, path)
         elif getattr(cls, "__slots__", None) is not None and not is_library_class(cls):
             self._note(path, "object", cls)
@@ -425,7 +450,7 @@ class Watch:
                 name
                 for base in cls.__mro__
                 for name in _slots_of(base)
-                if name in self._names.attributes
+                if self._is_read(name)
             ]
             place = Slots(value, names, path)
             self._place(place)
@@ -434,7 +459,20 @@ class Watch:
         else:
             # Nothing is known of it but which one it is.
             self._note(path, "opaque", value)
+            if isinstance(value, Iterator):
+                self.consumed.append((value, path))
         self._class(cls)
+
+    def _library_methods(self, cls: type) -> None:
+        """What the methods that the code names read, of classes whose code isn't followed: the
+        ``data`` behind a ``UserDict``'s ``[]``."""
+        for base in cls.__mro__:
+            if not is_library_class(base):
+                continue
+            for name, method in vars(base).items():
+                special = name.startswith("__") and name not in _NEVER_CALLED
+                if isinstance(method, types.FunctionType) and (special or self._is_read(name)):
+                    self._names.attributes |= names_of(method.__code__).attributes
 
     def _attributes(self, value: Any, path: str) -> None:
         own = vars(value)
@@ -485,6 +523,7 @@ class Watch:
     def _dict(self, value: dict[Any, Any], path: str) -> None:
         if len(value) > MANY:
             self._note(path, "dict", (id(value), len(value)))
+            self._large.append(value)
             return
         self._note(path, type(value), tuple(k if is_atom(k) else id(k) for k in value))
         self._place(Items(value, path))
@@ -499,6 +538,7 @@ class Watch:
     def _sequence(self, value: Any, path: str) -> None:
         if len(value) > MANY:
             self._note(path, type(value), (id(value), len(value)))
+            self._large.append(value)
             return
         self._note(path, type(value), len(value))
         self._place(Elements(value, path))
@@ -511,13 +551,12 @@ class Watch:
             if is_library_class(base) or base in self._seen_classes:
                 continue
             self._seen_classes.add(base)
-            wanted = self._names.attributes
             names = [
                 name
                 for name in base.__dict__
-                if (name in wanted or (name.startswith("__") and name.endswith("__")))
+                if (self._is_read(name) or (name.startswith("__") and name.endswith("__")))
                 and name not in _NEVER_CALLED
-                and (name in wanted or callable(base.__dict__[name]))
+                and (self._is_read(name) or callable(base.__dict__[name]))
                 and not isinstance(base.__dict__[name], _DESCRIPTORS)
             ]
             self._place(Entries(base.__dict__, names, base.__qualname__, setter=base))
@@ -542,7 +581,7 @@ class Watch:
         """Prepare the loop in C."""
         self._iterables: list[Any] = []
         self._pairs: list[tuple[Any, Any]] = []
-        self._mappings: list[Any] = []
+        self._mappings: list[Any] = list(self._large)
         for place in self.places:
             if not place.guarded:
                 continue
