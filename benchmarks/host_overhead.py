@@ -41,6 +41,7 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-8, 1e-2
 CHECKED_STEPS = 8  # whose losses must agree with CPU torch's
 TOLERANCE = 2e-3  # each side draws its own dropout masks
 
+
 class Block(nn.Module):
     """A model of its own with its loss: 12 parameters, and an activation."""
 
@@ -277,54 +278,9 @@ def timed(call: Callable[[], Any]) -> tuple[Time, Any]:
     return Time(wall, thread), result
 
 
-def time_of_checks(step: Any, args: list[Any]) -> "Time":
+def time_of_checks(step: Any, args: list[Any]) -> Time:
     """Of deciding that a program of ``step`` may run with ``args``."""
     taken, why = timed(lambda: step.why_not(*args))
-    assert why is None, why
-    return taken
-
-
-# --- measuring -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Time:
-    """Of a call, in seconds.
-
-    Attributes:
-        wall: from the call to its return.
-        thread: during which the calling thread ran. Other programs on the cores don't add to it,
-            nor do the threads of several simulated devices; a single device runs in it.
-    """
-
-    wall: float
-    thread: float
-
-
-CLOCKS = [field.name for field in fields(Time)]
-
-
-def timed(call: Callable[[], Any]) -> tuple[Time, Any]:
-    """The time of a call that begins with nothing under way, and its result."""
-    wall, thread = time.perf_counter(), time.thread_time()
-    result = call()
-    thread, wall = time.thread_time() - thread, time.perf_counter() - wall
-    jax.block_until_ready(result)
-    return Time(wall, thread), result
-
-
-def time_of_checks(step: Any, args: list[Any]) -> Time:
-    """Of deciding that the newest program of ``step`` may run with ``args``.
-
-    The package has no public way to check alone: this is the one place here that knows its inside.
-    """
-    from xla_dtensor.compilation.arguments import Arguments
-
-    def checks() -> str | None:
-        arguments = Arguments(tuple(args), {})
-        return step._programs[arguments.key][0].mismatch(arguments)
-
-    taken, why = timed(checks)
     assert why is None, why
     return taken
 
@@ -397,7 +353,9 @@ def measure(devices: int, rounds: int, batch: int) -> dict[str, Any]:
         builds.take()
         taken, loss = timed(ours.call)
         losses.append(float(loss))
-        first_calls.append({"seconds": taken.wall, "runs": ours.step.traces - before, **builds.take()})
+        first_calls.append(
+            {"seconds": taken.wall, "runs": ours.step.traces - before, **builds.take()}
+        )
         before = ours.step.traces
     check("xla_dtensor", losses + more_losses(ours, losses), expected)
     donated = [i for i in jax.tree.leaves(ours.program().args_info) if i.donated]

@@ -258,7 +258,9 @@ def test_compiled_steps(mesh_2x4: DeviceMesh) -> None:
     place = lambda t: distribute_tensor(t, mesh_2x4, [Replicate(), Replicate()])
     results = in_threads(lambda index: a_step_of_ones_own(index, place, True))
     for index, result in enumerate(results):
-        for actual, expected in zip(result, a_step_of_ones_own(index, lambda t: t, False), strict=True):
+        for actual, expected in zip(
+            result, a_step_of_ones_own(index, lambda t: t, False), strict=True
+        ):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -149,12 +149,12 @@ class TensorMethods:
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Start or stop recording; returns the tensor itself."""
         epoch.tensors.moved()
-        return torch.Tensor.requires_grad_(self, requires_grad)  # type: ignore[arg-type]
+        return torch.Tensor.requires_grad_(self, requires_grad)
 
     def detach_(self) -> Any:
         """Forget the tensor's history, in place."""
         epoch.tensors.moved()
-        return torch.Tensor.detach_(self)  # type: ignore[arg-type]
+        return torch.Tensor.detach_(self)
 
     @interrupts.atomic
     def _become(self, value: Any) -> None:
@@ -185,7 +185,7 @@ class TensorMethods:
         Raises:
             RuntimeError: the tensor requires grad and ``force`` is not set, as in torch.
         """
-        if self.requires_grad and not force:  # type: ignore[attr-defined]
+        if self.requires_grad and not force:
             raise RuntimeError(
                 "Can't call numpy() on a tensor that requires grad: use tensor.detach().numpy()"
             )
@@ -214,7 +214,7 @@ class TensorMethods:
         with torch.no_grad():
             result = self._copy()
         memo[id(self)] = result
-        result.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
+        result.requires_grad_(self.requires_grad)
         for name, value in self.__dict__.items():
             if name not in OWN_ATTRIBUTES:
                 setattr(result, name, copy.deepcopy(value, memo))

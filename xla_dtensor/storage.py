@@ -369,7 +369,7 @@ class Storage:
         """There will be no value, because of ``error``."""
         pending = Pending(None, 0)
         pending.error = error
-        self.array = pending  # type: ignore[assignment]
+        self.array = pending
 
     def introduce(self, tensor: Any) -> None:
         """A second tensor is about to be made on this storage, from ``tensor``. An operation's

@@ -254,7 +254,7 @@ def input_number(value: float, traced: Any, index: int, name: str, guard: GuardS
 class _Float(torch.SymFloat):
     """A symbolic number that Python code takes for a float."""
 
-    __class__ = property(lambda self: float)  # type: ignore[assignment]  # what isinstance asks
+    __class__ = property(lambda self: float)  # what isinstance asks
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
@@ -263,7 +263,7 @@ class _Float(torch.SymFloat):
 class _Int(torch.SymInt):
     """The same of an int."""
 
-    __class__ = property(lambda self: int)  # type: ignore[assignment]
+    __class__ = property(lambda self: int)
 
     def __format__(self, spec: str) -> str:
         return format(int(self), spec)
@@ -281,7 +281,9 @@ def _operate(name: str) -> Any:
     def operate(self: Any, *others: Any) -> Any:
         mine = _honest(self)
         result = getattr(type(mine), name)(mine, *map(_honest, others))
-        return like_a_number(result) if isinstance(result, torch.SymFloat | torch.SymInt) else result
+        return (
+            like_a_number(result) if isinstance(result, torch.SymFloat | torch.SymInt) else result
+        )
 
     return operate
 

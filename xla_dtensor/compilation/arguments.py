@@ -70,7 +70,7 @@ class Arguments:
             else:
                 parts.append(self._part(value, f"argument {i}"))
         first: dict[int, int] = {}
-        aliases = ()
+        aliases: tuple[int, ...] = ()
         if len(self.tensors) > 1:
             # Which of them share memory: a write to one is a write to the other.
             aliases = tuple(

@@ -14,9 +14,7 @@ from xla_dtensor.errors import StaleStepError
 from xla_dtensor.origin import is_users
 
 
-def compare(
-    name: str, function: Callable[..., Any], traced: Traced, arguments: Arguments
-) -> None:
+def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: Arguments) -> None:
     """Trace ``function`` again and compare with ``traced``; nothing else happens.
 
     Raises:
@@ -43,9 +41,7 @@ def _where(what: str, traced: Traced, again: Traced) -> str:
     matcher = difflib.SequenceMatcher(None, [o[0] for o in before], [o[0] for o in now])
     for tag, i, i_end, j, j_end in matcher.get_opcodes():
         if tag != "equal":
-            return (
-                f"\n  traced:  {_texts(before[i:i_end])}\n  now:     {_texts(now[j:j_end])}"
-            )
+            return f"\n  traced:  {_texts(before[i:i_end])}\n  now:     {_texts(now[j:j_end])}"
     return ""
 
 

@@ -39,7 +39,7 @@ class Effect:
         """How to call what changed."""
         return self.place.label(next(iter({**self.before, **self.after})))
 
-    def keys(self) -> set[Any]:
+    def changed(self) -> set[Any]:
         """What has changed, by identity: a list or a dict as a whole, an attribute."""
         if isinstance(self.place, Entries | Slots):
             return {(id(self.place.owner), key) for key in {**self.before, **self.after}}

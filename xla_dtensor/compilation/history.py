@@ -268,6 +268,7 @@ def cotangent(grad: Any, form: Form) -> Any:
     if form.mesh is not None:
         grad = as_sharded(grad, form.mesh)
         if grad._steps or grad._form is not form:
+            assert form.placements is not None
             grad = move(grad, form.mesh, form.placements)
     elif isinstance(grad, XLAShardedTensor):
         grad = grad.full_tensor()

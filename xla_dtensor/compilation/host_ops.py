@@ -167,9 +167,9 @@ class HostOperations(TorchDispatchMode):
             result = func(*plain_args, **plain_kwargs)
             number = self.program.add(func, written_args, written_kwargs, depends)
         for i, x in enumerate(pytree.tree_leaves(result)):
-            if isinstance(x, torch.Tensor) and not isinstance(x, Ours):
-                if self._made_here(x) is None:
-                    self._made[id(x)] = weakref.ref(x), _Value(number, i)
+            on_cpu = isinstance(x, torch.Tensor) and not isinstance(x, Ours)
+            if on_cpu and self._made_here(x) is None:
+                self._made[id(x)] = weakref.ref(x), _Value(number, i)
         return result
 
     # --- where values come from ---------------------------------------------------------------
@@ -278,8 +278,10 @@ _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__arra
 
 def _present(x: Any) -> Any:
     # Only this once: later calls compute it from the number that they read.
-    return x.node.value if isinstance(x, _Symbolic) and isinstance(x.node, NumberNode) else (
-        plain_number(x)
+    return (
+        x.node.value
+        if isinstance(x, _Symbolic) and isinstance(x.node, NumberNode)
+        else (plain_number(x))
     )
 
 

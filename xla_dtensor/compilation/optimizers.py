@@ -143,14 +143,14 @@ class OptimizerHooks:
         ]
         self._zero_grads = [(cls, cls.zero_grad) for cls in (Optimizer, nn.Module)]
         for cls, zero_grad in self._zero_grads:
-            cls.zero_grad = self._seeing(zero_grad)  # type: ignore[method-assign]
+            cls.zero_grad = self._seeing(zero_grad)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for handle in self._handles:
             handle.remove()
         for cls, zero_grad in self._zero_grads:
-            cls.zero_grad = zero_grad  # type: ignore[method-assign]
+            cls.zero_grad = zero_grad
         while self._saved:
             group, original = self._saved.pop()
             group.update(original)
@@ -221,12 +221,11 @@ class OptimizerHooks:
                     self._trace.number(partial(read, i), float(v), f"{where}[{i}]")
                     for i, v in enumerate(value)
                 )
-            elif isinstance(value, torch.Tensor) and not isinstance(value, TensorMethods):
+            elif _is_number_on_cpu(value):
                 # lr=torch.tensor(0.1), which a scheduler fills: the number that it holds.
-                if value.numel() == 1 and value.is_floating_point():
-                    item = partial(_tensor_hyperparameter, stepped.optimizer, index, key)
-                    number = self._trace.number(item, _item(value), where)
-                    changed[key] = _as_tensor(number, value.dtype)
+                item = partial(_tensor_hyperparameter, stepped.optimizer, index, key)
+                number = self._trace.number(item, _item(value), where)
+                changed[key] = _as_tensor(number, value.dtype)
         keys = set(changed)
         if "capturable" in group:
             changed["capturable"] = True  # the step count is a tensor on the devices
@@ -272,6 +271,15 @@ def _is_number(key: str | None, value: Any) -> bool:
     return key in _COMPUTED_WITH and isinstance(value, int | np.integer)
 
 
+def _is_number_on_cpu(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, TensorMethods)
+        and value.numel() == 1
+        and value.is_floating_point()
+    )
+
+
 def _hyperparameter(
     optimizer: Optimizer, index: int, key: str, element: int | None, arguments: Any
 ) -> float:
@@ -293,9 +301,7 @@ def _hyperparameter(
     return float(value)
 
 
-def _tensor_hyperparameter(
-    optimizer: Optimizer, index: int, key: str, arguments: Any
-) -> float:
+def _tensor_hyperparameter(optimizer: Optimizer, index: int, key: str, arguments: Any) -> float:
     """The same of a number in a CPU tensor."""
     try:
         value = optimizer.param_groups[index][key]

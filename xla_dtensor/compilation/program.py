@@ -380,7 +380,7 @@ class Program:
     def storage_of(self, source: Source, arguments: Arguments) -> Storage:
         """The storage of an input in this call."""
         if source.kind == "argument":
-            return arguments.tensors[source.what]._storage_  # type: ignore[attr-defined]
+            return arguments.tensors[source.what]._storage_
         if source.kind == "grad":
             leaf = source.what.of(arguments)
             if leaf is not None and leaf.grad is not None:
@@ -539,7 +539,7 @@ class Program:
         argument = arguments.tensors[result.index]
         if result.cls is None:
             return argument
-        return result.cls(argument._storage_, result.form, result.steps)  # type: ignore[attr-defined]
+        return result.cls(argument._storage_, result.form, result.steps)
 
     def _tensor(self, template: Template, arrays: list[Any], made: dict[int, Any]) -> Any:
         tensor = made.get(id(template))
@@ -565,7 +565,7 @@ class Program:
                         "parameters are updated"
                     )
             results = iter(self._backward([*residuals, *arrays]))
-        found = []
+        found: list[Any] = []
         for gradient in history.gradients:
             if gradient is None:
                 found.append(None)

@@ -34,7 +34,7 @@ class DeferredSchedulers:
             step = cls.__dict__.get("step")
             if step is not None:
                 self._patched.append((cls, step))
-                cls.step = self._deferring(cls, step)  # type: ignore[method-assign]
+                cls.step = self._deferring(cls, step)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -65,7 +65,7 @@ class DeferredSchedulers:
 
 
 def _subclasses(cls: type) -> set[type]:
-    found = set(cls.__subclasses__())
+    found: set[type] = set(cls.__subclasses__())
     for sub in list(found):
         found |= _subclasses(sub)
     return found

@@ -159,6 +159,8 @@ class CompiledStep:
         name = f"compiled step {self._name()}"
         self._families: Cache[Any, _Family] = Cache(f"{name}: kinds of arguments", KINDS)
         self._executables: Cache[Any, Any] = Cache(f"{name}: programs", PROGRAMS, size=code_bytes)
+        self._last: tuple[Arguments, Program] | None = None
+        self._ignored: frozenset[str] = frozenset()
         self.clear_cache()
         self.compilations = 0
         self.traces = 0
@@ -208,8 +210,8 @@ class CompiledStep:
         """Forget all programs; the next call traces and compiles."""
         self._families.clear()
         self._executables.clear()
-        self._last: tuple[Arguments, Program] | None = None
-        self._ignored: frozenset[str] = frozenset()
+        self._last = None
+        self._ignored = frozenset()
         self._in_a_row = 0
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
@@ -281,7 +283,11 @@ class CompiledStep:
         if not again:
             return traced
         traced.undo()
-        if all(effect.place.label(key) in traced.overwritten for effect in again for key in effect.before):
+        if all(
+            effect.place.label(key) in traced.overwritten
+            for effect in again
+            for key in effect.before
+        ):
             # Each call puts a tensor in place of that of the last one.
             self._ignored |= traced.overwritten
             return self._trace_once(arguments, family)
@@ -322,8 +328,8 @@ class CompiledStep:
         """
         if path is None or self._last is None or not effect.place.guarded:
             return False
-        before = {key for earlier in self._last[1].effects for key in earlier.keys()}
-        return path.startswith(effect.place.path) and bool(effect.keys() & before)
+        before = {key for earlier in self._last[1].effects for key in earlier.changed()}
+        return path.startswith(effect.place.path) and bool(effect.changed() & before)
 
     def _look_again(self, program: Program, arguments: Arguments) -> None:
         """Every n-th call: the audit."""

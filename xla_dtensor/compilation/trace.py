@@ -150,9 +150,7 @@ class Outside:
             return None
         name = f"a tensor of shape {list(tensor.shape)}"
         if tensor.requires_grad != self.requires_grad:
-            return (
-                f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
-            )
+            return f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
         if getattr(tensor, "_storage_", None) is not self.storage:
             return f"the memory of {name}, which is another tensor's now (.data = or set_)"
         if getattr(tensor, "_steps", ()) != self.steps:
@@ -255,11 +253,13 @@ class StepTrace:
         if known is None or known.get() is not tensor:
             if tensor.requires_grad and not tensor.is_leaf and self._made_here(tensor):
                 return
-            found, outside = self.before.get(id(tensor), (None, None))
-            if found is not tensor or outside is None:
+            known_before = self.before.get(id(tensor))
+            if known_before is None or known_before[0] is not tensor:
                 outside = Outside(tensor)
-            elif outside.grad is not None and tensor.grad is None:
-                outside.cleared = True
+            else:
+                outside = known_before[1]
+                if outside.grad is not None and tensor.grad is None:
+                    outside.cleared = True
             if self._cleared.get(id(tensor)) is tensor:
                 outside.cleared = True
             if self.in_optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import random
@@ -228,9 +229,7 @@ class Traced:
         finally:
             torch.compiler._is_compiling_flag = was_compiling
             self._undo_trace()
-        free = {
-            id(t): i for i, t in enumerate(arguments.tensors) if id(t) not in watch.tensors
-        }
+        free = {id(t): i for i, t in enumerate(arguments.tensors) if id(t) not in watch.tensors}
         self.outside = [o for o in trace.outside.values() if o.keep(free.get(id(o.get())))]
         # Others, of which the step's Python may have read `requires_grad`.
         self.others = [o for _, o in trace.before.values() if o not in trace.outside.values()]
@@ -267,12 +266,11 @@ class Traced:
 
     def _numbers(self, trace: StepTrace, arguments: Arguments) -> dict[int, Any]:
         names = arguments.names() if self.dynamic else []
-        return {
-            i: like_a_number(
-                trace.number(lambda given, i=i: given.numbers[i], arguments.numbers[i], names[i])
-            )
-            for i in sorted(self.dynamic)
-        }
+        found = {}
+        for i in sorted(self.dynamic):
+            read = functools.partial(_number_of, i)
+            found[i] = like_a_number(trace.number(read, arguments.numbers[i], names[i]))
+        return found
 
     # --- outputs ------------------------------------------------------------------------------
 
@@ -316,7 +314,7 @@ class Traced:
             template = None if grad is None else self._template(grad, with_steps=True)
             self.grads.append((outside, template))
             leaf.grad = outside.grad
-        leaf = grad = value = None
+        leaf = grad = None
         if history is not None:
             history.differentiate(self)
             self.history = history
@@ -455,7 +453,7 @@ class Traced:
                 counters.setdefault(id(captured.array), []).append(captured)
                 continue
             else:
-                storages = (captured.storage,)
+                storages: tuple[Storage, ...] = (captured.storage,)
                 key = id(captured.storage)
                 if key in of_arguments and key not in found:
                     source = Source("argument", of_arguments[key], storages, captured.form)
@@ -526,6 +524,10 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def _number_of(index: int, arguments: Arguments) -> int | float:
+    return arguments.numbers[index]
+
+
 # What a scheduler's step changes.
 SCHEDULE = frozenset({"get_last_lr", "_last_lr", "last_epoch", "_step_count"})
 
@@ -567,8 +569,8 @@ def _same_host_randomness(sources: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_consumed(watch: Watch) -> Iterator[None]:
-    """Refuse a step that takes elements from an iterator, or writes to an array of NumPy's: it would
-    do so once.
+    """Refuse a step that takes elements from an iterator, or writes to an array of NumPy's: that
+    would happen once.
 
     Raises:
         DataDependentError: it has taken some.
@@ -654,4 +656,3 @@ def _plain_state(state: Any) -> Any:
     """A NumPy state whose ``repr`` has all of it."""
     name, keys, *rest = state
     return (name, keys.tolist(), *rest)
-

@@ -85,7 +85,7 @@ _MODULE_HOOKS = (
 )
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 
-_Iterators = (
+_Iterators: tuple[type, ...] = (
     types.GeneratorType,
     *(map, zip, filter, enumerate, itertools.chain, itertools.count, itertools.cycle),
     *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
@@ -172,6 +172,8 @@ class Watch:
         self.roots = roots
         self._ignored = ignored
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
+        self._library_reads: set[str] = set()
+        self._seen: dict[int, tuple[Any, str]] = {}
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         while True:
             before = self._size()
@@ -205,6 +207,7 @@ class Watch:
         return (
             len(names.attributes),
             len(names.assigned),
+            len(self._library_reads),
             sum(len(found) for _, found in self._globals.values()),
         )
 
@@ -217,7 +220,7 @@ class Watch:
         self.optimizers: dict[int, Optimizer] = {}
         self._typed: list[Any] = []
         self._large: list[Any] = []
-        self._seen: dict[int, tuple[Any, str]] = {}
+        self._seen = {}
         self._placed_globals: set[int] = set()
         self._seen_classes: set[type] = set()
         self.consumed: list[tuple[Any, str]] = []
@@ -400,7 +403,8 @@ class Watch:
         self._class(cls)
 
     def _is_read(self, name: str) -> bool:
-        return name in self._names.attributes or self._names.any_attribute
+        names = self._names
+        return name in names.attributes or names.any_attribute or name in self._library_reads
 
     def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
         if self._ignored:
@@ -447,10 +451,7 @@ class Watch:
         elif getattr(cls, "__slots__", None) is not None and not is_library_class(cls):
             self._note(path, "object", cls)
             names = [
-                name
-                for base in cls.__mro__
-                for name in _slots_of(base)
-                if self._is_read(name)
+                name for base in cls.__mro__ for name in _slots_of(base) if self._is_read(name)
             ]
             place = Slots(value, names, path)
             self._place(place)
@@ -472,7 +473,7 @@ class Watch:
             for name, method in vars(base).items():
                 special = name.startswith("__") and name not in _NEVER_CALLED
                 if isinstance(method, types.FunctionType) and (special or self._is_read(name)):
-                    self._names.attributes |= names_of(method.__code__).attributes
+                    self._library_reads |= names_of(method.__code__).attributes
 
     def _attributes(self, value: Any, path: str) -> None:
         own = vars(value)
@@ -520,7 +521,7 @@ class Watch:
             for number, hook in enumerate(hooks.values()):
                 self._walk(hook, f"{path}.{name}[{number}]")
 
-    def _dict(self, value: dict[Any, Any], path: str) -> None:
+    def _dict(self, value: Any, path: str) -> None:
         if len(value) > MANY:
             self._note(path, "dict", (id(value), len(value)))
             self._large.append(value)
