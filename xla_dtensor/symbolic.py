@@ -10,6 +10,7 @@ remembered as a guard.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ class NumberNode:
         traced: the weakly typed JAX scalar.
         compute: the value from the values of the trace's number inputs, for guards.
         text: how it is written, for messages.
+        known: whether it has a present value; otherwise ``value`` is NaN, and ``guard`` raises.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class NumberNode:
         compute: Callable[[list[float]], float],
         text: str,
         guard: GuardSink,
+        known: bool = True,
     ) -> None:
+        self.known = known
         self.value = value
         self.traced = traced
         self.compute = compute
@@ -97,17 +101,33 @@ class NumberNode:
     def guard_bool(self, file: str, line: int) -> bool:
         return bool(self.guard_float(file, line))
 
-    def _binary(self, other: NumberNode, symbol: str, function: Callable[..., Any]) -> NumberNode:
+    def _binary(
+        self,
+        other: NumberNode,
+        symbol: str,
+        function: Callable[..., Any],
+        traced: Callable[..., Any] | None = None,
+    ) -> NumberNode:
+        """``function`` of two numbers, where ``traced`` is the same on tracers."""
         mine, theirs = self.compute, other.compute
         return NumberNode(
             function(self.value, other.value),
-            function(self.traced, other.traced),
+            (traced or function)(self.traced, other.traced),
             lambda inputs: function(mine(inputs), theirs(inputs)),
             f"({self.text} {symbol} {other.text})",
-            self.guard,
+            self._guard_with(other),
+            self.known and other.known,
         )
 
+    def _guard_with(self, other: NumberNode) -> GuardSink:
+        """Who decides about what is computed from both: it has a value only if both have."""
+        return other.guard if self.known and not other.known else self.guard
+
     def _compare(self, other: NumberNode, symbol: str, function: Callable[..., bool]) -> Any:
+        if not (self.known and other.known):
+            text = f"({self.text} {symbol} {other.text})"
+            refuse = self._guard_with(other)
+            return UndecidedNode(lambda: refuse(self, text, None))
         outcome = function(self.value, other.value)
         mine, theirs = self.compute, other.compute
         self.guard(
@@ -126,7 +146,12 @@ class NumberNode:
     def neg(self) -> NumberNode:
         compute = self.compute
         return NumberNode(
-            -self.value, -self.traced, lambda inputs: -compute(inputs), f"-{self.text}", self.guard
+            -self.value,
+            -self.traced,
+            lambda inputs: -compute(inputs),
+            f"-{self.text}",
+            self.guard,
+            self.known,
         )
 
     def pos(self) -> NumberNode:
@@ -145,6 +170,7 @@ class NumberNode:
             lambda inputs: float(compute(inputs)),
             self.text,
             self.guard,
+            self.known,
         )
 
     def sqrt(self) -> NumberNode:
@@ -155,6 +181,7 @@ class NumberNode:
             lambda inputs: math.sqrt(compute(inputs)),
             f"sqrt({self.text})",
             self.guard,
+            self.known,
         )
 
     sym_sqrt = sqrt
@@ -208,13 +235,32 @@ class ComparisonNode:
         return self.outcome
 
     def int_(self) -> int:
-        return int(self.outcome)
+        return int(self.bool_())
 
     def guard_bool(self, file: str, line: int) -> bool:
-        return self.outcome
+        return self.bool_()
+
+    def expect_true(self, file: str, line: int) -> bool:
+        """What ``torch._check`` asks; torch has one in ``x**y``."""
+        return self.bool_()
 
     def _graph_repr(self) -> str:
-        return repr(self.outcome)
+        return repr(self.bool_())
+
+
+class UndecidedNode(ComparisonNode):
+    """A comparison of numbers of which one has no present value."""
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        super().__init__(False)
+        self._refuse = refuse
+
+    def bool_(self) -> bool:
+        self._refuse()
+        raise AssertionError("an undecided comparison")
+
+    def expect_true(self, file: str, line: int) -> bool:
+        return True  # where it isn't, the result is NaN
 
 
 def _install_operators() -> None:
@@ -307,7 +353,7 @@ def symbolic_number(traced: Any) -> Any:
     It has no present value, so comparing it raises.
     """
 
-    def refuse(node: NumberNode, what: str, outcome: Any) -> None:
+    def refuse() -> None:
         from xla_dtensor.errors import UnsupportedOpError
 
         raise UnsupportedOpError(
@@ -315,7 +361,58 @@ def symbolic_number(traced: Any) -> Any:
             "it needs a lowering with static_scalars=True (xla_dtensor/lowering/README.md)"
         )
 
-    return torch.SymFloat(NumberNode(math.nan, traced, lambda inputs: math.nan, "number", refuse))
+    return valueless_number(traced, "number", refuse)
+
+
+def valueless_number(traced: Any, text: str, refuse: Callable[[], None]) -> Any:
+    """A traced scalar as a number that can only be computed with.
+
+    Args:
+        refuse: raises; called when something depends on its value.
+    """
+
+    def compute(inputs: list[float]) -> float:
+        refuse()
+        return math.nan
+
+    node = NumberNode(math.nan, traced, compute, text, lambda *what: refuse(), known=False)
+    return torch.SymFloat(node)
+
+
+def larger(*values: Any, **options: Any) -> Any:
+    """Python's ``max``, which of traced numbers is one, in place of a decision."""
+    return _extreme(max, ">", values, options)
+
+
+def smaller(*values: Any, **options: Any) -> Any:
+    """Python's ``min``, which of traced numbers is one, in place of a decision."""
+    return _extreme(min, "<", values, options)
+
+
+def _extreme(
+    function: Callable[..., Any], symbol: str, values: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    if not any(isinstance(x, torch.SymFloat) and isinstance(x.node, NumberNode) for x in values):
+        return function(*values, **options)
+
+    def choose(a: Any, b: Any) -> Any:
+        """Of two tracers what ``function`` returns, also of NaN."""
+        import jax.numpy as jnp
+
+        return jnp.where(b > a if symbol == ">" else b < a, b, a)
+
+    def of_two(x: Any, y: Any) -> Any:
+        x, y = _honest(x), _honest(y)
+        node = x.node if isinstance(x, torch.SymFloat) else y.node
+        nodes = (
+            n.node.sym_float() if isinstance(n, torch.SymFloat | torch.SymInt)
+            else node.wrap_float(float(n))
+            for n in (x, y)
+        )
+        first, second = nodes
+        return torch.SymFloat(first._binary(second, symbol, function, choose))
+
+    return functools.reduce(of_two, values)
 
 
 def number_value(leaf: Any) -> Any:

@@ -207,11 +207,14 @@ class OptimizerHooks:
     ) -> set[str]:
         """Put traced numbers into a param group; the keys that got one."""
         changed: dict[str, Any] = {}
+        # They take numbers wherever they take tensors.
+        torchs_own = type(stepped.optimizer).step.__module__.startswith("torch.optim.")
         for key, value in group.items():
             if key == "params":
                 continue
             where = f"{stepped.name}.param_groups[{index}][{key!r}]"
             read = partial(_hyperparameter, stepped.optimizer, index, key)
+            held = partial(_tensor_hyperparameter, stepped.optimizer, index, key)
             if _is_number(key, value):
                 number = self._trace.number(partial(read, None), float(value), where)
                 fused = key == "lr" and group.get("fused")
@@ -221,12 +224,20 @@ class OptimizerHooks:
                     self._trace.number(partial(read, i), float(v), f"{where}[{i}]")
                     for i, v in enumerate(value)
                 )
-            elif isinstance(value, torch.Tensor) and not isinstance(value, TensorMethods):
+            elif _holds_number(value):
                 # lr=torch.tensor(0.1), which a scheduler fills: the number that it holds.
-                if value.numel() == 1 and value.is_floating_point():
-                    item = partial(_tensor_hyperparameter, stepped.optimizer, index, key)
-                    number = self._trace.number(item, _item(value), where)
-                    changed[key] = _as_tensor(number, value.dtype)
+                number = self._trace.number(partial(held, None), _item(value), where)
+                as_number = torchs_own and not (key == "lr" and group.get("fused"))
+                changed[key] = number if as_number else _as_tensor(number, value)
+            elif type(value) is tuple and value and all(map(_holds_number, value)):
+                numbers = [
+                    self._trace.number(partial(held, i), _item(v), f"{where}[{i}]")
+                    for i, v in enumerate(value)
+                ]
+                changed[key] = tuple(
+                    n if torchs_own else _as_tensor(n, v)
+                    for n, v in zip(numbers, value, strict=True)
+                )
         keys = set(changed)
         if "capturable" in group:
             changed["capturable"] = True  # the step count is a tensor on the devices
@@ -294,16 +305,29 @@ def _hyperparameter(
 
 
 def _tensor_hyperparameter(
-    optimizer: Optimizer, index: int, key: str, arguments: Any
+    optimizer: Optimizer, index: int, key: str, element: int | None, arguments: Any
 ) -> float:
     """The same of a number in a CPU tensor."""
     try:
         value = optimizer.param_groups[index][key]
-    except LookupError:
+        if element is not None:
+            value = value[element]
+    except (LookupError, TypeError):
         value = None
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.numel() != 1:
+    if not _holds_number(value):
         raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}")
     return _item(value)
+
+
+def _holds_number(value: Any) -> bool:
+    """Whether it is a CPU tensor with one float."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, TensorMethods)
+        and value.device.type == "cpu"
+        and value.numel() == 1
+        and value.is_floating_point()
+    )
 
 
 def _item(tensor: torch.Tensor) -> float:
@@ -316,9 +340,11 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a)))
 
 
-def _as_tensor(number: Any, dtype: torch.dtype = torch.float64) -> XLATensor:
-    """A traced number as a 0-d tensor (fused optimizers take the learning rate so)."""
-    form = device_form(None, (), dtype=dtype)
+def _as_tensor(number: Any, like: torch.Tensor | None = None) -> XLATensor:
+    """A traced number as a tensor (fused optimizers take the learning rate so), of the shape and
+    dtype of another one."""
+    shape = () if like is None else tuple(like.shape)
+    form = device_form(None, shape, dtype=torch.float64 if like is None else like.dtype)
     with jax.enable_x64(True):
-        array = jax.numpy.asarray(number.node.traced, dtype=form.jax_dtype)
+        array = jax.numpy.full(shape, number.node.traced, dtype=form.jax_dtype)
     return XLATensor(Storage(array, form), form)
