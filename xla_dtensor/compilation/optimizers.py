@@ -81,7 +81,7 @@ class SteppedOptimizer:
         gradient as its momentum. Of others nobody knows, until the step is traced again.
         """
         cls = type(self.optimizer)
-        return cls.__module__.startswith("torch.optim.") and cls is not torch.optim.SGD
+        return f"{cls.__module__}.".startswith("torch.optim.") and cls is not torch.optim.SGD
 
     def check(self) -> None:
         """Refuse what the step's Python has done to the optimizer, which would happen once.
