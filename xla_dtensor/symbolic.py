@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -98,8 +99,12 @@ class NumberNode:
     def int_(self) -> int:
         return self.guard_int("", 0)
 
+    def bool_(self) -> bool:
+        zero = NumberNode(0, 0, lambda inputs: 0, "0", self.guard)
+        return self._compare(zero, "!=", operator.ne).bool_()
+
     def guard_bool(self, file: str, line: int) -> bool:
-        return bool(self.guard_float(file, line))
+        return self.bool_()
 
     def _binary(
         self,
@@ -264,8 +269,6 @@ class UndecidedNode(ComparisonNode):
 
 
 def _install_operators() -> None:
-    import operator
-
     for name, symbol, function in (
         ("add", "+", operator.add),
         ("sub", "-", operator.sub),
@@ -327,7 +330,9 @@ def _operate(name: str) -> Any:
     def operate(self: Any, *others: Any) -> Any:
         mine = _honest(self)
         result = getattr(type(mine), name)(mine, *map(_honest, others))
-        return like_a_number(result) if isinstance(result, torch.SymFloat | torch.SymInt) else result
+        if isinstance(result, torch.SymFloat | torch.SymInt):
+            return like_a_number(result)
+        return result
 
     return operate
 
@@ -392,7 +397,8 @@ def smaller(*values: Any, **options: Any) -> Any:
 def _extreme(
     function: Callable[..., Any], symbol: str, values: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
-    if not any(isinstance(x, torch.SymFloat) and isinstance(x.node, NumberNode) for x in values):
+    node = next((x.node for x in values if isinstance(x, torch.SymFloat)), None)
+    if not isinstance(node, NumberNode):
         return function(*values, **options)
 
     def choose(a: Any, b: Any) -> Any:
@@ -402,14 +408,12 @@ def _extreme(
         return jnp.where(b > a if symbol == ">" else b < a, b, a)
 
     def of_two(x: Any, y: Any) -> Any:
-        x, y = _honest(x), _honest(y)
-        node = x.node if isinstance(x, torch.SymFloat) else y.node
-        nodes = (
-            n.node.sym_float() if isinstance(n, torch.SymFloat | torch.SymInt)
-            else node.wrap_float(float(n))
-            for n in (x, y)
+        first, second = (
+            v.node.sym_float()
+            if isinstance(v, torch.SymFloat | torch.SymInt)
+            else node.wrap_float(float(v))
+            for v in (x, y)
         )
-        first, second = nodes
         return torch.SymFloat(first._binary(second, symbol, function, choose))
 
     return functools.reduce(of_two, values)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor import _context
 from xla_dtensor._common import TensorMethods
@@ -77,11 +78,13 @@ class SteppedOptimizer:
     def is_steady(self) -> bool:
         """Whether a step that finds the state of the first one computes the same.
 
-        True of torch's own, which fill their state and go on as ever; SGD's first step takes the
-        gradient as its momentum. Of others nobody knows, until the step is traced again.
+        True of torch's own, which fill their state and go on as ever; but SGD's first step takes
+        the gradient as its momentum, and Adafactor makes its step counts on the CPU. Of others
+        nobody knows, until the step is traced again.
         """
         cls = type(self.optimizer)
-        return f"{cls.__module__}.".startswith("torch.optim.") and cls is not torch.optim.SGD
+        own = f"{cls.__module__}.".startswith("torch.optim.")
+        return own and cls not in (torch.optim.SGD, torch.optim.Adafactor)
 
     def check(self) -> None:
         """Refuse what the step's Python has done to the optimizer, which would happen once.
@@ -271,7 +274,7 @@ class OptimizerHooks:
                     storage.array = trace.counter(storage.form, np.asarray(next(values)).item())
                 else:
                     form = device_form(None, (), dtype=tensor.dtype)
-                    array = trace.counter(form, to_numpy(tensor).item())
+                    array = trace.counter(form, _item(tensor))
                     state[key] = XLATensor(Storage(array, form), form)
 
 
@@ -331,7 +334,9 @@ def _holds_number(value: Any) -> bool:
 
 
 def _item(tensor: torch.Tensor) -> float:
-    return float(to_numpy(tensor).item())
+    """The value of a CPU tensor, unseen by the trace, which would take it for the user's look."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return float(to_numpy(tensor).item())
 
 
 def _equal(a: Any, b: Any) -> bool:

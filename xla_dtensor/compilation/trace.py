@@ -320,7 +320,8 @@ class StepTrace:
                 weak = jax._src.lax.lax._convert_element_type(wide, weak_type=True)
             refuse = functools.partial(self.refuse, _context.ITEM)
             number = valueless_number(weak, "a tensor's item", refuse)
-            known = self._items[id(array)] = array, number  # the array, so that its id stays its own
+            # With the array, so that its id stays its own.
+            known = self._items[id(array)] = array, number
         return known[1]
 
     def refuse(self, what: str) -> None:
