@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from xla_dtensor.storage import Storage
 
 
+# What `Trace.refuse` is told where a tensor's value is wanted.
+ITEM = ".item() (also float(), int(), bool(), `if tensor:`)"
+
+
 class Trace(Protocol):
     """What is told about storages while operations run on JAX tracers instead of executables.
 
@@ -60,6 +64,9 @@ class Trace(Protocol):
 
     def end_recomputation(self) -> None:
         """It is done with it."""
+
+    def item(self, tensor: Any) -> Any:
+        """The value of a tensor of one element in Python, or raise because there is none."""
 
     def refuse(self, what: str) -> None:
         """Raise because ``what`` needs a value that doesn't exist while tracing."""
@@ -113,6 +120,7 @@ class _ThreadState(threading.local):
     trace: Trace | None = None
     batch: Batch | None = None
     function: str | None = None
+    formula: bool = False
 
 
 _state = _ThreadState()
@@ -171,3 +179,20 @@ class inside_function:
 def function() -> str | None:
     """The forward or backward of a `DFunction` that this thread is in."""
     return _state.function
+
+
+class in_formula:
+    """Let the thread know, for a block, that it is in the formula of one of torch's optimizers,
+    which does nothing with a tensor's value in Python but compute with it."""
+
+    def __enter__(self) -> None:
+        self._outer = _state.formula
+        _state.formula = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        _state.formula = self._outer
+
+
+def is_in_formula() -> bool:
+    """Whether this thread is in the formula of one of torch's optimizers."""
+    return _state.formula

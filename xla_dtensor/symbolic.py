@@ -10,7 +10,9 @@ remembered as a guard.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,7 @@ class NumberNode:
         traced: the weakly typed JAX scalar.
         compute: the value from the values of the trace's number inputs, for guards.
         text: how it is written, for messages.
+        known: whether it has a present value; otherwise ``value`` is NaN, and ``guard`` raises.
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class NumberNode:
         compute: Callable[[list[float]], float],
         text: str,
         guard: GuardSink,
+        known: bool = True,
     ) -> None:
+        self.known = known
         self.value = value
         self.traced = traced
         self.compute = compute
@@ -94,20 +99,40 @@ class NumberNode:
     def int_(self) -> int:
         return self.guard_int("", 0)
 
-    def guard_bool(self, file: str, line: int) -> bool:
-        return bool(self.guard_float(file, line))
+    def bool_(self) -> bool:
+        zero = NumberNode(0, 0, lambda inputs: 0, "0", self.guard)
+        return self._compare(zero, "!=", operator.ne).bool_()
 
-    def _binary(self, other: NumberNode, symbol: str, function: Callable[..., Any]) -> NumberNode:
+    def guard_bool(self, file: str, line: int) -> bool:
+        return self.bool_()
+
+    def _binary(
+        self,
+        other: NumberNode,
+        symbol: str,
+        function: Callable[..., Any],
+        traced: Callable[..., Any] | None = None,
+    ) -> NumberNode:
+        """``function`` of two numbers, where ``traced`` is the same on tracers."""
         mine, theirs = self.compute, other.compute
         return NumberNode(
             function(self.value, other.value),
-            function(self.traced, other.traced),
+            (traced or function)(self.traced, other.traced),
             lambda inputs: function(mine(inputs), theirs(inputs)),
             f"({self.text} {symbol} {other.text})",
-            self.guard,
+            self._guard_with(other),
+            self.known and other.known,
         )
 
+    def _guard_with(self, other: NumberNode) -> GuardSink:
+        """Who decides about what is computed from both: it has a value only if both have."""
+        return other.guard if self.known and not other.known else self.guard
+
     def _compare(self, other: NumberNode, symbol: str, function: Callable[..., bool]) -> Any:
+        if not (self.known and other.known):
+            text = f"({self.text} {symbol} {other.text})"
+            refuse = self._guard_with(other)
+            return UndecidedNode(lambda: refuse(self, text, None))
         outcome = function(self.value, other.value)
         mine, theirs = self.compute, other.compute
         self.guard(
@@ -126,7 +151,12 @@ class NumberNode:
     def neg(self) -> NumberNode:
         compute = self.compute
         return NumberNode(
-            -self.value, -self.traced, lambda inputs: -compute(inputs), f"-{self.text}", self.guard
+            -self.value,
+            -self.traced,
+            lambda inputs: -compute(inputs),
+            f"-{self.text}",
+            self.guard,
+            self.known,
         )
 
     def pos(self) -> NumberNode:
@@ -145,6 +175,7 @@ class NumberNode:
             lambda inputs: float(compute(inputs)),
             self.text,
             self.guard,
+            self.known,
         )
 
     def sqrt(self) -> NumberNode:
@@ -155,6 +186,7 @@ class NumberNode:
             lambda inputs: math.sqrt(compute(inputs)),
             f"sqrt({self.text})",
             self.guard,
+            self.known,
         )
 
     sym_sqrt = sqrt
@@ -208,18 +240,35 @@ class ComparisonNode:
         return self.outcome
 
     def int_(self) -> int:
-        return int(self.outcome)
+        return int(self.bool_())
 
     def guard_bool(self, file: str, line: int) -> bool:
-        return self.outcome
+        return self.bool_()
+
+    def expect_true(self, file: str, line: int) -> bool:
+        """What ``torch._check`` asks; torch has one in ``x**y``."""
+        return self.bool_()
 
     def _graph_repr(self) -> str:
-        return repr(self.outcome)
+        return repr(self.bool_())
+
+
+class UndecidedNode(ComparisonNode):
+    """A comparison of numbers of which one has no present value."""
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        super().__init__(False)
+        self._refuse = refuse
+
+    def bool_(self) -> bool:
+        self._refuse()
+        raise AssertionError("an undecided comparison")
+
+    def expect_true(self, file: str, line: int) -> bool:
+        return True  # where it isn't, the result is NaN
 
 
 def _install_operators() -> None:
-    import operator
-
     for name, symbol, function in (
         ("add", "+", operator.add),
         ("sub", "-", operator.sub),
@@ -281,9 +330,9 @@ def _operate(name: str) -> Any:
     def operate(self: Any, *others: Any) -> Any:
         mine = _honest(self)
         result = getattr(type(mine), name)(mine, *map(_honest, others))
-        return (
-            like_a_number(result) if isinstance(result, torch.SymFloat | torch.SymInt) else result
-        )
+        if isinstance(result, torch.SymFloat | torch.SymInt):
+            return like_a_number(result)
+        return result
 
     return operate
 
@@ -309,7 +358,7 @@ def symbolic_number(traced: Any) -> Any:
     It has no present value, so comparing it raises.
     """
 
-    def refuse(node: NumberNode, what: str, outcome: Any) -> None:
+    def refuse() -> None:
         from xla_dtensor.errors import UnsupportedOpError
 
         raise UnsupportedOpError(
@@ -317,7 +366,57 @@ def symbolic_number(traced: Any) -> Any:
             "it needs a lowering with static_scalars=True (xla_dtensor/lowering/README.md)"
         )
 
-    return torch.SymFloat(NumberNode(math.nan, traced, lambda inputs: math.nan, "number", refuse))
+    return valueless_number(traced, "number", refuse)
+
+
+def valueless_number(traced: Any, text: str, refuse: Callable[[], None]) -> Any:
+    """A traced scalar as a number that can only be computed with.
+
+    Args:
+        refuse: raises; called when something depends on its value.
+    """
+
+    def compute(inputs: list[float]) -> float:
+        refuse()
+        return math.nan
+
+    node = NumberNode(math.nan, traced, compute, text, lambda *what: refuse(), known=False)
+    return torch.SymFloat(node)
+
+
+def larger(*values: Any, **options: Any) -> Any:
+    """Python's ``max``, which of traced numbers is one, in place of a decision."""
+    return _extreme(max, ">", values, options)
+
+
+def smaller(*values: Any, **options: Any) -> Any:
+    """Python's ``min``, which of traced numbers is one, in place of a decision."""
+    return _extreme(min, "<", values, options)
+
+
+def _extreme(
+    function: Callable[..., Any], symbol: str, values: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    node = next((x.node for x in values if isinstance(x, torch.SymFloat)), None)
+    if not isinstance(node, NumberNode):
+        return function(*values, **options)
+
+    def choose(a: Any, b: Any) -> Any:
+        """Of two tracers what ``function`` returns, also of NaN."""
+        import jax.numpy as jnp
+
+        return jnp.where(b > a if symbol == ">" else b < a, b, a)
+
+    def of_two(x: Any, y: Any) -> Any:
+        first, second = (
+            v.node.sym_float()
+            if isinstance(v, torch.SymFloat | torch.SymInt)
+            else node.wrap_float(float(v))
+            for v in (x, y)
+        )
+        return torch.SymFloat(first._binary(second, symbol, function, choose))
+
+    return functools.reduce(of_two, values)
 
 
 def number_value(leaf: Any) -> Any:

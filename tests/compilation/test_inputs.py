@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.optim import lr_scheduler
 
 import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
+from xla_dtensor import symbolic
 
 SCHEDULERS = {
-    "cosine": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 6),
-    "warmup": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda i: (i + 1) / 5),
-    "one_cycle": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=8),
+    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 6),
+    "warmup": lambda opt: lr_scheduler.LambdaLR(opt, lambda i: (i + 1) / 5),
+    "one_cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=8),
 }
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
@@ -52,6 +56,233 @@ def test_schedules_do_not_recompile(mesh_2x4: DeviceMesh, optimizer: str, schedu
     assert_same_parameters(reference, model)
     # Momentum starts as the first gradient, so SGD's first step is a program of its own.
     assert compiled.compilations == (2 if optimizer == "sgd" else 1)
+
+
+class CountingLR(lr_scheduler.StepLR):
+    """A user's own, which goes on to its base class's ``step``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.count = 0
+        super().__init__(optimizer, 2, gamma=0.5)
+
+    def step(self, epoch: int | None = None) -> None:
+        self.count += 1
+        super().step(epoch)
+
+
+IN_THE_STEP = {
+    "step": lambda opt: lr_scheduler.StepLR(opt, 2, gamma=0.5),
+    "multi_step": lambda opt: lr_scheduler.MultiStepLR(opt, [1, 3], gamma=0.5),
+    "constant": lambda opt: lr_scheduler.ConstantLR(opt, 0.5, total_iters=2),
+    "linear": lambda opt: lr_scheduler.LinearLR(opt, 0.2, total_iters=3),
+    "exponential": lambda opt: lr_scheduler.ExponentialLR(opt, 0.7),
+    "polynomial": lambda opt: lr_scheduler.PolynomialLR(opt, 4, power=2.0),
+    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 4),
+    "restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2),
+    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda i: (i + 1) / 5),
+    "multiplicative": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda i: 1 / i),
+    "cyclic": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=2),
+    "one_cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=8),
+    "sequential": lambda opt: lr_scheduler.SequentialLR(
+        opt,
+        [
+            lr_scheduler.LinearLR(opt, 0.2, total_iters=2),
+            lr_scheduler.CosineAnnealingWarmRestarts(opt, 2),
+        ],
+        milestones=[2],
+    ),
+    "chained": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.StepLR(opt, 2, gamma=0.5), lr_scheduler.ExponentialLR(opt, 0.9)]
+    ),
+    "user's": CountingLR,
+}
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize("scheduler", list(IN_THE_STEP))
+def test_schedulers_stepped_in_the_step(
+    mesh_2x4: DeviceMesh, scheduler: str, tensor_lr: bool
+) -> None:
+    """Each call steps them once, also those that step others."""
+    reference, model = twin_models(mesh_2x4)
+
+    def step_of(m: nn.Module):
+        lr = torch.tensor(0.1) if tensor_lr else 0.1
+        opt = torch.optim.SGD(m.parameters(), lr=lr, momentum=0.5, foreach=False)
+        schedule = IN_THE_STEP[scheduler](opt)
+
+        def step(x: torch.Tensor) -> None:
+            opt.zero_grad()
+            m(x).pow(2).mean().backward()
+            opt.step()
+            schedule.step()
+
+        return step, opt, schedule
+
+    reference_step, expected, reference_schedule = step_of(reference)
+    step, actual, schedule = step_of(model)
+    compiled = xd.compile(step)
+    for x, dx in batches(mesh_2x4, 6):
+        reference_step(x)
+        compiled(dx)
+        for key in ("lr", "momentum"):
+            assert actual.param_groups[0][key] == expected.param_groups[0][key]
+        assert schedule.get_last_lr() == reference_schedule.get_last_lr()
+    for counter in ("last_epoch", "count"):  # the user's; ChainedScheduler has none
+        assert getattr(schedule, counter, 0) == getattr(reference_schedule, counter, 0)
+    assert_same_parameters(reference, model)
+    assert compiled.compilations == 2  # the first gradient is the first momentum
+
+
+def test_a_scheduler_that_takes_the_loss_is_refused(mesh_2x4: DeviceMesh) -> None:
+    _, model = twin_models(mesh_2x4)
+    before = [p.detach().cpu() for p in model.parameters()]
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = lr_scheduler.ReduceLROnPlateau(opt)
+
+    @xd.compile
+    def step(x: torch.Tensor) -> None:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        opt.step()
+        schedule.step(loss)
+
+    with pytest.raises(xd.DataDependentError, match="ReduceLROnPlateau"):
+        step(batches(mesh_2x4, 1)[0][1])
+    assert schedule.last_epoch == 0
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), old, rtol=0, atol=0)
+
+
+# Optimizers that ask for a tensor's value, or are given a tensor where their formula has a number.
+VALUES = {
+    "adafactor": lambda p, lr: torch.optim.Adafactor(p, lr=lr, weight_decay=0.1),
+    "adafactor_single": lambda p, lr: torch.optim.Adafactor(p, lr=lr, foreach=False, d=1.5),
+    "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr=lr, lr_decay=0.1, foreach=False),
+    "rmsprop": lambda p, lr: torch.optim.RMSprop(p, lr=lr, eps=1e-3, foreach=False),
+    "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, eps=1e-3, foreach=False),
+}
+
+
+@pytest.mark.parametrize("optimizer", list(VALUES))
+@pytest.mark.parametrize("kind", ["float", "tensor", "vector"])
+def test_values_in_an_optimizers_formula(mesh_2x4: DeviceMesh, kind: str, optimizer: str) -> None:
+    reference, model = twin_models(mesh_2x4)
+
+    def step_of(m: nn.Module):
+        lr = {"float": 0.1, "tensor": torch.tensor(0.1), "vector": torch.tensor([0.1])}[kind]
+        opt = VALUES[optimizer](list(m.parameters()), lr)
+
+        def step(x: torch.Tensor) -> None:
+            opt.zero_grad()
+            m(x).pow(2).mean().backward()
+            opt.step()
+
+        return step, lr_scheduler.ExponentialLR(opt, 0.5)
+
+    reference_step, reference_schedule = step_of(reference)
+    step, schedule = step_of(model)
+    compiled = xd.compile(step)
+    for x, dx in batches(mesh_2x4, 4):
+        reference_step(x)
+        compiled(dx)
+        reference_schedule.step()
+        schedule.step()
+    assert_same_parameters(reference, model)
+    # Adafactor makes its step counts on the CPU.
+    assert compiled.compilations == (2 if "adafactor" in optimizer else 1)
+
+
+class Sgd(torch.optim.Optimizer):
+    """A user's own, whose formula has a power of the learning rate, or a tensor's methods."""
+
+    def __init__(self, parameters, lr) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr = group["lr"]
+            for p in group["params"]:
+                if isinstance(lr, torch.Tensor):
+                    p.sub_(p.grad * lr.square()[0])
+                elif lr:
+                    p.add_(p.grad, alpha=-(lr**2))
+
+
+@pytest.mark.parametrize("kind", ["float", "tensor"])
+def test_a_users_optimizer_with_a_schedule(mesh_2x4: DeviceMesh, kind: str) -> None:
+    reference, model = twin_models(mesh_2x4)
+
+    def step_of(m: nn.Module):
+        opt = Sgd(m.parameters(), torch.tensor([0.5]) if kind == "tensor" else 0.5)
+
+        def step(x: torch.Tensor) -> None:
+            opt.zero_grad()
+            m(x).pow(2).mean().backward()
+            opt.step()
+
+        return step, lr_scheduler.ExponentialLR(opt, 0.5)
+
+    reference_step, reference_schedule = step_of(reference)
+    step, schedule = step_of(model)
+    compiled = xd.compile(step)
+    for x, dx in batches(mesh_2x4, 3):
+        reference_step(x)
+        compiled(dx)
+        reference_schedule.step()
+        schedule.step()
+    assert_same_parameters(reference, model)
+    assert compiled.compilations == 1
+
+
+def test_a_closures_values_are_refused(mesh_2x4: DeviceMesh) -> None:
+    """Only what torch's formulas ask for is a number of the program."""
+    _, model = twin_models(mesh_2x4)
+    opt = torch.optim.Adagrad(model.parameters(), lr=0.1, foreach=False)
+    losses = []
+
+    @xd.compile
+    def step(x: torch.Tensor) -> None:
+        def closure() -> torch.Tensor:
+            opt.zero_grad()
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        opt.step(closure)
+
+    with pytest.raises(xd.DataDependentError, match=r"\.item\(\)"):
+        step(batches(mesh_2x4, 1)[0][1])
+    assert losses == []
+
+
+def test_powers_of_an_argument(mesh_2x4: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(4), mesh_2x4, [Shard(0), Replicate()])
+    step = xd.compile(lambda t, by: t * by**2 + 2.0**by)
+    for by in (1.5, 2.5, 3.5):
+        torch.testing.assert_close(step(x, by).cpu(), torch.full((4,), by**2 + 2.0**by))
+    assert step.compilations == 2
+
+
+@pytest.mark.parametrize("values", [(1.0, 2.0), (2.0, 1.0), (1.0, math.nan), (math.nan, 1.0)])
+def test_the_larger_and_the_smaller_of_numbers(values: tuple[float, float]) -> None:
+    """Python's ``max`` and ``min``, also of NaN; and who asks which one it is raises."""
+
+    def refuse() -> None:
+        raise LookupError
+
+    for ours, pythons in ((symbolic.larger, max), (symbolic.smaller, min)):
+        assert repr(ours(*values)) == repr(pythons(*values))
+        for i in range(2):
+            given = list(values)
+            given[i] = symbolic.valueless_number(jnp.asarray(values[i]), "x", refuse)
+            found = ours(*given)
+            assert repr(float(symbolic.number_value(found))) == repr(pythons(*values))
+            for look in (bool, float, repr, lambda x: x > 0 or x):
+                with pytest.raises(LookupError):
+                    look(found)
 
 
 def test_fused_optimizer_takes_the_learning_rate_as_input(mesh_2x4: DeviceMesh) -> None:

@@ -245,3 +245,68 @@ def test_result_is_a_new_tensor_in_every_call(mesh_2x4: DeviceMesh) -> None:
     step = xd.compile(lambda: total.add_(1).clone())
     results = [step() for _ in range(3)]
     assert [r.item() for r in results] == [1.0, 2.0, 3.0]
+
+
+class CountingSgd(torch.optim.Optimizer):
+    """A user's own, which counts its steps and looks at the count."""
+
+    def __init__(self, parameters, count) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self._count = count
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", self._count(p)) + 1
+                p.add_(p.grad / state["count"], alpha=-group["lr"])
+
+
+def counting_step(model: nn.Module, count):
+    optimizer = CountingSgd(model.parameters(), count)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+    return step, optimizer
+
+
+def test_an_optimizer_that_counts_in_python_is_refused(mesh_2x4: DeviceMesh) -> None:
+    """The count would be that of the traces."""
+    _, model = twin_models(mesh_2x4)
+    before = [p.detach().cpu() for p in model.parameters()]
+    step, optimizer = counting_step(model, lambda p: 0)
+    with pytest.raises(xd.DataDependentError, match=r"CountingSgd.*'count' = 1"):
+        xd.compile(step)(batches(mesh_2x4, 1)[0][1])
+    assert not optimizer.state
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), old, rtol=0, atol=0)
+
+
+def test_an_optimizer_that_counts_in_a_tensor(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twin_models(mesh_2x4)
+    count = lambda p: torch.zeros((), device=p.device)
+    reference_step, step = counting_step(reference, count)[0], counting_step(model, count)[0]
+    compiled = xd.compile(step)
+    for x, dx in batches(mesh_2x4, 4):
+        reference_step(x)
+        compiled(dx)
+    assert_same_parameters(reference, model)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_copies_that_do_not_wait(mesh_2x4: DeviceMesh, compiled: bool) -> None:
+    state = distribute_tensor(torch.zeros(4), mesh_2x4, [Shard(0), Replicate()])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state.copy_(x, non_blocking=True)
+        return x.to(torch.float64, non_blocking=True)
+
+    run = xd.compile(step) if compiled else step
+    for i in range(2):
+        x = torch.arange(4.0) + i
+        assert run(distribute_tensor(x, mesh_2x4, None)).cpu().tolist() == x.tolist()
+        assert state.cpu().tolist() == x.tolist()

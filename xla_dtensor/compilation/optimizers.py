@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor import _context
 from xla_dtensor._common import TensorMethods
@@ -77,11 +78,13 @@ class SteppedOptimizer:
     def is_steady(self) -> bool:
         """Whether a step that finds the state of the first one computes the same.
 
-        True of torch's own, which fill their state and go on as ever; SGD's first step takes the
-        gradient as its momentum. Of others nobody knows, until the step is traced again.
+        True of torch's own, which fill their state and go on as ever; but SGD's first step takes
+        the gradient as its momentum, and Adafactor makes its step counts on the CPU. Of others
+        nobody knows, until the step is traced again.
         """
         cls = type(self.optimizer)
-        return cls.__module__.startswith("torch.optim.") and cls is not torch.optim.SGD
+        own = f"{cls.__module__}.".startswith("torch.optim.")
+        return own and cls not in (torch.optim.SGD, torch.optim.Adafactor)
 
     def check(self) -> None:
         """Refuse what the step's Python has done to the optimizer, which would happen once.
@@ -207,11 +210,14 @@ class OptimizerHooks:
     ) -> set[str]:
         """Put traced numbers into a param group; the keys that got one."""
         changed: dict[str, Any] = {}
+        # They take numbers wherever they take tensors.
+        torchs_own = type(stepped.optimizer).step.__module__.startswith("torch.optim.")
         for key, value in group.items():
             if key == "params":
                 continue
             where = f"{stepped.name}.param_groups[{index}][{key!r}]"
             read = partial(_hyperparameter, stepped.optimizer, index, key)
+            held = partial(_tensor_hyperparameter, stepped.optimizer, index, key)
             if _is_number(key, value):
                 number = self._trace.number(partial(read, None), float(value), where)
                 fused = key == "lr" and group.get("fused")
@@ -221,11 +227,20 @@ class OptimizerHooks:
                     self._trace.number(partial(read, i), float(v), f"{where}[{i}]")
                     for i, v in enumerate(value)
                 )
-            elif _is_number_on_cpu(value):
+            elif _holds_number(value):
                 # lr=torch.tensor(0.1), which a scheduler fills: the number that it holds.
-                item = partial(_tensor_hyperparameter, stepped.optimizer, index, key)
-                number = self._trace.number(item, _item(value), where)
-                changed[key] = _as_tensor(number, value.dtype)
+                number = self._trace.number(partial(held, None), _item(value), where)
+                as_number = torchs_own and not (key == "lr" and group.get("fused"))
+                changed[key] = number if as_number else _as_tensor(number, value)
+            elif type(value) is tuple and value and all(map(_holds_number, value)):
+                numbers = [
+                    self._trace.number(partial(held, i), _item(v), f"{where}[{i}]")
+                    for i, v in enumerate(value)
+                ]
+                changed[key] = tuple(
+                    n if torchs_own else _as_tensor(n, v)
+                    for n, v in zip(numbers, value, strict=True)
+                )
         keys = set(changed)
         if "capturable" in group:
             changed["capturable"] = True  # the step count is a tensor on the devices
@@ -259,7 +274,7 @@ class OptimizerHooks:
                     storage.array = trace.counter(storage.form, np.asarray(next(values)).item())
                 else:
                     form = device_form(None, (), dtype=tensor.dtype)
-                    array = trace.counter(form, to_numpy(tensor).item())
+                    array = trace.counter(form, _item(tensor))
                     state[key] = XLATensor(Storage(array, form), form)
 
 
@@ -269,15 +284,6 @@ def _is_number(key: str | None, value: Any) -> bool:
     if isinstance(value, float | np.floating):
         return True
     return key in _COMPUTED_WITH and isinstance(value, int | np.integer)
-
-
-def _is_number_on_cpu(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, TensorMethods)
-        and value.numel() == 1
-        and value.is_floating_point()
-    )
 
 
 def _hyperparameter(
@@ -301,19 +307,36 @@ def _hyperparameter(
     return float(value)
 
 
-def _tensor_hyperparameter(optimizer: Optimizer, index: int, key: str, arguments: Any) -> float:
+def _tensor_hyperparameter(
+    optimizer: Optimizer, index: int, key: str, element: int | None, arguments: Any
+) -> float:
     """The same of a number in a CPU tensor."""
     try:
         value = optimizer.param_groups[index][key]
-    except LookupError:
+        if element is not None:
+            value = value[element]
+    except (LookupError, TypeError):
         value = None
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.numel() != 1:
+    if not _holds_number(value):
         raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}")
     return _item(value)
 
 
+def _holds_number(value: Any) -> bool:
+    """Whether it is a CPU tensor with one float."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, TensorMethods)
+        and value.device.type == "cpu"
+        and value.numel() == 1
+        and value.is_floating_point()
+    )
+
+
 def _item(tensor: torch.Tensor) -> float:
-    return float(to_numpy(tensor).item())
+    """The value of a CPU tensor, unseen by the trace, which would take it for the user's look."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return float(to_numpy(tensor).item())
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -322,9 +345,11 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a)))
 
 
-def _as_tensor(number: Any, dtype: torch.dtype = torch.float64) -> XLATensor:
-    """A traced number as a 0-d tensor (fused optimizers take the learning rate so)."""
-    form = device_form(None, (), dtype=dtype)
+def _as_tensor(number: Any, like: torch.Tensor | None = None) -> XLATensor:
+    """A traced number as a tensor (fused optimizers take the learning rate so), of the shape and
+    dtype of another one."""
+    shape = () if like is None else tuple(like.shape)
+    form = device_form(None, shape, dtype=torch.float64 if like is None else like.dtype)
     with jax.enable_x64(True):
-        array = jax.numpy.asarray(number.node.traced, dtype=form.jax_dtype)
+        array = jax.numpy.full(shape, number.node.traced, dtype=form.jax_dtype)
     return XLATensor(Storage(array, form), form)

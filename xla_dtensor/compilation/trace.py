@@ -7,6 +7,7 @@ outputs. Nothing has to be declared.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ import jax.numpy as jnp
 import torch
 
 from xla_dtensor import _context, rng
+from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.form import Form
 from xla_dtensor.mesh import Frame
 from xla_dtensor.origin import user_line
 from xla_dtensor.storage import Storage
-from xla_dtensor.symbolic import NumberNode, input_number
+from xla_dtensor.symbolic import NumberNode, input_number, valueless_number
 from xla_dtensor.transfer import to_numpy
 
 
@@ -206,6 +208,8 @@ class StepTrace:
         # parameters, and what an optimizer makes of them.
         self.scalars: dict[Any, Any] = {}
         self._wide = _context.WideScalars()
+        # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
+        self._items: dict[int, tuple[Any, Any]] = {}
         self.history_begins = torch._C._autograd._get_sequence_nr()
         self.freed: set[int] = set()
         self.differentiating = False
@@ -304,6 +308,24 @@ class StepTrace:
             with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.asarray(to_numpy(tensor))
             known = self.host_arrays[key] = (tensor, array, source)
+        return known[1]
+
+    def item(self, tensor: Any) -> Any:
+        """In the formulas of torch's optimizers a number without a present value, which goes into
+        operations as the learning rate does."""
+        floating = tensor.dtype.is_floating_point and not tensor._form.varying
+        if not _context.is_in_formula() or not floating:
+            self.refuse(_context.ITEM)
+        array = logical_value(tensor).reshape(())
+        known = self._items.get(id(array))
+        if known is None:
+            with jax.enable_x64(True):
+                wide = self._wide.widened(array).astype(jnp.float64)
+                weak = jax._src.lax.lax._convert_element_type(wide, weak_type=True)
+            refuse = functools.partial(self.refuse, _context.ITEM)
+            number = valueless_number(weak, "a tensor's item", refuse)
+            # With the array, so that its id stays its own.
+            known = self._items[id(array)] = array, number
         return known[1]
 
     def refuse(self, what: str) -> None:

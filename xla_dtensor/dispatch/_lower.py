@@ -136,6 +136,9 @@ class NestedTrace:
     def end_recomputation(self) -> None:
         pass
 
+    def item(self, tensor: Any) -> Any:
+        self.refuse(_context.ITEM)
+
     def refuse(self, what: str) -> None:
         if not self._name.startswith(("aten::", "prims::")):
             raise UnsupportedOpError(

@@ -128,7 +128,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     trace = _context.current()
     if trace is not None and constant_recipe(args[0]) is None:
-        trace.refuse(".item() (also float(), int(), bool(), `if tensor:`)")
+        return trace.item(args[0])
     return to_cpu(args[0]).item()
 
 

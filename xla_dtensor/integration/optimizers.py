@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from xla_dtensor import _context, interrupts
+from xla_dtensor.symbolic import larger, smaller
 
 # The modules of torch.optim, and the functions in them that take lists of tensors.
 _FUNCTIONS = {
@@ -29,6 +31,7 @@ _FUNCTIONS = {
     "adagrad": ("_multi_tensor_adagrad", "_fused_adagrad"),
     "adam": ("_multi_tensor_adam", "_fused_adam"),  # AdamW's, too
     "adamax": ("_multi_tensor_adamax",),
+    "_muon": (),
     "asgd": ("_multi_tensor_asgd",),
     "nadam": ("_multi_tensor_nadam",),
     "radam": ("_multi_tensor_radam",),
@@ -190,8 +193,9 @@ def _closure(function: Callable[[], Any]) -> Callable[[], Any]:
 def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
-        traced = _context.current() is not None  # one program already
-        if traced or not params:
+        if _context.current() is not None:  # one program already
+            return _traced(function, params, *args, **kwargs)
+        if not params:
             return function(params, *args, **kwargs)
         under_way = _current.step
         if not hasattr(params[0], "_storage_"):
@@ -211,12 +215,30 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
 def _at_once(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
+        if _context.current() is not None:
+            return _traced(function, params, *args, **kwargs)
         under_way = _current.step
         if under_way is not None and params:
             under_way.go_on_at_once()
         return function(params, *args, **kwargs)
 
     return update
+
+
+def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """The same on tracers: where torch takes a tensor's value (``.item()``, or a tensor as a number
+    argument), it gets a number that is an input of what it computes."""
+    names = {"min": smaller, "max": larger}  # Adafactor's
+    if isinstance(function, types.FunctionType) and names.keys() & set(function.__code__.co_names):
+        function = types.FunctionType(
+            function.__code__,
+            {**function.__globals__, **names},
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+    with _context.in_formula():
+        function(*args, **kwargs)
 
 
 def _bring_together(params: Any, args: Any, kwargs: dict[str, Any]) -> None:

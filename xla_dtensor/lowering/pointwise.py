@@ -303,6 +303,17 @@ def pow_scalar(x, y):
     return pow_tensor(x, y)
 
 
+# torch's decomposition calls the above, with numbers that must be static here, too.
+@lowers("_foreach_pow.Scalar", static_scalars=True)
+def foreach_pow(xs, exponent):
+    return [pow_scalar(x, exponent) for x in xs]
+
+
+@lowers("_foreach_pow.ScalarList", static_scalars=True)
+def foreach_pow_each(xs, exponent):
+    return [pow_scalar(x, y) for x, y in zip(xs, exponent, strict=True)]
+
+
 @lowers("addcmul")
 def addcmul(x, y, z, *, value=1):
     x, y, z = promote_for_math(x, y, z)
@@ -484,7 +495,7 @@ def to_copy(x, *, dtype=None):
 
 
 @lowers("copy")
-def copy(x, source):
+def copy(x, source, non_blocking=False):
     return jnp.broadcast_to(cast(source, x.dtype), x.shape)
 
 
