@@ -290,16 +290,17 @@ class Storage:
     @property
     def array(self) -> jax.Array:
         value = self.value
-        if value.__class__ is Pending:
-            if value.error is None:
-                value.batch.run()
-                value = self.value
-            if value.__class__ is Pending:
+        while value.__class__ is Pending:
+            if value.error is not None:
                 raise RuntimeError(
                     f"this tensor of shape {list(self.form.shape)} has no value: it was made by "
                     "operations that were written down to run together, and running them has "
                     f"failed ({type(value.error).__name__}: {value.error}); make it again"
                 ) from value.error
+            value.batch.run()
+            if self.value is value and value.error is None:
+                raise AssertionError("a batch has run and left a value out: a bug in xla_dtensor")
+            value = self.value  # another thread may have written something else down since
         return value
 
     @array.setter

@@ -13,12 +13,14 @@ same content is no change.
 from __future__ import annotations
 
 import array
+import contextvars
 import enum
 import functools
 import itertools
 import operator
 import os
 import random
+import re
 import sys
 import types
 import weakref
@@ -75,8 +77,8 @@ MANY = 10_000
 # Methods that torch and Python call under no name in the user's code.
 _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "__wrapped__"}
 _NEVER_CALLED = {
-    *("__init__", "__new__", "__del__", "__repr__", "__str__", "__format__", "__reduce__"),
-    *("__reduce_ex__", "__getstate__", "__setstate__", "__init_subclass__", "__class_getitem__"),
+    *("__del__", "__repr__", "__str__", "__format__", "__reduce__"),
+    *("__reduce_ex__", "__getstate__", "__setstate__", "__init_subclass__"),
     *("__hash__", "__dir__", "__sizeof__", "__deepcopy__", "__copy__", "__doc__", "__module__"),
 }
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
@@ -219,6 +221,7 @@ class Watch:
         self.random_sources: list[Any] = []
         self.optimizers: dict[int, Optimizer] = {}
         self._typed: list[Any] = []
+        self.probes: list[tuple[Any, Any]] = []
         self._large: list[Any] = []
         self._seen = {}
         self._placed_globals: set[int] = set()
@@ -236,6 +239,8 @@ class Watch:
     def _walk(self, value: Any, path: str) -> None:
         if is_atom(value):
             self._note(path, "value", value)
+            if not is_library_class(type(value)):  # an enum, a named tuple: it may have methods
+                self._own_parts(value, path)
             return
         seen = self._seen.get(id(value))
         if seen is not None:
@@ -261,6 +266,13 @@ class Watch:
             return
         self._walk_parts(value, path)
 
+    def _own_parts(self, value: Any, path: str) -> None:
+        """The methods and attributes of an object of a user's class, apart from its content."""
+        own = _dict_of(value)
+        if own:
+            self._entries(own, [n for n in own if self._is_read(n) or n == "_value_"], path, value)
+        self._class(type(value))
+
     def _walk_parts(self, value: Any, path: str) -> None:
         cls = type(value)
         if isinstance(value, types.FunctionType):
@@ -279,11 +291,28 @@ class Watch:
             self._walk(value.__func__, path)
         elif isinstance(value, property):
             self._walk(value.fget, path)
+        elif isinstance(value, functools.cached_property | functools.partialmethod):
+            self._walk(value.func, path)
+        elif isinstance(value, functools.singledispatchmethod):
+            self._walk(value.func, path)
+            self._walk(value.dispatcher, path)
+        elif isinstance(value, contextvars.ContextVar):
+            self._note(path, "opaque", value)
+            content = value.get(MISSING)
+            self.probes.append((functools.partial(value.get, MISSING), content))
+            self._walk(content, f"{path}.get()")
+        elif isinstance(value, operator.attrgetter | operator.methodcaller):
+            self._note(path, "value", repr(value))
+            self._names.attributes |= set(re.findall(r"\w+", repr(value)))
         elif isinstance(value, nn.Module):
             self._module(value, path)
         elif isinstance(value, type):
             self._note(path, "class", value)
             self._class(value)
+            self._class(type(value))
+            if issubclass(value, enum.Enum):
+                for name, member in value.__members__.items():
+                    self._walk(member, f"{path}.{name}")
         elif isinstance(value, types.ModuleType):
             self._note(path, "Python module", value)
             if not is_library(value.__name__):
@@ -351,6 +380,8 @@ class Watch:
                 self._walk(default, f"{describe(function)}'s default {name}")
             if function.__kwdefaults__:
                 self._walk(function.__kwdefaults__, f"{describe(function)}'s defaults")
+            own = function.__dict__
+            self._entries(own, [n for n in own if self._is_read(n)], path, function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._cell(cell, name)
         wrapped = function.__dict__.get("__wrapped__")
@@ -423,7 +454,9 @@ class Watch:
         if isinstance(owner, nn.Module):
             taken = set().union(*(owner.__dict__.get(p) or () for p in _MODULE_PARTS))
             names = [n for n in names if n not in taken]
-        present = [n for n in sorted(names) if n in owner.__dict__ or not hasattr(owner, n)]
+        # Not hasattr, which would run a user's __getattr__.
+        inherited = {n for base in type(owner).__mro__ for n in vars(base)}
+        present = [n for n in sorted(names) if n in owner.__dict__ or n not in inherited]
         if present:
             self._place(Entries(owner.__dict__, present, path, guarded=False))
 
@@ -532,9 +565,8 @@ class Watch:
             if not is_atom(key):
                 self._walk(key, f"{path}'s key")
             self._walk(item, f"{path}[{key!r}]" if is_atom(key) else f"{path}[...]")
-        if type(value) is not dict and hasattr(value, "__dict__"):
-            names = [n for n in value.__dict__ if n in self._names.attributes]
-            self._entries(value.__dict__, names, path, value)
+        if not is_library_class(type(value)):
+            self._own_parts(value, path)
 
     def _sequence(self, value: Any, path: str) -> None:
         if len(value) > MANY:
@@ -545,6 +577,8 @@ class Watch:
         self._place(Elements(value, path))
         for i, item in enumerate(value):
             self._walk(item, f"{path}[{i}]")
+        if not is_library_class(type(value)):
+            self._own_parts(value, path)
 
     def _class(self, cls: type) -> None:
         """The methods and attributes that a class gives its objects."""
@@ -611,6 +645,7 @@ class Watch:
                 and list(map(len, self._mappings)) == self._lengths
                 and list(map(type, self._typed)) == self._types
                 and all(content_of(value) == content for value, content in self.arrays)
+                and all(probe() is content for probe, content in self.probes)
             )
         except (KeyError, AttributeError, ValueError, RuntimeError):
             return False  # something is gone, or another thread is at it
