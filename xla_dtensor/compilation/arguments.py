@@ -115,11 +115,19 @@ class Arguments:
             return type(value), frozenset(map(exact, value))
         fields = _fields(value)
         if fields is None:
-            if isinstance(value, list | tuple | dict):  # inside of a dataclass
-                leaves, shape = pytree.tree_flatten(value)
-                return shape, tuple(self._part(x, f"{path}[{i}]") for i, x in enumerate(leaves))
+            if isinstance(value, dict):  # of a class that torch's pytree doesn't know
+                self.objects.append((f"the class of {path}", type(value)))
+                return type(value), tuple(
+                    (self._part(k, path), self._part(x, f"{path}[{k!r}]")) for k, x in value.items()
+                )
+            if isinstance(value, list | tuple):
+                self.objects.append((f"the class of {path}", type(value)))
+                return type(value), tuple(
+                    self._part(x, f"{path}[{i}]") for i, x in enumerate(value)
+                )
             self.objects.append((path, value))
             return Same(value)
+        self.objects.append((f"the class of {path}", type(value)))  # whose methods may be called
         return type(value), tuple(
             (name, self._part(inner, f"{path}.{name}")) for name, inner in fields.items()
         )
@@ -135,6 +143,18 @@ class Arguments:
             return tuple(values), {}
         args, kwargs = pytree.tree_unflatten(values, self._shape)
         return args, kwargs
+
+    def without_history(self) -> Arguments:
+        """The same for a trace: a tensor that has a history is a leaf there, with the same memory.
+        torch's backward pass would go on into what the caller has computed."""
+        if not any(_has_history(t) for t in self.tensors):
+            return self
+
+        def cut(value: Any) -> Any:
+            return value.detach().requires_grad_() if _has_history(value) else value
+
+        args, kwargs = pytree.tree_map(cut, (self.args, self.kwargs))
+        return Arguments(args, kwargs)
 
     def changed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the step, given these, has put other things into its lists and dicts."""
@@ -172,6 +192,10 @@ class Arguments:
         return None
 
 
+def _has_history(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+
+
 def _is_leaf(value: Any) -> bool:
     return isinstance(value, _LEAVES)
 
@@ -183,7 +207,8 @@ def _fields(value: Any) -> dict[str, Any] | None:
     """The content of an object that is a value (two with the same content are as good as one), or
     None for an object that is known by identity."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        return fields | getattr(value, "__dict__", {})
     if isinstance(value, types.SimpleNamespace | UserDict):
         return dict(vars(value))
     return None

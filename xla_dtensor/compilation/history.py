@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 from xla_dtensor import _context
 from xla_dtensor.compilation.trace import StepTrace, nodes_of
 from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import Form
 from xla_dtensor.redistribute import as_sharded, move
 from xla_dtensor.sharded_tensor import XLAShardedTensor
@@ -40,6 +41,7 @@ class History:
         inputs: the tensors that gradients go to (`Outside`).
         cotangents: the constants that stand for the gradients of the results.
         cotangent_forms: their forms.
+        reached: per result with a history the inputs that it depends on.
         gradients: per input the output with its gradient and its form; None if it gets none.
     """
 
@@ -50,6 +52,7 @@ class History:
         self.cotangents: list[Any] = []
         self.cotangent_forms: list[Form] = []
         self.gradients: list[tuple[int, Form] | None] = []
+        self.reached: list[set[int]] = []
 
     @staticmethod
     def of(trace: StepTrace, flat: list[Any]) -> History | None:
@@ -72,7 +75,40 @@ class History:
             for outside in trace.outside.values()
             if outside.requires_grad and isinstance(outside.get(), torch.Tensor)
         ]
-        return History(outputs, inputs) if inputs else None
+        if not inputs:
+            return None
+        history = History(outputs, inputs)
+        history._find_reached(trace)
+        return history
+
+    def _find_reached(self, trace: StepTrace) -> None:
+        """Which results depend on which inputs.
+
+        Raises:
+            DataDependentError: an input was computed from another one before the step: torch's
+                backward pass would go through the caller's history.
+        """
+        tensors = [outside.get() for outside in self.inputs]
+        leaves = {id(t): i for i, t in enumerate(tensors) if t.is_leaf}
+        inner = {t.grad_fn._sequence_nr(): i for i, t in enumerate(tensors) if not t.is_leaf}
+
+        def reached(tensor: Any, itself: int | None = None) -> set[int]:
+            found = {inner[n] for n, _ in nodes_of([tensor]) if n in inner}
+            for _, node in nodes_of([tensor]):
+                for next_node, _ in node.next_functions:
+                    variable = getattr(next_node, "variable", None)
+                    if variable is not None and id(variable) in leaves:
+                        found.add(leaves[id(variable)])
+            return found - {itself}
+
+        for i, tensor in enumerate(tensors):
+            if not tensor.is_leaf and reached(tensor, i):
+                raise DataDependentError(
+                    f"the step's result depends on a tensor of shape {list(tensor.shape)} that was "
+                    "computed before the step from another one that it depends on, too: pass it as "
+                    "an argument, or compute it inside of the step"
+                )
+        self.reached = [reached(tensor) for tensor in self._tensors]
 
     def differentiate(self, traced: Traced) -> None:
         """Run torch's backward pass in the trace; the gradients become outputs of it."""
@@ -213,19 +249,11 @@ class WithHistory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *inputs: Any) -> Any:
-        results = call.run()
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(
-                r
-                for i, r in enumerate(results)
-                if isinstance(r, torch.Tensor) and i not in call.differentiable
-            )
-        )
         # torch refuses a second backward pass over it, unless the first has retained the graph.
-        ctx.save_for_backward(next(r for r in results if isinstance(r, torch.Tensor)))
-        return tuple(results)
+        ctx.save_for_backward(torch.empty(0))
+        return tuple(call.run())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -236,7 +264,7 @@ class WithHistory(torch.autograd.Function):
                 "(torch.autograd.grad(..., create_graph=True)), or call the step's function eagerly"
             )
         _ = ctx.saved_tensors
-        return (None, *ctx.call.backward([grads[i] for i in ctx.call.differentiable]))
+        return (None, *ctx.call.backward(list(grads)))
 
 
 class Call:
@@ -246,9 +274,8 @@ class Call:
         self,
         run: Callable[[], list[Any]],
         backward: Callable[[list[Any]], list[Any]],
-        differentiable: list[int],
     ) -> None:
-        self.run, self.backward, self.differentiable = run, backward, differentiable
+        self.run, self.backward = run, backward
 
 
 def _gradient_form(form: Form) -> Form:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -204,10 +204,18 @@ class Program:
     ) -> None:
         jaxpr, evaluate, history = self._jaxpr, jaxpr_as_fun, self._traced.history
         constants, traced_sources = self._resolver(), self._traced.sources
+        traced_results = self._traced.results
         shardings = [self._sharding(form) for form in self._forms]
         self._outputs = list(range(len(self._forms)))
         self._split: Split | None = None
         if history is not None:
+            # A tensor that is several results is one of them for autograd.
+            firsts = {id(traced_results[i]): i for i in history.outputs}
+            self._repeated = [
+                (i, firsts[id(r)])
+                for i, r in enumerate(traced_results)
+                if id(r) in firsts and firsts[id(r)] != i
+            ]
             cotangents: list[int | None] = [None] * len(history.cotangents)
             for i, source in enumerate(self._traced.sources):
                 if source.kind == "cotangent":
@@ -404,16 +412,38 @@ class Program:
 
         def run() -> list[Any]:
             arrays, kept["residuals"] = self._execute(arguments, prepared, True)
-            kept["tensors"] = self._flat_results(arrays, arguments)
-            return kept["tensors"]
+            kept["versions"] = [(s, s.version) for s in self._needed_storages(arguments)]
+            kept["results"] = self._flat_results(arrays, arguments)
+            return [kept["results"][i] for i in history.outputs]
 
         def backward(grads: list[Any]) -> list[Any]:
+            for storage, version in kept["versions"]:
+                if storage.version != version:
+                    raise RuntimeError(
+                        "one of the variables needed for gradient computation has been modified by "
+                        f"an inplace operation: a tensor of shape {list(storage.form.shape)}, "
+                        "since the compiled step ran whose result is differentiated"
+                    )
             return self._run_backward(kept["residuals"], grads)
 
-        call = Call(run, backward, history.outputs)
         inputs = [outside.of(arguments) for outside in history.inputs]
-        results = list(WithHistory.apply(call, *inputs))
+        differentiable = WithHistory.apply(Call(run, backward), *inputs)
+        results = kept["results"]
+        for i, result in zip(history.outputs, differentiable, strict=True):
+            results[i] = result
+        for i, first in self._repeated:
+            results[i] = results[first]
         return pytree.tree_unflatten(results, self._traced.result_tree)
+
+    def _needed_storages(self, arguments: Arguments) -> list[Storage]:
+        """The memory from outside that the backward pass reads again."""
+        assert self._split is not None
+        sources = [self._traced.sources[i] for i in self._split.constants]
+        return [
+            self.storage_of(s, arguments)
+            for s in sources
+            if s.kind in ("state", "argument", "grad")
+        ]
 
     @interrupts.atomic
     def _execute(
@@ -422,6 +452,8 @@ class Program:
         with jax.enable_x64(True):
             inputs = self._gather(arguments, prepared)
             try:
+                if _Losses.seen:
+                    _refuse_deleted((*inputs[0], *inputs[1]))
                 arrays = self.compiled(*inputs)
             except BaseException as error:
                 if self._random_operations:
@@ -435,7 +467,11 @@ class Program:
                 if history:
                     residuals = [*last, *self._constants(inputs)]
         self.launched = True
-        self._put(arrays, arguments)
+        try:
+            self._put(arrays, arguments)
+        except BaseException:
+            _Losses.seen = _Losses.seen or any(array.is_deleted() for array in inputs[0])
+            raise
         return arrays, residuals
 
     def _constants(self, inputs: Any) -> list[Any]:
@@ -566,13 +602,19 @@ class Program:
                     )
             results = iter(self._backward([*residuals, *arrays]))
         found: list[Any] = []
-        for gradient in history.gradients:
-            if gradient is None:
+        for i, gradient in enumerate(history.gradients):
+            array = None if gradient is None else next(results)
+            # A result that nobody has used gives no gradient, not one of zeros.
+            used = any(
+                grad is not None and i in reached
+                for grad, reached in zip(grads, history.reached, strict=True)
+            )
+            if gradient is None or not used:
                 found.append(None)
                 continue
             form = gradient[1].placed(self._frame)
             cls = XLATensor if form.mesh is None else XLAShardedTensor
-            found.append(cls(Storage(next(results), form), form))
+            found.append(cls(Storage(array, form), form))
         return found
 
     # --- inputs ------------------------------------------------------------------------------
@@ -670,6 +712,13 @@ class _Arrays:
         return arrays
 
 
+class _Losses:
+    """Whether a launch has ever failed after it had taken over what it was to overwrite. XLA may
+    end the process when it is given such an array again, so from then on each is looked at."""
+
+    seen = False
+
+
 def _check_alive(arrays: list[Any], error: BaseException) -> None:
     """Say it if a launch that failed has used up the arrays that it was to overwrite.
 
@@ -678,10 +727,20 @@ def _check_alive(arrays: list[Any], error: BaseException) -> None:
     """
     lost = sum(array.is_deleted() for array in arrays)
     if lost:
+        _Losses.seen = True
         raise RuntimeError(
             f"the compiled step failed on the devices after it had taken over the memory of {lost} "
             "tensors that it overwrites; their values are lost: load the last checkpoint"
         ) from error
+
+
+def _refuse_deleted(arrays: Iterable[Any]) -> None:
+    for array in arrays:
+        if array.is_deleted():
+            raise RuntimeError(
+                f"a tensor of shape {list(array.shape)} has lost its value, because a compiled "
+                "step failed on the devices while it overwrote it: load the last checkpoint"
+            )
 
 
 def _same_grad(now: Any, before: Any) -> bool:

@@ -180,6 +180,12 @@ class Traced:
         dynamic: frozenset[int],
         ignored: frozenset[str] = frozenset(),
     ) -> None:
+        caller, arguments = arguments, arguments.without_history()
+        self._cut = [
+            mine
+            for mine, theirs in zip(arguments.tensors, caller.tensors, strict=True)
+            if mine is not theirs
+        ]
         self.dynamic = dynamic
         self.overwritten: set[str] = set()
         if parametrize._cache_enabled:
@@ -229,19 +235,23 @@ class Traced:
         finally:
             torch.compiler._is_compiling_flag = was_compiling
             self._undo_trace()
-        free = {id(t): i for i, t in enumerate(arguments.tensors) if id(t) not in watch.tensors}
-        self.outside = [o for o in trace.outside.values() if o.keep(free.get(id(o.get())))]
-        # Others, of which the step's Python may have read `requires_grad`.
-        self.others = [o for _, o in trace.before.values() if o not in trace.outside.values()]
-        self.others = [o for o in self.others if o.storage is not None and o.keep(None)]
-        stepped, before = list(self.hooks.stepped.values()), len(self._roots)
-        self._roots += [(s.name, s) for s in stepped]  # with the state that the step has made
-        for key, optimizer in watch.optimizers.items():
-            if "state" in watch.reads and key not in self.hooks.stepped:
-                self._roots.append((f"{type(optimizer).__name__}.state", optimizer.state))
-        self.watch = watch if len(self._roots) == before else self.look_again()
-        self.frame = trace.frame
-        self._collect_inputs(trace, arguments)
+        try:
+            free = {id(t): i for i, t in enumerate(arguments.tensors) if id(t) not in watch.tensors}
+            self.outside = [o for o in trace.outside.values() if o.keep(free.get(id(o.get())))]
+            # Others, of which the step's Python may have read `requires_grad`.
+            self.others = [o for _, o in trace.before.values() if o not in trace.outside.values()]
+            self.others = [o for o in self.others if o.storage is not None and o.keep(None)]
+            stepped, before = list(self.hooks.stepped.values()), len(self._roots)
+            self._roots += [(s.name, s) for s in stepped]  # with the state that the step has made
+            for key, optimizer in watch.optimizers.items():
+                if "state" in watch.reads and key not in self.hooks.stepped:
+                    self._roots.append((f"{type(optimizer).__name__}.state", optimizer.state))
+            self.watch = watch if len(self._roots) == before else self.look_again()
+            self.frame = trace.frame
+            self._collect_inputs(trace, arguments)
+        except BaseException:
+            self._abandon(surroundings)
+            raise
 
     def look_again(self) -> Watch:
         """What the step's Python can read now."""
@@ -281,6 +291,12 @@ class Traced:
         trace = self.trace
         for stepped in self.hooks.stepped.values():
             stepped.check()
+        if any(tensor.grad is not None for tensor in self._cut):
+            raise DataDependentError(
+                "backward() in the compiled step reaches an argument that was computed before it: "
+                "it would go on there when the step is traced, and in no later call; compute that "
+                "inside of the step, too, or call backward() outside, on the step's result"
+            )
         if self.schedulers.calls and watch.reads & SCHEDULE:
             raise DataDependentError(
                 f"the step calls {type(self.schedulers.calls[0][0]).__name__}.step(), which a "
