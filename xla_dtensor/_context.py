@@ -107,13 +107,20 @@ class RandomNumbers:
     Attributes:
         seed, start: the generator's state when the trace began.
         counter: its present count of operations.
+        latest: the highest that the count has been: a recomputation goes back, and forth again.
         refuse: raises because of what is described.
     """
 
-    __slots__ = ("counter", "refuse", "seed", "start")
+    __slots__ = ("counter", "latest", "refuse", "seed", "start")
 
     def __init__(self, seed: int, start: int, refuse: Callable[[str], None]) -> None:
-        self.seed, self.start, self.counter, self.refuse = seed, start, start, refuse
+        self.seed, self.start, self.refuse = seed, start, refuse
+        self.counter = self.latest = start
+
+    def advance(self, operations: int = 1) -> None:
+        """Count ``operations`` random operations."""
+        self.counter += operations
+        self.latest = max(self.latest, self.counter)
 
 
 class _ThreadState(threading.local):

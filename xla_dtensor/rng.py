@@ -73,7 +73,7 @@ def advance(operations: int = 1) -> None:
     global _counter
     traced = _context.random_numbers()
     if traced is not None:
-        traced.counter += operations
+        traced.advance(operations)
         return
     with _lock:
         _counter += operations
@@ -124,7 +124,7 @@ def set_state(state: torch.Tensor) -> None:
     seed, counter = int(w[0] | (w[1] << np.uint64(32))), int(w[2] | (w[3] << np.uint64(32)))
     traced = _context.random_numbers()
     if traced is not None:
-        if seed != traced.seed or not traced.start <= counter <= traced.counter:
+        if seed != traced.seed or not traced.start <= counter <= traced.latest:
             # Each call of the step has its own; only going back to one of them is possible.
             traced.refuse("set_rng_state() with a state from outside of the step")
         traced.counter = counter

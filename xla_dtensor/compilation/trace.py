@@ -293,7 +293,7 @@ class StepTrace:
 
     def random_key(self) -> Any:
         key = rng.key_of(self.rng_words, self.random_operations())
-        self.random.counter += 1
+        self.random.advance()
         return key
 
     def random_operations(self) -> int:
