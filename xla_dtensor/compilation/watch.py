@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from xla_dtensor._common import OWN_ATTRIBUTES
 from xla_dtensor.compilation.code_names import (
@@ -467,6 +468,15 @@ class Watch:
             return
         if isinstance(value, DeviceMesh):
             self._note(path, "mesh", value)
+            return
+        if isinstance(value, LRScheduler):
+            # Its own step changes it in every call; what counts is what the step's code reads.
+            self._note(path, "opaque", value)
+            read = self._names.attributes
+            if "get_last_lr" in read:
+                read = read | {"_last_lr"}
+            names = [name for name in vars(value) if name in read]
+            self._entries(vars(value), names, path, value)
             return
         own = _dict_of(value)
         wrapped = (own or {}).get("__wrapped__")
