@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow check rules-check conformance oracle bench bench-eager bench-host bench-torch clean
+.PHONY: help env train test test-slow test-audit check rules-check conformance oracle bench bench-eager bench-host bench-torch clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -27,6 +27,10 @@ test: env ## all tests but the slow ones (about 10 minutes on two cores)
 
 test-slow: env ## the slow tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-audit: env ## the tests of compiled steps, each call audited (about three minutes)
+	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 -m 'not slow' tests/compilation tests/dfunction/test_compiled.py \
+	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
 
 check: env ## lint, formatting, types
 	$(BIN)/ruff check .

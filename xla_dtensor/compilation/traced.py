@@ -237,6 +237,10 @@ class Traced:
             self._undo_trace()
         try:
             free = {id(t): i for i, t in enumerate(arguments.tensors) if id(t) not in watch.tensors}
+            for tensor in self._cut:
+                outside = trace.outside.get(id(tensor))
+                if outside is not None:
+                    outside.is_leaf = False  # as it is for the caller
             self.outside = [o for o in trace.outside.values() if o.keep(free.get(id(o.get())))]
             # Others, of which the step's Python may have read `requires_grad`.
             self.others = [o for _, o in trace.before.values() if o not in trace.outside.values()]
