@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from xla_dtensor.compilation.places import MISSING, Entries, Place, Slots
+from xla_dtensor.compilation.places import MISSING, Elements, Entries, Place, Slots
 from xla_dtensor.compilation.watch import Watch, same_atom
 from xla_dtensor.errors import DataDependentError
 
@@ -134,9 +133,9 @@ def check_replayable(effect: Effect, is_new: Callable[[Any], bool]) -> None:
     Raises:
         DataDependentError: a list or set takes up tensors in every call.
     """
-    if not isinstance(effect.place, Entries) and effect.place.__class__.__name__ == "Elements":
+    if isinstance(effect.place, Elements):
         new = [v for v in effect.after.values() if isinstance(v, torch.Tensor) and is_new(v)]
-        if new and len(effect.after) >= 1 and _grows(effect):
+        if new and _grows(effect):
             raise DataDependentError(
                 f"the step adds a tensor to {effect.place.path}, a "
                 f"{type(effect.place.owner).__name__} outside of it, which grows in every call: a "
@@ -148,15 +147,10 @@ def _grows(effect: Effect) -> bool:
     return any(value is MISSING for value in effect.before.values())
 
 
-def refuse_counter(effect: Effect) -> None:
-    """Refuse an effect that invalidates the program it was traced with, again and again."""
-    raise DataDependentError(
+def counter_refused(effect: Effect) -> DataDependentError:
+    """The error for an effect that invalidates the program it was traced with, again and again."""
+    return DataDependentError(
         f"the step reads and changes {effect.text()} in every call: its Python runs only when it "
         "is traced, so every call would be traced again. Do this outside of the compiled step, or "
         "keep the value in a tensor on the device that the step writes in place"
     )
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a (possibly nested) list, tuple or dict, or the tensor itself."""
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]

@@ -20,11 +20,11 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 from xla_dtensor import _context
 from xla_dtensor.compilation.trace import StepTrace, nodes_of
 from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dispatch._plan import new_tensor
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import Form
 from xla_dtensor.redistribute import as_sharded, move
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage
 from xla_dtensor.varying import vary
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class History:
                 array = jnp.zeros(form.array_shape, form.jax_dtype, device=form.sharding)
             self.cotangents.append(array)
             self.cotangent_forms.append(form)
-            grads.append(_tensor(array, form))
+            grads.append(new_tensor(array, form))
         inputs = [outside.get() for outside in self.inputs]
         traced.trace.differentiating = True
         try:
@@ -166,11 +166,6 @@ def _landed(leaf: Any, grad: Any) -> Any:
         return grad
     landed = hooks[landing.id](grad)
     return grad if landed is None else landed
-
-
-def _tensor(array: Any, form: Form) -> Any:
-    cls = XLATensor if form.mesh is None else XLAShardedTensor
-    return cls(Storage(array, form), form)
 
 
 # --- two programs of one -------------------------------------------------------------------------

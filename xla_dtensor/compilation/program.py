@@ -33,9 +33,8 @@ from xla_dtensor.compilation.traced import (
     Traced,
     View,
 )
-from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.dispatch._plan import new_tensor
 from xla_dtensor.form import Form
-from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Pending, Storage, put
 from xla_dtensor.transfer import to_numpy
 
@@ -581,9 +580,8 @@ class Program:
         tensor = made.get(id(template))
         if tensor is None:
             form = self._forms[template.index]
-            cls = XLATensor if form.mesh is None else XLAShardedTensor
             array = arrays[self._place_of[template.index]]
-            tensor = made[id(template)] = cls(Storage(array, form), form)
+            tensor = made[id(template)] = new_tensor(array, form)
         return tensor
 
     def _run_backward(self, residuals: list[Any], grads: list[Any]) -> list[Any]:
@@ -612,9 +610,7 @@ class Program:
             if gradient is None or not used:
                 found.append(None)
                 continue
-            form = gradient[1].placed(self._frame)
-            cls = XLATensor if form.mesh is None else XLAShardedTensor
-            found.append(cls(Storage(array, form), form))
+            found.append(new_tensor(array, gradient[1].placed(self._frame)))
         return found
 
     # --- inputs ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from xla_dtensor import _context, _observe, interrupts
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
-from xla_dtensor.compilation.effects import Effect, refuse_counter
+from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
@@ -291,8 +291,7 @@ class CompiledStep:
             # Each call puts a tensor in place of that of the last one.
             self._ignored |= traced.overwritten
             return self._trace_once(arguments, family)
-        refuse_counter(again[0])
-        raise AssertionError
+        raise counter_refused(again[0])
 
     def _trace_once(self, arguments: Arguments, family: _Family) -> Traced:
         if family.dynamic:

@@ -172,7 +172,6 @@ class Watch:
     """
 
     def __init__(self, roots: list[tuple[str, Any]], ignored: frozenset[str] = frozenset()) -> None:
-        self.roots = roots
         self._ignored = ignored
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
