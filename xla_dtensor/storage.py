@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xla_dtensor import _context, interrupts
+from xla_dtensor.base import epoch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering import ViewLowering
 from xla_dtensor.per_device import logical, over_devices, union
@@ -245,7 +246,8 @@ class Storage:
     Attributes:
         array: the current value; replaced, never changed, by a write.
         value: the same, or a `Pending` until somebody asks for ``array``.
-        form: the physical form of ``array`` (of the tensor that the storage was made for).
+        form: the physical form of ``array`` (of the tensor that the storage was made for); changed
+            by `reform` alone, which compiled steps rely on to hear of it.
         version: a number that no other storage has had, nor this one with another value: equal
             versions are the same memory with the same value. Views and caches compare it.
         recipe: inside a trace, computes the array outside of it, if it depends on no input of the
@@ -324,7 +326,14 @@ class Storage:
             batch = _context.batch()
             if batch is not None:
                 batch.replaces(self)
-            self.array, self.form = array, form
+            self.array = array
+            self.reform(form)
+
+    def reform(self, form: Form) -> None:
+        """Note the form that the value now has."""
+        if form is not self.form:
+            self.form = form
+            epoch.forms.moved()
 
     def check_write(self) -> None:
         """Raise if `write` would. Who writes to several storages asks all of them first, so that
@@ -353,7 +362,8 @@ class Storage:
             self.array = array
         else:
             self.value = array
-        self.form = form
+        if form is not self.form:
+            self.reform(form)
         self.version = next(_versions)
         self.recipe = None
         if self.counters:
@@ -363,7 +373,7 @@ class Storage:
         """Undo writes: the storage has an earlier ``value`` again. That is a version of its own,
         since the last one may have been seen."""
         self.value = value
-        self.form = form
+        self.reform(form)
         self.version = next(_versions)
 
     def give_up(self, error: BaseException) -> None:

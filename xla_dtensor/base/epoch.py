@@ -1,4 +1,4 @@
-"""A number that moves when a user changes something about a tensor that isn't its value.
+"""Numbers that move when something about a tensor changes that isn't its value.
 
 A compiled step depends on the flags, hooks and memory of hundreds of tensors. Comparing them all
 before every call would cost more than the call, so what changes them counts here, and a step looks
@@ -28,3 +28,6 @@ class Epoch:
 tensors = Epoch()
 """Counts: ``requires_grad`` set, memory replaced (``.data =``, ``set_``), a hook of any kind
 registered or removed."""
+
+forms = Epoch()
+"""Counts: a storage has got another form (layout, shape, dtype, devices)."""

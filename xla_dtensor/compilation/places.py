@@ -6,7 +6,7 @@ A place knows its content, can tell what changed in it, and can put a content ba
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -56,6 +56,11 @@ class Place:
     def sized(self) -> Any:
         """What tells by its length whether a name has been added; None if `live` shows that."""
         return None
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it, which is quicker to ask than what is: most of a module's
+        dicts of hooks."""
+        return False
 
 
 class Entries(Place):
@@ -148,10 +153,17 @@ class Slots(Place):
         return [], [(operator.attrgetter(*present), self.owner)]
 
 
+# Those whose truth is their length, whatever a user's class may say.
+_CONTAINERS = frozenset((list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict))
+
+
 class Elements(Place):
     """All elements of a list, tuple, deque or set."""
 
     __slots__ = ()
+
+    def is_empty(self) -> bool:
+        return type(self.owner) in _CONTAINERS and not self.owner
 
     def content(self) -> dict[Any, Any]:
         return dict(enumerate(self.owner))
@@ -182,6 +194,9 @@ class Items(Place):
     def __init__(self, owner: Any, path: str, with_keys: bool = True) -> None:
         super().__init__(owner, path)
         self.with_keys = with_keys
+
+    def is_empty(self) -> bool:
+        return type(self.owner) in _CONTAINERS and not self.owner
 
     def content(self) -> dict[Any, Any]:
         return dict(self.owner)

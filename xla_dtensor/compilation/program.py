@@ -38,7 +38,7 @@ from xla_dtensor.form import Form
 from xla_dtensor.storage import Pending, Storage, put
 from xla_dtensor.transfer import to_numpy
 
-_value, _form_of = operator.attrgetter("value"), operator.attrgetter("form")
+_value = operator.attrgetter("value")
 _grad = operator.attrgetter("grad")
 
 
@@ -497,7 +497,7 @@ class Program:
         for index, storages in self._written_counters:
             put(storages, itertools.repeat(arrays[place_of[index]]))
         for storage, form in self._new_forms:
-            storage.form = form
+            storage.reform(form)
         for storage in counted:
             storage.count_write()
         for index, source in self._written_arguments:
@@ -654,31 +654,43 @@ class _Arrays:
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sources
         self._storages = [s.storages[0] for s in sources]
+        # Of arguments and gradients each call has its own; the others tell when they change.
         self._special = [(i, s) for i, s in enumerate(sources) if s.kind != "state"]
+        self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.kind == "state"]
         self._shared = [s for s in sources if len(s.storages) > 1]
         self._forms = [s.form for s in sources]
+        self._epoch = -1
         self._placed = False
 
     def mismatch(self, program: Program, arguments: Arguments) -> str | None:
         """Whether a storage no longer lies as the program was compiled for."""
-        storages = self._storages
+        moved = epoch.forms.value
+        if self._epoch != moved:
+            difference = self._differ(self._fixed)
+            if difference is not None:
+                return difference
+            self._epoch = moved
         if self._special:
-            storages = list(storages)
-            for i, source in self._special:
-                storages[i] = program.storage_of(source, arguments)
-        if not all(map(operator.is_, map(_form_of, storages), self._forms)):
-            for i, storage in enumerate(storages):
-                before = self._forms[i]
-                if storage.form is before:
-                    continue
-                if before is None or not _same_kind(storage.form, before):
-                    return f"captured state: from {before!r} to {storage.form!r}"
-                self._forms[i] = storage.form
-                self._placed = False
+            now = [(i, program.storage_of(source, arguments)) for i, source in self._special]
+            difference = self._differ(now)
+            if difference is not None:
+                return difference
         for source in self._shared:
             first = source.storages[0].value
-            if not all(s.value is first for s in source.storages):
+            values = map(_value, source.storages)
+            if not all(map(operator.is_, values, itertools.repeat(first))):
                 return "step counts that were equal"
+        return None
+
+    def _differ(self, storages: Iterable[tuple[int, Storage]]) -> str | None:
+        for i, storage in storages:
+            before = self._forms[i]
+            if storage.form is before:
+                continue
+            if before is None or not _same_kind(storage.form, before):
+                return f"captured state: from {before!r} to {storage.form!r}"
+            self._forms[i] = storage.form
+            self._placed = False
         return None
 
     def _place(self, program: Program, storages: list[Storage]) -> None:
@@ -691,7 +703,8 @@ class _Arrays:
                 storage.place(program.frame)
                 self._forms[i] = storage.form
                 for other in self.sources[i].storages[1:]:
-                    other.array, other.form = storage.array, storage.form
+                    other.array = storage.array
+                    other.reform(storage.form)
 
     def gather(self, program: Program, arguments: Arguments) -> list[Any]:
         """The arrays of this call."""

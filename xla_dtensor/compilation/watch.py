@@ -44,6 +44,7 @@ from xla_dtensor.compilation.code_names import (
     is_library_class,
     names_of,
 )
+from xla_dtensor.compilation.identities import identities
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
 from xla_dtensor.storage import exact
@@ -626,8 +627,12 @@ class Watch:
         self._iterables: list[Any] = []
         self._pairs: list[tuple[Any, Any]] = []
         self._mappings: list[Any] = list(self._large)
+        self._empty: list[Any] = []
         for place in self.places:
             if not place.guarded:
+                continue
+            if place.is_empty():
+                self._empty.append(place.owner)
                 continue
             iterables, pairs = place.live()
             self._iterables += iterables
@@ -637,20 +642,21 @@ class Watch:
                 self._mappings.append(sized)
         self._lengths = list(map(len, self._mappings))
         self._types = list(map(type, self._typed))
-        self._expected = list(self._current())
+        self._held = tuple(self._current())
+        self._expected = identities(self._held)
 
     def _current(self) -> Iterator[Any]:
         return itertools.chain(
             itertools.chain.from_iterable(self._iterables),
             itertools.chain.from_iterable(itertools.starmap(operator.call, self._pairs)),
-            _END,
         )
 
     def untouched(self) -> bool:
         """Whether everything is the very object that it was: no need to look closer."""
         try:
             return (
-                all(map(operator.is_, self._current(), self._expected))
+                not any(self._empty)
+                and identities(self._current()) == self._expected
                 and list(map(len, self._mappings)) == self._lengths
                 and list(map(type, self._typed)) == self._types
                 and all(content_of(value) == content for value, content in self.arrays)
@@ -673,7 +679,6 @@ class Watch:
         return result
 
 
-_END = [object()]
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 

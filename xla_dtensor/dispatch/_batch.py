@@ -192,7 +192,8 @@ class Batch:
                 self._put_back(error)
                 raise
             for (storage, _, form), array in zip(waiting, results, strict=True):
-                storage.array, storage.form = array, form
+                storage.array = array
+                storage.reform(form)
             self._start()
             if not self._all_or_nothing:
                 self._replaced.clear()
