@@ -1,0 +1,198 @@
+"""The package's imports as a graph: what `tests/test_layers.py` checks, and the picture in
+`docs/architecture.md`.
+
+    python tools/import_graph.py                 # folders, what each imports, and what is wrong
+    python tools/import_graph.py --picture       # the picture, as text
+    python tools/import_graph.py --write         # put it into docs/architecture.md
+
+An import counts wherever it stands: at the top of a file, in a function, or for types alone. Only
+the source is read; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "xla_dtensor"
+
+# From the ground up. An import points to a folder further left, or stays in its own. Folders in one
+# tuple don't know each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("base",),
+    ("runtime",),
+    ("mesh", "lowering"),
+    ("rules", "forms"),
+    ("tensors",),
+    ("dispatch",),
+    ("movement",),
+    ("compilation", "custom_ops", "parallel", "checkpoint", "data"),
+    ("horovod", "compat", "plan"),
+    ("debug",),
+    ("integration",),
+)
+
+# Where an import inside a function is right: they keep `import xla_dtensor` from loading JAX.
+LATE = frozenset({"", "integration"})
+
+# Names that 0.1.0 had. They only pass on what has moved, so they may import anything, and nothing
+# in the package imports them.
+DOORS = frozenset({"sharded_tensor", "factories", "dfunction", "_pickling"})
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module.
+
+    Attributes:
+        source, target: full names of modules of the package.
+        names: what is taken out of ``target``; empty for the module itself.
+        line: where in the source.
+        late: whether it stands inside of a function.
+        for_types: whether it stands under ``if TYPE_CHECKING``.
+    """
+
+    source: str
+    target: str
+    names: tuple[str, ...]
+    line: int
+    late: bool
+    for_types: bool
+
+    def __str__(self) -> str:
+        what = f" ({', '.join(self.names)})" if self.names else ""
+        how = " in a function" if self.late else " for types" if self.for_types else ""
+        return f"{self.source}:{self.line} imports {self.target}{what}{how}"
+
+
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """All modules of the package, by their full names."""
+    found = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def folder(module: str) -> str:
+    """The room that a module is in: the first part of its name in the package, "" at the top."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports(known: dict[str, Path]) -> Iterator[Import]:
+    """All imports of the package's modules by one another."""
+    for source, path in known.items():
+        tree = ast.parse(path.read_text(), str(path))
+        yield from _Visitor(source, path, known).of(tree)
+
+
+class _Visitor:
+    def __init__(self, source: str, path: Path, known: dict[str, Path]) -> None:
+        self.source, self.known = source, known
+        self.inside = source if path.name == "__init__.py" else source.rpartition(".")[0]
+
+    def of(self, node: ast.AST, late: bool = False, types: bool = False) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                for target, names in self._targets(child):
+                    yield Import(self.source, target, names, child.lineno, late, types)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                for statement in child.body:
+                    yield from self.of(ast.Module([statement], []), late, True)
+                for statement in child.orelse:
+                    yield from self.of(ast.Module([statement], []), late, types)
+            else:
+                inner = late or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from self.of(child, inner, types)
+
+    def _targets(self, node: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, ...]]]:
+        if isinstance(node, ast.Import):
+            return [(a.name, ()) for a in node.names if a.name in self.known]
+        base = node.module or ""
+        if node.level:
+            parts = self.inside.split(".")
+            parts = parts[: len(parts) - node.level + 1]
+            base = ".".join([*parts, base] if base else parts)
+        found: dict[str, list[str]] = {}
+        for alias in node.names:
+            inner = f"{base}.{alias.name}"
+            if inner in self.known:
+                found.setdefault(inner, [])
+            elif base in self.known:
+                found.setdefault(base, []).append(alias.name)
+        return [(target, tuple(names)) for target, names in found.items()]
+
+
+def floors(layers: Iterable[Iterable[str]] = LAYERS) -> dict[str, int]:
+    """The floor of each folder; the package's own `__init__` is the roof."""
+    numbered = {name: number for number, names in enumerate(layers) for name in names}
+    numbered[""] = len(numbered)
+    return numbered
+
+
+def upward(found: Iterable[Import]) -> list[Import]:
+    """Imports that don't point strictly down and don't stay in their folder."""
+    floor = floors()
+    return [
+        i
+        for i in found
+        if folder(i.source) not in DOORS
+        and folder(i.source) != folder(i.target)
+        and floor.get(folder(i.target), len(floor)) >= floor.get(folder(i.source), -1)
+    ]
+
+
+def private(found: Iterable[Import]) -> list[Import]:
+    """Imports of another folder's private modules or names."""
+    return [
+        i
+        for i in found
+        if folder(i.source) != folder(i.target)
+        and any(part.startswith("_") for part in (*i.target.split(".")[1:], *i.names))
+    ]
+
+
+def late(found: Iterable[Import]) -> list[Import]:
+    """Imports inside of functions, where they hide a circle."""
+    return [i for i in found if i.late and folder(i.source) not in LATE]
+
+
+def circles(found: Iterable[Import]) -> list[list[str]]:
+    """The groups of files that import each other, directly or not (Tarjan 1972)."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for i in found:
+        if i.source != i.target:
+            edges[i.source].add(i.target)
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    result: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in edges[node]:
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            group = [stack.pop()]
+            while group[-1] != node:
+                group.append(stack.pop())
+            if len(group) > 1:
+                result.append(sorted(group))
+
+    for node in list(edges):
+        if node not in index:
+            visit(node)
+    return sorted(result, key=len, reverse=True)
