@@ -38,7 +38,7 @@ check: env ## lint, formatting, types
 	$(BIN)/mypy
 
 rules-check: env ## the layout rules against what XLA does (about eight minutes on two cores)
-	$(BIN)/python -m xla_dtensor.rules.check $(ARGS)
+	$(BIN)/python -m xla_dtensor.debug.rule_check $(ARGS)
 
 oracle: env ## all scenarios and random programs, torchrun against one process (about ten minutes)
 	$(BIN)/python -m pytest tests/oracle $(ARGS)

@@ -98,7 +98,7 @@ def _few_programs() -> Iterator[None]:
 @pytest.fixture
 def own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """`DFunction` ops registered in the test are forgotten after it; other modules' stay."""
-    from xla_dtensor.dfunction import _op
+    from xla_dtensor.custom_ops.dfunction import _op
 
     monkeypatch.setattr(_op, "OPS", dict(_op.OPS))
 
@@ -122,7 +122,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def scratch() -> Iterator[None]:
     """Rules registered in the test are forgotten after it."""
-    import xla_dtensor.jax_functions  # noqa: F401  (what it registers stays)
+    import xla_dtensor.custom_ops.jax_function  # noqa: F401  (what it registers stays)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_RULES", dict(registry._RULES))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_dtensor.dfunction import _op
+from xla_dtensor.custom_ops.dfunction import _op
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import tests.conftest as shared
 import xla_dtensor as xd
 from tests.torch_layouts import all_placements, expected_indices
-from xla_dtensor import factories, rng
+from xla_dtensor.base import rng
+from xla_dtensor.movement import factories
 
 pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
 
@@ -177,7 +178,9 @@ def test_made_shard_by_shard(
 ) -> None:
     """No device and no host ever holds more than a few times a shard."""
     factories._makers.clear()
-    monkeypatch.setattr("xla_dtensor.transfer.to_devices", lambda *args: pytest.fail("on the host"))
+    monkeypatch.setattr(
+        "xla_dtensor.forms.host_values.to_devices", lambda *args: pytest.fail("on the host")
+    )
     monkeypatch.setattr(jax, "device_put", lambda *args, **kwargs: pytest.fail("on the host"))
     x = make(name, shape, device_mesh=mesh_2x4, placements=placements)
     monkeypatch.undo()

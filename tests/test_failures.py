@@ -127,7 +127,7 @@ def _fail_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def _fail_tracing(patch: pytest.MonkeyPatch) -> None:
-    from xla_dtensor.form import Form
+    from xla_dtensor.forms.form import Form
 
     def physical(*args: Any) -> Any:
         raise ValueError("while it was traced")

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from xla_dtensor import interrupts
+from xla_dtensor.base import interrupts
 
 
 def press() -> None:

@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from xla_dtensor import dispatch, rng
+from xla_dtensor import dispatch
+from xla_dtensor.base import rng
 
 
 def test_taking_is_advancing() -> None:

@@ -72,7 +72,7 @@ def test_repr_gathers_nothing(mesh_2x4: DeviceMesh, monkeypatch: pytest.MonkeyPa
     x = distribute_tensor(torch.ones(4, 6), mesh_2x4, [S(0), Partial()])
     y = nn.Parameter(distribute_tensor(torch.ones(3, dtype=torch.bfloat16), mesh_2x4["tp"]))
     monkeypatch.setattr(xd.XLAShardedTensor, "full_tensor", lambda *args, **kwargs: pytest.fail())
-    monkeypatch.setattr("xla_dtensor.transfer.to_host", lambda *args: pytest.fail())
+    monkeypatch.setattr("xla_dtensor.forms.host_values.to_host", lambda *args: pytest.fail())
     mesh = "DeviceMesh((dp=2, tp=4), 'xla', stride=(4, 1))"
     assert repr(x) == (
         f"XLAShardedTensor(shape=[4, 6], dtype=torch.float32, device_mesh={mesh}, "

@@ -11,9 +11,7 @@ the source is read; nothing is imported.
 
 from __future__ import annotations
 
-import argparse
 import ast
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -110,7 +108,9 @@ class _Visitor:
                 for statement in child.orelse:
                     yield from self.of(ast.Module([statement], []), late, types)
             else:
-                inner = late or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                inner = late or isinstance(
+                    child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+                )
                 yield from self.of(child, inner, types)
 
     def _targets(self, node: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, ...]]]:

@@ -43,7 +43,7 @@ def rebuild_tensor(
     if mesh is None or placements is None:
         result = value.to("xla")
     else:
-        from xla_dtensor.factories import distribute_tensor
+        from xla_dtensor.movement.factories import distribute_tensor
 
         result = distribute_tensor(value, mesh, [_decoded(*p) for p in placements])
     result.requires_grad_(requires_grad)

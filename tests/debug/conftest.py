@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
-from xla_dtensor import _observe
+from xla_dtensor.base import events
 
 
 @pytest.fixture
@@ -18,6 +18,6 @@ def sharded(mesh_2x4: DeviceMesh) -> Callable[..., torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _nobody_looks() -> Iterator[None]:
-    assert _observe.observer is None
+    assert events.observer is None
     yield
-    assert _observe.observer is None
+    assert events.observer is None

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import xla_dtensor as xd
 from xla_dtensor.debug import Operation, Transfer
-from xla_dtensor.layout import layout_of
+from xla_dtensor.mesh.layout import layout_of
 from xla_dtensor.rules import find_rule
 
 R, S, P = Replicate(), Shard, Partial()

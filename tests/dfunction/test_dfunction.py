@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import xla_dtensor as xd
 from xla_dtensor import DFunction, DistributedOp, Layout
-from xla_dtensor.collectives import all_reduce
+from xla_dtensor.movement.collectives import all_reduce
 
 R, S, P = Replicate(), Shard, Partial()
 

@@ -34,7 +34,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xla_dtensor.lowering
-from xla_dtensor.dtypes import to_jax_dtype
+from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering import Lowering, find_lowering, find_view
 
 for _module in pkgutil.iter_modules(xla_dtensor.lowering.__path__):

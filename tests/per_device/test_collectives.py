@@ -573,7 +573,7 @@ ERRORS: dict[str, Bad] = {
     "not functional": (
         lambda x, m, g: dist.all_reduce(x, group=g),
         AttributeError,
-        "is no process group.*_functional_collectives and xla_dtensor.collectives take it",
+        "is no process group.*_functional_collectives and xla_dtensor.movement.collectives take it",
     ),
 }
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor.experimental import register_sharding
 import xla_dtensor as xd
 from tests.programs import constraints
 from xla_dtensor import LayoutRuleError, register_rule
+from xla_dtensor.debug.rule_check.programs import collectives
 from xla_dtensor.rules import Merged, find_registration, replicate_rule
-from xla_dtensor.rules.check.programs import collectives
 
 R, S, P = Replicate(), Shard, Partial()
 

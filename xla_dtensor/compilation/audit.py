@@ -8,10 +8,10 @@ from typing import Any
 
 from jax._src import source_info_util
 
+from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.errors import StaleStepError
-from xla_dtensor.origin import is_users
 
 
 def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: Arguments) -> None:

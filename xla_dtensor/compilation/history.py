@@ -17,15 +17,15 @@ import torch
 from jax.extend import core as jax_core
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
-from xla_dtensor import _context
+from xla_dtensor.base import thread_state
 from xla_dtensor.compilation.trace import StepTrace, nodes_of
-from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch._plan import new_tensor
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.form import Form
-from xla_dtensor.redistribute import as_sharded, move
-from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.varying import vary
+from xla_dtensor.forms.form import Form
+from xla_dtensor.movement.redistribute import as_sharded, move
+from xla_dtensor.movement.vary import vary
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 if TYPE_CHECKING:
     from xla_dtensor.compilation.traced import Traced
@@ -116,7 +116,7 @@ class History:
         grads = []
         for tensor in tensors:
             form = _gradient_form(tensor._form if tensor._steps else tensor._storage_.form)
-            with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.zeros(form.array_shape, form.jax_dtype, device=form.sharding)
             self.cotangents.append(array)
             self.cotangent_forms.append(form)

@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from xla_dtensor import _context
+from xla_dtensor.base import thread_state
+from xla_dtensor.base.traced_number import NumberNode, plain_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.device_tensor import XLATensor
-from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.symbolic import NumberNode, plain_number
-from xla_dtensor.transfer import to_numpy
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Ours = XLAShardedTensor | XLATensor
 _Symbolic = torch.SymFloat | torch.SymInt
@@ -90,7 +90,7 @@ class HostProgram:
                 return x.compute(numbers)
             return x
 
-        with torch.no_grad(), _disable_current_modes(), _context.active(None):
+        with torch.no_grad(), _disable_current_modes(), thread_state.active(None):
             for operation in self._operations:
                 args, kwargs = pytree.tree_map(value, (operation.args, operation.kwargs))
                 out = operation.func(*args, **kwargs)

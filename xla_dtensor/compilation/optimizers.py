@@ -17,15 +17,15 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from xla_dtensor import _context
-from xla_dtensor._common import TensorMethods
+from xla_dtensor.base import thread_state
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.form import device_form
-from xla_dtensor.storage import Storage
-from xla_dtensor.transfer import to_numpy
+from xla_dtensor.forms.form import device_form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.device_tensor import XLATensor
 
 # Numbers of param groups that torch's formulas only compute with, whatever their Python type:
 # `weight_decay=0` may become 0.1 later. Other ints decide something and are part of the program.
@@ -168,7 +168,7 @@ class OptimizerHooks:
 
         def seen(owner: Any, *args: Any, **kwargs: Any) -> Any:
             result = zero_grad(owner, *args, **kwargs)
-            if _context.current() is self._trace:
+            if thread_state.current() is self._trace:
                 if isinstance(owner, Optimizer):
                     self._trace.cleared(p for g in owner.param_groups for p in g["params"])
                 else:
@@ -178,7 +178,7 @@ class OptimizerHooks:
         return seen
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _context.current() is not self._trace:
+        if thread_state.current() is not self._trace:
             return  # another thread's
         stepped = self.stepped.get(id(optimizer))
         if stepped is None:
@@ -198,7 +198,7 @@ class OptimizerHooks:
         self._trace.in_optimizer += 1
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _context.current() is not self._trace:
+        if thread_state.current() is not self._trace:
             return
         self._trace.in_optimizer -= 1
         for _ in optimizer.param_groups:
@@ -265,7 +265,7 @@ class OptimizerHooks:
                 elif value.device.type != "cpu":
                     continue
                 found.append((state, key, value))
-        with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             ours = [v._storage_.array for _, _, v in found if isinstance(v, TensorMethods)]
             values = iter(jax.device_get(ours))
             for state, key, tensor in found:

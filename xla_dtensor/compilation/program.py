@@ -15,8 +15,7 @@ import torch
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from torch.utils import _pytree as pytree
 
-from xla_dtensor import interrupts, rng
-from xla_dtensor.base import epoch
+from xla_dtensor.base import epoch, interrupts, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.history import Call, Split, WithHistory, cotangent
@@ -34,9 +33,9 @@ from xla_dtensor.compilation.traced import (
     View,
 )
 from xla_dtensor.dispatch._plan import new_tensor
-from xla_dtensor.form import Form
-from xla_dtensor.storage import Pending, Storage, put
-from xla_dtensor.transfer import to_numpy
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.storage import Pending, Storage, put
 
 _value = operator.attrgetter("value")
 _grad = operator.attrgetter("grad")

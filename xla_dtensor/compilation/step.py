@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor import _context, _observe, interrupts
+from xla_dtensor.base import events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
@@ -19,8 +19,8 @@ from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.forms.storage import exact
 from xla_dtensor.runtime.jax_runtime import code_bytes
-from xla_dtensor.storage import exact
 
 logger = logging.getLogger("xla_dtensor")
 
@@ -167,7 +167,7 @@ class CompiledStep:
         self.recompilations: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trace = _context.current()
+        trace = thread_state.current()
         if trace is not None and isinstance(trace, StepTrace):
             return self._function(*args, **kwargs)  # part of the step that is being traced
         if not interrupts.ready():
@@ -185,8 +185,8 @@ class CompiledStep:
                     programs.insert(0, programs.pop(position))
                 self._last = arguments, program
                 self._in_a_row = 0
-                if _observe.observer is not None:
-                    _observe.observer.compiled(self._name())
+                if events.observer is not None:
+                    events.observer.compiled(self._name())
                 if self._audit:
                     self._look_again(program, arguments)
                 return program.run(arguments)

@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from xla_dtensor import _context, rng
+from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.traced_number import NumberNode, input_number, valueless_number
 from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
-from xla_dtensor.form import Form
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
-from xla_dtensor.origin import user_line
-from xla_dtensor.storage import Storage
-from xla_dtensor.symbolic import NumberNode, input_number, valueless_number
-from xla_dtensor.transfer import to_numpy
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _hooks_of(tensor: Any) -> tuple[Any, ...]:
 
 
 class StepTrace:
-    """The trace of one step; see `_context.Trace` for the methods that dispatch calls."""
+    """The trace of one step; see `thread_state.Trace` for the methods that dispatch calls."""
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
         # Tensors that the step is known to reach, as they are before it.
@@ -195,7 +195,7 @@ class StepTrace:
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.outside: dict[int, Outside] = {}
         self.frame: Frame | None = None
-        self.random = _context.RandomNumbers(*rng.position(), self.refuse)
+        self.random = thread_state.RandomNumbers(*rng.position(), self.refuse)
         self.rng_words = jnp.asarray(rng.words())
         self._owned: dict[int, weakref.ref[Storage]] = {}
         self._array_ids: set[int] = set()
@@ -207,7 +207,7 @@ class StepTrace:
         # Scalars computed from the same scalars are computed once: the step counts of 600
         # parameters, and what an optimizer makes of them.
         self.scalars: dict[Any, Any] = {}
-        self._wide = _context.WideScalars()
+        self._wide = thread_state.WideScalars()
         # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
         self._items: dict[int, tuple[Any, Any]] = {}
         self.history_begins = torch._C._autograd._get_sequence_nr()
@@ -286,7 +286,7 @@ class StepTrace:
             self._use(storage).written = True
 
     @property
-    def wide(self) -> _context.WideScalars | None:
+    def wide(self) -> thread_state.WideScalars | None:
         """Scalars in double precision. An optimizer that runs eagerly computes with Python's floats
         what becomes of step counts; ``1 - beta**step`` in float32 would have three digits."""
         return self._wide if self.in_optimizer else None
@@ -305,7 +305,7 @@ class StepTrace:
         known = self.host_arrays.get(key)
         if known is None or known[0] is not tensor:
             source = self.host.use(tensor)
-            with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.asarray(to_numpy(tensor))
             known = self.host_arrays[key] = (tensor, array, source)
         return known[1]
@@ -314,15 +314,15 @@ class StepTrace:
         """In the formulas of torch's optimizers a number without a present value, which goes into
         operations as the learning rate does."""
         floating = tensor.dtype.is_floating_point and not tensor._form.varying
-        if not _context.is_in_formula() or not floating:
-            self.refuse(_context.ITEM)
+        if not thread_state.is_in_formula() or not floating:
+            self.refuse(thread_state.ITEM)
         array = logical_value(tensor).reshape(())
         known = self._items.get(id(array))
         if known is None:
             with jax.enable_x64(True):
                 wide = self._wide.widened(array).astype(jnp.float64)
                 weak = jax._src.lax.lax._convert_element_type(wide, weak_type=True)
-            refuse = functools.partial(self.refuse, _context.ITEM)
+            refuse = functools.partial(self.refuse, thread_state.ITEM)
             number = valueless_number(weak, "a tensor's item", refuse)
             # With the array, so that its id stays its own.
             known = self._items[id(array)] = array, number
@@ -404,7 +404,7 @@ class StepTrace:
         array = storage.array
         if id(array) in self._array_ids and not self.is_counter(array):
             # Two storages share this array; as inputs of the program they must be two.
-            with _context.active(None), jax.ensure_compile_time_eval():
+            with thread_state.active(None), jax.ensure_compile_time_eval():
                 array = storage.array = jnp.copy(array)
         self._array_ids.add(id(array))
         captured = self._captured_by_id[id(storage)] = Captured(storage, fill_value)
@@ -420,7 +420,7 @@ class StepTrace:
         """
         if not self.in_optimizer or isinstance(value, torch.SymInt | torch.SymFloat):
             return None
-        with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             if form.shape == ():
                 array = self.counter(form, value)
             else:
@@ -437,7 +437,7 @@ class StepTrace:
         key = form, repr(value)
         array = self._counters.get(key)
         if array is None:
-            with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.full((), value, dtype=form.jax_dtype, device=form.sharding)
             self._counters[key] = array
         return array

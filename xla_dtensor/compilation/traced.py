@@ -18,7 +18,8 @@ import torch
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from xla_dtensor import _context, interrupts
+from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base.traced_number import like_a_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.garbage import NewObjects
@@ -28,14 +29,13 @@ from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.trace import Captured, StepTrace
 from xla_dtensor.compilation.watch import Watch, content_of
-from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.form import Form
-from xla_dtensor.per_device import logical
-from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage, ViewStep
-from xla_dtensor.symbolic import like_a_number
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.storage import Storage, ViewStep
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Ours = XLAShardedTensor | XLATensor
 
@@ -224,7 +224,7 @@ class Traced:
                 _same_host_randomness(watch.random_sources),
                 _nothing_consumed(watch),
                 NewObjects(),
-                _context.active(trace),
+                thread_state.active(trace),
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
             ):

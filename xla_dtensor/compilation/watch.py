@@ -36,7 +36,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xla_dtensor._common import OWN_ATTRIBUTES
 from xla_dtensor.compilation.code_names import (
     Names,
     describe,
@@ -47,7 +46,8 @@ from xla_dtensor.compilation.code_names import (
 from xla_dtensor.compilation.identities import identities
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
-from xla_dtensor.storage import exact
+from xla_dtensor.forms.storage import exact
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 # Compared by value.
 ATOMS = (

@@ -1,13 +1,13 @@
 """Seeing what layouts operations have, and why: `explain`, `set_logs` and `rules`; and what is kept
 between calls: `caches`.
 
-``_recorder.py`` is told of operations by the places that run them (`xla_dtensor._observe`) and
+``_recorder.py`` is told of operations by the places that run them (`xla_dtensor.base.events`) and
 makes an `Operation` of each; ``_explain.py`` collects them, ``_logs.py`` logs them.
 """
 
 import os
 
-from xla_dtensor._observe import ENVIRONMENT_VARIABLE
+from xla_dtensor.base.events import ENVIRONMENT_VARIABLE
 from xla_dtensor.debug._caches import CacheTable, caches, clear_caches
 from xla_dtensor.debug._explain import Explanation, explain
 from xla_dtensor.debug._logs import set_logs, start_from_environment

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable
 
-from xla_dtensor import _observe
+from xla_dtensor.base import events
 from xla_dtensor.debug._recorder import recorder
 from xla_dtensor.debug._records import Operation
 
@@ -86,9 +86,9 @@ def start_from_environment() -> None:
     Raises:
         ValueError: no such artifact.
     """
-    value = os.environ[_observe.ENVIRONMENT_VARIABLE]
+    value = os.environ[events.ENVIRONMENT_VARIABLE]
     names = [name.strip() for name in value.split(",")]
-    _check(names, f"{_observe.ENVIRONMENT_VARIABLE}={value}")
+    _check(names, f"{events.ENVIRONMENT_VARIABLE}={value}")
     for name in names:
         _ARTIFACTS[name].switch(True)
 

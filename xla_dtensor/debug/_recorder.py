@@ -12,8 +12,8 @@ from typing import Any, cast
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.utils._pytree import tree_leaves
 
-from xla_dtensor import _context, _observe
-from xla_dtensor._common import TensorMethods
+from xla_dtensor.base import events, thread_state
+from xla_dtensor.base.source_line import caller
 from xla_dtensor.debug._records import (
     ITSELF,
     AnyLayout,
@@ -28,15 +28,15 @@ from xla_dtensor.dispatch._lower import NestedTrace
 from xla_dtensor.dispatch._meshes import on_one_mesh
 from xla_dtensor.dispatch._ops import OpInfo, info_of
 from xla_dtensor.dispatch._plan import READ_NO_VALUES, Plan, ViewPlan, mutated_leaves
-from xla_dtensor.form import Form
-from xla_dtensor.layout import layout_of
-from xla_dtensor.local_layout import from_devices
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.local_form import from_devices
 from xla_dtensor.mesh import mesh_dim_axes
-from xla_dtensor.origin import caller
+from xla_dtensor.mesh.layout import layout_of
 from xla_dtensor.rules import Call as RuleCall
 from xla_dtensor.rules import Merged, Registration, TensorInfo, find_registration
 from xla_dtensor.rules._cost import Collective, collectives
 from xla_dtensor.rules.registry import ask, bind
+from xla_dtensor.tensors.base import TensorMethods
 
 Sink = Callable[[Operation], None]
 
@@ -71,13 +71,13 @@ class Recorder:
     def add(self, sink: Sink) -> None:
         """Tell ``sink`` from now on."""
         self._sinks.append(sink)
-        _observe.observer = self
+        events.observer = self
 
     def remove(self, sink: Sink) -> None:
         """Tell it no more."""
         self._sinks.remove(sink)
         if not self._sinks:
-            _observe.observer = None
+            events.observer = None
 
     # --- what it is told ---------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Recorder:
             redistributions=tuple(redistributions),
             exchanges=exchanges,
             at=caller(),
-            traced=_context.current() is not None,
+            traced=thread_state.current() is not None,
             depth=self._thread.depth if depth is None else depth,
             mesh=mesh,
         )
@@ -289,7 +289,7 @@ COMPILED_BEFORE = "runs a program that was compiled before"
 
 
 def _is_nested() -> bool:
-    return isinstance(_context.current(), NestedTrace)
+    return isinstance(thread_state.current(), NestedTrace)
 
 
 # --- layouts and what moves between them -----------------------------------------------------
@@ -465,7 +465,7 @@ def _name_of(call: Call) -> str:
     info: OpInfo = call.info
     if info.name != "xla_dtensor::jax_call.default":
         return info.name
-    from xla_dtensor.jax_functions import name_of
+    from xla_dtensor.custom_ops.jax_function import name_of
 
     return f"{info.name.removesuffix('.default')} {name_of(cast(int, call.args[1]))}"
 

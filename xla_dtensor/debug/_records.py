@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.layout import Layout
+from xla_dtensor.mesh.layout import Layout
 
 ITSELF = ""
 """The argument of what is nothing but a redistribution."""

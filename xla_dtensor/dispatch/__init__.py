@@ -10,26 +10,28 @@ from typing import Any
 import jax
 import torch
 
-from xla_dtensor import _context, _observe, interrupts, rng, rules
-from xla_dtensor._common import TensorMethods
+from xla_dtensor import rules
+from xla_dtensor.base import events, interrupts, rng, thread_state
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.dispatch import _collective_ops, _special  # noqa: F401  (register handlers)
+from xla_dtensor.base.traced_number import number_value
+from xla_dtensor.dispatch import _special  # noqa: F401  (register handlers)
 from xla_dtensor.dispatch._batch import Batch, batched, lock, writing_down
 from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
 from xla_dtensor.dispatch._meshes import on_one_mesh
 from xla_dtensor.dispatch._metadata import become, check_become, refuse_shared
 from xla_dtensor.dispatch._ops import SPECIAL, info_of
 from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
-from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
 from xla_dtensor.dispatch._shared_memory import count_writes, run_in_order
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.form import Form
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.read import constant_recipe, logical_value, read
 from xla_dtensor.lowering import (
     families,  # noqa: F401  (registers all lowerings)
     on_change,
 )
-from xla_dtensor.symbolic import number_value
-from xla_dtensor.transfer import to_numpy
+from xla_dtensor.movement import collective_ops  # noqa: F401  (register handlers)
+from xla_dtensor.tensors.base import TensorMethods
 
 __all__ = [
     "Batch",
@@ -54,7 +56,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     info = info_of(func)
     special = SPECIAL.get(info.name)
     if special is not None:
-        observer = _observe.observer
+        observer = events.observer
         if observer is None:
             result = special(func, args, kwargs)
         else:
@@ -81,7 +83,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if plan is None:
         plan = _plans.put(key, _make_plan(call))
     if isinstance(plan, ViewPlan):
-        trace = _context.current()
+        trace = thread_state.current()
         if trace is not None:
             trace.touched(tensors[0])
         results = plan.make(tensors[0])
@@ -89,8 +91,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         results = _execute(plan, call)
         if info.counts_writes:
             count_writes([tensors[i] for i in written])
-    if _observe.observer is not None:
-        _observe.observer.operation(call, plan)
+    if events.observer is not None:
+        events.observer.operation(call, plan)
     return results
 
 
@@ -111,15 +113,15 @@ def _is_ours(value: Any) -> bool:
 
 
 def _execute(plan: Plan, call: Call) -> Any:
-    trace = _context.current()
-    batch = _context.batch()
+    trace = thread_state.current()
+    batch = thread_state.batch()
     if batch is None or trace is not None:
         return _perform(plan, call, trace, None)
     with lock:
         return _perform(plan, call, None, batch)
 
 
-def _perform(plan: Plan, call: Call, trace: _context.Trace | None, batch: Batch | None) -> Any:
+def _perform(plan: Plan, call: Call, trace: thread_state.Trace | None, batch: Batch | None) -> Any:
     """Ask what may refuse, compute everything, then write: nothing is written by half."""
     mutated: list[Any] = []
     simple = False
@@ -203,7 +205,7 @@ def _run(plan: Plan, call: Call, batch: Batch | None) -> Any:
         raise
 
 
-def _trace(plan: Plan, call: Call, trace: _context.Trace) -> Any:
+def _trace(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
     """The same on tracers, from the plan's function."""
     leaves = [
         number_value(leaf)
@@ -235,7 +237,7 @@ def _trace(plan: Plan, call: Call, trace: _context.Trace) -> Any:
 _NUMBERS = (bool, int, float, complex)
 
 
-def _constant(plan: Plan, call: Call, trace: _context.Trace) -> Any:
+def _constant(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
     """The result of a factory of constant tensors, if the trace wants it made outside."""
     filled = _FILLS.get(plan.info.name)
     if filled is None:
@@ -269,7 +271,7 @@ def _same(value: Any) -> Any:
 
 
 def _cook(plan: Plan, recipes: list[Any], position: int) -> Any:
-    with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+    with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
         return plan.eager(None, [recipe() for recipe in recipes], [])[position]
 
 

@@ -22,17 +22,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_dtensor import _context, interrupts, rules
-from xla_dtensor._common import TensorMethods
+from xla_dtensor import rules
+from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.dispatch._call import Call, Slot
 from xla_dtensor.dispatch._plan import Plan
-from xla_dtensor.dispatch._read import read
-from xla_dtensor.form import Form
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.read import read
+from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.lowering import on_change
 from xla_dtensor.mesh import Frame
-from xla_dtensor.storage import Pending, Storage
-from xla_dtensor.transfer import to_numpy
+from xla_dtensor.tensors.base import TensorMethods
 
 # An operand is one integer, index * _KINDS + kind.
 _ARRAY = 0  # from outside
@@ -63,14 +64,14 @@ class writing_down:
 
     @interrupts.atomic
     def __enter__(self) -> None:
-        self._joined = _context.batch() is not None or _context.current() is not None
+        self._joined = thread_state.batch() is not None or thread_state.current() is not None
         if not self._joined:
-            _context.set_batch(self._batch)
+            thread_state.set_batch(self._batch)
 
     @interrupts.atomic
     def __exit__(self, *exc_info: object) -> None:
         if not self._joined:
-            _context.set_batch(None)
+            thread_state.set_batch(None)
 
 
 class batched(writing_down):
@@ -88,7 +89,7 @@ class batched(writing_down):
 
 
 class Batch:
-    """Operations that are written down; `_context.batch()` is the one of this thread.
+    """Operations that are written down; `thread_state.batch()` is the one of this thread.
 
     Other threads may read a value that is written down here, which runs the batch; `lock` is held
     while it changes.

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from xla_dtensor import _context
-from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.base import thread_state
 from xla_dtensor.dispatch._ops import DROPPED, OpInfo
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.form import Form, device_form
-from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.forms.form import Form, device_form
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Call:
                 "own generator with torch.manual_seed"
             )
         if name == "device" and value is not None:
-            trace = _context.current()
+            trace = thread_state.current()
             if torch.device(value).type == "meta" and trace is None:
                 raise UnsupportedOpError(
                     f"{self.info.name}: device='meta' from an xla tensor; make it with torch.empty"

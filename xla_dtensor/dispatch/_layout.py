@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, _Stri
 
 from xla_dtensor.dispatch._call import Call, fill
 from xla_dtensor.errors import PlacementError
-from xla_dtensor.form import Form
+from xla_dtensor.forms.form import Form
 from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_spec
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
@@ -186,7 +186,7 @@ def _compiler_placements(
     What XLA chose is the layout in which it can give the result without extra communication; an
     axis group that is no whole mesh dim counts as replicated.
     """
-    from xla_dtensor import rng
+    from xla_dtensor.base import rng
     from xla_dtensor.dispatch._lower import lowered_function
 
     lowered = lowered_function(call.info)
@@ -211,9 +211,9 @@ def _compiler_placements(
         else f(0)
         for f in forms
     ]
-    from xla_dtensor import _context
+    from xla_dtensor.base import thread_state
 
-    with jax.enable_x64(True), _context.active(None):
+    with jax.enable_x64(True), thread_state.active(None):
         compiled = jax.jit(run).lower(leaves).compile()
     chosen = iter(compiled.output_shardings)
     result: list[tuple[Placement, ...]] = []

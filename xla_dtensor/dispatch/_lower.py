@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from xla_dtensor import _context
+from xla_dtensor.base import thread_state
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.base.dtypes import to_torch_dtype
+from xla_dtensor.base.source_line import user_line
 from xla_dtensor.dispatch._ops import OpInfo
-from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.form import device_form
-from xla_dtensor.origin import user_line
-from xla_dtensor.storage import Storage
+from xla_dtensor.forms.form import device_form
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.tensors.device_tensor import XLATensor
 
 # (results that alias no argument, new values of the mutated arguments), both flat
 LoweredResult = tuple[list[Any], list[Any]]
@@ -117,7 +117,7 @@ class NestedTrace:
         return self._keys()
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
-        from xla_dtensor.transfer import to_numpy
+        from xla_dtensor.forms.host_values import to_numpy
 
         return to_numpy(tensor)
 
@@ -137,7 +137,7 @@ class NestedTrace:
         pass
 
     def item(self, tensor: Any) -> Any:
-        self.refuse(_context.ITEM)
+        self.refuse(thread_state.ITEM)
 
     def refuse(self, what: str) -> None:
         if not self._name.startswith(("aten::", "prims::")):
@@ -157,7 +157,7 @@ def run_on_arrays(
     function: Callable[..., Any], info: OpInfo, keys: Any, args: tuple, kwargs: dict
 ) -> LoweredResult:
     """Run ``function``, written in torch operations, on arrays."""
-    with _context.active(NestedTrace(keys, info.name)), torch.no_grad():
+    with thread_state.active(NestedTrace(keys, info.name)), torch.no_grad():
         wrapped_args = _wrap(args)
         wrapped_kwargs = {name: _wrap(value) for name, value in kwargs.items()}
         out = function(*wrapped_args, **wrapped_kwargs)
@@ -185,10 +185,10 @@ def run_on_arrays(
 
 
 def _value(tensor: Any) -> Any:
-    from xla_dtensor.dispatch._read import logical_value
+    from xla_dtensor.forms.read import logical_value
 
     if isinstance(tensor, torch.Tensor) and not isinstance(tensor, XLATensor):
-        current = _context.current()
+        current = thread_state.current()
         assert current is not None
         return current.host_tensor(tensor)
     return logical_value(tensor)
@@ -203,7 +203,7 @@ def _wrap(value: Any) -> Any:
         form = device_form(None, tuple(value.shape), dtype=to_torch_dtype(value.dtype))
         return XLATensor(Storage(value, form), form)
     if isinstance(value, jax.Array):
-        from xla_dtensor.symbolic import symbolic_number
+        from xla_dtensor.base.traced_number import symbolic_number
 
         return symbolic_number(value)
     return value

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from xla_dtensor.form import Form, sharded_form
+from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.mesh import mesh_dim_axes
 
 

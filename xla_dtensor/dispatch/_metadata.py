@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from xla_dtensor import _context
-from xla_dtensor._common import TensorMethods, refuse_other_kind
+from xla_dtensor.base import thread_state
 from xla_dtensor.dispatch._ops import handles
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.form import contiguous_stride
-from xla_dtensor.storage import LayoutStep
+from xla_dtensor.forms.form import contiguous_stride
+from xla_dtensor.forms.storage import LayoutStep
+from xla_dtensor.tensors.base import TensorMethods, refuse_other_kind
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def check_become(tensor: Any, name: str) -> None:
     Raises:
         UnsupportedOpError: a step is being compiled, and the tensor is from outside of it.
     """
-    trace = _context.current()
+    trace = thread_state.current()
     if trace is not None and not trace.owns(tensor._storage_):
         raise UnsupportedOpError(
             f"{name} in a compiled step changes the shape or memory of a tensor "
@@ -84,7 +84,7 @@ def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     base = _base(tensor)
     if base is tensor:
         return NotImplemented
-    trace = _context.current()
+    trace = thread_state.current()
     if trace is not None:
         trace.touched(tensor)
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")

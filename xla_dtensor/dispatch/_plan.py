@@ -10,19 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor import _context
-from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.base import thread_state
+from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.dispatch._call import Call, Slot, fill
 from xla_dtensor.dispatch._layout import Pins, output_placements, pins
 from xla_dtensor.dispatch._lower import flatten_results, lowered_function
 from xla_dtensor.dispatch._ops import DROPPED, OpInfo, info_of
-from xla_dtensor.dtypes import to_torch_dtype
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
-from xla_dtensor.form import Form, contiguous_stride, device_form, sharded_form
+from xla_dtensor.forms.form import Form, contiguous_stride, device_form, sharded_form
+from xla_dtensor.forms.per_device import check_axes, coordinate, over_devices, union
+from xla_dtensor.forms.storage import (
+    ONE_VIEWER,
+    LayoutStep,
+    Storage,
+    ViewStep,
+    freeze,
+    write_through,
+)
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
-from xla_dtensor.per_device import check_axes, coordinate, over_devices, union
-from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import ONE_VIEWER, LayoutStep, Storage, ViewStep, freeze, write_through
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 
 class Meta:
@@ -291,7 +298,7 @@ def _functions(
     shardings = [f.sharding for f in result_forms if f is not None] + [f.sharding for f in after]
 
     def eager(state: Any, leaves: Any, base_arrays: Any) -> list[Any]:
-        from xla_dtensor import rng
+        from xla_dtensor.base import rng
 
         count = [0]
 
@@ -352,7 +359,7 @@ def _cast(value: Any, dtype: Any) -> Any:
     if value.dtype.kind == "c" and dtype.kind != "c":
         value = value.real
     if value.ndim == 0 and value.dtype == np.float64 and dtype == np.float32:
-        trace = _context.current()
+        trace = thread_state.current()
         if trace is not None and trace.wide is not None:
             return trace.wide.narrowed(value)
     return value.astype(dtype)

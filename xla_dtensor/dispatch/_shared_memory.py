@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from xla_dtensor._common import TensorMethods
 from xla_dtensor.dispatch._call import Call, Slot
 from xla_dtensor.dispatch._lower import flatten_results
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.tensors.base import TensorMethods
 
 _BY_ELEMENT = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 

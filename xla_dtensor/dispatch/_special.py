@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 
-from xla_dtensor import _context
-from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.base import thread_state
 from xla_dtensor.dispatch._ops import handles, info_of
-from xla_dtensor.dispatch._read import constant_recipe, logical_value, read
 from xla_dtensor.errors import PerDeviceValueError
-from xla_dtensor.form import Form
-from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.read import constant_recipe, logical_value, read
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Ours = XLAShardedTensor | XLATensor
 
 
 def to_cpu(tensor: Any) -> torch.Tensor:
     """The full value of an xla tensor as a CPU tensor."""
-    from xla_dtensor.transfer import fetch, to_host
+    from xla_dtensor.forms.host_values import fetch, to_host
 
     if tensor._form.meta:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
-    trace = _context.current()
+    trace = thread_state.current()
     if trace is None:
         form = tensor._form
         array = logical_value(tensor) if form.unreduced else read(tensor)
@@ -126,7 +126,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles("aten::_local_scalar_dense.default")
 def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    trace = _context.current()
+    trace = thread_state.current()
     if trace is not None and constant_recipe(args[0]) is None:
         return trace.item(args[0])
     return to_cpu(args[0]).item()
@@ -135,7 +135,7 @@ def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @handles("aten::_linalg_check_errors.default")
 def _check_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Raises if a factorisation failed. A compiled step can't: its results are then not finite."""
-    if _context.current() is None:
+    if thread_state.current() is None:
         tensor = args[0]
         if tensor._form.varying:
             sharded = isinstance(tensor, XLAShardedTensor)
@@ -178,7 +178,7 @@ def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
     replicated."""
-    trace = _context.current()
+    trace = thread_state.current()
     if trace is not None:
         trace.refuse(f"{info_of(func).name}, whose result's shape depends on values,")
     ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
@@ -190,7 +190,7 @@ def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def back(tensor: torch.Tensor) -> torch.Tensor:
         if mesh is None:
             return tensor.to("xla")
-        from xla_dtensor.factories import distribute_tensor
+        from xla_dtensor.movement.factories import distribute_tensor
 
         return distribute_tensor(tensor, mesh, None)
 

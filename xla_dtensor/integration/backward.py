@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor import _context, interrupts
+from xla_dtensor.base import interrupts, thread_state
 
 _CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def install() -> None:
         # nothing changes, as CPU nodes run in this thread anyway.
         if not all(getattr(t, "device", _CPU).type in ("xla", "cpu") for t in outputs):
             return original(outputs, *args, **kwargs)
-        trace = _context.current()
+        trace = thread_state.current()
         if trace is not None:
             keeps_graph, inputs = bool(args[1]), args[3]
             trace.backward(outputs, keeps_graph, kwargs.get("accumulate_grad", True) and not inputs)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from xla_dtensor import _context, interrupts, rng
+from xla_dtensor.base import interrupts, rng, thread_state
 from xla_dtensor.integration import backward, composites
 
 _library: torch.library.Library | None = None
@@ -111,7 +111,7 @@ def _device_module() -> types.ModuleType:
 
 
 def _manual_seed(seed: int) -> None:
-    trace = _context.current()
+    trace = thread_state.current()
     if trace is not None:
         trace.refuse(
             "torch.manual_seed (seed outside of the step, or every step is the same), which"

@@ -35,7 +35,7 @@ def install() -> None:
         found = resolve_group(group)
         if found is None:
             return permute(self, src_dst, group, tag)
-        from xla_dtensor.collectives import permute as xla_permute
+        from xla_dtensor.movement.collectives import permute as xla_permute
 
         return xla_permute(self, found, src_dst)
 

@@ -117,7 +117,7 @@ def _hook_distribute() -> None:
     spmd.__doc__ = "Provided by xla_dtensor for torch.distributed.tensor."
 
     def xla_distribute_tensor(tensor: Any, device_mesh: Any, placements: Any = None) -> Any:
-        from xla_dtensor.factories import distribute_tensor
+        from xla_dtensor.movement.factories import distribute_tensor
 
         return distribute_tensor(tensor, device_mesh, placements)
 
@@ -128,7 +128,7 @@ def _hook_distribute() -> None:
         input_fn: Any = None,
         output_fn: Any = None,
     ) -> Any:
-        from xla_dtensor.factories import distribute_module
+        from xla_dtensor.movement.factories import distribute_module
 
         return distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
 
@@ -150,7 +150,7 @@ def _hook_factories() -> None:
         mesh = device_mesh or torch_device_mesh._mesh_resources.get_current_mesh()
         if mesh.device_type != "xla":
             return original(init_op, size, device_mesh, placements, **kwargs)
-        from xla_dtensor.factories import make_sharded
+        from xla_dtensor.movement.factories import make_sharded
 
         return make_sharded(init_op, tuple(size), mesh, placements, **kwargs)
 
@@ -169,7 +169,7 @@ def _hook_from_local() -> None:
         mesh = device_mesh or torch_device_mesh._mesh_resources.get_current_mesh()
         if mesh.device_type != "xla":
             return original(local_tensor, device_mesh, placements, **kwargs)
-        from xla_dtensor.local_view import from_local as xla_from_local
+        from xla_dtensor.movement.local_view import from_local as xla_from_local
 
         return xla_from_local(local_tensor, mesh, placements, **kwargs)
 

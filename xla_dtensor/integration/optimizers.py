@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from xla_dtensor import _context, interrupts
-from xla_dtensor.symbolic import larger, smaller
+from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base.traced_number import larger, smaller
 
 # The modules of torch.optim, and the functions in them that take lists of tensors.
 _FUNCTIONS = {
@@ -69,8 +69,8 @@ def install() -> None:
 
 def make_foreach_the_default() -> None:
     """As torch has it for its own DTensor. Not at once: torch's DTensor takes long to import."""
-    from xla_dtensor.device_tensor import XLATensor
-    from xla_dtensor.sharded_tensor import XLAShardedTensor
+    from xla_dtensor.tensors.device_tensor import XLATensor
+    from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         module: Any = importlib.import_module(name)
@@ -146,7 +146,7 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
     @interrupts.completed
     def complete(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # In a batch of the user's, the step is a part of that.
-        if not undoable or _context.batch() is not None:
+        if not undoable or thread_state.batch() is not None:
             return step(optimizer, *args, **kwargs)
         outer = _current.step  # another optimizer's, whose closure or hook this is in
         under_way = _current.step = _Step(optimizer)
@@ -167,7 +167,7 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
         groups = optimizer.param_groups
         # A look at each group is enough: torch's optimizers want them on one device.
         ours = any(g["params"] and hasattr(g["params"][0], "_storage_") for g in groups)
-        if not ours or _context.current() is not None:
+        if not ours or thread_state.current() is not None:
             return step(optimizer, *args, **kwargs)
         if not interrupts.ready():
             interrupts.install()
@@ -193,7 +193,7 @@ def _closure(function: Callable[[], Any]) -> Callable[[], Any]:
 def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
-        if _context.current() is not None:  # one program already
+        if thread_state.current() is not None:  # one program already
             return _traced(function, params, *args, **kwargs)
         if not params:
             return function(params, *args, **kwargs)
@@ -215,7 +215,7 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
 def _at_once(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
-        if _context.current() is not None:
+        if thread_state.current() is not None:
             return _traced(function, params, *args, **kwargs)
         under_way = _current.step
         if under_way is not None and params:
@@ -237,7 +237,7 @@ def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             function.__defaults__,
             function.__closure__,
         )
-    with _context.in_formula():
+    with thread_state.in_formula():
         function(*args, **kwargs)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from xla_dtensor import _context
+from xla_dtensor.base import thread_state
 
 _Watcher = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
 _watchers: list[_Watcher] = []
@@ -28,7 +28,7 @@ class _Recomputing:
     """A traced step must know, or XLA would merge the recomputation with the first computation."""
 
     def __enter__(self) -> None:
-        self._trace = _context.current()
+        self._trace = thread_state.current()
         if self._trace is not None:
             self._trace.begin_recomputation()
 
@@ -57,7 +57,7 @@ def install() -> None:
         with ExitStack() as stack:
             stack.enter_context(_Recomputing())
             # It may be a DFunction's backward that looks at the first saved tensor.
-            stack.enter_context(_context.inside_function(None))
+            stack.enter_context(thread_state.inside_function(None))
             for restore, remembered in self._xla_remembered:
                 stack.enter_context(restore(remembered))
             result = enter(self)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xla_dtensor import interrupts
+from xla_dtensor.base import interrupts
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -26,7 +26,7 @@ class _DispatchToClasses(TorchDispatchMode):
     @interrupts.atomic
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from xla_dtensor.dispatch import dispatch
-        from xla_dtensor.sharded_tensor import XLAShardedTensor
+        from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
         if not any(issubclass(t, XLAShardedTensor) for t in types):
             return func(*args, **(kwargs or {}))

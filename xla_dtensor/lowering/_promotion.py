@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.dtypes import to_jax_dtype, to_torch_dtype
+from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
 
 
 def is_scalar(x: Any) -> bool:

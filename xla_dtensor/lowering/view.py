@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from xla_dtensor.dtypes import to_jax_dtype
+from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering._promotion import math_dtype
 from xla_dtensor.lowering._registry import lowers, lowers_view
 from xla_dtensor.lowering._scatter import write

@@ -58,7 +58,7 @@ class MeshGroup(str):
         raise AttributeError(
             f"group {str(self)!r} has no {name!r}: it names devices along a dim of an xla mesh and "
             "is no process group. torch.distributed._functional_collectives and "
-            "xla_dtensor.collectives take it"
+            "xla_dtensor.movement.collectives take it"
         )
 
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.form import Form
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.per_device import logical
 from xla_dtensor.mesh import Frame
-from xla_dtensor.per_device import logical
 from xla_dtensor.rules._cost import Collective
 
 

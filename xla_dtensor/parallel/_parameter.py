@@ -18,16 +18,16 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,
 )
 
-from xla_dtensor import _context
-from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.base import thread_state
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.factories import distribute_tensor
-from xla_dtensor.form import Form, device_form, sharded_form
+from xla_dtensor.forms.form import Form, device_form, sharded_form
+from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import frame_of
+from xla_dtensor.movement.factories import distribute_tensor
+from xla_dtensor.movement.redistribute import as_sharded, move, relayout
 from xla_dtensor.parallel._layouts import Keep, Reduce, gather
-from xla_dtensor.redistribute import as_sharded, move, relayout
-from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 if TYPE_CHECKING:
     from xla_dtensor.parallel._mesh import DataParallel
@@ -87,7 +87,7 @@ class Accumulated:
         return grad
 
     def _look(self) -> None:
-        trace = _context.current()
+        trace = thread_state.current()
         if trace is not None:
             trace.touched(self)
 
@@ -112,7 +112,7 @@ class Whole:
         self.parameter, self.global_view, self.form = parameter, global_view, form
         self.reshard = False
         self.version = version
-        self.trace = _context.current()
+        self.trace = thread_state.current()
         self.kept: Any = None
 
 
@@ -314,7 +314,7 @@ class ManagedParameter:
         """A whole tensor, with the storage of an earlier one if that exists; below autograd."""
         form = self.form(parameter._form, global_view)
         if form is parameter._form:
-            trace = _context.current()
+            trace = thread_state.current()
             if trace is not None:
                 trace.touched(parameter)  # a gathering reads it, and says so by that
             parameter._storage_.introduce(parameter)
@@ -325,7 +325,7 @@ class ManagedParameter:
             known is None
             or known.form is not form
             or known.version != parameter._storage_.version
-            or known.trace is not _context.current()
+            or known.trace is not thread_state.current()
         ):
             whole = Whole(self, global_view, form, parameter._storage_.version)
             storage = self._gather(parameter, form)
@@ -347,7 +347,7 @@ class ManagedParameter:
     def gather_again(self, whole: Whole) -> Storage:
         """The whole parameter once more, for backward. All uses in one backward share it."""
         parameter = self.parameter
-        version, trace = parameter._storage_.version, _context.current()
+        version, trace = parameter._storage_.version, thread_state.current()
         if whole.kept is None and version != whole.version and trace is whole.trace:
             raise RuntimeError(
                 f"the parameter {self.locations[0].name!r} of shape {list(parameter.shape)} has "
@@ -446,7 +446,7 @@ class ManagedParameter:
 
     def _reduce_over_devices(self, grad: Any, parameter: Any) -> Any:
         parallel, form = self.parallel, parameter._form
-        if _context.current() is None:
+        if thread_state.current() is None:
             grad._storage_.place(form.frame)
         source = grad._form.placed(form.frame)
         axes = parallel.axes

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed._composable_state import _State
 from torch.utils import _pytree as pytree
 
-from xla_dtensor import _context
-from xla_dtensor._common import TensorMethods
+from xla_dtensor.base import thread_state
 from xla_dtensor.integration import recomputation
 from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.parallel._parameter import ManagedParameter, Whole, wholes
-from xla_dtensor.sharded_tensor import XLAShardedTensor
+from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 
 class _Settings(NamedTuple):
@@ -78,7 +78,7 @@ class State(_State):
         Called before they are read or changed: what the step found when it began is compared with
         what later calls find.
         """
-        trace = _context.current()
+        trace = thread_state.current()
         if trace is not None:
             names = ", ".join(type(module).__name__ for module in self.modules)
             trace.depends_on(self._settings, f"the data-parallel settings of {names}")

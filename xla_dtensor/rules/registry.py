@@ -11,8 +11,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.distributed.tensor import Placement
 
+from xla_dtensor.base.source_line import caller
 from xla_dtensor.errors import LayoutRuleError
-from xla_dtensor.origin import caller
 
 from ._types import Placements, TensorInfo, replicated, shard_dim
 from .alternatives import Alternative, Merged, merge

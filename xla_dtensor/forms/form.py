@@ -1,0 +1,318 @@
+"""The physical form of a tensor: how its logical value lies in one ``jax.Array``.
+
+    (varying axes...) + (unreduced mesh dims...) + (logical dims, padded to divide)
+
+The leading axes stand for mesh axes along which devices hold different values that no tensor dim
+shows. One per *varying* axis: the tensor is something else on each device along it (a per-device
+tensor, or a sharded one on a submesh); operations run on each by itself (`per_device.py`). One per
+*unreduced* mesh dim: parts of one value, a pending ``Partial``. ``Shard`` puts mesh axes on a
+logical dim; a dim that doesn't divide is padded at its end (XLA's program inputs and outputs must
+be even). Forms are interned: equal forms are the same object, so that the dispatcher's cache keys
+hash in no time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from xla_dtensor.base.cache import Interned
+from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.errors import PlacementError
+from xla_dtensor.forms.per_device import check_axes
+from xla_dtensor.mesh import Frame, dim_axes, frame_of, frames_stay, mesh_dim_axes
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+
+class Form:
+    """What a tensor is, apart from its data. Immutable and interned; make one with
+    `sharded_form` or `device_form`.
+
+    Attributes:
+        mesh: the mesh of a sharded tensor; None for a per-device tensor.
+        placements: one per mesh dim; None for a per-device tensor.
+        varying: the frame axes along which devices hold different tensors, in the frame's order.
+        unreduced: the ``Partial`` mesh dims that have a leading axis (their reduction is pending).
+        frame: the JAX mesh that the array lives on; None for an array of the default device.
+        shape, stride, offset, dtype: as torch sees the tensor.
+        meta: whether it has no value (torch's "meta" device): there is no array.
+        padded_shape: the logical dims of the array.
+        sharding: the array's ``NamedSharding``; None without a frame.
+        spec: torch's ``DTensorSpec``; None for a per-device tensor.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "dim_axes",
+        "dtype",
+        "frame",
+        "jax_dtype",
+        "mesh",
+        "meta",
+        "offset",
+        "padded_shape",
+        "placements",
+        "shape",
+        "sharding",
+        "spec",
+        "stride",
+        "unreduced",
+        "varying",
+    )
+
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] | None
+    varying: tuple[str, ...]
+    meta: bool
+    unreduced: tuple[int, ...]
+    frame: Frame | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    jax_dtype: np.dtype
+    padded_shape: tuple[int, ...]
+    sharding: Any
+    spec: DTensorSpec | None
+    dim_axes: tuple[tuple[str, ...], ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this is the global view (an `XLAShardedTensor`'s form)."""
+        return self.mesh is not None
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        """The shape of the array in this form."""
+        lead: tuple[int, ...] = ()
+        if self.varying:
+            assert self.frame is not None
+            lead = tuple(self.frame.sizes[axis] for axis in self.varying)
+        if self.unreduced:
+            assert self.mesh is not None
+            lead += tuple(self.mesh.shape[i] for i in self.unreduced)
+        return lead + self.padded_shape
+
+    def logical(self, array: jax.Array) -> jax.Array:
+        """The logical value in ``array``: pending reductions done, padding cut off.
+
+        Of a tensor that varies ``array`` is one device's part, without the varying axes.
+        """
+        if self.unreduced:
+            array = self._reduce(array)
+        if tuple(array.shape) != self.shape:
+            array = array[tuple(slice(0, n) for n in self.shape)]
+        return array
+
+    def physical(self, value: jax.Array) -> jax.Array:
+        """``value`` padded to an even sharding (without pending reductions; with or without the
+        varying axes)."""
+        if self.padded_shape == self.shape:
+            return value
+        import jax.numpy as jnp
+
+        pads = [(0, 0)] * (value.ndim - len(self.shape))
+        pads += [(0, p - n) for p, n in zip(self.padded_shape, self.shape, strict=True)]
+        return jnp.pad(value, pads)
+
+    def reduced(self) -> Form:
+        """This form without pending reductions: what a freshly computed value has."""
+        if not self.unreduced:
+            return self
+        assert self.mesh is not None and self.placements is not None
+        return self.with_placements(self.mesh, self.placements)
+
+    def with_placements(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Form:
+        """The same tensor on ``mesh`` with ``placements``."""
+        return sharded_form(
+            mesh,
+            placements,
+            self.shape,
+            self.stride,
+            self.offset,
+            self.dtype,
+            varying=self.varying,
+            meta=self.meta,
+        )
+
+    def with_varying(self, varying: tuple[str, ...]) -> Form:
+        """The same tensor, varying along exactly these axes of its frame."""
+        return self if varying == self.varying else self._with(varying, self.meta)
+
+    def with_meta(self, meta: bool) -> Form:
+        """The same tensor with or without a value."""
+        return self if meta == self.meta else self._with(self.varying, meta)
+
+    def on_current_frame(self) -> Form:
+        """The same sharded tensor, with the axes that its mesh's dims consist of by now.
+
+        Raises:
+            MeshMismatchError: it varies along an axis that has since been cut finer.
+        """
+        assert self.mesh is not None and self.frame is not None
+        if self.frame.is_current:
+            return self
+        frame = frame_of(self.mesh)
+        check_axes("a view of what devices hold", self, frame)
+        return self._with(self.varying, self.meta)
+
+    def _with(self, varying: tuple[str, ...], meta: bool) -> Form:
+        about = self.shape, self.stride, self.offset, self.dtype
+        if self.mesh is None:
+            return device_form(self.frame, *about, varying=varying, meta=meta)
+        assert self.placements is not None
+        return sharded_form(
+            self.mesh,
+            self.placements,
+            *about,
+            unreduced=self.unreduced,
+            varying=varying,
+            meta=meta,
+        )
+
+    def placed(self, frame: Frame | None) -> Form:
+        """The form of a per-device tensor of the default device once it is on all of ``frame``'s;
+        any other form is itself."""
+        if self.frame is not None or frame is None:
+            return self
+        about = self.shape, self.stride, self.offset, self.dtype
+        return device_form(frame, *about, meta=self.meta)
+
+    def _reduce(self, array: jax.Array) -> jax.Array:
+        assert self.placements is not None
+        reduce_op = self.placements[self.unreduced[0]].reduce_op
+        return reduce(array, reduce_op, tuple(range(len(self.unreduced))))
+
+    def __repr__(self) -> str:
+        where = f"{self.mesh!r}, {list(self.placements or ())}" if self.mesh else f"{self.frame}"
+        if self.varying:
+            where += f", varying along {', '.join(self.varying)}"
+        return f"Form({list(self.shape)}, {self.dtype}, {where})"
+
+
+def reduce(array: jax.Array, reduce_op: str, axes: tuple[int, ...]) -> jax.Array:
+    """``array`` reduced over ``axes`` with a ``Partial`` placement's reduction."""
+    import jax.numpy as jnp
+
+    functions: dict[str, Any] = {
+        "sum": jnp.sum,
+        "avg": jnp.mean,
+        "max": jnp.max,
+        "min": jnp.min,
+        "product": jnp.prod,
+    }
+    return functions[reduce_op](array, axis=axes).astype(array.dtype)
+
+
+_forms: Interned[tuple[Any, ...], Form] = Interned("forms", 2048)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """torch's strides of a freshly made tensor of ``shape``."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def sharded_form(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
+    offset: int = 0,
+    dtype: torch.dtype = torch.float32,
+    unreduced: tuple[int, ...] = (),
+    varying: tuple[str, ...] = (),
+    meta: bool = False,
+) -> Form:
+    """The form of a global-view tensor. ``placements`` must be normalised.
+
+    Raises:
+        PlacementError: it varies along an axis that one of its mesh dims consists of.
+    """
+    shape = tuple(shape)
+    stride = contiguous_stride(shape) if stride is None else tuple(stride)
+    frame = frame_of(mesh)
+    # The frame is part of the key: a refined one has other axis names.
+    key = (mesh, placements, frame, shape, stride, offset, dtype, unreduced, varying, meta)
+    form = _forms.get(key)
+    if form is not None:
+        return form
+    with frames_stay():
+        # Between this and the look above another thread may have refined the frame.
+        frame = frame_of(mesh)
+        key = (mesh, placements, frame, shape, stride, offset, dtype, unreduced, varying, meta)
+        axes = mesh_dim_axes(mesh)
+        if set(varying) & {name for names in axes for name in names}:
+            raise PlacementError(
+                f"a tensor on {mesh!r} can't vary along {list(varying)}, which is part of its mesh"
+            )
+        form = _new_form(shape, stride, offset, dtype, varying, meta)
+        form.mesh, form.placements, form.unreduced, form.frame = mesh, placements, unreduced, frame
+        form.dim_axes = dim_axes(placements, mesh, len(shape))
+        form.padded_shape = tuple(
+            _round_up(n, math.prod(frame.sizes[name] for name in names))
+            for n, names in zip(shape, form.dim_axes, strict=True)
+        )
+        lead = [*varying, *(axes[i] for i in unreduced)]
+        form.sharding = frame.sharding(*(names or None for names in (*lead, *form.dim_axes)))
+        form.spec = DTensorSpec(
+            mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype)
+        )
+    return _forms.put(key, form)
+
+
+def device_form(
+    frame: Frame | None,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
+    offset: int = 0,
+    dtype: torch.dtype = torch.float32,
+    varying: tuple[str, ...] = (),
+    meta: bool = False,
+) -> Form:
+    """The form of a per-device tensor: one on each device of ``frame`` along the varying axes, the
+    same one along the others."""
+    shape = tuple(shape)
+    stride = contiguous_stride(shape) if stride is None else tuple(stride)
+    key = (None, None, frame, shape, stride, offset, dtype, (), varying, meta)
+    form = _forms.get(key)
+    if form is None:
+        form = _new_form(shape, stride, offset, dtype, varying, meta)
+        form.mesh, form.placements, form.unreduced, form.frame = None, None, (), frame
+        form.dim_axes = ((),) * len(shape)
+        form.padded_shape = shape
+        form.sharding = None if frame is None else frame.sharding(*varying)
+        form.spec = None
+        form = _forms.put(key, form)
+    return form
+
+
+def _new_form(
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    varying: tuple[str, ...],
+    meta: bool,
+) -> Form:
+    form: Form = object.__new__(Form)
+    form.varying, form.meta = varying, meta
+    form.shape, form.stride, form.offset, form.dtype = shape, stride, offset, dtype
+    form.jax_dtype = to_jax_dtype(dtype)
+    return form
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,90 @@
+"""Values between the host (CPU torch tensors, NumPy) and the devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
+from xla_dtensor.forms.form import Form
+
+# Dtypes that torch can't hand to NumPy; their bits travel as integers of the same size.
+_AS_BITS = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+}
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of a CPU tensor's value: the tensor may change while JAX, which runs behind, reads
+    what it was given.
+
+    Raises:
+        TypeError: XLA doesn't have the dtype.
+    """
+    dtype = to_jax_dtype(tensor.dtype)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    bits = _AS_BITS.get(tensor.dtype)
+    if bits is not None:
+        return np.array(tensor.contiguous().view(bits).numpy().view(dtype), order="C")
+    return np.array(tensor.numpy(), order="C")
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """A CPU tensor with a copy of ``array``'s values."""
+    dtype = to_torch_dtype(array.dtype)
+    bits = _AS_BITS.get(dtype)
+    array = np.array(array, order="C")  # jax's host arrays are read-only
+    if bits is not None:
+        as_int = np.dtype(np.int16) if bits is torch.int16 else np.dtype(np.uint8)
+        return torch.from_numpy(array.view(as_int)).view(dtype)
+    return torch.from_numpy(array)
+
+
+def to_devices(tensor: torch.Tensor, form: Form) -> Any:
+    """The array in ``form`` of a CPU tensor's value: each device receives its shard alone."""
+    import jax
+
+    value = to_numpy(tensor)
+    with jax.enable_x64(True):
+        if form.sharding is None:
+            return jax.numpy.asarray(value)
+        if form.padded_shape == form.shape:
+            return jax.device_put(value, form.sharding)
+        return jax.make_array_from_callback(
+            form.padded_shape, form.sharding, lambda index: _padded_slice(value, index)
+        )
+
+
+def _padded_slice(value: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+    """``value[index]``, where the index may reach beyond ``value``: zeros there."""
+    out_shape, inside = [], []
+    for size, part in zip(value.shape, index, strict=True):
+        start = part.start or 0
+        stop = part.stop if part.stop is not None else size
+        out_shape.append(stop - start)
+        inside.append(slice(start, min(stop, size)) if start < size else slice(0, 0))
+    piece = value[tuple(inside)]
+    if list(piece.shape) == out_shape:
+        return piece
+    out = np.zeros(out_shape, value.dtype)
+    out[tuple(slice(0, n) for n in piece.shape)] = piece
+    return out
+
+
+def fetch(array: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The elements of a padded array that are within ``shape``."""
+    if 0 in shape:
+        # Of an array without elements, XLA gives shards of other shapes than their sharding says.
+        return np.zeros(shape, array.dtype)
+    return np.asarray(array)[tuple(slice(0, n) for n in shape)]
+
+
+def to_host(array: Any) -> torch.Tensor:
+    """A CPU tensor with the value of a (logical) array."""
+    return from_numpy(np.asarray(array))

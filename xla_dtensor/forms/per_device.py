@@ -1,0 +1,151 @@
+"""Running a function on each device's value of tensors that differ per device.
+
+A tensor that varies has one leading axis per frame axis along which it does (`form.py`). What an
+operation does on one device is a function of values without these axes. On per-device tensors alone
+it runs under ``jax.shard_map``: each device runs it on what it has, and XLA's partitioner has no
+say. On sharded tensors of a submesh XLA must partition the rest, so there it runs under
+``jax.vmap``, whose mapped axes are sharded over the mesh axes that they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from xla_dtensor.errors import MeshMismatchError
+
+if TYPE_CHECKING:
+    from xla_dtensor.forms.form import Form
+    from xla_dtensor.mesh import Frame
+
+Axes = tuple[str, ...]
+
+
+def union(frame: Frame | None, varying: Iterable[Axes]) -> Axes:
+    """All the axes of several tensors, in the frame's order."""
+    names = {name for axes in varying for name in axes}
+    if not names:
+        return ()
+    assert frame is not None
+    return tuple(name for name in frame.sizes if name in names)
+
+
+def check_axes(what: str, form: Form, frame: Frame) -> None:
+    """Raise if a tensor varies along an axis that ``frame`` doesn't have.
+
+    Args:
+        what: is to be done with the tensor.
+        frame: of the mesh, or of the other tensors, that it is to be done with.
+
+    Raises:
+        MeshMismatchError: the tensor lives on other devices, or on a mesh that cuts them
+            differently.
+    """
+    own = form.frame
+    if own is None or own is frame:
+        return
+    if own.device_ids != frame.device_ids:
+        raise MeshMismatchError(
+            f"{what}: one tensor is on {own.root!r} (devices {list(own.device_ids)}), another or "
+            f"the mesh on {frame.root!r} (devices {list(frame.device_ids)})"
+        )
+    missing = [axis.name for axis in own.axes if axis not in frame.axes]
+    missing = [name for name in missing if name in form.varying]
+    if missing:
+        why = (
+            f"{own.root!r}, which has since been cut finer, into {frame!r}: make all meshes before "
+            "the tensors"
+            if own.root == frame.root
+            else f"{own!r}, which {frame!r} cuts differently: make one mesh of the other "
+            "(mesh[...], _flatten, _unflatten)"
+        )
+        raise MeshMismatchError(
+            f"{what}: a tensor of shape {list(form.shape)} varies along {missing} of {why}"
+        )
+
+
+def over_devices(
+    function: Callable[..., Any], varying: Sequence[Axes], frame: Frame | None, sharded: bool
+) -> Callable[..., Any]:
+    """``function`` of one device's values as a function of whole arrays.
+
+    Args:
+        function: takes as many positional arguments (arrays or numbers) as ``varying`` has items.
+        varying: per argument the axes that its array has in front.
+        frame: their frame.
+        sharded: whether the values, or parts of the work, are sharded over other axes.
+
+    Returns:
+        the function, whose results have all of the axes in front.
+    """
+    axes = union(frame, varying)
+    if not axes:
+        return function
+    assert frame is not None
+    if not sharded:
+        return _by_shard_map(function, varying, axes, frame)
+    # The first axis is the outermost, so it is mapped last.
+    for i in reversed(range(len(axes))):
+        function = jax.vmap(
+            function,
+            in_axes=tuple(0 if axes[i] in own else None for own in varying),
+            spmd_axis_name=axes[i],
+        )
+    return function
+
+
+def _by_shard_map(
+    function: Callable[..., Any], varying: Sequence[Axes], axes: Axes, frame: Frame
+) -> Callable[..., Any]:
+    spec = jax.sharding.PartitionSpec
+
+    def on_device(*blocks: Any) -> Any:
+        values = [
+            block.reshape(block.shape[len(own) :]) if own else block
+            for block, own in zip(blocks, varying, strict=True)
+        ]
+        results = function(*values)
+        return jax.tree.map(lambda r: jnp.asarray(r).reshape((1,) * len(axes) + r.shape), results)
+
+    return jax.shard_map(
+        on_device,
+        mesh=frame.jax_mesh,
+        in_specs=tuple(spec(*own) for own in varying),
+        out_specs=spec(*axes),
+        check_vma=False,
+    )
+
+
+def logical(array: Any, form: Form) -> Any:
+    """The logical value in a whole array of ``form``: varying axes, then the tensor's dims."""
+    return over_devices(form.logical, [form.varying], form.frame, form.is_sharded)(array)
+
+
+def coordinate(frame: Frame, axes: Axes) -> jax.Array:
+    """The position along ``axes`` of each device, row-major: an array of shape ``[sizes...]``, to
+    be mapped over all of ``axes``."""
+    sizes = [frame.sizes[name] for name in axes]
+    count = 1
+    for size in sizes:
+        count *= size
+    return jnp.arange(count, dtype=jnp.uint32).reshape(sizes)
+
+
+def expand(array: Any, own: Axes, axes: Axes, frame: Frame) -> Any:
+    """``array``, which varies along ``own``, as one that varies along ``axes`` (more of them): the
+    same value along the others."""
+    shape: list[int] = []
+    position = 0
+    for name in axes:
+        if name in own:
+            position += 1
+        else:
+            array = jnp.expand_dims(array, position)
+            shape.append(frame.sizes[name])
+            position += 1
+            continue
+        shape.append(frame.sizes[name])
+    return jnp.broadcast_to(array, (*shape, *array.shape[len(axes) :]))

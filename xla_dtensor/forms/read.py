@@ -1,0 +1,85 @@
+"""A tensor's current array: the storage's own, or the view of it that the tensor is."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from xla_dtensor.base import thread_state
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.storage import Step, read_through
+
+_view_readers: Cache[tuple[Form, tuple[Step, ...], Form], Any] = Cache("readers of views", 1024)
+_logical_readers: Cache[Form, Any] = Cache("readers of logical values", 512)
+
+
+def read(tensor: Any) -> Any:
+    """The array of ``tensor`` in its physical form (on a trace: unpadded)."""
+    storage = tensor._storage_
+    trace = thread_state.current()
+    steps = tensor._steps
+    if trace is not None:
+        base = trace.array_of(storage, tensor)
+        if not steps:
+            return base
+        return read_through(base, storage.form, steps)
+    if not steps:
+        return storage.array
+    cache = tensor._cache
+    if cache is not None and cache[0] == storage.version:
+        return cache[1]
+    array = _view_reader(storage.form, steps, tensor._form)(storage.array)
+    tensor._cache = (storage.version, array)
+    return array
+
+
+def logical_value(tensor: Any) -> Any:
+    """The tensor's logical value as an array; inside a trace or outside."""
+    form = tensor._form
+    array = read(tensor)
+    if thread_state.current() is not None or (
+        tuple(array.shape) == form.shape and not form.unreduced
+    ):
+        return logical(array, form)
+    reader = _logical_readers.get_or_make(
+        form, lambda: jax.jit(functools.partial(logical, form=form))
+    )
+    with jax.enable_x64(True):
+        return reader(array)
+
+
+def constant_recipe(tensor: Any) -> Any:
+    """A function that computes the tensor's array outside of the trace, or None if its value
+    depends on what the step is given."""
+    recipe = tensor._storage_.recipe
+    if recipe is None or not tensor._steps:
+        return recipe
+    return functools.partial(_read_recipe, recipe, tensor)
+
+
+def _read_recipe(recipe: Any, tensor: Any) -> Any:
+    with thread_state.active(None), jax.ensure_compile_time_eval():
+        return _view_reader(tensor._storage_.form, tensor._steps, tensor._form)(recipe())
+
+
+def _view_reader(form: Form, steps: tuple[Step, ...], own: Form) -> Any:
+    key = (form, steps, own)
+    reader = _view_readers.get(key)
+    if reader is None:
+
+        def function(array: Any) -> Any:
+            value = read_through(array, form, steps)
+            return own.physical(value.astype(own.jax_dtype))
+
+        jitted = jax.jit(function, out_shardings=own.sharding)
+
+        def read_view(array: Any) -> Any:
+            with jax.enable_x64(True):
+                return jitted(array)
+
+        reader = _view_readers.put(key, read_view)
+    return reader

@@ -1,0 +1,437 @@
+"""The data behind tensors: one array, shared by a tensor and all views of it.
+
+A view holds its base's storage and the chain of view steps that lead to it, never data of its own:
+reading it applies the chain, writing to it writes through the chain into the storage. That is
+torch's aliasing, with immutable arrays underneath.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xla_dtensor.base import epoch, interrupts, thread_state
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.forms.per_device import logical, over_devices, union
+from xla_dtensor.lowering import ViewLowering
+
+if TYPE_CHECKING:
+    import jax
+
+    from xla_dtensor.dispatch._batch import Batch
+    from xla_dtensor.forms.form import Form
+    from xla_dtensor.mesh import Frame
+
+
+@dataclass(frozen=True)
+class ViewStep:
+    """One view operation on the way from a storage to a tensor.
+
+    Attributes:
+        lowering: reads and writes through the view.
+        args: the view's arguments after the tensor, hashable.
+        kwargs: its keyword arguments as pairs.
+        index: which result, of a view with several (``split``, ``unbind``).
+        shape: the view's logical shape.
+    """
+
+    lowering: ViewLowering
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    index: int | None
+    shape: tuple[int, ...]
+
+    def get(self, base: jax.Array) -> jax.Array:
+        """The view's value from its base's."""
+        value = self.lowering.get(base, *map(thaw, self.args), **self._kwargs())
+        return value if self.index is None else value[self.index]
+
+    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
+        """The base's value after ``value`` was written to the view."""
+        which = () if self.index is None else (self.index,)
+        return self.lowering.put(base, value, *which, *map(thaw, self.args), **self._kwargs())
+
+    def _kwargs(self) -> dict[str, Any]:
+        return {name: thaw(value) for name, value in self.kwargs}
+
+
+def freeze(value: Any) -> Any:
+    """``value`` with its lists as tuples, so that it can be hashed."""
+    if isinstance(value, list | tuple):
+        return tuple(map(freeze, value))
+    return value
+
+
+def exact(value: Any) -> tuple[type, Any]:
+    """``value`` as part of a key that tells types apart (1, 1.0 and True are equal), and 0.0 from
+    -0.0."""
+    return type(value), value.hex() if isinstance(value, float) else freeze(value)
+
+
+def thaw(value: Any) -> Any:
+    """The inverse of `freeze` for arguments: tuples as lists."""
+    return [thaw(v) for v in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class LayoutStep:
+    """The step from a sharded tensor to what its devices hold, or back.
+
+    Attributes:
+        source, target: the forms before and after; one sharded, one per device.
+    """
+
+    source: Form
+    target: Form
+
+    def get(self, base: jax.Array) -> jax.Array:
+        """The whole array in ``target`` from the one in ``source``."""
+        from xla_dtensor.forms.local_form import from_devices, to_devices
+
+        convert = to_devices if self.source.is_sharded else from_devices
+        return convert(base, self.source, self.target)
+
+    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
+        """The inverse of `get`: of ``base`` nothing remains."""
+        return LayoutStep(self.target, self.source).get(value)
+
+
+Step = ViewStep | LayoutStep
+
+
+def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
+    """The logical value of the view ``steps`` of ``base``.
+
+    Args:
+        base: an array in ``form``.
+
+    Returns:
+        the logical value, behind the axes along which it varies.
+    """
+    if not isinstance(steps[0], LayoutStep):
+        base = logical(base, form)
+    for step in steps:
+        if isinstance(step, LayoutStep):
+            base, form = step.get(base), step.target
+        else:
+            base = over_devices(step.get, [form.varying], form.frame, form.is_sharded)(base)
+    return base
+
+
+def write_through(
+    base: jax.Array, form: Form, steps: tuple[Step, ...], value: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """``base`` after ``value`` was written to its view ``steps``.
+
+    Args:
+        base: an array in ``form``.
+        axes: those along which ``value`` varies: the view's, and perhaps more.
+
+    Returns:
+        the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
+    """
+
+    # With what it returns, the axes along which that varies.
+    def write(
+        base: jax.Array, form: Form, steps: tuple[Step, ...]
+    ) -> tuple[jax.Array, tuple[str, ...]]:
+        if not steps:
+            return value, axes
+        first, rest = steps[0], steps[1:]
+        if isinstance(first, LayoutStep):
+            inside = write(first.get(base), first.target, rest)[0] if rest else value
+            return first.put(base, inside), first.source.varying
+        own, frame, sharded = form.varying, form.frame, form.is_sharded
+        inside, varying = value, axes
+        if rest:
+            part = over_devices(first.get, [own], frame, sharded)(base)
+            inside, varying = write(part, form, rest)
+        both = union(frame, [own, varying])
+        put = over_devices(first.put, [own, both], frame, sharded)
+        return put(base, inside), both
+
+    if not isinstance(steps[0], LayoutStep):
+        base = logical(base, form)
+    return write(base, form, steps)[0]
+
+
+class Pending:
+    """What a storage holds in place of an array that a batch of operations has yet to compute.
+
+    Attributes:
+        batch: running it puts the array in place.
+        index: the value's number in the batch.
+        storage: a weak reference to the storage that waits for it.
+        error: why there will never be an array, once the batch has failed.
+    """
+
+    __slots__ = ("batch", "error", "index", "storage")
+
+    storage: Callable[[], Storage | None]
+    error: BaseException | None
+
+    batch: Any
+
+    def __init__(self, batch: Batch | None, index: int) -> None:
+        self.batch = batch
+        self.index = index
+        self.storage = lambda: None
+        self.error = None
+
+
+# One counter for all storages: a tensor can move to another one (`x.data = y`), and what was
+# computed from the first must not pass for the second's.
+_versions = itertools.count(1)
+
+
+class _Seat:
+    """What a tensor holds as long as it sees a storage. It is referred to weakly in place of the
+    tensor, which torch couldn't swap for another then (``module.half()``)."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Viewers:
+    """The seats that are taken. Free ones are thrown away whenever their number has doubled.
+
+    Args:
+        unknown: whether there is a tensor without a seat.
+    """
+
+    __slots__ = ("_full", "_seats", "_unknown")
+
+    def __init__(self, unknown: bool = False) -> None:
+        self._seats: list[weakref.ref[_Seat]] = []
+        self._unknown = unknown
+        self._full = 16
+
+    # For every view that is made, so without a lock: appending needs none, and the rest of the list
+    # stays in place while others append.
+    def add(self, tensor: Any) -> None:
+        tensor._seat = seat = _Seat()
+        seats = self._seats
+        seats.append(weakref.ref(seat))
+        if len(seats) >= self._full:
+            with _sharing_lock:
+                for i in reversed(range(len(seats))):
+                    if seats[i]() is None:
+                        del seats[i]
+                self._full = max(16, 2 * len(seats))
+
+    def others(self, tensor: Any) -> bool:
+        own = tensor._seat
+        return self._unknown or any(seat() not in (None, own) for seat in self._seats)
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+
+ONE_VIEWER = object()
+
+# Two threads may make views of one tensor. Reentrant: the garbage collector, and with it any code,
+# may run in between.
+_sharing_lock = threading.RLock()
+
+
+class Storage:
+    """A jax array with a version, in a physical form.
+
+    Attributes:
+        array: the current value; replaced, never changed, by a write.
+        value: the same, or a `Pending` until somebody asks for ``array``.
+        form: the physical form of ``array`` (of the tensor that the storage was made for); changed
+            by `reform` alone, which compiled steps rely on to hear of it.
+        version: a number that no other storage has had, nor this one with another value: equal
+            versions are the same memory with the same value. Views and caches compare it.
+        recipe: inside a trace, computes the array outside of it, if it depends on no input of the
+            step (a mask made from sizes); else None.
+        counters: weak references to tensors on this storage whose version counters (torch's, which
+            autograd compares) know nothing of each other; each of them counts every write.
+        viewers: who sees this storage, see `is_shared`: None (nobody has so far), `ONE_VIEWER` (one
+            tensor, whichever) or the `_Viewers`.
+        refuses_writes: what a write would be, of a copy where torch has a view; None if writes are
+            torch's.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "counters",
+        "form",
+        "recipe",
+        "refuses_writes",
+        "value",
+        "version",
+        "viewers",
+    )
+
+    recipe: Callable[[], Any] | None
+    counters: tuple[weakref.ref[torch.Tensor], ...]
+    refuses_writes: str | None
+    value: Any
+    viewers: Any
+
+    def __init__(self, array: jax.Array, form: Form) -> None:
+        self.array = array
+        self.form = form
+        self.version = next(_versions)
+        self.recipe = None
+        self.counters = ()
+        self.viewers = None
+        self.refuses_writes = None
+        trace = thread_state.current()
+        if trace is not None:
+            trace.created(self)
+
+    @property
+    def array(self) -> jax.Array:
+        value = self.value
+        while value.__class__ is Pending:
+            if value.error is not None:
+                raise RuntimeError(
+                    f"this tensor of shape {list(self.form.shape)} has no value: it was made by "
+                    "operations that were written down to run together, and running them has "
+                    f"failed ({type(value.error).__name__}: {value.error}); make it again"
+                ) from value.error
+            value.batch.run()
+            if self.value is value and value.error is None:
+                raise AssertionError("a batch has run and left a value out: a bug in xla_dtensor")
+            value = self.value  # another thread may have written something else down since
+        return value
+
+    @array.setter
+    def array(self, value: jax.Array | Pending) -> None:
+        self.value = value
+        if value.__class__ is Pending:
+            value.storage = weakref.ref(self)
+
+    @interrupts.atomic
+    def place(self, frame: Frame | None) -> None:
+        """Copy the value of the default device to all devices of ``frame``."""
+        form = self.form.placed(frame)
+        if form is not self.form:
+            import jax
+
+            # A trace knows captured state by its array.
+            assert thread_state.current() is None, "placed while a step is traced"
+
+            with jax.enable_x64(True):
+                array = jax.device_put(self.array, form.sharding)
+            batch = thread_state.batch()
+            if batch is not None:
+                batch.replaces(self)
+            self.array = array
+            self.reform(form)
+
+    def reform(self, form: Form) -> None:
+        """Note the form that the value now has."""
+        if form is not self.form:
+            self.form = form
+            epoch.forms.moved()
+
+    def check_write(self) -> None:
+        """Raise if `write` would. Who writes to several storages asks all of them first, so that
+        none is written if one refuses.
+
+        Raises:
+            UnsupportedOpError: see ``refuses_writes``.
+        """
+        if self.refuses_writes is not None:
+            raise UnsupportedOpError(self.refuses_writes)
+
+    # The order matters in `write`: a trace, and a batch, must see the storage as it was.
+    def write(self, array: jax.Array | Pending, form: Form) -> None:
+        """Replace the value; all tensors on this storage see it.
+
+        Raises:
+            UnsupportedOpError: see ``refuses_writes``.
+        """
+        if self.refuses_writes is not None:
+            self.check_write()
+        trace = thread_state.current()
+        if trace is not None:
+            trace.writing(self)
+        if array.__class__ is Pending:
+            array.batch.replaces(self)
+            self.array = array
+        else:
+            self.value = array
+        if form is not self.form:
+            self.reform(form)
+        self.version = next(_versions)
+        self.recipe = None
+        if self.counters:
+            self.count_write()
+
+    def put_back(self, value: Any, form: Form) -> None:
+        """Undo writes: the storage has an earlier ``value`` again. That is a version of its own,
+        since the last one may have been seen."""
+        self.value = value
+        self.reform(form)
+        self.version = next(_versions)
+
+    def give_up(self, error: BaseException) -> None:
+        """There will be no value, because of ``error``."""
+        pending = Pending(None, 0)
+        pending.error = error
+        self.array = pending
+
+    def introduce(self, tensor: Any) -> None:
+        """A second tensor is about to be made on this storage, from ``tensor``. An operation's
+        result isn't written down when it is made: most of them never share their memory."""
+        if self.viewers is ONE_VIEWER:
+            with _sharing_lock:
+                if self.viewers is ONE_VIEWER:
+                    viewers = _Viewers()
+                    viewers.add(tensor)
+                    self.viewers = viewers
+
+    def add_viewer(self, tensor: Any) -> None:
+        """A further tensor sees this storage, which it didn't when the storage was made."""
+        if self.viewers.__class__ is not _Viewers:
+            with _sharing_lock:
+                if self.viewers.__class__ is not _Viewers:
+                    self.viewers = _Viewers(unknown=self.viewers is ONE_VIEWER)
+        self.viewers.add(tensor)
+
+    def is_shared(self, tensor: Any) -> bool:
+        """Whether tensors other than ``tensor`` see this storage, or may see it: the first one does
+        if nobody has introduced it."""
+        viewers = self.viewers
+        return isinstance(viewers, _Viewers) and viewers.others(tensor)
+
+    def share_writes(self, *tensors: torch.Tensor) -> None:
+        """Let a write to any tensor on this storage count as one to each of ``tensors``, which
+        torch doesn't know to share memory (it counts one to the tensor written, and its views)."""
+        with _sharing_lock:
+            alive = [reference for reference in self.counters if reference() is not None]
+            known = {id(reference()) for reference in alive}
+            new = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
+            self.counters = (*alive, *new)
+
+    def count_write(self) -> None:
+        for reference in self.counters:
+            tensor = reference()
+            if tensor is not None and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def put(storages: Iterable[Storage], arrays: Iterable[jax.Array]) -> list[Storage]:
+    """Give many storages new values at once, in the forms that they have; returns those whose
+    tensors have counters of their own to be told (`Storage.count_write`).
+
+    For a compiled step, which has hundreds: a `Storage.write` each would take longer than its
+    launch.
+    """
+    counted = []
+    for storage, array, version in zip(storages, arrays, _versions, strict=False):
+        storage.value = array
+        storage.version = version
+        if storage.counters:
+            counted.append(storage)
+    return counted

@@ -1,0 +1,121 @@
+"""torch's functional collectives, which arrive as operations with the name of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_dtensor.dispatch._ops import handles
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.mesh.group import MeshGroup, resolve_group
+
+_NS = "_c10d_functional::"
+
+
+def _group(func: Any, group: Any) -> MeshGroup:
+    found = resolve_group(group)
+    if found is None:
+        raise UnsupportedOpError(
+            f"{func.name()} of an xla tensor with group {group!r}: give an xla mesh of one dim, "
+            "(mesh, dim) or mesh.get_group(dim)"
+        )
+    return found
+
+
+def _run(func: Any, name: str, tensor: Any, group: Any, *options: Any) -> Any:
+    from xla_dtensor.movement.collectives import run
+
+    return run(name, tensor, _group(func, group), *options)
+
+
+@handles(f"{_NS}all_reduce.default")
+def _all_reduce(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor, op, group = args
+    return _run(func, "all_reduce", tensor, group, op.lower())
+
+
+@handles(f"{_NS}all_reduce_.default")
+def _all_reduce_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0].copy_(_all_reduce(func, args, kwargs))
+
+
+@handles(f"{_NS}all_reduce_coalesced.default")
+def _all_reduce_coalesced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return [_all_reduce(func, (tensor, *args[1:]), kwargs) for tensor in args[0]]
+
+
+@handles(f"{_NS}all_reduce_coalesced_.default")
+def _all_reduce_coalesced_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from xla_dtensor.dispatch import dispatch
+
+    results = _all_reduce_coalesced(func, args, kwargs)
+    # One operation: all are written, or none.
+    dispatch(torch.ops.aten._foreach_copy_.default, (args[0], results), {})
+    return args[0]
+
+
+@handles(f"{_NS}all_gather_into_tensor.default")
+def _all_gather(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor, _, group = args
+    return _run(func, "all_gather", tensor, group)
+
+
+@handles(f"{_NS}all_gather_into_tensor_out.default")
+def _all_gather_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return kwargs["out"].copy_(_all_gather(func, args, {}))
+
+
+@handles(f"{_NS}all_gather_into_tensor_coalesced.default")
+def _all_gather_coalesced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return [_all_gather(func, (tensor, *args[1:]), kwargs) for tensor in args[0]]
+
+
+@handles(f"{_NS}reduce_scatter_tensor.default")
+def _reduce_scatter(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor, op, _, group = args
+    return _run(func, "reduce_scatter", tensor, group, op.lower())
+
+
+@handles(f"{_NS}reduce_scatter_tensor_out.default")
+def _reduce_scatter_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return kwargs["out"].copy_(_reduce_scatter(func, args, {}))
+
+
+@handles(f"{_NS}reduce_scatter_tensor_coalesced.default")
+def _reduce_scatter_coalesced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return [_reduce_scatter(func, (tensor, *args[1:]), kwargs) for tensor in args[0]]
+
+
+@handles(f"{_NS}all_to_all_single.default")
+def _all_to_all(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor, outputs, inputs, group = args
+    if len({*outputs, *inputs}) > 1:
+        raise UnsupportedOpError(
+            f"{func.name()} with split sizes {list(inputs)} -> {list(outputs)}: pieces of one size "
+            "alone, because a per-device tensor has the same shape on every device; pad them"
+        )
+    return _run(func, "all_to_all", tensor, group)
+
+
+@handles(f"{_NS}broadcast.default")
+def _broadcast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensor, src, group = args
+    return _run(func, "broadcast", tensor, group, src)
+
+
+@handles(f"{_NS}broadcast_.default")
+def _broadcast_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0].copy_(_broadcast(func, args, kwargs))
+
+
+@handles(f"{_NS}wait_tensor.default")
+def _wait(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0]  # XLA's values are awaited when they are looked at
+
+
+@handles(f"{_NS}_wrap_tensor_autograd.default")
+def _wrap(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from xla_dtensor.dispatch import dispatch
+
+    return dispatch(torch.ops.aten.alias.default, (args[0],), {})

@@ -1,0 +1,274 @@
+"""Making sharded tensors: ``distribute_tensor``, ``distribute_module`` and torch's six factories.
+
+Users reach these through ``torch.distributed.tensor``; ``integration`` connects them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+
+from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.errors import MeshMismatchError, PlacementError, UnsupportedOpError
+from xla_dtensor.forms.form import Form, sharded_form
+from xla_dtensor.forms.read import logical_value
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.lowering import random
+from xla_dtensor.mesh import normalize_placements
+from xla_dtensor.movement.redistribute import constrain
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor, keep_leaf_gradients_sharded
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> XLAShardedTensor:
+    """Lay out a leaf tensor, the logical value, over an xla mesh.
+
+    Args:
+        tensor: a CPU tensor, an `XLATensor`, a meta tensor (the result has no value either), or a
+            tensor that already has this layout.
+        placements: one per mesh dim; replicated by default. A ``Partial`` tensor's value, once
+            reduced, is ``tensor``.
+        src_data_rank: for torch's signature; one process holds the value, so it has no effect.
+
+    Raises:
+        RuntimeError: ``tensor`` isn't a leaf (as in torch).
+        PlacementError: the placements fit neither mesh nor tensor, or a sharded tensor has others.
+        MeshMismatchError: ``tensor`` is sharded over another mesh.
+        UnsupportedOpError: ``tensor`` has a sparse layout.
+    """
+    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "`distribute_tensor` should be used to distribute leaf tensors! but found non-leaf "
+            "tensor! Use from_local or redistribute inside an autograd computation"
+        )
+    placements = normalize_placements(placements, mesh, tensor.ndim, "distribute_tensor")
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != mesh:
+            raise MeshMismatchError(
+                f"distribute_tensor: the tensor is on {tensor.device_mesh!r} already, not on "
+                f"{mesh!r}; use redistribute(device_mesh, placements)"
+            )
+        if tensor.placements != placements:
+            raise PlacementError(
+                f"distribute_tensor: the tensor on {mesh!r} has placements "
+                f"{list(tensor.placements)}, not {list(placements)}; use redistribute(placements=)"
+            )
+        return tensor
+    if tensor.layout is not torch.strided:
+        raise UnsupportedOpError(
+            f"distribute_tensor of a tensor with layout {tensor.layout}: XLA has dense arrays "
+            "only; distribute tensor.to_dense()"
+        )
+    form = sharded_form(
+        mesh,
+        placements,
+        tuple(tensor.shape),
+        _dense_stride(tensor),
+        dtype=tensor.dtype,
+        meta=tensor.is_meta,
+    )
+    array = None if form.meta else _placed(tensor, form)
+    result = XLAShardedTensor(Storage(array, form), form)
+    if tensor.requires_grad:
+        result.requires_grad_(True)
+        keep_leaf_gradients_sharded(result)
+    return result
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides, or a copy's if it has gaps or overlaps."""
+    model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty_like(model).stride()
+
+
+def _placed(tensor: torch.Tensor, form: Form) -> Any:
+    trace = thread_state.current()
+    if isinstance(tensor, XLATensor):
+        value = logical_value(tensor)
+        frame = tensor._form.frame
+        if trace is not None:
+            return constrain(value, form)
+        assert form.frame is not None
+        with jax.enable_x64(True):
+            in_place = frame is not None and frame.device_ids == form.frame.device_ids
+            sharding = form.sharding if in_place else None
+            padder = _makers.get_or_make(
+                ("distribute_tensor", form, sharding),
+                lambda: jax.jit(lambda value: form.physical(value), out_shardings=sharding),
+            )
+            padded = padder(value)
+            return padded if in_place else jax.device_put(padded, form.sharding)
+    if trace is not None:
+        return constrain(trace.host_tensor(tensor), form)
+    from xla_dtensor.forms.host_values import to_devices
+
+    return to_devices(tensor.detach().cpu(), form)
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Make a module's parameters and buffers sharded tensors, in place, with torch's semantics.
+
+    Args:
+        partition_fn: called with each submodule's name, the submodule and the mesh; shards what it
+            wants. Parameters and buffers that it leaves alone are replicated.
+        input_fn: forward pre-hook ``(module, inputs, mesh) -> inputs``.
+        output_fn: forward hook ``(module, outputs, mesh) -> outputs``.
+
+    Raises:
+        RuntimeError: the module was distributed before.
+        ValueError: ``input_fn`` or ``output_fn`` takes a wrong number of arguments.
+    """
+    if getattr(module, "_distribute_module_applied", False):
+        raise RuntimeError(
+            "distribute_module should only be called once on a module, but it has already been "
+            "called on this module!"
+        )
+    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+        _replicate_rest(submodule, mesh)
+    if input_fn is not None:
+        hook = _with_mesh(input_fn, mesh, "input_fn", "inputs")
+        module.register_forward_pre_hook(lambda m, inputs: hook(m, inputs))
+    if output_fn is not None:
+        hook_out = _with_mesh(output_fn, mesh, "output_fn", "outputs")
+        module.register_forward_hook(lambda m, inputs, outputs: hook_out(m, outputs))
+    module._distribute_module_applied = True
+    return module
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            replicated = nn.Parameter(
+                distribute_tensor(parameter.data, mesh, None), requires_grad=parameter.requires_grad
+            )
+            module.register_parameter(key, replicated)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[key] = distribute_tensor(buffer, mesh, None)
+
+
+def _with_mesh(function: Callable[..., Any], mesh: DeviceMesh, name: str, value: str) -> Any:
+    count = len(inspect.signature(function).parameters)
+    if count == 3:
+        return lambda module, x: function(module, x, mesh)
+    if count == 2:
+        warnings.warn(
+            f"Deprecating {name} that takes two arguments ({value}, device_mesh), please use "
+            f"{name} that takes in (module, {value}, device_mesh) instead!",
+            FutureWarning,
+            stacklevel=4,
+        )
+        return lambda module, x: function(x, mesh)
+    raise ValueError(f"{name} should take in 3 arguments, but got {count} arguments!")
+
+
+_makers: Cache[tuple[str, Form, Any], Any] = Cache("factories", 512)
+
+
+def make_sharded(
+    init_op: Any,
+    size: tuple[int, ...],
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    layout: torch.layout = torch.strided,
+    fill_value: Any = None,
+) -> XLAShardedTensor:
+    """``torch.distributed.tensor.zeros/ones/empty/full/rand/randn``: each device makes its shard.
+
+    Args:
+        init_op: the torch factory that the result equals.
+        size: global shape.
+
+    Raises:
+        UnsupportedOpError: a layout other than ``torch.strided``.
+        PlacementError: placements that don't fit.
+    """
+    name = init_op.__name__
+    if layout is not torch.strided:
+        raise UnsupportedOpError(f"{name}: layout {layout} is not supported on xla meshes")
+    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    placements = normalize_placements(placements, mesh, len(size), name)
+    if dtype is None:
+        dtype = torch.get_default_dtype()
+        if name == "full":
+            dtype = torch.full((), fill_value).dtype
+    partial = next((p for p in placements if isinstance(p, Partial)), None)
+    if partial is not None and name != "zeros":
+        # torch fills every rank's part, so that the sum depends on the number of ranks.
+        raise UnsupportedOpError(
+            f"{name} with {partial!r} on {mesh!r}: what is filled, the parts or the sum? Make it "
+            "Replicate() and shard or reduce it"
+        )
+    form = sharded_form(mesh, placements, tuple(size), dtype=dtype)
+    trace = thread_state.current()
+    if trace is not None:
+        key = trace.random_key() if name in _RANDOM else None
+        with jax.enable_x64(True):
+            array = constrain(_make(name, form, key, fill_value), form)
+    else:
+        maker = _makers.get((name, form, type(fill_value)))
+        if maker is None:
+
+            def function(state: Any, fill_value: Any) -> Any:
+                key = rng.key_of(state) if name in _RANDOM else None
+                return form.physical(_make(name, form, key, fill_value))
+
+            jitted = jax.jit(function, out_shardings=form.sharding)
+            maker = _makers.put((name, form, type(fill_value)), jitted)
+        state = rng.take(name in _RANDOM)
+        try:
+            with jax.enable_x64(True):
+                array = maker(state, fill_value)
+        except BaseException:
+            rng.give_back(state, name in _RANDOM)
+            raise
+    result = XLAShardedTensor(Storage(array, form), form)
+    return result.requires_grad_(True) if requires_grad else result
+
+
+_RANDOM = frozenset({"rand", "randn"})
+
+
+def _make(name: str, form: Form, key: Any, fill_value: Any) -> Any:
+    import jax.numpy as jnp
+
+    if name in _RANDOM:
+        # The same numbers as torch.rand(..., device="xla").
+        make = random.rand if name == "rand" else random.randn
+        return make(key, form.shape, dtype=form.dtype)
+    value = {"zeros": 0, "empty": 0, "ones": 1, "full": fill_value}[name]
+    return jnp.full(form.shape, value, dtype=form.jax_dtype)
+
+
+def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Replicated on every dim of ``mesh``."""
+    return (Replicate(),) * mesh.ndim

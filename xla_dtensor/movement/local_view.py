@@ -1,0 +1,311 @@
+"""Between the two views: ``DTensor.from_local`` and ``to_local`` for xla meshes, with torch's
+gradients, and per-device tensors from and to the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+
+from xla_dtensor.base import events, thread_state
+from xla_dtensor.errors import MeshDimError, PlacementError, UnsupportedOpError
+from xla_dtensor.forms.form import device_form, sharded_form
+from xla_dtensor.forms.local_form import from_devices, global_meta, local_form, unreduced_dims
+from xla_dtensor.forms.per_device import check_axes, union
+from xla_dtensor.forms.read import read
+from xla_dtensor.forms.storage import LayoutStep, Storage
+from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
+from xla_dtensor.movement.redistribute import as_sharded, relayout
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+Placements = tuple[Placement, ...]
+
+
+def from_local(
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement] | None = None,
+    *,
+    run_check: bool = False,
+    shape: Any = None,
+    stride: Any = None,
+    grad_placements: Sequence[Placement] | None = None,
+) -> XLAShardedTensor:
+    """A sharded tensor from what each device holds; differentiable.
+
+    Args:
+        local_tensor: a per-device tensor, or a CPU tensor (then every device holds it).
+        placements: how the local tensors make up the sharded one; replicated by default.
+        run_check: along mesh dims that replicate, take the value of coordinate 0 for all, as torch
+            does by a broadcast. Without it such a mesh dim refuses a tensor that varies along it.
+        shape, stride: of the sharded tensor; both or none.
+        grad_placements: those of the gradient that flows back, by default ``placements`` with
+            ``Replicate`` for ``Partial``.
+
+    Raises:
+        UnsupportedOpError: the tensor differs between devices that are to hold the same.
+        PlacementError: ``shape`` isn't what the local tensors make up.
+    """
+    if isinstance(local_tensor, DTensor):
+        raise RuntimeError(
+            "the local_tensor argument only accepts torch.Tensor but got "
+            f"{type(local_tensor)} value."
+        )
+    ndim = local_tensor.ndim
+    placements = normalize_placements(placements, device_mesh, ndim, "from_local")
+    if (shape is None) != (stride is None):
+        raise RuntimeError(
+            f"Found shape:{shape}, stride:{stride}. Please pass both shape and stride at the same "
+            "time."
+        )
+    if grad_placements is not None:
+        grad_placements = normalize_placements(
+            grad_placements, device_mesh, ndim, "from_local(grad_placements=)"
+        )
+    if local_tensor.device.type == "cpu":
+        local_tensor = local_tensor.to("xla")
+    meta = None if shape is None else (tuple(shape), tuple(stride))
+    return _FromLocal.apply(local_tensor, device_mesh, placements, run_check, meta, grad_placements)
+
+
+def _for_gradient(placements: Placements) -> Placements:
+    """The gradient of a part of a sum is the gradient of the sum: torch's rule."""
+    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: XLATensor,
+        mesh: DeviceMesh,
+        placements: Placements,
+        run_check: bool,
+        meta: tuple[tuple[int, ...], tuple[int, ...]] | None,
+        grad_placements: Placements | None,
+    ) -> XLAShardedTensor:
+        ctx.grad_layout = mesh, grad_placements or _for_gradient(placements)
+        ctx.set_materialize_grads(False)
+        return _shard(local, mesh, placements, run_check, meta)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * 6
+        mesh, placements = ctx.grad_layout
+        grad = as_sharded(grad, mesh).redistribute(placements=placements)
+        return _ToLocal.apply(grad, None), None, None, None, None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: XLAShardedTensor, grad_placements: Placements | None
+    ) -> XLATensor:
+        ctx.layout = tensor.device_mesh, grad_placements or _for_gradient(tensor.placements)
+        ctx.given = grad_placements is not None
+        ctx.meta = tuple(tensor.shape), tuple(tensor.stride())
+        ctx.set_materialize_grads(False)
+        form = tensor._form.on_current_frame()
+        target = local_form(form)
+        if events.observer is not None:
+            events.observer.to_local(form, target)
+        tensor._storage_.introduce(tensor)
+        local = XLATensor(tensor._storage_, target, (*tensor._steps, LayoutStep(form, target)))
+        tensor._storage_.share_writes(tensor, local)
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None
+        mesh, placements = ctx.layout
+        varying = grad._form.varying if isinstance(grad, XLATensor) else ()
+        for i in _replicated_but_varying(varying, mesh, placements):
+            raise UnsupportedOpError(
+                f"the gradient of to_local() or full_tensor() differs from device to device along "
+                f"{_dim_name(mesh, i)!r}, where the sharded tensor on {mesh!r} is replicated: "
+                "each device has contributed its own part. Say how they make up one gradient: "
+                "grad_placements=[...] with Partial() there sums them"
+            )
+        # Of a dim that doesn't divide there is no local view; so the shape is that of the tensor.
+        return _FromLocal.apply(grad, mesh, placements, False, ctx.meta, None), None
+
+
+def _dim_name(mesh: DeviceMesh, dim: int) -> str:
+    return mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh dim {dim}"
+
+
+def _replicated_but_varying(
+    varying: tuple[str, ...], mesh: DeviceMesh, placements: Placements
+) -> list[int]:
+    """The mesh dims that replicate, along which the devices' tensors differ."""
+    return [
+        i
+        for i, (placement, names) in enumerate(zip(placements, mesh_dim_axes(mesh), strict=True))
+        if isinstance(placement, Replicate) and set(names) & set(varying)
+    ]
+
+
+def _shard(
+    local: XLATensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    run_check: bool,
+    meta: tuple[tuple[int, ...], tuple[int, ...]] | None,
+) -> XLAShardedTensor:
+    """The sharded tensor; below autograd."""
+    frame = frame_of(mesh)
+    if local.is_meta and not isinstance(local, XLATensor):
+        form = device_form(frame, tuple(local.shape), local.stride(), 0, local.dtype, meta=True)
+        local = XLATensor(Storage(None, form), form)
+    if thread_state.current() is None and not local.is_meta:
+        local._storage_.place(frame)
+    source = local._form.placed(frame)
+    check_axes("from_local", source, frame)
+    for i in _replicated_but_varying(source.varying, mesh, placements):
+        if not run_check:
+            raise UnsupportedOpError(
+                f"from_local(placements={list(placements)}) on {mesh!r}: the local tensor differs "
+                f"from device to device along {_dim_name(mesh, i)!r}, where the placement is "
+                "Replicate(). Give Shard(dim) or Partial() there, make it the same on all (a "
+                "collective), or pass run_check=True, which takes coordinate 0's for all"
+            )
+    shape, stride = meta or global_meta(local.shape, mesh, placements, source.stride)
+    own = {name for names in mesh_dim_axes(mesh) for name in names}
+    target = sharded_form(
+        mesh,
+        placements,
+        shape,
+        stride,
+        0,
+        source.dtype,
+        unreduced=unreduced_dims(placements, source, mesh),
+        varying=tuple(name for name in source.varying if name not in own),
+        meta=source.meta,
+    )
+    parts = local_form(target.reduced())
+    if parts.shape != source.shape:
+        raise PlacementError(
+            f"from_local(shape={list(shape)}, placements={list(placements)}) on {mesh!r}: each "
+            f"device would hold {list(parts.shape)}, the local tensor is {list(source.shape)}"
+        )
+    if events.observer is not None:
+        events.observer.from_local(source, target)
+    if not target.unreduced and source.varying == parts.varying:
+        # One and the same memory, as in torch.
+        step = LayoutStep(source, target)
+        local._storage_.introduce(local)
+        sharded = XLAShardedTensor(local._storage_, target, (*local._steps, step))
+        local._storage_.share_writes(local, sharded)
+        return sharded
+    if target.meta:
+        return XLAShardedTensor(Storage(None, target), target)
+    return relayout(local, source, target, from_devices)
+
+
+def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+    """`XLAShardedTensor.to_local`.
+
+    Raises:
+        UnsupportedOpError: a sharded dim doesn't divide.
+    """
+    if grad_placements is not None:
+        grad_placements = normalize_placements(
+            grad_placements, tensor.device_mesh, tensor.ndim, "to_local(grad_placements=)"
+        )
+    recording = torch.is_grad_enabled() and tensor.requires_grad
+    form = tensor._form.on_current_frame()
+    key = (tensor._storage_.version, form, grad_placements, recording)
+    known = tensor._local
+    if known is not None and known[0] == key:
+        local = known[1]()
+        # Unless it has become something else (t_, requires_grad_, ...).
+        if local is not None and local._steps is known[2] and local.requires_grad is recording:
+            return local
+    local = _ToLocal.apply(tensor, grad_placements)
+    # A leaf's local tensor holds the leaf through the autograd graph: weak, or neither would go.
+    reference = weakref.ref(local) if recording and tensor.is_leaf else _Strong(local)
+    tensor._local = (key, reference, local._steps)
+    return local
+
+
+class _Strong:
+    """As a weak reference, but not weak."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self) -> Any:
+        return self._value
+
+
+def from_device_values(
+    values: Sequence[torch.Tensor], device_mesh: DeviceMesh, vary: Sequence[str] | None = None
+) -> XLATensor:
+    """A per-device tensor from each device's value.
+
+    Args:
+        values: CPU tensors of one shape and dtype, one per device of the mesh, in row-major order.
+        vary: the names of the mesh dims along which they differ; all by default. Along the others
+            the values at coordinate 0 are taken.
+
+    Raises:
+        ValueError: not as many values as devices, or of several shapes or dtypes.
+        MeshDimError: ``vary`` names a dim that the mesh doesn't have.
+    """
+    if len(values) != device_mesh.size() or len({(v.shape, v.dtype) for v in values}) != 1:
+        raise ValueError(
+            f"from_device_values: {device_mesh!r} needs {device_mesh.size()} tensors of one shape "
+            f"and dtype, got {[(list(v.shape), v.dtype) for v in values]}"
+        )
+    from xla_dtensor.forms.host_values import to_devices
+
+    names = device_mesh.mesh_dim_names or ()
+    unknown = [name for name in vary or () if name not in names]
+    if unknown:
+        raise MeshDimError(
+            f"from_device_values(vary={list(vary or ())}): {device_mesh!r} has no mesh dim "
+            f"{', '.join(map(repr, unknown))}; it has {', '.join(map(repr, names)) or 'no names'}"
+        )
+    dims = range(device_mesh.ndim) if vary is None else [names.index(name) for name in vary]
+    frame = frame_of(device_mesh)
+    axes = mesh_dim_axes(device_mesh)
+    stacked = torch.stack(list(values)).reshape(*device_mesh.shape, *values[0].shape)
+    for dim in reversed(range(device_mesh.ndim)):
+        if dim not in dims:
+            stacked = stacked.select(dim, 0)
+    order = [name for dim in sorted(dims) for name in axes[dim]]
+    varying = union(frame, [tuple(order)])
+    sizes = [frame.sizes[name] for name in order]
+    stacked = stacked.reshape(*sizes, *values[0].shape)
+    lead = [order.index(name) for name in varying]
+    stacked = stacked.permute(*lead, *range(len(order), stacked.ndim)).contiguous()
+    shape = tuple(values[0].shape)
+    form = device_form(frame, shape, dtype=values[0].dtype, varying=varying)
+    return XLATensor(Storage(to_devices(stacked, form), form), form)
+
+
+def local_values(tensor: XLATensor) -> list[torch.Tensor]:
+    """`XLATensor.local_values`."""
+    from xla_dtensor.forms.host_values import from_numpy
+
+    trace = thread_state.current()
+    if trace is not None:
+        trace.refuse("local_values()")
+    form = tensor._form
+    array = read(tensor)
+    if form.frame is None:
+        return [from_numpy(np.asarray(array))]
+    by_device = {shard.device: shard for shard in array.addressable_shards}
+    devices = form.frame.jax_mesh.devices.flat
+    return [
+        from_numpy(np.asarray(by_device[device].data).reshape(form.shape)) for device in devices
+    ]

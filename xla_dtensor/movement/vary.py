@@ -1,0 +1,75 @@
+"""Between a per-device tensor that is the same along mesh axes and one that varies along them.
+
+`vary` says that each device has a value of its own (the same one, to begin with); its transpose,
+`sum_over`, adds the devices' values up. JAX calls the pair ``pvary`` and ``psum``. They are what
+makes the gradients of per-device code complete: a value that all devices share gets the sum of
+what each of them contributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_dtensor.base import thread_state
+from xla_dtensor.forms.form import Form, device_form
+from xla_dtensor.forms.per_device import Axes, expand, union
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.mesh import Frame
+from xla_dtensor.movement.collectives import summed
+from xla_dtensor.movement.redistribute import relayout
+from xla_dtensor.tensors.device_tensor import XLATensor
+
+
+def vary(tensor: XLATensor, axes: Axes, frame: Frame) -> XLATensor:
+    """``tensor`` as one that varies along ``axes`` of ``frame`` too; differentiable."""
+    missing = tuple(axis for axis in axes if axis not in tensor.varying)
+    return _Vary.apply(tensor, missing, frame) if missing else tensor
+
+
+def sum_over(tensor: XLATensor, axes: Axes, frame: Frame) -> XLATensor:
+    """The sum of the devices' values along ``axes`` of ``frame``, the same on all of them;
+    differentiable. Axes along which ``tensor`` doesn't vary are left alone."""
+    found = tuple(axis for axis in axes if axis in tensor.varying)
+    return _SumOver.apply(tensor, found, frame) if found else tensor
+
+
+class _Vary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: XLATensor, axes: Axes, frame: Frame) -> XLATensor:
+        ctx.along = axes, frame
+        return _relaid(tensor, union(frame, [tensor.varying, axes]), frame, _spread)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return sum_over(grad, *ctx.along), None, None
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: XLATensor, axes: Axes, frame: Frame) -> XLATensor:
+        ctx.along = axes, frame
+        kept = tuple(axis for axis in tensor.varying if axis not in axes)
+        return _relaid(tensor, kept, frame, summed(axes))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return vary(grad, *ctx.along), None, None
+
+
+def _relaid(tensor: XLATensor, varying: Axes, frame: Frame, convert: Any) -> XLATensor:
+    """``tensor`` as one that varies along ``varying``, computed by ``convert``."""
+    if thread_state.current() is None and not tensor.is_meta:
+        tensor._storage_.place(frame)
+    source = tensor._form.placed(frame)
+    about = source.shape, source.stride, 0, source.dtype
+    target = device_form(frame, *about, varying, source.meta)
+    if target.meta:
+        return XLATensor(Storage(None, target), target)
+    return relayout(tensor, source, target, convert)
+
+
+def _spread(array: Any, source: Form, target: Form) -> Any:
+    assert target.frame is not None
+    return expand(array, source.varying, target.varying, target.frame)

@@ -1,0 +1,228 @@
+"""What the two tensor classes have in common: their data, and how Python and pickle see them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xla_dtensor.base import epoch, interrupts
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.forms.storage import ONE_VIEWER, LayoutStep
+from xla_dtensor.tensors import indexing
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from xla_dtensor.forms.form import Form
+    from xla_dtensor.forms.storage import Step, Storage
+
+
+# What the classes and DTensor keep on a tensor; other attributes are the user's.
+OWN_ATTRIBUTES = frozenset(
+    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat"}
+)
+
+
+_DEVICE = torch.device("xla:0")
+_requires_grad: Any = torch.Tensor.requires_grad
+_META = torch.device("meta")
+
+
+@functools.cache
+def _dispatcher() -> Callable[..., Any]:
+    # An import statement in each call would cost more than the call.
+    from xla_dtensor.dispatch import dispatch
+
+    return dispatch
+
+
+def refuse_other_kind(tensor: TensorMethods, other: Any, what: str) -> None:
+    """Raise if ``tensor`` is sharded and ``other`` isn't, or the other way round."""
+    if isinstance(other, TensorMethods) and tensor._form.is_sharded != other._form.is_sharded:
+        own, wanted = ("sharded" if x._form.is_sharded else "per-device" for x in (tensor, other))
+        raise UnsupportedOpError(
+            f"{what}: a {own} tensor can't become a {wanted} one; convert the other one first with "
+            "DTensor.from_local(x, mesh, placements) or x.to_local()"
+        )
+
+
+class TensorMethods:
+    """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
+
+    _storage_: Storage
+    _steps: tuple[Step, ...] = ()
+    _own_form: Form
+    _cache: Any = None
+    _seat: Any = None  # what tells the storage that the tensor exists, see storage.py
+
+    @staticmethod
+    def __new__(
+        cls: Any,
+        storage: Storage,
+        form: Form,
+        steps: tuple[Step, ...] = (),
+        requires_grad: bool = False,
+    ) -> Any:
+        r = torch.Tensor._make_wrapper_subclass(
+            cls,
+            form.shape,
+            strides=form.stride,
+            storage_offset=form.offset,
+            dtype=form.dtype,
+            device=_META if form.meta else _DEVICE,
+            requires_grad=requires_grad,
+        )
+        r._storage_ = storage
+        r._own_form = form
+        if steps:
+            r._steps = steps
+        if storage.viewers is None:
+            storage.viewers = ONE_VIEWER
+        else:
+            storage.add_viewer(r)
+        if form.spec is not None:
+            r._spec = form.spec
+        return r
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything happens in ``__new__``; ``DTensor.__init__`` wants other arguments."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    @interrupts.atomic
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatcher()(func, args, kwargs or {})
+
+    def __getitem__(self, index: Any) -> Any:
+        result = indexing.select(self, index)
+        if result is NotImplemented:
+            return torch.Tensor.__getitem__(self, index)
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if not indexing.assign(self, index, value):
+            torch.Tensor.__setitem__(self, index, value)
+
+    @property
+    def _form(self) -> Form:
+        """The tensor's current physical form."""
+        form = self._storage_.form
+        if not self._steps:
+            return form
+        if self._own_form.varying != form.varying and not any(
+            isinstance(step, LayoutStep) for step in self._steps
+        ):  # since a write to the storage
+            self._own_form = self._own_form.placed(form.frame).with_varying(form.varying)
+        return self._own_form
+
+    @property
+    def data(self) -> Any:
+        """The tensor without autograd, on the same storage. Assigning to it makes the tensor
+        another view of the assigned one's storage, as in torch.
+
+        Raises:
+            RuntimeError: the assigned tensor is of another kind.
+            UnsupportedOpError: one of them is sharded and the other isn't.
+        """
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        refuse_other_kind(self, value, "an assignment to .data")
+        self._become(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether operations on the tensor are recorded for ``backward()``."""
+        return _requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Start or stop recording; returns the tensor itself."""
+        epoch.tensors.moved()
+        return torch.Tensor.requires_grad_(self, requires_grad)
+
+    def detach_(self) -> Any:
+        """Forget the tensor's history, in place."""
+        epoch.tensors.moved()
+        return torch.Tensor.detach_(self)
+
+    @interrupts.atomic
+    def _become(self, value: Any) -> None:
+        epoch.tensors.moved()
+        torch.Tensor.data.__set__(self, value)
+        if isinstance(value, TensorMethods):  # torch moved its own part alone
+            value._storage_.introduce(value)
+            self._storage_, self._steps = value._storage_, value._steps
+            self._own_form, self._cache = value._own_form, None
+            self._storage_.add_viewer(self)
+            if value._own_form.spec is not None:
+                from xla_dtensor.tensors.sharded_tensor import keep_leaf_gradients_sharded
+
+                self._spec = value._own_form.spec
+                self._local = None  # another part of the same memory may have the same version
+                keep_leaf_gradients_sharded(self)  # type: ignore[arg-type]
+
+    @property
+    def jax_array(self) -> jax.Array:
+        """The tensor's ``jax.Array`` in its physical form (leading axes, padding); read-only."""
+        from xla_dtensor.dispatch import read
+
+        return read(self)
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """The full value as a NumPy array on the host.
+
+        Raises:
+            RuntimeError: the tensor requires grad and ``force`` is not set, as in torch.
+        """
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on a tensor that requires grad: use tensor.detach().numpy()"
+            )
+        return self.detach().cpu().numpy()  # type: ignore[attr-defined]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        """The full value as nested Python lists."""
+        return self.detach().cpu().tolist()  # type: ignore[attr-defined]
+
+    def _copy(self) -> Any:
+        """A tensor of its own with the same value and layout; below autograd."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "only tensors created by the user (graph leaves) support deepcopy; "
+                "detach() this one first"
+            )
+        with torch.no_grad():
+            result = self._copy()
+        memo[id(self)] = result
+        result.requires_grad_(self.requires_grad)
+        for name, value in self.__dict__.items():
+            if name not in OWN_ATTRIBUTES:
+                setattr(result, name, copy.deepcopy(value, memo))
+        if self.grad is not None:  # type: ignore[attr-defined]
+            result.grad = copy.deepcopy(self.grad, memo)  # type: ignore[attr-defined]
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from xla_dtensor._pickling import reduce_tensor
+
+        return reduce_tensor(self)
