@@ -98,9 +98,9 @@ def _few_programs() -> Iterator[None]:
 @pytest.fixture
 def own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """`DFunction` ops registered in the test are forgotten after it; other modules' stay."""
-    from xla_dtensor.custom_ops.dfunction import _op
+    from xla_dtensor.custom_ops import distributed_op
 
-    monkeypatch.setattr(_op, "OPS", dict(_op.OPS))
+    monkeypatch.setattr(distributed_op, "OPS", dict(distributed_op.OPS))
 
 
 @pytest.fixture

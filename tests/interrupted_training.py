@@ -113,10 +113,10 @@ def forget_programs() -> None:
     import jax
 
     from xla_dtensor import dispatch
-    from xla_dtensor.dispatch import _batch
+    from xla_dtensor.dispatch import batch
 
     dispatch._plans.clear()
-    _batch._executables.clear()
+    batch._executables.clear()
     jax.clear_caches()
 
 

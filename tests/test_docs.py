@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from xla_dtensor.custom_ops.dfunction import _op
+from xla_dtensor.custom_ops import distributed_op
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.fixture(autouse=True)
 def _own_ops(scratch: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_op, "OPS", {})  # names of other tests
+    monkeypatch.setattr(distributed_op, "OPS", {})  # names of other tests
 
 
 def blocks(page: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from xla_dtensor.dispatch import _batch, batched
+from xla_dtensor.dispatch import batch, batched
 from xla_dtensor.errors import UnsupportedOpError
 
 
@@ -123,7 +123,7 @@ def _fail_launch(patch: pytest.MonkeyPatch) -> None:
 
         return launch
 
-    patch.setattr(_batch, "_executable", executable)
+    patch.setattr(batch, "_executable", executable)
 
 
 def _fail_tracing(patch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def _interrupt_launch(patch: pytest.MonkeyPatch) -> None:
     def executable(*args: Any) -> Any:
         raise _Expected("in the launch")
 
-    patch.setattr(_batch, "_executable", executable)
+    patch.setattr(batch, "_executable", executable)
 
 
 FAILURES = {
@@ -177,9 +177,9 @@ def failure(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def _no_executables() -> Iterator[None]:
     """Those that a test breaks are made in it, and not found by the next."""
-    _batch._executables.clear()
+    batch._executables.clear()
     yield
-    _batch._executables.clear()
+    batch._executables.clear()
 
 
 def test_a_batch_that_fails(failure: Any, mesh_2x4: DeviceMesh) -> None:
@@ -236,7 +236,7 @@ def test_an_exception_in_a_block(error: Any) -> None:
         torch._foreach_add_([x, y], 1)
         raise error
     assert x.tolist() == y.tolist() == [1] * 3
-    assert (x + 1)._storage_.value.__class__ is not _batch.Pending
+    assert (x + 1)._storage_.value.__class__ is not batch.Pending
 
 
 def test_a_batch_read_by_another_thread() -> None:
@@ -329,13 +329,13 @@ def test_a_step_whose_launch_fails(
     training = Training(optimizer, options, mesh_2x4)
     for _ in range(steps):
         training.step()
-    _batch._executables.clear()
+    batch._executables.clear()
     before = training.snapshot()
     with pytest.raises(error), pytest.MonkeyPatch.context() as patch:
         inject(patch)
         training.optimizer.step()
     assert training.snapshot() == before
-    _batch._executables.clear()
+    batch._executables.clear()
     training.step()
     training.step()
     training.check()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from xla_dtensor.dispatch import _metadata
+from xla_dtensor.dispatch import metadata
 
 
 def make(mesh: DeviceMesh) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_only_tensors_count(mesh_2x4: DeviceMesh) -> None:
     x = make(mesh_2x4)
     references = [x._storage_] * 3 + [x, x]
     assert x.resize_(8, 2).shape == (8, 2) and references
-    assert "getrefcount" not in inspect.getsource(_metadata)
+    assert "getrefcount" not in inspect.getsource(metadata)
 
 
 def test_out_of_another_shape(mesh_2x4: DeviceMesh) -> None:

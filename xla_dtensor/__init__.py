@@ -64,8 +64,8 @@ __all__ = [
 
 # Loaded on first use: these import JAX.
 _LAZY = {
-    "DFunction": "xla_dtensor.custom_ops.dfunction",
-    "DistributedOp": "xla_dtensor.custom_ops.dfunction",
+    "DFunction": "xla_dtensor.custom_ops",
+    "DistributedOp": "xla_dtensor.custom_ops",
     "FSDPModule": "xla_dtensor.parallel",
     "Layout": "xla_dtensor.mesh.layout",
     "MixedPrecisionPolicy": "xla_dtensor.parallel",
@@ -79,7 +79,7 @@ _LAZY = {
     "explain": "xla_dtensor.debug",
     "from_device_values": "xla_dtensor.movement.local_view",
     "fully_shard": "xla_dtensor.parallel",
-    "jax_function": "xla_dtensor.custom_ops.jax_function",
+    "jax_function": "xla_dtensor.custom_ops",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
 }

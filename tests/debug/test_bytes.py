@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from xla_dtensor.debug._records import bytes_text
 from xla_dtensor.rules import TensorInfo
-from xla_dtensor.rules._cost import collectives, moved_bytes
+from xla_dtensor.rules.cost import collectives, moved_bytes
 
 R, S, P = Replicate(), Shard, Partial()
 MESH = (2, 4)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.dispatch.launches import launches
-from xla_dtensor.dispatch import _batch, batched
+from xla_dtensor.dispatch import batch, batched
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_without_views_one_launch_whatever_the_numbers(x: torch.Tensor) -> None:
     expected = x.cpu()
     for scale in (2.0, 3.0, 0.25):
         results: list[torch.Tensor] = []
-        known = len(_batch._executables)
+        known = len(batch._executables)
         assert launches(lambda scale=scale, r=results: r.append(work(scale))) == 1
-        assert len(_batch._executables) == known + (scale == 2.0)
+        assert len(batch._executables) == known + (scale == 2.0)
         y = expected * scale + 1
         expected = expected + y * scale
         torch.testing.assert_close(results[0].cpu(), y + scale)

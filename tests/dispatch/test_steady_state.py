@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 import xla_dtensor as xd
 from xla_dtensor import dispatch
 from xla_dtensor.base.cache import Cache, Interned
-from xla_dtensor.dispatch import _batch, _ops, _plan
+from xla_dtensor.dispatch import batch, ops, plan
 from xla_dtensor.lowering import lowers
 
 
@@ -54,9 +54,9 @@ def cache_sizes() -> dict[str, int]:
             elif isinstance(value, functools._lru_cache_wrapper):
                 sizes[f"{name}.{key}"] = value.cache_info().currsize
     for index, plan in enumerate(dispatch._plans.values()):
-        if isinstance(plan, _plan.Plan):
+        if isinstance(plan, plan.Plan):
             sizes[f"plan {index}: {plan.info.name}"] = plan.eager._cache_size()
-    for index, executable in enumerate(_batch._executables.values()):
+    for index, executable in enumerate(batch._executables.values()):
         sizes[f"batch {index}"] = executable._cache_size()
     return sizes
 
@@ -174,16 +174,16 @@ def test_a_new_lowering_clears_what_was_made_with_the_old_ones(small_mesh: Devic
             return [(x * 2).cpu(), x.t().sum(0).cpu(), (x + 1).cpu()]
 
     expected = work()
-    executables = [p.eager for p in dispatch._plans.values() if isinstance(p, _plan.Plan)]
-    assert executables and len(_batch._executables) and _ops._infos
+    executables = [p.eager for p in dispatch._plans.values() if isinstance(p, plan.Plan)]
+    assert executables and len(batch._executables) and ops._infos
     del executables
     lowers("xd_test_clearing::nothing")(lambda x: x)
     gc.collect()
-    assert not (len(dispatch._plans) or len(_batch._executables) or _ops._infos)
-    assert not [o for o in gc.get_objects() if type(o) is _plan.Plan]
+    assert not (len(dispatch._plans) or len(batch._executables) or ops._infos)
+    assert not [o for o in gc.get_objects() if type(o) is plan.Plan]
     for value, want in zip(work(), expected, strict=True):
         assert torch.equal(value, want)
-    assert len(dispatch._plans) and len(_batch._executables)
+    assert len(dispatch._plans) and len(batch._executables)
 
 
 def test_a_new_rule_clears_the_batches_too(small_mesh: DeviceMesh, scratch: None) -> None:
@@ -195,5 +195,5 @@ def test_a_new_rule_clears_the_batches_too(small_mesh: DeviceMesh, scratch: None
 
     assert work().placements == (Shard(0),)
     xd.register_rule("aten::relu", lambda call: "a b -> a b", override=True)
-    assert not len(dispatch._plans) and not len(_batch._executables)
+    assert not len(dispatch._plans) and not len(batch._executables)
     torch.testing.assert_close(work().cpu(), torch.ones(8, 4))

@@ -18,7 +18,7 @@ import torch
 from tests.lowering.harness import Report, check_call, check_overloads, run_lowering, to_torch
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering import find_lowering
-from xla_dtensor.lowering._promotion import result_type
+from xla_dtensor.lowering.promotion import result_type
 
 pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
 

@@ -15,7 +15,7 @@ import torch
 import xla_dtensor.lowering.random  # noqa: F401  registers
 from tests.lowering.harness import check_call
 from xla_dtensor.lowering import find_lowering
-from xla_dtensor.lowering._registry import qualified_name
+from xla_dtensor.lowering.registry import qualified_name
 
 N = 40_000
 ZEROS = np.zeros(N, np.float32)

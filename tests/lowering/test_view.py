@@ -13,7 +13,7 @@ import torch
 
 import xla_dtensor.lowering.view  # noqa: F401  registers
 from xla_dtensor.lowering import find_lowering, find_view
-from xla_dtensor.lowering._registry import qualified_name
+from xla_dtensor.lowering.registry import qualified_name
 
 
 def to_jax(x: torch.Tensor) -> jax.Array:

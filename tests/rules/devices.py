@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Placement
 
 from xla_dtensor.rules import Placements
-from xla_dtensor.rules._types import reduction_name, shard_dim, split_factor
+from xla_dtensor.rules.merging import reduction_name, shard_dim, split_factor
 
 At = tuple[int, ...]
 """A device, by its coordinates."""

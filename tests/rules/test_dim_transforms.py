@@ -12,7 +12,6 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from xla_dtensor.rules import DimSharding
-from xla_dtensor.rules._types import shard_dim, split_factor
 from xla_dtensor.rules.dim_transforms import (
     Broadcast,
     Flatten,
@@ -30,6 +29,7 @@ from xla_dtensor.rules.dim_transforms import (
     transpose,
     unsqueeze,
 )
+from xla_dtensor.rules.merging import shard_dim, split_factor
 from xla_dtensor.rules.view_propagation import propagate, propagate_backward
 
 I = InputDim  # noqa: E741

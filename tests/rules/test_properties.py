@@ -26,7 +26,7 @@ from xla_dtensor.rules import (
     infer_forward,
     parse,
 )
-from xla_dtensor.rules._types import shard_dim, split_factor
+from xla_dtensor.rules.merging import shard_dim, split_factor
 from xla_dtensor.rules.notation import ONE, expand_ellipsis
 
 from .devices import assemble, devices, parts, piece

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from xla_dtensor.rules import DimSharding, TensorInfo
-from xla_dtensor.rules._cost import redistribute_cost
+from xla_dtensor.rules.cost import redistribute_cost
 
 R = Replicate()
 MESH = (2, 4)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from xla_dtensor.custom_ops.dfunction._op import DistributedOp, Inferred
-    from xla_dtensor.dispatch._call import Call
-    from xla_dtensor.dispatch._plan import Plan, ViewPlan
+    from xla_dtensor.custom_ops.distributed_op import DistributedOp, Inferred
+    from xla_dtensor.dispatch.call import Call
+    from xla_dtensor.dispatch.plan import Plan, ViewPlan
     from xla_dtensor.forms.form import Form
 
 

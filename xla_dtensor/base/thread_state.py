@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from xla_dtensor.dispatch._batch import Batch
+    from xla_dtensor.dispatch.batch import Batch
     from xla_dtensor.forms.storage import Storage
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.compilation.trace import StepTrace, nodes_of
-from xla_dtensor.dispatch._plan import new_tensor
+from xla_dtensor.dispatch.plan import new_tensor
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.movement.redistribute import as_sharded, move

@@ -1,0 +1,11 @@
+"""Custom differentiable ops on sharded tensors: `DFunction` and its layout rule, `DistributedOp`;
+and JAX functions as torch callables.
+
+README.md here explains how the two work together.
+"""
+
+from xla_dtensor.custom_ops.distributed_op import CacheInfo, DistributedOp
+from xla_dtensor.custom_ops.functions import DFunction
+from xla_dtensor.custom_ops.jax_function import jax_function
+
+__all__ = ["CacheInfo", "DFunction", "DistributedOp", "jax_function"]

@@ -22,19 +22,19 @@ from xla_dtensor.debug._records import (
     Transfer,
     layout_text,
 )
-from xla_dtensor.dispatch._call import Call, fill
-from xla_dtensor.dispatch._layout import _representable
-from xla_dtensor.dispatch._lower import NestedTrace
-from xla_dtensor.dispatch._meshes import on_one_mesh
-from xla_dtensor.dispatch._ops import OpInfo, info_of
-from xla_dtensor.dispatch._plan import READ_NO_VALUES, Plan, ViewPlan, mutated_leaves
+from xla_dtensor.dispatch.call import Call, fill
+from xla_dtensor.dispatch.lower import NestedTrace
+from xla_dtensor.dispatch.one_mesh import on_one_mesh
+from xla_dtensor.dispatch.ops import OpInfo, info_of
+from xla_dtensor.dispatch.plan import READ_NO_VALUES, Plan, ViewPlan, mutated_leaves
+from xla_dtensor.dispatch.result_placements import _representable
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.local_form import from_devices
 from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.mesh.layout import layout_of
 from xla_dtensor.rules import Call as RuleCall
 from xla_dtensor.rules import Merged, Registration, TensorInfo, find_registration
-from xla_dtensor.rules._cost import Collective, collectives
+from xla_dtensor.rules.cost import Collective, collectives
 from xla_dtensor.rules.registry import ask, bind
 from xla_dtensor.tensors.base import TensorMethods
 

@@ -62,7 +62,7 @@ def rules(name: str | None = None) -> RuleTable:
     Args:
         name: only those with this in their name.
     """
-    from xla_dtensor.custom_ops.dfunction._op import OPS
+    from xla_dtensor.custom_ops.distributed_op import OPS
 
     found = [RegisteredRule(r.name, r.kind, r.text, r.where) for r in registrations()]
     for op in OPS.values():

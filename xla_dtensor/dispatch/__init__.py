@@ -14,14 +14,14 @@ from xla_dtensor import rules
 from xla_dtensor.base import events, interrupts, rng, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.traced_number import number_value
-from xla_dtensor.dispatch import _special  # noqa: F401  (register handlers)
-from xla_dtensor.dispatch._batch import Batch, batched, lock, writing_down
-from xla_dtensor.dispatch._call import Call, fill, refuse_cpu_leaf
-from xla_dtensor.dispatch._meshes import on_one_mesh
-from xla_dtensor.dispatch._metadata import become, check_become, refuse_shared
-from xla_dtensor.dispatch._ops import SPECIAL, info_of
-from xla_dtensor.dispatch._plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
-from xla_dtensor.dispatch._shared_memory import count_writes, run_in_order
+from xla_dtensor.dispatch import special  # noqa: F401  (register handlers)
+from xla_dtensor.dispatch.batch import Batch, batched, lock, writing_down
+from xla_dtensor.dispatch.call import Call, fill, refuse_cpu_leaf
+from xla_dtensor.dispatch.metadata import become, check_become, refuse_shared
+from xla_dtensor.dispatch.one_mesh import on_one_mesh
+from xla_dtensor.dispatch.ops import SPECIAL, info_of
+from xla_dtensor.dispatch.plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
+from xla_dtensor.dispatch.shared_memory import count_writes, run_in_order
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy

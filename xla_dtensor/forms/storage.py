@@ -24,7 +24,7 @@ from xla_dtensor.lowering import ViewLowering
 if TYPE_CHECKING:
     import jax
 
-    from xla_dtensor.dispatch._batch import Batch
+    from xla_dtensor.dispatch.batch import Batch
     from xla_dtensor.forms.form import Form
     from xla_dtensor.mesh import Frame
 

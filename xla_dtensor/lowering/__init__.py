@@ -1,6 +1,6 @@
 """aten overloads as JAX functions; README.md here has the contract."""
 
-from xla_dtensor.lowering._registry import (
+from xla_dtensor.lowering.registry import (
     Lowering,
     ViewLowering,
     find_lowering,

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering._promotion import promote, promote_for_math
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.pointwise import clamp
+from xla_dtensor.lowering.promotion import promote, promote_for_math
+from xla_dtensor.lowering.registry import lowers
 
 _SQRT_HALF = np.sqrt(0.5).item()
 _SQRT_2_OVER_PI = np.sqrt(2 / np.pi).item()

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_dtensor.lowering._promotion import math_dtype
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.matmul import _precision
+from xla_dtensor.lowering.promotion import math_dtype
+from xla_dtensor.lowering.registry import lowers
 
 
 def _contract(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

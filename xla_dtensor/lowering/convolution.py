@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_dtensor.lowering._per_slice import per_slice
-from xla_dtensor.lowering._promotion import math_dtype
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.indexing import scatter_add
 from xla_dtensor.lowering.matmul import _precision
+from xla_dtensor.lowering.per_slice import per_slice
+from xla_dtensor.lowering.promotion import math_dtype
+from xla_dtensor.lowering.registry import lowers
 
 Ints = Sequence[int]
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from jax import lax
 
-from xla_dtensor.lowering._promotion import math_dtype
-from xla_dtensor.lowering._registry import lowers
-from xla_dtensor.lowering._scatter import write_each
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.promotion import math_dtype
+from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.scatter import write_each
 
 Lengths = Any  # a tensor or a list of numbers, per sequence
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering._promotion import promote_for_math
-from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.promotion import promote_for_math
+from xla_dtensor.lowering.registry import lowers
 
 
 def _norm(difference: jax.Array, p: float) -> jax.Array:

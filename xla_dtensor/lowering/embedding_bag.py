@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.lowering._promotion import math_dtype
-from xla_dtensor.lowering._registry import lowers
-from xla_dtensor.lowering._scatter import narrow, write
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.promotion import math_dtype
+from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.scatter import narrow, write
 
 SUM, MEAN, MAX = 0, 1, 2  # torch's EmbeddingBagMode
 _Bags = tuple[jax.Array, jax.Array, jax.Array, jax.Array]

@@ -12,7 +12,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.registry import lowers
 
 
 def factory_dtype(dtype: torch.dtype | None) -> np.dtype:

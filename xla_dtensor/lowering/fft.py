@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.registry import lowers
 
 
 def _row_major(x: jax.Array) -> jax.Array:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.lowering._promotion import math_dtype
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.convolution import max_pool_backward
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.promotion import math_dtype
+from xla_dtensor.lowering.registry import lowers
 
 Ints = Sequence[int]
 

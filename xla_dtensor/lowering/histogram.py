@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from jax import lax
 
-from xla_dtensor.lowering._promotion import math_dtype
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.factory import line
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.promotion import math_dtype
+from xla_dtensor.lowering.registry import lowers
 
 
 def _counts(bins: jax.Array, weight: jax.Array | None, size: int) -> jax.Array:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_dtensor.lowering._promotion import promote
-from xla_dtensor.lowering._registry import lowers
-from xla_dtensor.lowering._scatter import highest, lowest, narrow, write, write_each
+from xla_dtensor.lowering.promotion import promote
+from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.scatter import highest, lowest, narrow, write, write_each
 from xla_dtensor.lowering.view import wrap_dim
 
 _SHAPE_DEPENDS = (

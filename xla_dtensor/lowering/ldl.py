@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_dtensor.lowering._per_slice import per_slice
-from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.per_slice import per_slice
+from xla_dtensor.lowering.registry import lowers
 
 _ALPHA = (1 + 17**0.5) / 8
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from jax import lax
 
-from xla_dtensor.lowering._per_slice import per_slice
-from xla_dtensor.lowering._promotion import promote, promote_for_math
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.per_slice import per_slice
+from xla_dtensor.lowering.promotion import promote, promote_for_math
+from xla_dtensor.lowering.registry import lowers
 
 # LU --------------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.lowering._promotion import promote_for_math
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.promotion import promote_for_math
+from xla_dtensor.lowering.registry import lowers
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering._promotion import math_dtype, promote_for_math
-from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.promotion import math_dtype, promote_for_math
+from xla_dtensor.lowering.registry import lowers
 
 _PRECISION = {
     "highest": jax.lax.Precision.HIGHEST,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from xla_dtensor.lowering._registry import qualified_name, tell_listeners
+from xla_dtensor.lowering.registry import qualified_name, tell_listeners
 
 F = TypeVar("F", bound=Callable[..., Any])
 

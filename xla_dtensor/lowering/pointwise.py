@@ -14,9 +14,9 @@ import jax.scipy.special as jsp
 import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering._per_slice import elementwise
-from xla_dtensor.lowering._promotion import promote, promote_for_math, promote_to_float, result_type
-from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.per_slice import elementwise
+from xla_dtensor.lowering.promotion import promote, promote_for_math, promote_to_float, result_type
+from xla_dtensor.lowering.registry import lowers
 
 
 def is_integral(x: jax.Array) -> bool:

@@ -17,9 +17,9 @@ import torch
 from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering._per_slice import per_slice
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.factory import factory_dtype
+from xla_dtensor.lowering.per_slice import per_slice
+from xla_dtensor.lowering.registry import lowers
 
 Shape = Sequence[int]
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering._promotion import float_dtype, math_dtype, promote_to_float
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.pointwise import cast, is_complex, is_integral, logaddexp
+from xla_dtensor.lowering.promotion import float_dtype, math_dtype, promote_to_float
+from xla_dtensor.lowering.registry import lowers
 
 Dims = int | Sequence[int] | None
 

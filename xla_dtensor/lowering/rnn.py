@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.registry import lowers
 
 
 def _lstm_gates(input_gates: Any, hidden_gates: Any, input_bias: Any, hidden_bias: Any) -> Any:

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering._per_slice import per_slice
-from xla_dtensor.lowering._promotion import math_dtype
-from xla_dtensor.lowering._registry import lowers
-from xla_dtensor.lowering._scatter import write
+from xla_dtensor.lowering.per_slice import per_slice
+from xla_dtensor.lowering.promotion import math_dtype
+from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.scatter import write
 
 BILINEAR, NEAREST, BICUBIC = 0, 1, 2  # torch's GridSamplerInterpolation
 ZEROS, BORDER, REFLECTION = 0, 1, 2  # torch's GridSamplerPadding

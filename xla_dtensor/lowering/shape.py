@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_dtensor.lowering._per_slice import per_slice
-from xla_dtensor.lowering._promotion import math_dtype, promote
-from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.per_slice import per_slice
+from xla_dtensor.lowering.promotion import math_dtype, promote
+from xla_dtensor.lowering.registry import lowers
 from xla_dtensor.lowering.view import wrap_dim
 
 # Joining -------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
-from xla_dtensor.lowering._promotion import math_dtype, promote_for_math
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.promotion import math_dtype, promote_for_math
 from xla_dtensor.lowering.reduction import axes_of
+from xla_dtensor.lowering.registry import lowers
 
 # ------------------------------------------------------------------------------------- softmax
 

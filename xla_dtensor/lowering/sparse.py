@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.lowering._registry import lowers
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.registry import lowers
 
 _CONVERSIONS = (
     "_to_sparse",

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import jax.scipy.special as jsp
 import numpy as np
 
-from xla_dtensor.lowering._per_slice import elementwise
-from xla_dtensor.lowering._promotion import promote_to_float
-from xla_dtensor.lowering._registry import lowers
+from xla_dtensor.lowering.per_slice import elementwise
+from xla_dtensor.lowering.promotion import promote_to_float
+from xla_dtensor.lowering.registry import lowers
 
 # ------------------------------------------------------------------------ Chebyshev interpolants
 

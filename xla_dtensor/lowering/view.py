@@ -18,9 +18,9 @@ import torch
 from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering._promotion import math_dtype
-from xla_dtensor.lowering._registry import lowers, lowers_view
-from xla_dtensor.lowering._scatter import write
+from xla_dtensor.lowering.promotion import math_dtype
+from xla_dtensor.lowering.registry import lowers, lowers_view
+from xla_dtensor.lowering.scatter import write
 
 
 def wrap_dim(dim: int, ndim: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.dispatch._ops import handles
+from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, resolve_group
 

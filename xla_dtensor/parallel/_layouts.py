@@ -15,7 +15,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.mesh import Frame
-from xla_dtensor.rules._cost import Collective
+from xla_dtensor.rules.cost import Collective
 
 
 def gather(array: Any, source: Form, target: Form) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.rules._types import REPLICATE, Placements, shard_dim
+from xla_dtensor.rules.merging import REPLICATE, Placements, shard_dim
 from xla_dtensor.rules.registry import base_name
 
 from .exceptions import ALLOWED

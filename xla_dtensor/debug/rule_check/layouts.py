@@ -11,9 +11,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.mesh.placements import dim_mesh_dims
-from xla_dtensor.rules._cost import redistribute_cost
-from xla_dtensor.rules._types import Placements, TensorInfo, shard_dim
 from xla_dtensor.rules.alternatives import Merged
+from xla_dtensor.rules.cost import redistribute_cost
+from xla_dtensor.rules.merging import Placements, TensorInfo, shard_dim
 from xla_dtensor.rules.registry import infer
 
 from .samples import Like, Sample

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state
-from xla_dtensor.dispatch._ops import handles, info_of
+from xla_dtensor.dispatch.ops import handles, info_of
 from xla_dtensor.errors import PerDeviceValueError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import constant_recipe, logical_value, read
@@ -109,7 +109,7 @@ def _with_a_value(tensor: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from xla_dtensor.dispatch._plan import new_tensor
+    from xla_dtensor.dispatch.plan import new_tensor
 
     form = tensor._form.reduced().with_meta(False)
     with jax.enable_x64(True):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.dispatch._call import Call, Slot
-from xla_dtensor.dispatch._lower import flatten_results
+from xla_dtensor.dispatch.call import Call, Slot
+from xla_dtensor.dispatch.lower import flatten_results
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.tensors.base import TensorMethods
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Replicate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from xla_dtensor.base import events
-from xla_dtensor.custom_ops.dfunction._gradients import Input, Pass
-from xla_dtensor.custom_ops.dfunction._op import DistributedOp, Inferred, infer_by_notation
-from xla_dtensor.custom_ops.dfunction._results import results, shapes_of
+from xla_dtensor.custom_ops.distributed_op import DistributedOp, Inferred, infer_by_notation
+from xla_dtensor.custom_ops.gradients import Input, Pass
+from xla_dtensor.custom_ops.results import results, shapes_of
 from xla_dtensor.errors import LayoutRuleError, MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.storage import exact
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, root_mesh

@@ -11,7 +11,7 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.source_line import user_line
-from xla_dtensor.dispatch._ops import OpInfo
+from xla_dtensor.dispatch.ops import OpInfo
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.storage import Storage

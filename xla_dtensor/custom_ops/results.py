@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from xla_dtensor.base import thread_state
-from xla_dtensor.custom_ops.dfunction._gradients import Pass, Result
-from xla_dtensor.custom_ops.dfunction._op import DistributedOp, Inferred
+from xla_dtensor.custom_ops.distributed_op import DistributedOp, Inferred
+from xla_dtensor.custom_ops.gradients import Pass, Result
 from xla_dtensor.dispatch import read
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.forms.storage import Storage

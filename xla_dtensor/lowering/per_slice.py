@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
-from xla_dtensor.lowering._scatter import is_inside
+from xla_dtensor.lowering.scatter import is_inside
 
 Function = Callable[..., Any]
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from xla_dtensor import rules
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.dispatch._call import Call, Slot
-from xla_dtensor.dispatch._plan import Plan
+from xla_dtensor.dispatch.call import Call, Slot
+from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read

@@ -12,10 +12,10 @@ import torch
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.dtypes import to_torch_dtype
-from xla_dtensor.dispatch._call import Call, Slot, fill
-from xla_dtensor.dispatch._layout import Pins, output_placements, pins
-from xla_dtensor.dispatch._lower import flatten_results, lowered_function
-from xla_dtensor.dispatch._ops import DROPPED, OpInfo, info_of
+from xla_dtensor.dispatch.call import Call, Slot, fill
+from xla_dtensor.dispatch.lower import flatten_results, lowered_function
+from xla_dtensor.dispatch.ops import DROPPED, OpInfo, info_of
+from xla_dtensor.dispatch.result_placements import Pins, output_placements, pins
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import Form, contiguous_stride, device_form, sharded_form
 from xla_dtensor.forms.per_device import check_axes, coordinate, over_devices, union

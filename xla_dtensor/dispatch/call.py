@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state
-from xla_dtensor.dispatch._ops import DROPPED, OpInfo
+from xla_dtensor.dispatch.ops import DROPPED, OpInfo
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.tensors.device_tensor import XLATensor

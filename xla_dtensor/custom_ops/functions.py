@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from xla_dtensor.base import thread_state
-from xla_dtensor.custom_ops.dfunction._call import call, sharded_tensors
-from xla_dtensor.custom_ops.dfunction._op import find_op
+from xla_dtensor.custom_ops.call import call, sharded_tensors
+from xla_dtensor.custom_ops.distributed_op import find_op
 from xla_dtensor.errors import UnsupportedOpError
 
 

@@ -9,14 +9,14 @@ import jax
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
-from xla_dtensor.dispatch._call import Call, fill
+from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_spec
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
 if TYPE_CHECKING:
-    from xla_dtensor.dispatch._plan import Meta
+    from xla_dtensor.dispatch.plan import Meta
 
 
 def output_placements(
@@ -187,7 +187,7 @@ def _compiler_placements(
     axis group that is no whole mesh dim counts as replicated.
     """
     from xla_dtensor.base import rng
-    from xla_dtensor.dispatch._lower import lowered_function
+    from xla_dtensor.dispatch.lower import lowered_function
 
     lowered = lowered_function(call.info)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state
-from xla_dtensor.dispatch._ops import handles
+from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import contiguous_stride
 from xla_dtensor.forms.storage import LayoutStep
