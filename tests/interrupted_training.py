@@ -112,10 +112,9 @@ def forget_programs() -> None:
     """Let everything be traced and compiled again."""
     import jax
 
-    from xla_dtensor import dispatch
-    from xla_dtensor.dispatch import batch
+    from xla_dtensor.dispatch import batch, execute
 
-    dispatch._plans.clear()
+    execute._plans.clear()
     batch._executables.clear()
     jax.clear_caches()
 

@@ -97,9 +97,9 @@ def test_running_statistics_are_written_together(monkeypatch: pytest.MonkeyPatch
     x = torch.randn(3, 4, device="xla")
     norm(x)
     before = norm.running_mean.cpu(), norm.running_var.cpu()
-    from xla_dtensor import dispatch
+    from xla_dtensor.dispatch import execute
 
-    plans = [p for p in dispatch._plans.values() if getattr(p, "mutated", ())]
+    plans = [p for p in execute._plans.values() if getattr(p, "mutated", ())]
 
     def fail(*args: Any) -> Any:
         raise _out_of_memory()

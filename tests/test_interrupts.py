@@ -206,7 +206,7 @@ def test_an_operation_is_done_when_it_comes(
     x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To autograd, too: the version, and the graph."""
-    from xla_dtensor.dispatch import _plans
+    from xla_dtensor.dispatch.execute import _plans
 
     x.add_(1)
     w = x.clone().requires_grad_()

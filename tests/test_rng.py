@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from xla_dtensor import dispatch
 from xla_dtensor.base import rng
+from xla_dtensor.dispatch import execute
 
 
 def test_taking_is_advancing() -> None:
@@ -53,7 +53,7 @@ def test_a_failed_operation_takes_no_number(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        for plan in dispatch._plans.values():
+        for plan in execute._plans.values():
             if getattr(plan, "random", False):
                 patch.setattr(plan, "eager", fail)
         torch.manual_seed(5)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from xla_dtensor import dispatch
+from xla_dtensor.dispatch import execute
 from xla_dtensor.lowering import find_lowering, lowers
 
 
@@ -30,7 +30,7 @@ def test_a_steady_loop_makes_no_plan_and_compiles_nothing(mesh_2x4: DeviceMesh) 
     x, w = sharded(torch.randn(8, 6), mesh_2x4), sharded(torch.randn(6, 4), mesh_2x4)
     for i in range(2):
         loop(x, w, i)
-    plans = len(dispatch._plans)
+    plans = len(execute._plans)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration, **kw: compiled.append(event) if "compile" in event else None
@@ -40,7 +40,7 @@ def test_a_steady_loop_makes_no_plan_and_compiles_nothing(mesh_2x4: DeviceMesh) 
             loop(x, w, i)
     finally:
         jax.monitoring.clear_event_listeners()
-    assert len(dispatch._plans) == plans
+    assert len(execute._plans) == plans
     assert compiled == []
 
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 import xla_dtensor as xd
 from xla_dtensor import dispatch
 from xla_dtensor.base.cache import Cache, Interned
-from xla_dtensor.dispatch import batch, ops, plan
+from xla_dtensor.dispatch import batch, execute, ops
+from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.lowering import lowers
 
 
@@ -53,8 +54,8 @@ def cache_sizes() -> dict[str, int]:
                 sizes[f"{name}.{key}"] = len(value)
             elif isinstance(value, functools._lru_cache_wrapper):
                 sizes[f"{name}.{key}"] = value.cache_info().currsize
-    for index, plan in enumerate(dispatch._plans.values()):
-        if isinstance(plan, plan.Plan):
+    for index, plan in enumerate(execute._plans.values()):
+        if isinstance(plan, Plan):
             sizes[f"plan {index}: {plan.info.name}"] = plan.eager._cache_size()
     for index, executable in enumerate(batch._executables.values()):
         sizes[f"batch {index}"] = executable._cache_size()
@@ -174,16 +175,16 @@ def test_a_new_lowering_clears_what_was_made_with_the_old_ones(small_mesh: Devic
             return [(x * 2).cpu(), x.t().sum(0).cpu(), (x + 1).cpu()]
 
     expected = work()
-    executables = [p.eager for p in dispatch._plans.values() if isinstance(p, plan.Plan)]
+    executables = [p.eager for p in execute._plans.values() if isinstance(p, Plan)]
     assert executables and len(batch._executables) and ops._infos
     del executables
     lowers("xd_test_clearing::nothing")(lambda x: x)
     gc.collect()
-    assert not (len(dispatch._plans) or len(batch._executables) or ops._infos)
-    assert not [o for o in gc.get_objects() if type(o) is plan.Plan]
+    assert not (len(execute._plans) or len(batch._executables) or ops._infos)
+    assert not [o for o in gc.get_objects() if type(o) is Plan]
     for value, want in zip(work(), expected, strict=True):
         assert torch.equal(value, want)
-    assert len(dispatch._plans) and len(batch._executables)
+    assert len(execute._plans) and len(batch._executables)
 
 
 def test_a_new_rule_clears_the_batches_too(small_mesh: DeviceMesh, scratch: None) -> None:
@@ -195,5 +196,5 @@ def test_a_new_rule_clears_the_batches_too(small_mesh: DeviceMesh, scratch: None
 
     assert work().placements == (Shard(0),)
     xd.register_rule("aten::relu", lambda call: "a b -> a b", override=True)
-    assert not len(dispatch._plans) and not len(batch._executables)
+    assert not len(execute._plans) and not len(batch._executables)
     torch.testing.assert_close(work().cpu(), torch.ones(8, 4))

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ops.harness import close
-from xla_dtensor.dispatch import _plans
+from xla_dtensor.dispatch.execute import _plans
 
 DTYPES = [torch.bool, torch.uint8, torch.int32, torch.bfloat16, torch.float32, torch.complex128]
 WANTED = [torch.int64, torch.float16, torch.float64, torch.complex64]

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from xla_dtensor.dispatch.batch import Batch
-    from xla_dtensor.forms.storage import Storage
-
+from typing import Any, Protocol
 
 # What `Trace.refuse` is told where a tensor's value is wanted.
 ITEM = ".item() (also float(), int(), bool(), `if tensor:`)"
+
+
+class Batch(Protocol):
+    """Operations that are written down, to run as one (`xla_dtensor.dispatch.batch`)."""
+
+    def add(self, plan: Any, call: Any) -> Any:
+        """Write a call down; what stands for its arrays."""
+
+    def replaces(self, storage: Any) -> None:
+        """``storage`` is about to be given another value."""
+
+    def run(self) -> None:
+        """Compute what has been written down."""
 
 
 class Trace(Protocol):
@@ -29,19 +37,19 @@ class Trace(Protocol):
     @property
     def wide(self) -> WideScalars | None: ...
 
-    def created(self, storage: Storage) -> None:
+    def created(self, storage: Any) -> None:
         """A storage was made inside the trace."""
 
-    def owns(self, storage: Storage) -> bool:
+    def owns(self, storage: Any) -> bool:
         """Whether the storage was made inside the trace."""
 
-    def array_of(self, storage: Storage, tensor: Any = None) -> Any:
+    def array_of(self, storage: Any, tensor: Any = None) -> Any:
         """The array of a storage, which is about to be used (through ``tensor``)."""
 
     def touched(self, tensor: Any) -> None:
         """A view of ``tensor`` is being made."""
 
-    def writing(self, storage: Storage) -> None:
+    def writing(self, storage: Any) -> None:
         """A storage is about to get a new value."""
 
     def random_key(self) -> Any:
@@ -50,7 +58,7 @@ class Trace(Protocol):
     def host_tensor(self, tensor: Any) -> Any:
         """The array of a CPU tensor that takes part in an operation."""
 
-    def constant(self, form: Any, value: Any) -> Storage | None:
+    def constant(self, form: Any, value: Any) -> Any:
         """A storage for a new tensor filled with ``value``, or None to compute it as usual."""
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:

@@ -20,10 +20,10 @@ import torch
 from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.traced_number import NumberNode, input_number, valueless_number
-from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
 

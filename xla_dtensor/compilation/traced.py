@@ -29,10 +29,10 @@ from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.trace import Captured, StepTrace
 from xla_dtensor.compilation.watch import Watch, content_of
-from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage, ViewStep
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor

@@ -134,7 +134,7 @@ class Input(torch.autograd.Function):
                 f"the gradient of {what} differs from device to device along {sorted(mixed)}, and "
                 "gradients have arrived both for results that are replicated there and for results "
                 "that aren't: what each device contributed can't be told apart. Sum it in backward "
-                "(xla_dtensor.movement.collectives.all_reduce), or make the replicated results with a "
+                "(xla_dtensor.collectives.all_reduce), or make the replicated results with a "
                 "DFunction of their own"
             )
         grad = sum_over(grad, axes, state.frame)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate
 from xla_dtensor.base import thread_state
 from xla_dtensor.custom_ops.distributed_op import DistributedOp, Inferred
 from xla_dtensor.custom_ops.gradients import Pass, Result
-from xla_dtensor.dispatch import read
 from xla_dtensor.errors import LayoutRuleError
+from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.mesh.layout import Layout

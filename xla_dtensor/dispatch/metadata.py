@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.dispatch.become import become, refuse_shared
+from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import contiguous_stride
@@ -33,32 +35,6 @@ _IN_PLACE_VIEWS = {
 }
 
 
-def become(tensor: Any, other: Any, name: str) -> None:
-    """Make ``tensor`` what ``other`` is: the same view of the same storage.
-
-    Raises:
-        UnsupportedOpError: see `check_become`.
-    """
-    check_become(tensor, name)
-    tensor._become(other)
-
-
-def check_become(tensor: Any, name: str) -> None:
-    """Raise if `become` would.
-
-    Raises:
-        UnsupportedOpError: a step is being compiled, and the tensor is from outside of it.
-    """
-    trace = thread_state.current()
-    if trace is not None and not trace.owns(tensor._storage_):
-        raise UnsupportedOpError(
-            f"{name} in a compiled step changes the shape or memory of a tensor "
-            f"{list(tensor.shape)} from outside of it, which would happen when the step is "
-            "compiled and in no later call; do it before the step, or on a tensor that the step "
-            "makes"
-        )
-
-
 @handles("aten::_has_compatible_shallow_copy_type.default")
 def _can_become(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Asked by the ``data`` setter below autograd."""
@@ -67,8 +43,6 @@ def _can_become(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 @handles(*_IN_PLACE_VIEWS)
 def _view_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from xla_dtensor.dispatch import dispatch
-
     schema = func._schema
     name = f"{schema.name}.{schema.overload_name or 'default'}"
     become(args[0], dispatch(_IN_PLACE_VIEWS[name], args, kwargs), name)
@@ -78,8 +52,6 @@ def _view_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @handles("aten::as_strided.default")
 def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Of a view: the same of its base, since both are about the memory behind them."""
-    from xla_dtensor.dispatch import dispatch
-
     tensor = args[0]
     base = _base(tensor)
     if base is tensor:
@@ -134,8 +106,6 @@ def resize(tensor: Any, size: tuple[int, ...], stride: tuple[int, ...], name: st
     Raises:
         UnsupportedOpError: the memory must grow and other tensors share it.
     """
-    from xla_dtensor.dispatch import dispatch
-
     if tuple(tensor.shape) == size:
         return
     form = tensor._form
@@ -156,17 +126,6 @@ def resize(tensor: Any, size: tuple[int, ...], stride: tuple[int, ...], name: st
     become(tensor, dispatch(aten.as_strided.default, (grown, size, stride, form.offset), {}), name)
 
 
-def refuse_shared(tensor: Any, name: str, size: tuple[int, ...]) -> None:
-    """Raise if other tensors see the memory that ``tensor`` is about to leave."""
-    storage = tensor._storage_
-    if math.prod(storage.form.shape) and storage.is_shared(tensor):
-        raise UnsupportedOpError(
-            f"{name}: a tensor of shape {list(tensor.shape)} would need new memory for "
-            f"{list(size)}, and other tensors (views of it, or what autograd has saved) share the "
-            "memory that it has; make a new tensor instead"
-        )
-
-
 @handles("aten::set_.source_Tensor")
 def _set(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     refuse_other_kind(args[0], args[1], "set_")
@@ -176,8 +135,6 @@ def _set(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles("aten::set_.source_Tensor_storage_offset")
 def _set_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from xla_dtensor.dispatch import dispatch
-
     tensor, source, offset, size = args[:4]
     refuse_other_kind(tensor, source, "set_")
     stride = args[4] if len(args) > 4 and args[4] else contiguous_stride(tuple(size))
@@ -188,8 +145,6 @@ def _set_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles("aten::set_.default")
 def _set_empty(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from xla_dtensor.dispatch import dispatch
-
     become(args[0], dispatch(aten.new_empty.default, (args[0], [0]), {}), "aten::set_.default")
     return args[0]
 
@@ -201,19 +156,3 @@ def _refuse_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         "storages don't show; use x.set_(other_tensor) or x.set_(other_tensor, offset, size, "
         "stride)"
     )
-
-
-@handles(
-    "aten::linalg_matrix_rank.atol_rtol_float_out",
-    "aten::linalg_matrix_rank.atol_rtol_tensor_out",
-    "aten::linalg_matrix_rank.out",
-    "aten::linalg_matrix_rank.out_tol_tensor",
-)
-def _write_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The form without ``out=``, then the write: torch's own composite forgets it for tensor
-    subclasses."""
-    kwargs = dict(kwargs)
-    out = kwargs.pop("out")
-    result = torch.linalg.matrix_rank(*args, **kwargs)
-    resize(out, tuple(result.shape), contiguous_stride(tuple(result.shape)), func.name())
-    return out.copy_(result)

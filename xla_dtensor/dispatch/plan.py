@@ -18,7 +18,7 @@ from xla_dtensor.dispatch.ops import DROPPED, OpInfo, info_of
 from xla_dtensor.dispatch.result_placements import Pins, output_placements, pins
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import Form, contiguous_stride, device_form, sharded_form
-from xla_dtensor.forms.per_device import check_axes, coordinate, over_devices, union
+from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.storage import (
     ONE_VIEWER,
     LayoutStep,
@@ -515,7 +515,7 @@ def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:
     forms = [form for form in call.forms if isinstance(form, Form)]
     for form in forms:
         if form.varying:
-            check_axes(call.info.name, form, frame)
+            form.check_axes(call.info.name, frame)
     axes = union(frame, [form.varying for form in forms])
     if not axes:
         return ()

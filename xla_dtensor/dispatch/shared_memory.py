@@ -4,6 +4,7 @@ call reads. A plan knows kinds of tensors and not which of them are one, so each
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from xla_dtensor.dispatch.lower import flatten_results
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.tensors.base import TensorMethods
 
+Dispatch = Callable[[Any, Any, dict[str, Any]], Any]
 _BY_ELEMENT = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 
 
-def run_in_order(call: Call, written: list[int], func: Any, args: Any, kwargs: Any) -> Any:
+def run_in_order(
+    call: Call, written: list[int], func: Any, args: Any, kwargs: Any, dispatch: Dispatch
+) -> Any:
     """The results of a call that comes to something else when everything is computed from what was
     there before it; ``NotImplemented`` if the call isn't one.
 
@@ -26,6 +30,7 @@ def run_in_order(call: Call, written: list[int], func: Any, args: Any, kwargs: A
 
     Args:
         written: the indices of the leaves that the call writes to, two or more.
+        dispatch: executes a call, for those that this one is taken apart into.
 
     Raises:
         UnsupportedOpError: the call writes twice to one memory, and neither is the case.
@@ -35,9 +40,9 @@ def run_in_order(call: Call, written: list[int], func: Any, args: Any, kwargs: A
     owners = {id(leaves[i]._storage_): i for i in written}
     if len(owners) < len(written):
         if by_element and _length(call) > 1:
-            return _one_after_another(call, func, args, kwargs)
+            return _one_after_another(call, func, args, kwargs, dispatch)
         if call.info.is_out:
-            return _through_copies(call, func, args, kwargs)
+            return _through_copies(call, func, args, kwargs, dispatch)
         raise UnsupportedOpError(
             f"{call.info.name} writes to two tensors that share memory in one call; call it once "
             "for each"
@@ -54,12 +59,12 @@ def run_in_order(call: Call, written: list[int], func: Any, args: Any, kwargs: A
     place = _places(call)
     if all(place.get(i) == place.get(owners[id(leaves[i]._storage_)]) for i in read):
         return NotImplemented  # each element reads what it writes, and no other
-    return _one_after_another(call, func, args, kwargs)
+    return _one_after_another(call, func, args, kwargs, dispatch)
 
 
-def _one_after_another(call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    from xla_dtensor.dispatch import dispatch
-
+def _one_after_another(
+    call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Dispatch
+) -> None:
     length = _length(call)
     for i in range(length):
 
@@ -71,9 +76,9 @@ def _one_after_another(call: Call, func: Any, args: Any, kwargs: dict[str, Any])
         dispatch(func, tuple(map(element, args)), own)
 
 
-def _through_copies(call: Call, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from xla_dtensor.dispatch import dispatch
-
+def _through_copies(
+    call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Dispatch
+) -> Any:
     info = call.info
     names = [name for name in info.mutated if isinstance(name, str)]
     with torch.no_grad():

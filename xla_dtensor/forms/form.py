@@ -23,8 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base.cache import Interned
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.errors import PlacementError
-from xla_dtensor.forms.per_device import check_axes
+from xla_dtensor.errors import MeshMismatchError, PlacementError
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, frames_stay, mesh_dim_axes
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ class Form:
         if self.frame.is_current:
             return self
         frame = frame_of(self.mesh)
-        check_axes("a view of what devices hold", self, frame)
+        self.check_axes("a view of what devices hold", frame)
         return self._with(self.varying, self.meta)
 
     def _with(self, varying: tuple[str, ...], meta: bool) -> Form:
@@ -196,6 +195,39 @@ class Form:
         if self.varying:
             where += f", varying along {', '.join(self.varying)}"
         return f"Form({list(self.shape)}, {self.dtype}, {where})"
+
+    def check_axes(self, what: str, frame: Frame) -> None:
+        """Raise if a tensor varies along an axis that ``frame`` doesn't have.
+
+        Args:
+            what: is to be done with the tensor.
+            frame: of the mesh, or of the other tensors, that it is to be done with.
+
+        Raises:
+            MeshMismatchError: the tensor lives on other devices, or on a mesh that cuts them
+                differently.
+        """
+        own = self.frame
+        if own is None or own is frame:
+            return
+        if own.device_ids != frame.device_ids:
+            raise MeshMismatchError(
+                f"{what}: one tensor is on {own.root!r} (devices {list(own.device_ids)}), another or "
+                f"the mesh on {frame.root!r} (devices {list(frame.device_ids)})"
+            )
+        missing = [axis.name for axis in own.axes if axis not in frame.axes]
+        missing = [name for name in missing if name in self.varying]
+        if missing:
+            why = (
+                f"{own.root!r}, which has since been cut finer, into {frame!r}: make all meshes before "
+                "the tensors"
+                if own.root == frame.root
+                else f"{own!r}, which {frame!r} cuts differently: make one mesh of the other "
+                "(mesh[...], _flatten, _unflatten)"
+            )
+            raise MeshMismatchError(
+                f"{what}: a tensor of shape {list(self.shape)} varies along {missing} of {why}"
+            )
 
 
 def reduce(array: jax.Array, reduce_op: str, axes: tuple[int, ...]) -> jax.Array:

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from xla_dtensor.errors import MeshMismatchError
-
 if TYPE_CHECKING:
     from xla_dtensor.forms.form import Form
     from xla_dtensor.mesh import Frame
@@ -31,40 +29,6 @@ def union(frame: Frame | None, varying: Iterable[Axes]) -> Axes:
         return ()
     assert frame is not None
     return tuple(name for name in frame.sizes if name in names)
-
-
-def check_axes(what: str, form: Form, frame: Frame) -> None:
-    """Raise if a tensor varies along an axis that ``frame`` doesn't have.
-
-    Args:
-        what: is to be done with the tensor.
-        frame: of the mesh, or of the other tensors, that it is to be done with.
-
-    Raises:
-        MeshMismatchError: the tensor lives on other devices, or on a mesh that cuts them
-            differently.
-    """
-    own = form.frame
-    if own is None or own is frame:
-        return
-    if own.device_ids != frame.device_ids:
-        raise MeshMismatchError(
-            f"{what}: one tensor is on {own.root!r} (devices {list(own.device_ids)}), another or "
-            f"the mesh on {frame.root!r} (devices {list(frame.device_ids)})"
-        )
-    missing = [axis.name for axis in own.axes if axis not in frame.axes]
-    missing = [name for name in missing if name in form.varying]
-    if missing:
-        why = (
-            f"{own.root!r}, which has since been cut finer, into {frame!r}: make all meshes before "
-            "the tensors"
-            if own.root == frame.root
-            else f"{own!r}, which {frame!r} cuts differently: make one mesh of the other "
-            "(mesh[...], _flatten, _unflatten)"
-        )
-        raise MeshMismatchError(
-            f"{what}: a tensor of shape {list(form.shape)} varies along {missing} of {why}"
-        )
 
 
 def over_devices(

@@ -24,7 +24,6 @@ from xla_dtensor.lowering import ViewLowering
 if TYPE_CHECKING:
     import jax
 
-    from xla_dtensor.dispatch.batch import Batch
     from xla_dtensor.forms.form import Form
     from xla_dtensor.mesh import Frame
 
@@ -178,7 +177,7 @@ class Pending:
 
     batch: Any
 
-    def __init__(self, batch: Batch | None, index: int) -> None:
+    def __init__(self, batch: thread_state.Batch | None, index: int) -> None:
         self.batch = batch
         self.index = index
         self.storage = lambda: None

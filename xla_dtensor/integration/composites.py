@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
-    from xla_dtensor.dispatch import dispatch
+    from xla_dtensor.movement.backend import dispatch
 
     return dispatch(func, args, kwargs)
 
@@ -57,7 +57,7 @@ def _tensor_split(
     self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0
 ) -> list[torch.Tensor]:
     """torch reads where to split on the CPU, and refuses a tensor that isn't there."""
-    from xla_dtensor.dispatch.special import Ours, to_cpu
+    from xla_dtensor.dispatch.moves import Ours, to_cpu
 
     if isinstance(tensor_indices_or_sections, Ours):
         tensor_indices_or_sections = to_cpu(tensor_indices_or_sections)

@@ -181,7 +181,7 @@ def _register_kernels() -> None:
 @interrupts.atomic
 def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
     from xla_dtensor import runtime
-    from xla_dtensor.dispatch import dispatch
+    from xla_dtensor.movement.backend import dispatch
 
     runtime.start()
     return dispatch(func, args, kwargs)

@@ -14,9 +14,9 @@ import torch
 import torch.utils.hooks
 from torch.distributed import device_mesh as torch_device_mesh
 
-from xla_dtensor import _pickling
 from xla_dtensor.base import epoch
-from xla_dtensor.integration import device, optimizers, recomputation
+from xla_dtensor.integration import device, loading, observers, optimizers, recomputation
+from xla_dtensor.tensors import backend
 
 _installed = False
 
@@ -33,8 +33,16 @@ def install() -> None:
     recomputation.install()
     _hook_synchronize()
     _hook_handles()
-    _allow_loading()
+    loading.install()
+    observers.install()
+    backend.bind(_backend)
     _installed = True
+
+
+def _backend() -> backend.Backend:
+    from xla_dtensor.movement import backend as found
+
+    return found
 
 
 def _hook_synchronize() -> None:
@@ -71,16 +79,11 @@ def _hook_handles() -> None:
     handle.__init__, handle.remove = made, removed
 
 
-def _allow_loading() -> None:
-    """``torch.load`` with ``weights_only=True`` rebuilds tensors and meshes."""
-    torch.serialization.add_safe_globals([_pickling.rebuild_tensor, _pickling.rebuild_mesh])
-
-
 @functools.cache
 def _install_for_dtensor() -> None:
     """The hooks into torch.distributed.tensor, which takes long to import: with the first mesh."""
     from xla_dtensor.integration import custom_sharding, functional_collectives
-    from xla_dtensor.integration.torch_versions import let_subclasses_dispatch
+    from xla_dtensor.integration.dispatch_mode import let_subclasses_dispatch
 
     let_subclasses_dispatch()
     functional_collectives.install()

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
-from xla_dtensor.base import thread_state
-
-_Watcher = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
-_watchers: list[_Watcher] = []
-
-
-def watch(
-    remember: Callable[[], Any], restore: Callable[[Any], AbstractContextManager[Any]]
-) -> None:
-    """Be told of recomputations.
-
-    Args:
-        remember: called when a block is about to run first.
-        restore: gives a context that its recomputation runs in, from what ``remember`` gave then.
-    """
-    _watchers.append((remember, restore))
+from xla_dtensor.base import recomputation, thread_state
 
 
 class _Recomputing:
@@ -46,7 +30,8 @@ def install() -> None:
     enter, leave = again.__enter__, again.__exit__
 
     def first_run(self: Any, frame: Any, *args: Any, **kwargs: Any) -> None:
-        frame._xla_remembered = [(restore, remember()) for remember, restore in _watchers]
+        watchers = recomputation.watchers
+        frame._xla_remembered = [(restore, remember()) for remember, restore in watchers]
         init_first(self, frame, *args, **kwargs)
 
     def second_run(self: Any, frame: Any, *args: Any, **kwargs: Any) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
-from xla_dtensor._pickling import reduce_mesh
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
+from xla_dtensor.mesh.saving import reduce_mesh
 
 
 class XLADeviceMesh(DeviceMesh):

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
 from xla_dtensor.base.cache import Table
+from xla_dtensor.base.torch_versions import layout_pieces
 from xla_dtensor.errors import MeshError
 
 
@@ -128,8 +129,6 @@ def frame_of(mesh: DeviceMesh) -> Frame:
 
 def _mesh_dims(mesh: DeviceMesh) -> list[tuple[str, list[tuple[int, int]]]]:
     """Per mesh dim its name and its (size, stride) pieces, major to minor; none of size 1."""
-    from xla_dtensor.integration.torch_versions import layout_pieces
-
     names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
     return [
         (name, [(size, stride) for size, stride in pieces if size != 1])

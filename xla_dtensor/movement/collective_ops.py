@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.dispatch import dispatch
 from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, resolve_group
+from xla_dtensor.movement.collectives import run
 
 _NS = "_c10d_functional::"
 
@@ -24,8 +26,6 @@ def _group(func: Any, group: Any) -> MeshGroup:
 
 
 def _run(func: Any, name: str, tensor: Any, group: Any, *options: Any) -> Any:
-    from xla_dtensor.movement.collectives import run
-
     return run(name, tensor, _group(func, group), *options)
 
 
@@ -47,8 +47,6 @@ def _all_reduce_coalesced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles(f"{_NS}all_reduce_coalesced_.default")
 def _all_reduce_coalesced_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from xla_dtensor.dispatch import dispatch
-
     results = _all_reduce_coalesced(func, args, kwargs)
     # One operation: all are written, or none.
     dispatch(torch.ops.aten._foreach_copy_.default, (args[0], results), {})
@@ -116,6 +114,4 @@ def _wait(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles(f"{_NS}_wrap_tensor_autograd.default")
 def _wrap(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    from xla_dtensor.dispatch import dispatch
-
     return dispatch(torch.ops.aten.alias.default, (args[0],), {})

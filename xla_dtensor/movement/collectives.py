@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from xla_dtensor.base import thread_state
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form
-from xla_dtensor.forms.per_device import check_axes, expand, union
+from xla_dtensor.forms.per_device import expand, union
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.group import MeshGroup, group_of, resolve_group
@@ -214,7 +214,7 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
     if thread_state.current() is None and not tensor.is_meta:
         tensor._storage_.place(frame)
     source = tensor._form.placed(frame)
-    check_axes(name, source, frame)
+    source.check_axes(name, frame)
     shape, varying = source.shape, union(frame, [source.varying, axes])
     if name in ("all_reduce", "reduce_scatter"):
         options = (_reduction(name, options[0], source.dtype, axes),)

@@ -17,7 +17,7 @@ from xla_dtensor.base import events, thread_state
 from xla_dtensor.errors import MeshDimError, PlacementError, UnsupportedOpError
 from xla_dtensor.forms.form import device_form, sharded_form
 from xla_dtensor.forms.local_form import from_devices, global_meta, local_form, unreduced_dims
-from xla_dtensor.forms.per_device import check_axes, union
+from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import LayoutStep, Storage
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
@@ -169,7 +169,7 @@ def _shard(
     if thread_state.current() is None and not local.is_meta:
         local._storage_.place(frame)
     source = local._form.placed(frame)
-    check_axes("from_local", source, frame)
+    source.check_axes("from_local", frame)
     for i in _replicated_but_varying(source.varying, mesh, placements):
         if not run_check:
             raise UnsupportedOpError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
+from xla_dtensor import runtime
 from xla_dtensor.errors import MeshError
 from xla_dtensor.mesh import mesh_dim_axes
 
@@ -79,8 +80,6 @@ def _default_mesh(call: str) -> DeviceMesh:
     """The current mesh (``with mesh:``), else one of all devices."""
     if getattr(_mesh_resources, "mesh_stack", None):
         return _mesh_resources.get_current_mesh()
-    from xla_dtensor import init_device_mesh, runtime
-
     return init_device_mesh("xla", (runtime.device_count(),))
 
 

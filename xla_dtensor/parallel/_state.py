@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed._composable_state import _State
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import thread_state
-from xla_dtensor.integration import recomputation
+from xla_dtensor.base import recomputation, thread_state
 from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.parallel._parameter import ManagedParameter, Whole, wholes
 from xla_dtensor.tensors.base import TensorMethods

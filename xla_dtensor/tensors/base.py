@@ -11,8 +11,11 @@ import torch
 
 from xla_dtensor.base import epoch, interrupts
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import ONE_VIEWER, LayoutStep
 from xla_dtensor.tensors import indexing
+from xla_dtensor.tensors.backend import backend
+from xla_dtensor.tensors.saving import reduce_tensor
 
 if TYPE_CHECKING:
     import jax
@@ -35,10 +38,7 @@ _META = torch.device("meta")
 
 @functools.cache
 def _dispatcher() -> Callable[..., Any]:
-    # An import statement in each call would cost more than the call.
-    from xla_dtensor.dispatch import dispatch
-
-    return dispatch
+    return backend().dispatch
 
 
 def refuse_other_kind(tensor: TensorMethods, other: Any, what: str) -> None:
@@ -165,18 +165,14 @@ class TensorMethods:
             self._storage_, self._steps = value._storage_, value._steps
             self._own_form, self._cache = value._own_form, None
             self._storage_.add_viewer(self)
-            if value._own_form.spec is not None:
-                from xla_dtensor.tensors.sharded_tensor import keep_leaf_gradients_sharded
+            self._has_become()
 
-                self._spec = value._own_form.spec
-                self._local = None  # another part of the same memory may have the same version
-                keep_leaf_gradients_sharded(self)  # type: ignore[arg-type]
+    def _has_become(self) -> None:
+        """The tensor is a view of other memory now."""
 
     @property
     def jax_array(self) -> jax.Array:
         """The tensor's ``jax.Array`` in its physical form (leading axes, padding); read-only."""
-        from xla_dtensor.dispatch import read
-
         return read(self)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
@@ -223,6 +219,4 @@ class TensorMethods:
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from xla_dtensor._pickling import reduce_tensor
-
         return reduce_tensor(self)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.base import TensorMethods
 
 
@@ -26,9 +27,7 @@ class XLATensor(TensorMethods, torch.Tensor):
 
     def local_values(self) -> list[torch.Tensor]:
         """Every device's value as CPU tensors, in the order of the root mesh's devices."""
-        from xla_dtensor.movement.local_view import local_values
-
-        return local_values(self)
+        return backend().local_values(self)
 
     def _copy(self) -> Any:
         return self.detach().clone()

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor.mesh.layout import Layout, layout_of
+from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.base import TensorMethods
 
 
@@ -50,6 +51,12 @@ class XLAShardedTensor(TensorMethods, DTensor):
             f"device_mesh={self.device_mesh!r}, placements={self.placements}{more})"
         )
 
+    def _has_become(self) -> None:
+        self._local = None  # another part of the same memory may have the same version
+        if self._own_form.spec is not None:
+            self._spec = self._own_form.spec
+            keep_leaf_gradients_sharded(self)
+
     def _copy(self) -> Any:
         return self.detach().redistribute(placements=self.placements)
 
@@ -80,9 +87,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
             RuntimeError: no placements given, or ``Partial`` asked for where it isn't already.
             PlacementError: the placements don't fit the mesh or the tensor.
         """
-        from xla_dtensor.movement.redistribute import redistribute
-
-        return redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
+        return backend().redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole logical tensor as an `XLATensor`, the same on every device; differentiable.
@@ -90,9 +95,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
         Args:
             grad_placements: placements of the gradient that flows back (default: replicated).
         """
-        from xla_dtensor.movement.redistribute import full_tensor
-
-        return full_tensor(self, grad_placements)
+        return backend().full_tensor(self, grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """What each device holds, as an `XLATensor` that varies along the mesh dims that shard
@@ -106,9 +109,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
         Raises:
             UnsupportedOpError: a sharded dim doesn't divide.
         """
-        from xla_dtensor.movement.local_view import to_local
-
-        return to_local(self, grad_placements)
+        return backend().to_local(self, grad_placements)
 
     def reduce_partial(self) -> XLAShardedTensor:
         """This tensor with pending reductions done: ``Partial`` mesh dims replicated; itself if
@@ -129,9 +130,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
 
         ``Partial`` values whose reduction is pending are reduced first.
         """
-        from xla_dtensor.movement.redistribute import local_shards
-
-        return local_shards(self)
+        return backend().local_shards(self)
 
     def __tensor_flatten__(self) -> Any:
         raise NotImplementedError(
@@ -160,9 +159,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
         if grad is None:  # undefined: a formula of torch's gave no gradient
             return None
         if not isinstance(grad, XLAShardedTensor):  # it came through .cpu()
-            from xla_dtensor.movement.redistribute import as_sharded
-
-            grad = as_sharded(grad, mesh)
+            grad = backend().as_sharded(grad, mesh)
         elif grad.device_mesh == mesh and grad.placements == wanted:
             return None
         return grad.redistribute(mesh, wanted)

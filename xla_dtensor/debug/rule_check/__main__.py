@@ -1,4 +1,5 @@
-"""``python -m xla_dtensor.debug.rule_check``: check the rules, print a table, fail if one is wrong."""
+"""``python -m xla_dtensor.debug.rule_check``: check the rules, print a table, fail if one is
+wrong."""
 
 from __future__ import annotations
 

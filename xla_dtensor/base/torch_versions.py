@@ -5,44 +5,14 @@ Checked on 2.11.0, 2.12.1, 2.13.0 and 2.15.0; what differs is written where it m
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from xla_dtensor.base import interrupts
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
-
-class _DispatchToClasses(TorchDispatchMode):
-    """Gives operations on xla tensors to the tensor classes.
-
-    Before torch 2.13, DTensor's C++ fast path took over for subclasses of DTensor too, and never
-    called their ``__torch_dispatch__``. A dispatch mode comes before the fast path.
-    """
-
-    @interrupts.atomic
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from xla_dtensor.dispatch import dispatch
-        from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-        if not any(issubclass(t, XLAShardedTensor) for t in types):
-            return func(*args, **(kwargs or {}))
-        with self:  # for the operations that the handling of this one calls
-            return dispatch(func, args, kwargs or {})
-
-
-_mode: _DispatchToClasses | None = None
-
-
-def let_subclasses_dispatch() -> None:
-    """Make ``XLAShardedTensor.__torch_dispatch__`` take effect, where torch needs help with it."""
-    global _mode
-    if TORCH_VERSION < (2, 13) and _mode is None:
-        _mode = _DispatchToClasses()
-        _mode.__enter__()
+# Before torch 2.13, DTensor's C++ fast path took over for subclasses of DTensor too, and never
+# called their ``__torch_dispatch__``.
+SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
 
 
 def layout_pieces(mesh: DeviceMesh) -> list[list[tuple[int, int]]]:

@@ -1,0 +1,286 @@
+"""The one path of every operation on xla tensors."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from _signal import SIGINT, getsignal
+from typing import Any
+
+import jax
+import torch
+
+from xla_dtensor import rules
+from xla_dtensor.base import events, interrupts, rng, thread_state
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.traced_number import number_value
+from xla_dtensor.dispatch.batch import lock
+from xla_dtensor.dispatch.become import become, check_become, refuse_shared
+from xla_dtensor.dispatch.call import Call, fill
+from xla_dtensor.dispatch.one_mesh import on_one_mesh
+from xla_dtensor.dispatch.ops import SPECIAL, info_of
+from xla_dtensor.dispatch.plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
+from xla_dtensor.dispatch.shared_memory import count_writes, run_in_order
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.read import constant_recipe, read
+from xla_dtensor.lowering import (
+    families,  # noqa: F401  (registers all lowerings)
+    on_change,
+)
+from xla_dtensor.tensors.base import TensorMethods
+
+_plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
+on_change(_plans.clear)
+rules.on_change(_plans.clear)
+
+
+@interrupts.atomic
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Execute an aten overload on xla tensors (and numbers, and CPU tensors among them)."""
+    if getsignal(SIGINT).__class__ is not interrupts.Handler:  # ready(), without a call
+        interrupts.install()
+    info = info_of(func)
+    special = SPECIAL.get(info.name)
+    if special is not None:
+        observer = events.observer
+        if observer is None:
+            result = special(func, args, kwargs)
+        else:
+            result = observer.special(special, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if info.aliasing_composite:
+        # Autograd takes these apart, and is not there in inference mode and below other kernels.
+        return func.decompose(*args, **kwargs)
+    call = Call(info, args, kwargs)
+    tensors = call.leaves
+    key = call.key
+    if info.mutated:
+        # Where a write goes depends on the storages' forms too.
+        key = (key, tuple(t._storage_.form for t in tensors if _is_ours(t) and t._steps))
+        written = mutated_leaves(call)
+        if not all(map(_is_ours, (tensors[i] for i in written))):
+            _refuse_host_write(call)
+        if len(written) > 1:
+            results = run_in_order(call, written, func, args, kwargs, dispatch)
+            if results is not NotImplemented:
+                return results
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans.put(key, _make_plan(call))
+    if isinstance(plan, ViewPlan):
+        trace = thread_state.current()
+        if trace is not None:
+            trace.touched(tensors[0])
+        results = plan.make(tensors[0])
+    else:
+        results = _execute(plan, call)
+        if info.counts_writes:
+            count_writes([tensors[i] for i in written])
+    if events.observer is not None:
+        events.observer.operation(call, plan)
+    return results
+
+
+def _make_plan(call: Call) -> Plan | ViewPlan:
+    if torch.Tag.inplace_view in call.info.func.tags:
+        raise UnsupportedOpError(
+            f"{call.info.name} would change what the tensor itself is, which is not implemented "
+            "for this overload; use the form without the underscore and assign it (x = x.t())"
+        )
+    if call.info.view is not None and _is_ours(call.leaves[0]):
+        return ViewPlan(call)
+    call.forms = on_one_mesh(call.forms)
+    return Plan(call, call.leaves)
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, TensorMethods)
+
+
+def _execute(plan: Plan, call: Call) -> Any:
+    trace = thread_state.current()
+    batch = thread_state.batch()
+    if batch is None or trace is not None:
+        return _perform(plan, call, trace, None)
+    with lock:
+        return _perform(plan, call, None, batch)
+
+
+def _perform(
+    plan: Plan, call: Call, trace: thread_state.Trace | None, batch: thread_state.Batch | None
+) -> Any:
+    """Ask what may refuse, compute everything, then write: nothing is written by half."""
+    mutated: list[Any] = []
+    simple = False
+    if plan.mutated:
+        mutated = [call.leaves[i] for i in plan.mutated]
+        simple = len(mutated) == 1 and plan.grown[0] is None  # the write itself asks
+        if not simple:
+            _check_writes(plan, mutated)
+    recipes = None
+    arrays: Any
+    if plan.run is None:
+        arrays = itertools.repeat(None)
+    elif trace is None:
+        arrays = _run(plan, call, batch)
+    else:
+        constant = _constant(plan, call, trace)
+        if constant is not None:
+            return constant
+        recipes = _recipes(plan, call)
+        arrays = _trace(plan, call, trace)
+    remaining = iter(arrays)
+    results = [
+        None if form is None else new_tensor(next(remaining), form) for form in plan.result_forms
+    ]
+    if simple:
+        mutated[0]._storage_.write(next(remaining), plan.base_forms[0])
+    elif mutated:
+        new = [
+            array if grown is None else new_tensor(array, grown)
+            for grown, array in zip(plan.grown, remaining, strict=False)
+        ]
+        for tensor, form, grown, value in zip(
+            mutated, plan.base_forms, plan.grown, new, strict=True
+        ):
+            if grown is None:
+                tensor._storage_.write(value, form)
+            else:
+                become(tensor, value, plan.info.name)
+    if recipes is not None:
+        made = [tensor for tensor in results if tensor is not None]
+        for position, tensor in enumerate(made):
+            tensor._storage_.recipe = functools.partial(_cook, plan, recipes, position)
+    return plan.structure(results, mutated)
+
+
+def _check_writes(plan: Plan, mutated: list[Any]) -> None:
+    for tensor, grown in zip(mutated, plan.grown, strict=True):
+        if grown is None:
+            tensor._storage_.check_write()
+        else:
+            refuse_shared(tensor, plan.info.name, grown.shape)
+            check_become(tensor, plan.info.name)
+
+
+def _run(plan: Plan, call: Call, batch: thread_state.Batch | None) -> Any:
+    """The arrays of the call's results and writes, from the plan's executable."""
+    # A tensor that gets other memory doesn't find back to what it was.
+    if batch is not None and not plan.random and not any(plan.grown):
+        return batch.add(plan, call)
+    leaves: list[Any] = []
+    for leaf, form in zip(call.leaves, call.forms):  # noqa: B905  (strict costs time)
+        if form.__class__ is not Form:
+            leaves.append(leaf)
+        elif _is_ours(leaf):
+            leaves.append(read(leaf) if leaf._steps else leaf._storage_.array)
+        else:
+            leaves.append(to_numpy(leaf))
+    bases = []
+    for i in plan.mutated:
+        tensor = call.leaves[i]
+        bases.append(tensor._storage_.array if tensor._steps else None)
+    if not plan.random:
+        with jax.enable_x64(True):
+            return plan.eager(None, leaves, bases)
+    state = rng.take()
+    try:
+        with jax.enable_x64(True):
+            return plan.eager(state, leaves, bases)
+    except BaseException:
+        rng.give_back(state)
+        raise
+
+
+def _trace(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
+    """The same on tracers, from the plan's function."""
+    leaves = [
+        number_value(leaf)
+        if not isinstance(form, Form)
+        else read(leaf)
+        if _is_ours(leaf)
+        else trace.host_tensor(leaf)
+        for leaf, form in zip(call.leaves, call.forms, strict=True)
+    ]
+    mutated = [call.leaves[i] for i in plan.mutated]
+    bases = [trace.array_of(t._storage_) if t._steps else None for t in mutated]
+    key = None
+    if plan.of_scalars:
+        # Of many parameters the step counts are one array; what is made of them is made once.
+        key = (plan, *(repr(x) if isinstance(x, _NUMBERS) else id(x) for x in leaves))
+        known = trace.scalars.get(key)
+        if known is not None:
+            return known[1]
+    given = leaves
+    with jax.enable_x64(True):
+        if key is not None and trace.wide is not None:
+            given = list(map(trace.wide.widened, leaves))
+        arrays = plan.run(trace.random_key, given, bases, False)
+    if key is not None:
+        trace.scalars[key] = leaves, arrays  # the leaves, so that their ids stay theirs
+    return arrays
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _constant(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
+    """The result of a factory of constant tensors, if the trace wants it made outside."""
+    filled = _FILLS.get(plan.info.name)
+    if filled is None:
+        return None
+    form = plan.result_forms[0]
+    assert form is not None
+    storage = trace.constant(form, filled(call))
+    return None if storage is None else tensor_class(form)(storage, form)
+
+
+def _recipes(plan: Plan, call: Call) -> list[Any] | None:
+    """Per leaf how to compute it outside of the trace, if every leaf can be."""
+    if plan.mutated or plan.random:
+        return None
+    recipes: list[Any] = []
+    for leaf in call.leaves:
+        if _is_ours(leaf):
+            recipe = constant_recipe(leaf)
+            if recipe is None:
+                return None
+            recipes.append(recipe)
+        elif isinstance(leaf, int | float | complex):
+            recipes.append(functools.partial(_same, leaf))
+        else:
+            return None
+    return recipes
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _cook(plan: Plan, recipes: list[Any], position: int) -> Any:
+    with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        return plan.eager(None, [recipe() for recipe in recipes], [])[position]
+
+
+# Factories of constant tensors: what they fill the new tensor with.
+_FILLS: dict[str, Any] = {
+    "aten::empty.memory_format": lambda call: 0,
+    "aten::empty_like.default": lambda call: 0,
+    "aten::zeros.default": lambda call: 0,
+    "aten::zeros_like.default": lambda call: 0,
+    "aten::new_zeros.default": lambda call: 0,
+    "aten::ones.default": lambda call: 1,
+    "aten::ones_like.default": lambda call: 1,
+    "aten::full.default": lambda call: fill(call.args[1], call.leaves),
+    "aten::full_like.default": lambda call: fill(call.args[1], call.leaves),
+}
+
+
+def _refuse_host_write(call: Call) -> None:
+    raise UnsupportedOpError(
+        f"{call.info.name} would write an xla tensor's value into a CPU tensor; bring the value "
+        "over with .cpu() or .full_tensor().cpu() first"
+    )

@@ -1,0 +1,152 @@
+"""Calls that leave the general path: moves between devices, and values in Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_dtensor.base import thread_state
+from xla_dtensor.dispatch.execute import dispatch
+from xla_dtensor.dispatch.ops import handles
+from xla_dtensor.dispatch.plan import new_tensor
+from xla_dtensor.errors import PerDeviceValueError
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import fetch, to_host
+from xla_dtensor.forms.read import constant_recipe, logical_value, read
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+Ours = XLAShardedTensor | XLATensor
+
+
+def to_cpu(tensor: Any) -> torch.Tensor:
+    """The full value of an xla tensor as a CPU tensor."""
+    if tensor._form.meta:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
+    trace = thread_state.current()
+    if trace is None:
+        form = tensor._form
+        array = logical_value(tensor) if form.unreduced else read(tensor)
+        # Padding is cut off here: on the devices that would be a program per shape.
+        value = to_host(fetch(array, form.shape))
+    else:
+        recipe = constant_recipe(tensor)
+        if recipe is None:
+            trace.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
+        form = tensor._form
+        value = to_host(fetch(recipe(), form.shape))
+    # A copy to another device keeps the order of the strides, not their gaps.
+    model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=value.dtype, device="meta")
+    out = torch.empty_like(model, device="cpu")
+    return value if out.stride() == value.stride() else out.copy_(value)
+
+
+def refuse_varying(form: Form, what: str) -> None:
+    """Raise if the tensor is another one on each device, so that ``what`` would be too."""
+    if form.varying:
+        raise PerDeviceValueError(
+            f"a per-device tensor of shape {list(form.shape)} varies along {list(form.varying)}: "
+            f"{what} would differ from device to device. Look at .local_values() (one CPU tensor "
+            "per device), or make it one value first: DTensor.from_local(x, mesh, placements)"
+            ".full_tensor(), or a collective (all_reduce, all_gather_tensor)"
+        )
+
+
+@handles("aten::_to_copy.default")
+def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    device = kwargs.get("device")
+    if args[0]._form.meta and device is not None and torch.device(device).type != "meta":
+        raise NotImplementedError(
+            "Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty() "
+            "instead of torch.nn.Module.to() when moving module from meta to a different device."
+        )
+    if device is None or torch.device(device).type == "xla" or args[0]._form.meta:
+        return NotImplemented
+    tensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if torch.device(device).type == "meta":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+    return to_cpu(tensor).to(device=device, dtype=dtype)
+
+
+@handles(
+    "aten::empty_like.default",
+    "aten::zeros_like.default",
+    "aten::ones_like.default",
+    "aten::full_like.default",
+    "aten::rand_like.default",
+    "aten::randn_like.default",
+    "aten::new_empty.default",
+    "aten::new_empty_strided.default",
+    "aten::new_zeros.default",
+    "aten::new_ones.default",
+    "aten::new_full.default",
+)
+def _like_elsewhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A tensor like an xla tensor on another device, which ``device=`` names."""
+    device = kwargs.get("device")
+    like = args[0]
+    if like._form.meta and device is not None and torch.device(device).type == "xla":
+        return func(_with_a_value(like), *args[1:], **kwargs)
+    if device is None or torch.device(device).type == "xla" or like._form.meta:
+        return NotImplemented
+    model = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return func(model, *args[1:], **kwargs)
+
+
+@handles("aten::_efficientzerotensor.default")
+def _zero_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """torch's zeros without memory, which its derivative formulas make; XLA has constants."""
+    return dispatch(torch.ops.aten.zeros.default, args, kwargs)
+
+
+def _with_a_value(tensor: Any) -> Any:
+    """A tensor with the layout of one on the meta device; zeros, as memory has to be something."""
+    import jax
+    import jax.numpy as jnp
+
+    form = tensor._form.reduced().with_meta(False)
+    with jax.enable_x64(True):
+        array = jnp.zeros(form.array_shape, form.jax_dtype, device=form.sharding)
+    return new_tensor(array, form)
+
+
+@handles("aten::copy_.default")
+def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[0], Ours):
+        return NotImplemented
+    return args[0].copy_(to_cpu(args[1]))
+
+
+@handles("aten::_local_scalar_dense.default")
+def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    trace = thread_state.current()
+    if trace is not None and constant_recipe(args[0]) is None:
+        return trace.item(args[0])
+    return to_cpu(args[0]).item()
+
+
+@handles("aten::_linalg_check_errors.default")
+def _check_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Raises if a factorisation failed. A compiled step can't: its results are then not finite."""
+    if thread_state.current() is None:
+        tensor = args[0]
+        if tensor._form.varying:
+            sharded = isinstance(tensor, XLAShardedTensor)
+            parts = [s.data for s in tensor.local_shards] if sharded else tensor.local_values()
+            for info in parts:
+                func(info, *args[1:], **kwargs)
+        else:
+            func(to_cpu(args[0]), *args[1:], **kwargs)
+
+
+@handles("aten::detach_.default")
+def _detach_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0]  # autograd has done it already
+
+
+@handles("aten::is_pinned.default")
+def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return False

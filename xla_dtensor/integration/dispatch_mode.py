@@ -1,0 +1,38 @@
+"""Help for torch versions that don't call ``XLAShardedTensor.__torch_dispatch__`` by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xla_dtensor.base import interrupts
+from xla_dtensor.base.torch_versions import SUBCLASSES_DISPATCH
+
+
+class _DispatchToClasses(TorchDispatchMode):
+    """Gives operations on xla tensors to the tensor classes.
+
+    A dispatch mode comes before DTensor's C++ fast path, see `SUBCLASSES_DISPATCH`.
+    """
+
+    @interrupts.atomic
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from xla_dtensor.movement.backend import dispatch
+        from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+        if not any(issubclass(t, XLAShardedTensor) for t in types):
+            return func(*args, **(kwargs or {}))
+        with self:  # for the operations that the handling of this one calls
+            return dispatch(func, args, kwargs or {})
+
+
+_mode: _DispatchToClasses | None = None
+
+
+def let_subclasses_dispatch() -> None:
+    """Make ``XLAShardedTensor.__torch_dispatch__`` take effect, where torch needs help with it."""
+    global _mode
+    if not SUBCLASSES_DISPATCH and _mode is None:
+        _mode = _DispatchToClasses()
+        _mode.__enter__()

@@ -1,0 +1,21 @@
+"""What the tensor classes need of the floors above them (`xla_dtensor.tensors.backend.Backend`).
+
+Loading it registers every handler: operations come in through here.
+"""
+
+from xla_dtensor.dispatch import dispatch
+from xla_dtensor.movement import collective_ops, host_ops  # noqa: F401  (register handlers)
+from xla_dtensor.movement.factories import distribute_tensor
+from xla_dtensor.movement.local_view import local_values, to_local
+from xla_dtensor.movement.redistribute import as_sharded, full_tensor, local_shards, redistribute
+
+__all__ = [
+    "as_sharded",
+    "dispatch",
+    "distribute_tensor",
+    "full_tensor",
+    "local_shards",
+    "local_values",
+    "redistribute",
+    "to_local",
+]

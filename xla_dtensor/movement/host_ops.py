@@ -1,0 +1,107 @@
+"""Overloads whose results' shapes (or Python values) depend on values: CPU torch computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_dtensor.base import thread_state
+from xla_dtensor.dispatch.moves import Ours, refuse_varying, to_cpu
+from xla_dtensor.dispatch.ops import handles, info_of
+from xla_dtensor.dispatch.out_arguments import into
+from xla_dtensor.movement.factories import distribute_tensor
+
+
+@handles(
+    "aten::nonzero.default",
+    "aten::masked_select.default",
+    "aten::_unique.default",
+    "aten::_unique2.default",
+    "aten::unique_dim.default",
+    "aten::unique_consecutive.default",
+    "aten::unique_dim_consecutive.default",
+    "aten::repeat_interleave.Tensor",
+    "aten::bincount.default",
+    "aten::equal.default",
+    "aten::argwhere.default",
+    "aten::histogram.bin_ct",
+)
+def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
+    replicated."""
+    trace = thread_state.current()
+    if trace is not None:
+        trace.refuse(f"{info_of(func).name}, whose result's shape depends on values,")
+    ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
+    for tensor in ours:
+        refuse_varying(tensor._form, f"the shape of {info_of(func).name}'s result")
+    out = func(*_map(args, _to_host_argument), **_map(kwargs, _to_host_argument))
+    mesh = next((t._form.mesh for t in ours if t._form.mesh is not None), None)
+
+    def back(tensor: torch.Tensor) -> torch.Tensor:
+        if mesh is None:
+            return tensor.to("xla")
+        return distribute_tensor(tensor, mesh, None)
+
+    return _map(out, lambda x: back(x) if isinstance(x, torch.Tensor) else x)
+
+
+_ON_HOST_OUT = {
+    "aten::masked_select.out": torch.ops.aten.masked_select.default,
+    "aten::nonzero.out": torch.ops.aten.nonzero.default,
+}
+
+
+@handles(*_ON_HOST_OUT)
+def _on_host_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    out = kwargs["out"]
+    result = on_host(_ON_HOST_OUT[info_of(func).name], args, {})
+    if out.dtype != result.dtype:
+        raise RuntimeError(
+            f"{info_of(func).name}: expected out to have dtype {result.dtype}, not {out.dtype}"
+        )
+    return into(out, result)
+
+
+@handles("aten::allclose.default")
+def _allclose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return on_host(func, args, kwargs)
+
+
+@handles("aten::index.Tensor", "aten::index_put.default")
+def _index_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+        return on_host(func, args, kwargs)
+    return NotImplemented
+
+
+@handles("aten::index_put_.default", "aten::_index_put_impl_.default")
+def _index_put_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+        accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+        out = on_host(torch.ops.aten.index_put.default, (*args[:3], accumulate), {})
+        return args[0].copy_(out)
+    return NotImplemented
+
+
+def _to_host_argument(value: Any) -> Any:
+    return to_cpu(value) if isinstance(value, Ours) else value
+
+
+def _map(value: Any, function: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_map(v, function) for v in value)
+    if isinstance(value, dict):
+        return {k: _map(v, function) for k, v in value.items()}
+    return function(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    return []
