@@ -19,12 +19,12 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.compilation.trace import StepTrace, nodes_of
-from xla_dtensor.dispatch.plan import new_tensor
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.movement.redistribute import as_sharded, move
 from xla_dtensor.movement.vary import vary
 from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 if TYPE_CHECKING:

@@ -32,10 +32,10 @@ from xla_dtensor.compilation.traced import (
     Traced,
     View,
 )
-from xla_dtensor.dispatch.plan import new_tensor
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Pending, Storage, put
+from xla_dtensor.tensors.of_form import new_tensor
 
 _value = operator.attrgetter("value")
 _grad = operator.attrgetter("grad")

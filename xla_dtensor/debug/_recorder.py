@@ -26,8 +26,10 @@ from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.lower import NestedTrace
 from xla_dtensor.dispatch.one_mesh import on_one_mesh
 from xla_dtensor.dispatch.ops import OpInfo, info_of
-from xla_dtensor.dispatch.plan import READ_NO_VALUES, Plan, ViewPlan, mutated_leaves
-from xla_dtensor.dispatch.result_placements import _representable
+from xla_dtensor.dispatch.plan import Plan, mutated_leaves
+from xla_dtensor.dispatch.result_forms import READ_NO_VALUES
+from xla_dtensor.dispatch.result_placements import representable
+from xla_dtensor.dispatch.view_plan import ViewPlan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.local_form import from_devices
 from xla_dtensor.mesh import mesh_dim_axes
@@ -407,8 +409,8 @@ def _between(
 ) -> Redistribution | None:
     """From the layout that ``info`` has to the one wanted, if that is another; ``whole``: it is of
     a tensor that isn't sharded."""
-    source = layout_of(mesh, _representable(tuple(info.placements), mesh, info.ndim), info.ndim)
-    target = layout_of(mesh, _representable(tuple(wanted), mesh, info.ndim), info.ndim)
+    source = layout_of(mesh, representable(tuple(info.placements), mesh, info.ndim), info.ndim)
+    target = layout_of(mesh, representable(tuple(wanted), mesh, info.ndim), info.ndim)
     if source == target:
         return None
     transfers = _transfers(info, target.placements, mesh)

@@ -8,6 +8,7 @@ import torch
 
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.ops import handles
+from xla_dtensor.dispatch.out_arguments import into
 
 
 @handles("aten::native_batch_norm.default")

@@ -19,8 +19,9 @@ from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.one_mesh import on_one_mesh
 from xla_dtensor.dispatch.ops import SPECIAL, info_of
-from xla_dtensor.dispatch.plan import Plan, ViewPlan, mutated_leaves, new_tensor, tensor_class
+from xla_dtensor.dispatch.plan import Plan, mutated_leaves
 from xla_dtensor.dispatch.shared_memory import count_writes, run_in_order
+from xla_dtensor.dispatch.view_plan import ViewPlan
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
@@ -30,6 +31,7 @@ from xla_dtensor.lowering import (
     on_change,
 )
 from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import new_tensor, tensor_class
 
 _plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
 on_change(_plans.clear)

@@ -9,12 +9,12 @@ import torch
 from xla_dtensor.base import thread_state
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.ops import handles
-from xla_dtensor.dispatch.plan import new_tensor
 from xla_dtensor.errors import PerDeviceValueError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.read import constant_recipe, logical_value, read
 from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Ours = XLAShardedTensor | XLATensor

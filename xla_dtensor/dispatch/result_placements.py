@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
+from xla_dtensor.base import rng, thread_state
 from xla_dtensor.dispatch.call import Call, fill
+from xla_dtensor.dispatch.lower import lowered_function
+from xla_dtensor.dispatch.meta import Meta
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_spec
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
-
-if TYPE_CHECKING:
-    from xla_dtensor.dispatch.plan import Meta
 
 
 def output_placements(
@@ -27,7 +27,7 @@ def output_placements(
     if merged is None:
         return _compiler_placements(call, mesh, metas)
     return [
-        (Replicate(),) * mesh.ndim if m is None else _representable(tuple(p), mesh, len(m.shape))
+        (Replicate(),) * mesh.ndim if m is None else representable(tuple(p), mesh, len(m.shape))
         for p, m in zip(merged.outputs, metas, strict=True)
     ]
 
@@ -142,7 +142,7 @@ def _of_rule(
 
 def _sharding(placements: Any, mesh: DeviceMesh, ndim: int, dims: int | None = None) -> Any:
     """The sharding that ``placements`` mean, of the first ``dims`` dims alone."""
-    placements = _representable(tuple(placements), mesh, ndim)
+    placements = representable(tuple(placements), mesh, ndim)
     axes = dim_axes(placements, mesh, ndim)[:dims]
     return frame_of(mesh).sharding(*(names or None for names in axes))
 
@@ -163,7 +163,7 @@ def _merged(call: Call, mesh: DeviceMesh, metas: list[Meta | None]) -> Merged | 
     return infer(call.info.func, args, kwargs, shapes, tuple(mesh.shape), mesh)
 
 
-def _representable(
+def representable(
     placements: tuple[Placement, ...], mesh: DeviceMesh, ndim: int
 ) -> tuple[Placement, ...]:
     """``placements`` with those strided shards replicated that no sharding of an array expresses.
@@ -186,9 +186,6 @@ def _compiler_placements(
     What XLA chose is the layout in which it can give the result without extra communication; an
     axis group that is no whole mesh dim counts as replicated.
     """
-    from xla_dtensor.base import rng
-    from xla_dtensor.dispatch.lower import lowered_function
-
     lowered = lowered_function(call.info)
 
     def run(leaves: Any) -> Any:
@@ -211,8 +208,6 @@ def _compiler_placements(
         else f(0)
         for f in forms
     ]
-    from xla_dtensor.base import thread_state
-
     with jax.enable_x64(True), thread_state.active(None):
         compiled = jax.jit(run).lower(leaves).compile()
     chosen = iter(compiled.output_shardings)

@@ -212,15 +212,15 @@ class Form:
             return
         if own.device_ids != frame.device_ids:
             raise MeshMismatchError(
-                f"{what}: one tensor is on {own.root!r} (devices {list(own.device_ids)}), another or "
-                f"the mesh on {frame.root!r} (devices {list(frame.device_ids)})"
+                f"{what}: one tensor is on {own.root!r} (devices {list(own.device_ids)}), another "
+                f"or the mesh on {frame.root!r} (devices {list(frame.device_ids)})"
             )
         missing = [axis.name for axis in own.axes if axis not in frame.axes]
         missing = [name for name in missing if name in self.varying]
         if missing:
             why = (
-                f"{own.root!r}, which has since been cut finer, into {frame!r}: make all meshes before "
-                "the tensors"
+                f"{own.root!r}, which has since been cut finer, into {frame!r}: make all meshes "
+                "before the tensors"
                 if own.root == frame.root
                 else f"{own!r}, which {frame!r} cuts differently: make one mesh of the other "
                 "(mesh[...], _flatten, _unflatten)"

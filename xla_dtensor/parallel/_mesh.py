@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
 
 from xla_dtensor import runtime
 from xla_dtensor.errors import MeshError

@@ -3,7 +3,7 @@
 `infer_placements` is the entry point; `register_rule` adds a rule. See README.md.
 """
 
-from . import (
+from xla_dtensor.rules import (
     attention,
     conv,
     factory,
@@ -19,12 +19,12 @@ from . import (
     shape,
     view,
 )
-from ._types import DimSharding, Placements, TensorInfo
-from .alternatives import Alternative, Merged
-from .backward import infer_arguments
-from .names import SpmdRule, TensorSpec, spmd_rule
-from .notation import Notation, infer_backward, infer_forward, parse
-from .registry import (
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.backward import infer_arguments
+from xla_dtensor.rules.merging import DimSharding, Placements, TensorInfo
+from xla_dtensor.rules.names import SpmdRule, TensorSpec, spmd_rule
+from xla_dtensor.rules.notation import Notation, infer_backward, infer_forward, parse
+from xla_dtensor.rules.registry import (
     Call,
     Registration,
     Rule,

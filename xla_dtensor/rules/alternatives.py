@@ -15,8 +15,15 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.tensor import Partial, Placement
 
-from ._cost import redistribute_cost
-from ._types import REPLICATE, Placements, TensorInfo, make_shard, shard_dim, split_factor
+from xla_dtensor.rules.cost import redistribute_cost
+from xla_dtensor.rules.merging import (
+    REPLICATE,
+    Placements,
+    TensorInfo,
+    make_shard,
+    shard_dim,
+    split_factor,
+)
 
 MAX_COMBINATIONS = 1024
 """Beyond this many, only alternatives that keep some input in place are weighed."""

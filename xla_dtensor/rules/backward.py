@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Placement
 
-from ._types import (
+from xla_dtensor.rules.alternatives import Alternative, Merged, merge
+from xla_dtensor.rules.merging import (
     REPLICATE,
     Placements,
     TensorInfo,
@@ -23,8 +24,7 @@ from ._types import (
     shard_dim,
     split_factor,
 )
-from .alternatives import Alternative, Merged, merge
-from .registry import Call, UserRule, ask, bind, find_rule
+from xla_dtensor.rules.registry import Call, UserRule, ask, bind, find_rule
 
 
 @dataclass(frozen=True)

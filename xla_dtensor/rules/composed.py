@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
-from ._types import REPLICATE, TensorInfo
-from .alternatives import Alternative, Merged
-from .indexing import ALL_REDUCTIONS
-from .matmul import matmul_notation
-from .notation import alternatives, parse
-from .pointwise import elementwise_alternatives, pointwise_rule
-from .registry import Call, Rule, notation_rule, register_family, replicate_rule
-from .shape import inactive_dims
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.indexing import ALL_REDUCTIONS
+from xla_dtensor.rules.matmul import matmul_notation
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo
+from xla_dtensor.rules.notation import alternatives, parse
+from xla_dtensor.rules.pointwise import elementwise_alternatives, pointwise_rule
+from xla_dtensor.rules.registry import Call, Rule, notation_rule, register_family, replicate_rule
+from xla_dtensor.rules.shape import inactive_dims
 
 R = REPLICATE
 NAMESPACE = "paddle"

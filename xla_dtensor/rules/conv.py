@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import REPLICATE, TensorInfo
-from .alternatives import Alternative, Merged
-from .registry import Call, register
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo
+from xla_dtensor.rules.registry import Call, register
 
 R = REPLICATE
 

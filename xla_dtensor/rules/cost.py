@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Placement
 
-from ._types import REPLICATE, Placements, TensorInfo, shard_dim
+from xla_dtensor.rules.merging import REPLICATE, Placements, TensorInfo, shard_dim
 
 STARTUP_US = 6.6
 HOP_US = 0.6

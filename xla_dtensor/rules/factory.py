@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ._types import shard_dim, unpartial
-from .alternatives import Merged
-from .registry import Call, register
+from xla_dtensor.rules.alternatives import Merged
+from xla_dtensor.rules.merging import shard_dim, unpartial
+from xla_dtensor.rules.registry import Call, register
 
 
 @register("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")

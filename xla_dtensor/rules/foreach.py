@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ._types import TensorInfo
-from .alternatives import Merged, merge
-from .pointwise import elementwise_alternatives, partial_alternatives
-from .reduction import norm_reduction, reduce_placements
-from .registry import Call, Rule
+from xla_dtensor.rules.alternatives import Merged, merge
+from xla_dtensor.rules.merging import TensorInfo
+from xla_dtensor.rules.pointwise import elementwise_alternatives, partial_alternatives
+from xla_dtensor.rules.reduction import norm_reduction, reduce_placements
+from xla_dtensor.rules.registry import Call, Rule
 
 
 def foreach_rule(func: torch._ops.OpOverload) -> Rule | None:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import REPLICATE, TensorInfo, unpartial
-from .alternatives import Alternative, Merged
-from .registry import Call, register
-from .shape import inactive_dims
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo, unpartial
+from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.shape import inactive_dims
 
 ALL_REDUCTIONS = ("sum", "avg", "min", "max", "product")
 R = REPLICATE

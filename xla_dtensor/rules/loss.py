@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import REPLICATE, TensorInfo, is_even, map_shards, shard_dim, unpartial
-from .alternatives import Alternative, Merged
-from .pointwise import elementwise_alternatives
-from .registry import Call, register
-from .shape import without_dims
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.merging import (
+    REPLICATE,
+    TensorInfo,
+    is_even,
+    map_shards,
+    shard_dim,
+    unpartial,
+)
+from xla_dtensor.rules.pointwise import elementwise_alternatives
+from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.shape import without_dims
 
 NONE, MEAN, SUM = 0, 1, 2
 _PENDING = {MEAN: Partial("avg"), SUM: Partial("sum")}

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Placement, Shard
 
-from ._types import REPLICATE, TensorInfo, moved_to, shard_dim
-from .alternatives import Alternative, Merged
-from .notation import alternatives, parse
-from .registry import Call, notation_rule, register, register_family
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo, moved_to, shard_dim
+from xla_dtensor.rules.notation import alternatives, parse
+from xla_dtensor.rules.registry import Call, notation_rule, register, register_family
 
 PRODUCTS = {
     "mm": "m k, k n -> m n",

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from . import composed
-from ._types import DimSharding, Placements, TensorInfo
-from .alternatives import Merged
-from .backward import infer_arguments
-from .registry import Call, OutShapes, Rule, ask, bind, find_rule, infer, rules
+from xla_dtensor.rules import composed
+from xla_dtensor.rules.alternatives import Merged
+from xla_dtensor.rules.backward import infer_arguments
+from xla_dtensor.rules.merging import DimSharding, Placements, TensorInfo
+from xla_dtensor.rules.registry import Call, OutShapes, Rule, ask, bind, find_rule, infer, rules
 
 _SAME = """
     acos acosh asin asinh atan atanh bernoulli bitwise_not ceil celu conj cos cosh digamma dropout

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import REPLICATE, TensorInfo, shard_dim, unpartial
-from .alternatives import Alternative, Merged
-from .registry import Call, register
-from .shape import without_dims
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo, shard_dim, unpartial
+from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.shape import without_dims
 
 R = REPLICATE
 

@@ -22,8 +22,8 @@ from functools import cached_property, lru_cache
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import REPLICATE, TensorInfo, replicated
-from .alternatives import Alternative, Merged, merge
+from xla_dtensor.rules.alternatives import Alternative, Merged, merge
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo, replicated
 
 ELLIPSIS = "..."
 ONE = "1"

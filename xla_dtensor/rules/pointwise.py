@@ -13,9 +13,9 @@ from functools import cache
 import torch
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import REPLICATE, TensorInfo
-from .alternatives import Alternative, Merged
-from .registry import Call, register, register_family
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo
+from xla_dtensor.rules.registry import Call, register, register_family
 
 # Each row is "output <- inputs"; "R" is a replicated input. A row serves the calls with as many
 # tensor inputs as it names.

@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._types import (
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.merging import (
     REPLICATE,
     Placements,
     TensorInfo,
@@ -21,8 +22,7 @@ from ._types import (
     shard_dim,
     unpartial,
 )
-from .alternatives import Alternative, Merged
-from .registry import Call, Rule, register
+from xla_dtensor.rules.registry import Call, Rule, register
 
 Reduction: TypeAlias = str | Placement | None
 """A reduce op, a partial placement of another kind, or None where parts do not combine."""

@@ -13,10 +13,9 @@ from torch.distributed.tensor import Placement
 
 from xla_dtensor.base.source_line import caller
 from xla_dtensor.errors import LayoutRuleError
-
-from ._types import Placements, TensorInfo, replicated, shard_dim
-from .alternatives import Alternative, Merged, merge
-from .notation import alternatives, expand_ellipsis, parse, validate
+from xla_dtensor.rules.alternatives import Alternative, Merged, merge
+from xla_dtensor.rules.merging import Placements, TensorInfo, replicated, shard_dim
+from xla_dtensor.rules.notation import alternatives, expand_ellipsis, parse, validate
 
 OutShapes = Sequence[tuple[int, ...] | None]
 
@@ -201,7 +200,7 @@ def _rule_of(name: str, rule: str | UserRule) -> UserRule:
             return notation_rule(rule)
         except ValueError as error:
             raise LayoutRuleError(f"{name}: {error}") from None
-    from .names import rule_of_name
+    from xla_dtensor.rules.names import rule_of_name
 
     # As an op's rule, with the call's arguments as that op's; some names are of no op.
     found = rule_of_name(rule) or _USER_RULES.get(rule, _RULES.get(rule))
@@ -293,8 +292,8 @@ def find_registration(func: torch._ops.OpOverload) -> Registration | None:
 
 @cache
 def _find(func: torch._ops.OpOverload) -> Registration | None:
-    from .foreach import foreach_rule
-    from .pointwise import pointwise_rule
+    from xla_dtensor.rules.foreach import foreach_rule
+    from xla_dtensor.rules.pointwise import pointwise_rule
 
     name = rule_name(func)
     if name is None:

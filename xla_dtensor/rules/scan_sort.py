@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Partial, Shard
 
-from ._types import REPLICATE, unpartial
-from .alternatives import Alternative, Merged
-from .registry import Call, register
-from .shape import inactive_dims, without_dims
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.merging import REPLICATE, unpartial
+from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.shape import inactive_dims, without_dims
 
 
 @register("cumsum", "cumprod", "logcumsumexp", "_cummax_helper", "_cummin_helper")

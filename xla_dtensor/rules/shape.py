@@ -6,10 +6,17 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from ._cost import redistribute_cost
-from ._types import REPLICATE, Placements, TensorInfo, map_shards, shard_dim, unpartial
-from .alternatives import Alternative, Merged
-from .registry import Call, register
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.cost import redistribute_cost
+from xla_dtensor.rules.merging import (
+    REPLICATE,
+    Placements,
+    TensorInfo,
+    map_shards,
+    shard_dim,
+    unpartial,
+)
+from xla_dtensor.rules.registry import Call, register
 
 
 def without_dims(placements: Placements, dims: Sequence[int], ndim: int) -> Placements:

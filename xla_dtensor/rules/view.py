@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import dim_transforms as dt
-from ._types import TensorInfo, map_shards
-from .alternatives import Merged
-from .registry import Call, register, register_family
-from .view_propagation import propagate
+from xla_dtensor.rules import dim_transforms as dt
+from xla_dtensor.rules.alternatives import Merged
+from xla_dtensor.rules.merging import TensorInfo, map_shards
+from xla_dtensor.rules.registry import Call, register, register_family
+from xla_dtensor.rules.view_propagation import propagate
 
 Build = Callable[[Call, TensorInfo, tuple[int, ...]], dt.Transforms]
 

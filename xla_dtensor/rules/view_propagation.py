@@ -18,8 +18,16 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Placement
 
-from ._types import REPLICATE, Placements, make_shard, shard_dim, split_factor
-from .dim_transforms import Flatten, InputDim, Repeat, Shape, Split, Transforms, invert
+from xla_dtensor.rules.dim_transforms import (
+    Flatten,
+    InputDim,
+    Repeat,
+    Shape,
+    Split,
+    Transforms,
+    invert,
+)
+from xla_dtensor.rules.merging import REPLICATE, Placements, make_shard, shard_dim, split_factor
 
 
 def propagate(

@@ -14,10 +14,10 @@ the rule's claim of none or some. A rule that claims none where there are some i
     report.py      the table
 """
 
-from .findings import Checked, Finding, check_call
-from .report import Report
-from .samples import Like, Sample, from_schemas
-from .table import samples
+from xla_dtensor.debug.rule_check.findings import Checked, Finding, check_call
+from xla_dtensor.debug.rule_check.report import Report
+from xla_dtensor.debug.rule_check.samples import Like, Sample, from_schemas
+from xla_dtensor.debug.rule_check.table import samples
 
 __all__ = [
     "Checked",

@@ -15,9 +15,16 @@ from pathlib import Path
 import jax
 
 import xla_dtensor as xd
-
-from . import Checked, Finding, Report, Sample, check_call, from_schemas, samples
-from .report import LEGEND
+from xla_dtensor.debug.rule_check import (
+    Checked,
+    Finding,
+    Report,
+    Sample,
+    check_call,
+    from_schemas,
+    samples,
+)
+from xla_dtensor.debug.rule_check.report import LEGEND
 
 
 def _arguments() -> argparse.Namespace:

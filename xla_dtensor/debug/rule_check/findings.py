@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from xla_dtensor.debug.rule_check.exceptions import ALLOWED
+from xla_dtensor.debug.rule_check.layouts import Claim, claims
+from xla_dtensor.debug.rule_check.programs import compile_call
+from xla_dtensor.debug.rule_check.samples import Sample
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.rules.merging import REPLICATE, Placements, shard_dim
 from xla_dtensor.rules.registry import base_name
-
-from .exceptions import ALLOWED
-from .layouts import Claim, claims
-from .programs import compile_call
-from .samples import Sample
 
 AGREE, LESS, MORE, DIFFERENT, UNNAMED = "agree", "less", "more", "different", "unnamed"
 

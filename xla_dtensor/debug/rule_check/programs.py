@@ -14,17 +14,17 @@ import jax
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base import rng, thread_state
+from xla_dtensor.debug.rule_check.samples import Sample
 from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.ops import info_of
-from xla_dtensor.dispatch.plan import Plan, ViewPlan
+from xla_dtensor.dispatch.plan import Plan
+from xla_dtensor.dispatch.view_plan import ViewPlan
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.storage import Storage, read_through
 from xla_dtensor.mesh import from_partition_spec
 from xla_dtensor.rules.merging import Placements
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-from .samples import Sample
 
 _COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from xla_dtensor.debug.rule_check.exceptions import ALLOWED
+from xla_dtensor.debug.rule_check.findings import AGREE, DIFFERENT, LESS, MORE, Checked, Finding
+from xla_dtensor.debug.rule_check.table import NOT_CHECKED
 from xla_dtensor.rules.registry import base_name, rules
-
-from .exceptions import ALLOWED
-from .findings import AGREE, DIFFERENT, LESS, MORE, Checked, Finding
-from .table import NOT_CHECKED
 
 COLUMNS = ("rule", "calls", "silent", "wrong", "moving", "none", *(AGREE, LESS, MORE, DIFFERENT))
 LEGEND = """\

@@ -1,0 +1,189 @@
+"""The forms of a call's results, and of what it writes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xla_dtensor.dispatch.call import Call
+from xla_dtensor.dispatch.meta import Meta
+from xla_dtensor.dispatch.ops import OpInfo
+from xla_dtensor.dispatch.result_placements import output_placements
+from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
+from xla_dtensor.forms.form import Form, device_form, sharded_form
+from xla_dtensor.forms.per_device import union
+from xla_dtensor.forms.storage import (
+    LayoutStep,
+)
+from xla_dtensor.mesh import frame_of, mesh_dim_axes
+
+
+def output_forms(call: Call, metas: list[Meta | None]) -> list[Form | None]:
+    """The form of each result: its meta data from torch, its layout from the rules."""
+    mesh, frame = where(call)
+    axes = varying_axes(call, frame)
+    valueless = has_no_value(call)
+    if mesh is None:
+        return [
+            None
+            if m is None
+            else device_form(frame, m.shape, m.stride, m.offset, m.dtype, axes, valueless)
+            for m in metas
+        ]
+    if not any(m is not None for m in metas):
+        return [None for _ in metas]
+    placements = output_placements(call, mesh, metas)
+    return [
+        None
+        if m is None
+        else sharded_form(
+            mesh, p, m.shape, m.stride, m.offset, m.dtype, varying=axes, meta=valueless
+        )
+        for m, p in zip(metas, placements, strict=True)
+    ]
+
+
+def refuse_meta_write(info: OpInfo, written: list[Form]) -> None:
+    for form in written:
+        if not form.meta:
+            raise NotImplementedError(
+                f"{info.name}: Cannot copy out of meta tensor; no data! (into a tensor of shape "
+                f"{list(form.shape)})"
+            )
+
+
+def written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) -> Form:
+    """The form of a tensor's storage after the write of a value that varies along ``axes``.
+
+    Raises:
+        UnsupportedOpError: what the devices hold of a sharded tensor would differ along an axis
+            along which the sharded tensor doesn't.
+    """
+    form, own, steps = tensor._storage_.form, tensor._form, tensor._steps
+    if not (steps and isinstance(steps[0], LayoutStep)):
+        form = form.reduced()  # else written in the parts that the devices hold
+    if not set(axes) - set(own.varying):
+        return form
+    if any(isinstance(step, LayoutStep) for step in tensor._steps):
+        raise UnsupportedOpError(
+            f"{info.name}: the written tensor {list(own.shape)} is what devices hold of a sharded "
+            f"tensor, the same along {sorted(set(axes) - set(own.varying))}, and would differ "
+            "there; write to a copy (x.to_local().clone())"
+        )
+    return form.placed(frame).with_varying(union(frame, [form.varying, axes]))
+
+
+# They take shape, dtype and layout from a tensor, and nothing that differs from device to device.
+READ_NO_VALUES = frozenset(
+    f"aten::{name}.default"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+)
+
+
+def has_no_value(call: Call) -> bool:
+    """Whether a tensor of the call is on the meta device, and so all results."""
+    return any(isinstance(form, Form) and form.meta for form in call.forms)
+
+
+def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:
+    """The axes along which the call's results vary: those of all tensors whose values it reads."""
+    if call.info.name in READ_NO_VALUES:
+        return ()
+    forms = [form for form in call.forms if isinstance(form, Form)]
+    for form in forms:
+        if form.varying:
+            form.check_axes(call.info.name, frame)
+    axes = union(frame, [form.varying for form in forms])
+    if not axes:
+        return ()
+    for form in forms:
+        if form.mesh is None:
+            continue
+        own = {name for names in mesh_dim_axes(form.mesh) for name in names}
+        if own & set(axes):
+            raise UnsupportedOpError(
+                f"{call.info.name}: a sharded tensor on {form.mesh!r} with placements "
+                f"{list(form.placements or ())} can't be combined with a per-device tensor that "
+                f"varies along {sorted(own & set(axes))}: is it one value per device, or a part of "
+                "one value? Say which with DTensor.from_local(per_device_tensor, mesh, "
+                "placements), or compute per device with sharded_tensor.to_local()"
+            )
+    return axes
+
+
+def where(call: Call) -> tuple[Any, Any]:
+    """The mesh and frame of the results.
+
+    Raises:
+        MeshMismatchError: the tensors live on different meshes.
+    """
+    mesh = frame = None
+    for form in call.forms:
+        if not isinstance(form, Form) or form.frame is None:
+            continue
+        if frame is None:
+            frame = form.frame
+        elif frame.device_ids != form.frame.device_ids:
+            raise MeshMismatchError(
+                f"{call.info.name}: one tensor is on {frame.root!r} (devices "
+                f"{list(frame.device_ids)}), another on {form.frame.root!r} (devices "
+                f"{list(form.frame.device_ids)}); bring them together with "
+                "x.redistribute(device_mesh, placements)"
+            )
+        elif frame is not form.frame and mesh is None:
+            if frame.root == form.frame.root:
+                frame = frame_of(frame.root)  # the finer one has all meshes' axes
+            elif form.varying:
+                frame = form.frame
+        if form.mesh is None:
+            continue
+        if mesh is None:
+            mesh = form.mesh
+        elif mesh != form.mesh:
+            raise MeshMismatchError(
+                f"{call.info.name}: one tensor is on {mesh!r}, another on {form.mesh!r}; bring them"
+                " together with x.redistribute(device_mesh, placements)"
+            )
+        frame = frame_of(mesh)
+    return mesh, frame
+
+
+_FILLS = frozenset({"aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_.default"})
+
+
+def refuse_overlap(info: OpInfo, written: list[Form]) -> None:
+    """Raise for a write to an expanded tensor, as torch's kernels do; filling it is no problem."""
+    if info.name in _FILLS:
+        return
+    for form in written:
+        if any(n > 1 and not step for n, step in zip(form.shape, form.stride, strict=True)):
+            raise RuntimeError(
+                f"{info.name}: more than one element of the written-to tensor {list(form.shape)} "
+                "refers to a single memory location; clone() the tensor before writing to it"
+            )
+
+
+def grown_forms(call: Call, metas: list[Any], bases: list[Any]) -> list[Form | None]:
+    """Per tensor written the form that it takes on because the result has another shape, or None.
+
+    torch resizes ``out=`` tensors; they then are laid out as the rule says of the result.
+    """
+    grown: list[Form | None] = [None] * len(bases)
+    if not call.info.is_out or len(call.info.mutated) != len(bases):
+        return grown
+    written: list[Any] = [None] * len(bases)
+    for meta, alias in zip(metas, call.info.returns_mutated, strict=True):
+        if alias is not None:
+            written[alias] = meta
+    changed = [
+        m if m is not None and m.shape != tuple(b.shape) else None
+        for m, b in zip(written, bases, strict=True)
+    ]
+    if not any(changed):
+        return grown
+    for meta in changed:
+        if meta is not None:
+            meta.offset = 0
+    return output_forms(call, changed)

@@ -1,0 +1,23 @@
+"""Tensors by their form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.storage import (
+    Storage,
+)
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+
+def tensor_class(form: Form) -> Any:
+    """The tensor class that shows ``form``."""
+    return XLAShardedTensor if form.mesh is not None else XLATensor
+
+
+def new_tensor(array: Any, form: Form) -> Any:
+    """A tensor with a storage of its own."""
+    cls = XLAShardedTensor if form.mesh is not None else XLATensor
+    return cls.__new__(cls, Storage(array, form), form)
