@@ -21,7 +21,8 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.compilation.trace import StepTrace, nodes_of
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
-from xla_dtensor.movement.redistribute import as_sharded, move
+from xla_dtensor.movement.local_view import as_sharded
+from xla_dtensor.movement.relayout import move
 from xla_dtensor.movement.vary import vary
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import new_tensor

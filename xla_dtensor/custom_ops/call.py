@@ -20,7 +20,7 @@ from xla_dtensor.errors import LayoutRuleError, MeshMismatchError, UnsupportedOp
 from xla_dtensor.forms.storage import exact
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, root_mesh
 from xla_dtensor.mesh.layout import Layout, layout_of
-from xla_dtensor.movement.redistribute import as_sharded
+from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.rules import TensorInfo
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor

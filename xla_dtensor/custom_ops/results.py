@@ -17,8 +17,8 @@ from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.mesh.layout import Layout
-from xla_dtensor.movement.local_view import from_local
-from xla_dtensor.movement.redistribute import as_sharded, move
+from xla_dtensor.movement.local_view import as_sharded, from_local
+from xla_dtensor.movement.relayout import move
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 

@@ -5,9 +5,10 @@ Loading it registers every handler: operations come in through here.
 
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.movement import collective_ops, host_ops  # noqa: F401  (register handlers)
+from xla_dtensor.movement.device_values import local_shards, local_values
 from xla_dtensor.movement.factories import distribute_tensor
-from xla_dtensor.movement.local_view import local_values, to_local
-from xla_dtensor.movement.redistribute import as_sharded, full_tensor, local_shards, redistribute
+from xla_dtensor.movement.local_view import as_sharded, to_local
+from xla_dtensor.movement.redistribute import full_tensor, redistribute
 
 __all__ = [
     "as_sharded",

@@ -25,7 +25,7 @@ from xla_dtensor.forms.per_device import expand, union
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.group import MeshGroup, group_of, resolve_group
-from xla_dtensor.movement.redistribute import relayout
+from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.rules.cost import Collective
 from xla_dtensor.tensors.device_tensor import XLATensor
 

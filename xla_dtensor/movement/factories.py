@@ -25,7 +25,7 @@ from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.lowering import random
 from xla_dtensor.mesh import normalize_placements
-from xla_dtensor.movement.redistribute import constrain
+from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor, keep_leaf_gradients_sharded
 

@@ -7,21 +7,18 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor.base import events, thread_state
-from xla_dtensor.errors import MeshDimError, PlacementError, UnsupportedOpError
+from xla_dtensor.errors import PlacementError, UnsupportedOpError
 from xla_dtensor.forms.form import device_form, sharded_form
 from xla_dtensor.forms.local_form import from_devices, global_meta, local_form, unreduced_dims
-from xla_dtensor.forms.per_device import union
-from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import LayoutStep, Storage
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
-from xla_dtensor.movement.redistribute import as_sharded, relayout
+from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -73,6 +70,13 @@ def from_local(
         local_tensor = local_tensor.to("xla")
     meta = None if shape is None else (tuple(shape), tuple(stride))
     return _FromLocal.apply(local_tensor, device_mesh, placements, run_check, meta, grad_placements)
+
+
+def as_sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> XLAShardedTensor:
+    """``tensor`` itself if it is sharded, else as replicated on ``mesh``."""
+    if isinstance(tensor, XLAShardedTensor):
+        return tensor
+    return from_local(tensor, mesh)  # differentiable: gradients of gradients pass here
 
 
 def _for_gradient(placements: Placements) -> Placements:
@@ -245,67 +249,3 @@ class _Strong:
 
     def __call__(self) -> Any:
         return self._value
-
-
-def from_device_values(
-    values: Sequence[torch.Tensor], device_mesh: DeviceMesh, vary: Sequence[str] | None = None
-) -> XLATensor:
-    """A per-device tensor from each device's value.
-
-    Args:
-        values: CPU tensors of one shape and dtype, one per device of the mesh, in row-major order.
-        vary: the names of the mesh dims along which they differ; all by default. Along the others
-            the values at coordinate 0 are taken.
-
-    Raises:
-        ValueError: not as many values as devices, or of several shapes or dtypes.
-        MeshDimError: ``vary`` names a dim that the mesh doesn't have.
-    """
-    if len(values) != device_mesh.size() or len({(v.shape, v.dtype) for v in values}) != 1:
-        raise ValueError(
-            f"from_device_values: {device_mesh!r} needs {device_mesh.size()} tensors of one shape "
-            f"and dtype, got {[(list(v.shape), v.dtype) for v in values]}"
-        )
-    from xla_dtensor.forms.host_values import to_devices
-
-    names = device_mesh.mesh_dim_names or ()
-    unknown = [name for name in vary or () if name not in names]
-    if unknown:
-        raise MeshDimError(
-            f"from_device_values(vary={list(vary or ())}): {device_mesh!r} has no mesh dim "
-            f"{', '.join(map(repr, unknown))}; it has {', '.join(map(repr, names)) or 'no names'}"
-        )
-    dims = range(device_mesh.ndim) if vary is None else [names.index(name) for name in vary]
-    frame = frame_of(device_mesh)
-    axes = mesh_dim_axes(device_mesh)
-    stacked = torch.stack(list(values)).reshape(*device_mesh.shape, *values[0].shape)
-    for dim in reversed(range(device_mesh.ndim)):
-        if dim not in dims:
-            stacked = stacked.select(dim, 0)
-    order = [name for dim in sorted(dims) for name in axes[dim]]
-    varying = union(frame, [tuple(order)])
-    sizes = [frame.sizes[name] for name in order]
-    stacked = stacked.reshape(*sizes, *values[0].shape)
-    lead = [order.index(name) for name in varying]
-    stacked = stacked.permute(*lead, *range(len(order), stacked.ndim)).contiguous()
-    shape = tuple(values[0].shape)
-    form = device_form(frame, shape, dtype=values[0].dtype, varying=varying)
-    return XLATensor(Storage(to_devices(stacked, form), form), form)
-
-
-def local_values(tensor: XLATensor) -> list[torch.Tensor]:
-    """`XLATensor.local_values`."""
-    from xla_dtensor.forms.host_values import from_numpy
-
-    trace = thread_state.current()
-    if trace is not None:
-        trace.refuse("local_values()")
-    form = tensor._form
-    array = read(tensor)
-    if form.frame is None:
-        return [from_numpy(np.asarray(array))]
-    by_device = {shard.device: shard for shard in array.addressable_shards}
-    devices = form.frame.jax_mesh.devices.flat
-    return [
-        from_numpy(np.asarray(by_device[device].data).reshape(form.shape)) for device in devices
-    ]

@@ -24,7 +24,8 @@ from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.movement.factories import distribute_tensor
-from xla_dtensor.movement.redistribute import as_sharded, move, relayout
+from xla_dtensor.movement.local_view import as_sharded
+from xla_dtensor.movement.relayout import move, relayout
 from xla_dtensor.parallel._layouts import Keep, Reduce, gather
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
