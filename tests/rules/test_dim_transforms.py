@@ -20,7 +20,6 @@ from xla_dtensor.rules.dim_transforms import (
     Singleton,
     Split,
     expand,
-    invert,
     movedim,
     permute,
     repeat,
@@ -30,7 +29,7 @@ from xla_dtensor.rules.dim_transforms import (
     unsqueeze,
 )
 from xla_dtensor.rules.merging import shard_dim, split_factor
-from xla_dtensor.rules.view_propagation import propagate, propagate_backward
+from xla_dtensor.rules.view_propagation import propagate
 
 I = InputDim  # noqa: E741
 
@@ -111,32 +110,6 @@ def test_an_inner_dim_of_a_flatten_is_strided():
 
 
 # output mapping -> input mapping
-BACKWARD = [
-    (reshape, (64, 8), (8, 8, 8), [0, -1, 1], [0, 1]),
-    (reshape, (8, 16, 8), (128, 8), [1, 0], [1, -1, 0]),
-    (reshape, (8, 16), (16, 8), [0, -1], [0, -1]),
-    (permute, (8, 16, 8), (2, 0, 1), [0, 1, -1], [1, -1, 0]),
-    (expand, (8, 1), (4, 8, 4), [0, 1, -1], [1, -1]),
-    (expand, (8, 1), (4, 8, 4), [-1, 0, 1], [0, -1]),
-]
-
-
-@pytest.mark.parametrize(("build", "before", "after", "out", "wanted"), BACKWARD)
-def test_backward(build, before, after, out, wanted):
-    transforms = permute(after) if build is permute else build(before, after)
-    out_shape = tuple(before[d] for d in after) if build is permute else after
-    placements = DimSharding.from_dims_mapping(out).placements(MESH)
-    inputs, _ = propagate_backward(transforms, placements, before, out_shape, MESH)
-    assert DimSharding.from_placements(inputs, len(before), MESH).dims_mapping == wanted
-
-
-def test_inverting_twice_gives_the_transforms_back():
-    for before, after in [((6, 4), (2, 3, 4)), ((2, 3, 4), (6, 4)), ((4, 6), (8, 3))]:
-        transforms = reshape(before, after)
-        assert invert(transforms, before) == reshape(after, before)
-        assert invert(invert(transforms, before), after) == transforms
-
-
 def piece(x: torch.Tensor, placements: tuple[Placement, ...], at: tuple[int, ...]) -> torch.Tensor:
     """What the device `at` holds of `x`: mesh dims cut in order, a strided one within groups."""
     for placement, n, i in zip(placements, MESH, at, strict=True):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial
 
-from xla_dtensor.rules import DimSharding, TensorInfo, infer, infer_arguments
+from xla_dtensor.rules import DimSharding, TensorInfo, infer
+from xla_dtensor.rules.paddle import infer_arguments
 
 aten = torch.ops.aten
 ONE_D, TWO_D = (4,), (2, 4)

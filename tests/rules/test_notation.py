@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 
 from xla_dtensor.rules import (
     DimSharding,
     TensorInfo,
-    infer_backward,
     infer_forward,
     parse,
 )
@@ -69,32 +68,6 @@ def test_forward(text, mesh, shapes, given, used, out, sums):
     assert got == used
     assert mapping(merged.outputs[0], len(out), mesh) == out
     assert partial(merged.outputs[0], mesh) == [(m, "sum") for m in sums]
-
-
-# notation, mesh, input shapes, output shape, output mapping, input mappings
-BACKWARD = [
-    (ADD, ONE_D, [(96, 24)] * 2, (96, 24), [0, -1], [[0, -1], [0, -1]]),
-    (ADD, TWO_D, [(96, 24)] * 2, (96, 24), [0, 1], [[0, 1], [0, 1]]),
-    ("a b, b -> a b", TWO_D, [(96, 24), (24,)], (96, 24), [0, 1], [[0, 1], [1]]),
-    (ADD, TWO_D, [(96, 24), (1, 24)], (96, 24), [0, 1], [[0, 1], [-1, 1]]),
-    (MM, TWO_D, [(64, 32), (32, 48)], (64, 48), [0, 1], [[0, -1], [-1, 1]]),
-    (MM, TWO_D, [(64, 32), (32, 48)], (64, 48), [-1, 0], [[-1, -1], [-1, 0]]),
-    (MM, TWO_D, [(64, 32), (32, 48)], (64, 48), [[0, 1], -1], [[[0, 1], -1], [-1, -1]]),
-    ("b h! -> b h!", ONE_D, [(64, 32)], (64, 32), [-1, 0], [[-1, -1]]),
-]
-
-
-@pytest.mark.parametrize(("text", "mesh", "shapes", "out_shape", "out", "wanted"), BACKWARD)
-def test_backward(text, mesh, shapes, out_shape, out, wanted):
-    merged = infer_backward(parse(text), shapes, [info(out_shape, out, mesh)], mesh)
-    got = [mapping(p, len(s), mesh) for p, s in zip(merged.inputs, shapes, strict=True)]
-    assert got == wanted
-
-
-def test_backward_of_a_partial_output_asks_nothing():
-    out = info((64, 48), [-1, -1], ONE_D, partial=[(0, "sum")])
-    merged = infer_backward(parse(MM), [(64, 32), (32, 48)], [out], ONE_D)
-    assert merged.inputs == ((Replicate(),), (Replicate(),))
 
 
 def test_a_product_is_linear_in_each_factor_but_not_in_both():

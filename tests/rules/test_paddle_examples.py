@@ -12,15 +12,14 @@ from xla_dtensor.rules import (
     Call,
     DimSharding,
     Merged,
-    TensorSpec,
     infer_forward,
     parse,
     register_rule,
     registry,
-    spmd_rule,
 )
 from xla_dtensor.rules.dim_transforms import Flatten, InputDim, Split, reshape
 from xla_dtensor.rules.notation import alternatives
+from xla_dtensor.rules.paddle import TensorSpec, spmd_rule
 from xla_dtensor.rules.view_propagation import propagate
 
 from .devices import devices, piece

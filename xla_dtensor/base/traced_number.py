@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.errors import UnsupportedOpError
+
 # What guards are told to: (compute the number from the inputs' values, predicate text, outcome).
 GuardSink = Callable[["NumberNode", str, Any], None]
 
@@ -359,8 +361,6 @@ def symbolic_number(traced: Any) -> Any:
     """
 
     def refuse() -> None:
-        from xla_dtensor.errors import UnsupportedOpError
-
         raise UnsupportedOpError(
             "torch's decomposition of this operation decides by the value of a number argument; "
             "it needs a lowering with static_scalars=True (xla_dtensor/lowering/README.md)"

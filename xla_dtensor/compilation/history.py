@@ -9,7 +9,7 @@ also returns what the second one needs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,6 @@ from xla_dtensor.movement.vary import vary
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-if TYPE_CHECKING:
-    from xla_dtensor.compilation.traced import Traced
 
 Ours = XLAShardedTensor | XLATensor
 
@@ -111,8 +108,12 @@ class History:
                 )
         self.reached = [reached(tensor) for tensor in self._tensors]
 
-    def differentiate(self, traced: Traced) -> None:
-        """Run torch's backward pass in the trace; the gradients become outputs of it."""
+    def differentiate(self, trace: StepTrace, template_of: Callable[[Any], Any]) -> None:
+        """Run torch's backward pass in the trace; the gradients become outputs of it.
+
+        Args:
+            template_of: makes a tensor an output.
+        """
         tensors, self._tensors = self._tensors, []
         grads = []
         for tensor in tensors:
@@ -123,20 +124,20 @@ class History:
             self.cotangent_forms.append(form)
             grads.append(new_tensor(array, form))
         inputs = [outside.get() for outside in self.inputs]
-        traced.trace.differentiating = True
+        trace.differentiating = True
         try:
             with _without_hooks(inputs):
                 found = torch.autograd.grad(
                     tensors, inputs, grads, allow_unused=True, materialize_grads=False
                 )
         finally:
-            traced.trace.differentiating = False
+            trace.differentiating = False
         for leaf, grad in zip(inputs, found, strict=True):
             if grad is None:
                 self.gradients.append(None)
                 continue
             grad = _landed(leaf, grad)
-            template = traced._template(grad)
+            template = template_of(grad)
             self.gradients.append((template.index, template.form))
 
 

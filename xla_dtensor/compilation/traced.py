@@ -336,7 +336,7 @@ class Traced:
             leaf.grad = outside.grad
         leaf = grad = None
         if history is not None:
-            history.differentiate(self)
+            history.differentiate(self.trace, self._template)
             self.history = history
         del flat, templates
         gc.collect()  # what only cycles still hold isn't left behind

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from xla_dtensor.base import events, thread_state
 from xla_dtensor.base.source_line import caller
+from xla_dtensor.custom_ops.jax_function import name_of
 from xla_dtensor.debug._records import (
     ITSELF,
     AnyLayout,
@@ -36,8 +37,9 @@ from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.mesh.layout import layout_of
 from xla_dtensor.rules import Call as RuleCall
 from xla_dtensor.rules import Merged, Registration, TensorInfo, find_registration
+from xla_dtensor.rules.asking import ask
+from xla_dtensor.rules.call import bind
 from xla_dtensor.rules.cost import Collective, collectives
-from xla_dtensor.rules.registry import ask, bind
 from xla_dtensor.tensors.base import TensorMethods
 
 Sink = Callable[[Operation], None]
@@ -467,8 +469,6 @@ def _name_of(call: Call) -> str:
     info: OpInfo = call.info
     if info.name != "xla_dtensor::jax_call.default":
         return info.name
-    from xla_dtensor.custom_ops.jax_function import name_of
-
     return f"{info.name.removesuffix('.default')} {name_of(cast(int, call.args[1]))}"
 
 

@@ -11,9 +11,12 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.traced_number import symbolic_number
 from xla_dtensor.dispatch.ops import OpInfo
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import device_form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.device_tensor import XLATensor
 
@@ -117,8 +120,6 @@ class NestedTrace:
         return self._keys()
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
-        from xla_dtensor.forms.host_values import to_numpy
-
         return to_numpy(tensor)
 
     def constant(self, form: Any, value: Any) -> None:
@@ -185,8 +186,6 @@ def run_on_arrays(
 
 
 def _value(tensor: Any) -> Any:
-    from xla_dtensor.forms.read import logical_value
-
     if isinstance(tensor, torch.Tensor) and not isinstance(tensor, XLATensor):
         current = thread_state.current()
         assert current is not None
@@ -203,8 +202,6 @@ def _wrap(value: Any) -> Any:
         form = device_form(None, tuple(value.shape), dtype=to_torch_dtype(value.dtype))
         return XLATensor(Storage(value, form), form)
     if isinstance(value, jax.Array):
-        from xla_dtensor.base.traced_number import symbolic_number
-
         return symbolic_number(value)
     return value
 

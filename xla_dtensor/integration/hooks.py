@@ -82,15 +82,23 @@ def _hook_handles() -> None:
 @functools.cache
 def _install_for_dtensor() -> None:
     """The hooks into torch.distributed.tensor, which takes long to import: with the first mesh."""
+    from xla_dtensor import rules
     from xla_dtensor.integration import custom_sharding, functional_collectives
     from xla_dtensor.integration.dispatch_mode import let_subclasses_dispatch
 
     let_subclasses_dispatch()
     functional_collectives.install()
     custom_sharding.install()
+    rules.add_names(_paddle_rule)
     optimizers.make_foreach_the_default()
     _hook_factories()
     _hook_from_local()
+
+
+def _paddle_rule(name: str) -> Any:
+    from xla_dtensor.rules.paddle import rule_of_name
+
+    return rule_of_name(name)
 
 
 def _hook_mesh_class() -> None:

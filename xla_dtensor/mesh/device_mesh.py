@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
+from xla_dtensor.mesh.group import group_of
 from xla_dtensor.mesh.saving import reduce_mesh
 
 
@@ -104,8 +105,6 @@ class XLADeviceMesh(DeviceMesh):
         Raises:
             MeshError: the mesh has no such dim, or several and none is named.
         """
-        from xla_dtensor.mesh.group import group_of
-
         return group_of(self, mesh_dim)
 
     def get_all_groups(self) -> list[Any]:

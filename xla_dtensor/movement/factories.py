@@ -21,6 +21,7 @@ from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.errors import MeshMismatchError, PlacementError, UnsupportedOpError
 from xla_dtensor.forms.form import Form, sharded_form
+from xla_dtensor.forms.host_values import to_devices
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.lowering import random
@@ -117,8 +118,6 @@ def _placed(tensor: torch.Tensor, form: Form) -> Any:
             return padded if in_place else jax.device_put(padded, form.sharding)
     if trace is not None:
         return constrain(trace.host_tensor(tensor), form)
-    from xla_dtensor.forms.host_values import to_devices
-
     return to_devices(tensor.detach().cpu(), form)
 
 

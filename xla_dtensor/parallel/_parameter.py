@@ -27,12 +27,12 @@ from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.movement.relayout import move, relayout
 from xla_dtensor.parallel._layouts import Keep, Reduce, gather
+from xla_dtensor.parallel._settings import Settings
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 if TYPE_CHECKING:
     from xla_dtensor.parallel._mesh import DataParallel
-    from xla_dtensor.parallel._state import State
 
 Placements = tuple[Placement, ...]
 
@@ -135,7 +135,7 @@ class ManagedParameter:
 
     def __init__(
         self,
-        state: State,
+        state: Settings,
         locations: list[Location],
         parameter: nn.Parameter,
         parallel: DataParallel,

@@ -7,62 +7,35 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import _State
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import recomputation, thread_state
+from xla_dtensor.base import recomputation
 from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.parallel._parameter import ManagedParameter, Whole, wholes
+from xla_dtensor.parallel._settings import Settings
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 
-class _Settings(NamedTuple):
-    """What a compiled step has decided by."""
-
-    reduces_gradients: bool
-    gradient_divide_factor: float | None
-    reshard_after_forward: bool | int | None
-    unsharded: bool
-
-
-class State(_State):
+class State(Settings):
     """The state of one call of `fully_shard` or `replicate`.
 
     Attributes:
-        modules: those that were passed.
         parameters: the managed parameters.
-        policy: the `MixedPrecisionPolicy`.
-        reshard_after_forward: as passed; None is decided by the first forward.
-        local_gradients: whether a gradient that isn't reduced is the parameter's ``.grad``, as in
-            DDP, in place of being kept until one is.
-        reduces: whether backward reduces gradients over the devices.
-        divide_factor: what the sum of the devices' gradients is divided by; None for their number.
         reshard_after_backward: whether backward undoes `unshard`.
+        is_root: whether its module is the outermost one; None until the first forward.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.modules: tuple[nn.Module, ...] = ()
         self.parameters: list[ManagedParameter] = []
-        self.policy: Any = None
-        self.reshard_after_forward: bool | int | None = None
-        self.local_gradients = False
-        self.requires_sync = True
-        self.requires_all_reduce = True
-        self.divide_factor: float | None = None
         self.reshard_after_backward = True
         self.is_root: bool | None = None
-        self.unsharded = False
         self._of_module: dict[int, list[ManagedParameter]] = {}
-
-    @property
-    def reduces(self) -> bool:
-        return self.requires_sync and self.requires_all_reduce
 
     @property
     def reshards(self) -> bool | int:
@@ -70,22 +43,6 @@ class State(_State):
         if self.reshard_after_forward is None:
             return not self.is_root
         return self.reshard_after_forward
-
-    def consult(self) -> None:
-        """Tell a traced step that it depends on these settings.
-
-        Called before they are read or changed: what the step found when it began is compared with
-        what later calls find.
-        """
-        trace = thread_state.current()
-        if trace is not None:
-            names = ", ".join(type(module).__name__ for module in self.modules)
-            trace.depends_on(self._settings, f"the data-parallel settings of {names}")
-
-    def _settings(self) -> _Settings:
-        return _Settings(
-            self.reduces, self.divide_factor, self.reshard_after_forward, self.unsharded
-        )
 
     def parameters_of(self, module: nn.Module) -> list[ManagedParameter]:
         """The managed parameters in ``module``, one of ``modules``."""

@@ -20,19 +20,17 @@ from xla_dtensor.rules import (
     view,
 )
 from xla_dtensor.rules.alternatives import Alternative, Merged
-from xla_dtensor.rules.backward import infer_arguments
+from xla_dtensor.rules.asking import infer, infer_placements
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import DimSharding, Placements, TensorInfo
-from xla_dtensor.rules.names import SpmdRule, TensorSpec, spmd_rule
-from xla_dtensor.rules.notation import Notation, infer_backward, infer_forward, parse
+from xla_dtensor.rules.notation import Notation, infer_forward, parse
 from xla_dtensor.rules.registry import (
-    Call,
     Registration,
     Rule,
     UserRule,
+    add_names,
     find_registration,
     find_rule,
-    infer,
-    infer_placements,
     on_change,
     register,
     register_rule,
@@ -69,15 +67,12 @@ __all__ = [
     "Placements",
     "Registration",
     "Rule",
-    "SpmdRule",
     "TensorInfo",
-    "TensorSpec",
     "UserRule",
+    "add_names",
     "find_registration",
     "find_rule",
     "infer",
-    "infer_arguments",
-    "infer_backward",
     "infer_forward",
     "infer_placements",
     "on_change",
@@ -87,5 +82,4 @@ __all__ = [
     "registrations",
     "replicate_rule",
     "rules",
-    "spmd_rule",
 ]

@@ -11,8 +11,9 @@ from dataclasses import replace
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo
-from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.registry import register
 
 R = REPLICATE
 

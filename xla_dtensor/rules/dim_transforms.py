@@ -190,29 +190,3 @@ def repeat(ndim: int, times: Sequence[int]) -> Transforms:
         else:
             result.append(InputDim(d - new) if n == 1 else Repeat(InputDim(d - new), n))
     return tuple(result)
-
-
-def invert(transforms: Transforms, in_shape: Shape) -> Transforms:
-    """The transforms that take the output back to the input."""
-    result: list[Transform] = [Singleton() if n == 1 else Broadcast(n) for n in in_shape]
-    factors: dict[InputDim | Flatten, list[int]] = {}
-    for out, transform in enumerate(transforms):
-        match transform:
-            case InputDim(d):
-                result[d] = InputDim(out)
-            case Flatten(dims):
-                sizes = [in_shape[each.dim] for each in dims]
-                for part_of, part in zip(dims, split(InputDim(out), sizes), strict=True):
-                    result[part_of.dim] = part
-            case Split(source, _, _):
-                factors.setdefault(source, []).append(out)
-    for source, outs in factors.items():
-        whole = flatten(outs)
-        assert not isinstance(whole, Singleton)
-        if isinstance(source, InputDim):
-            result[source.dim] = whole
-        else:
-            sizes = [in_shape[each.dim] for each in source.dims]
-            for part_of, part in zip(source.dims, split(whole, sizes), strict=True):
-                result[part_of.dim] = part
-    return tuple(result)

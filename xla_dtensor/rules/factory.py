@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from xla_dtensor.rules.alternatives import Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import shard_dim, unpartial
-from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.registry import register
 
 
 @register("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from xla_dtensor.rules.alternatives import Merged, merge
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import TensorInfo
 from xla_dtensor.rules.pointwise import elementwise_alternatives, partial_alternatives
 from xla_dtensor.rules.reduction import norm_reduction, reduce_placements
-from xla_dtensor.rules.registry import Call, Rule
+from xla_dtensor.rules.registry import FOREACH, Rule, register_kind
 
 
 def foreach_rule(func: torch._ops.OpOverload) -> Rule | None:
@@ -93,3 +94,6 @@ def fused_optimizer(call: Call) -> Merged | None:
 
 def _is_tensor_list(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(isinstance(x, TensorInfo) for x in value)
+
+
+register_kind(FOREACH, foreach_rule)

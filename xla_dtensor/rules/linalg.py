@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import REPLICATE
-from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.registry import register
 
 _DECOMPOSITIONS = """
     cholesky cholesky_inverse linalg_cholesky_ex linalg_inv_ex linalg_matrix_exp linalg_eig

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import (
     REPLICATE,
     TensorInfo,
@@ -14,7 +15,7 @@ from xla_dtensor.rules.merging import (
     unpartial,
 )
 from xla_dtensor.rules.pointwise import elementwise_alternatives
-from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.registry import register
 from xla_dtensor.rules.shape import without_dims
 
 NONE, MEAN, SUM = 0, 1, 2

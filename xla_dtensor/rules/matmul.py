@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo, moved_to, shard_dim
 from xla_dtensor.rules.notation import alternatives, parse
-from xla_dtensor.rules.registry import Call, notation_rule, register, register_family
+from xla_dtensor.rules.registry import notation_rule, register, register_family
 
 PRODUCTS = {
     "mm": "m k, k n -> m n",

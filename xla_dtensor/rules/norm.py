@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo, shard_dim, unpartial
-from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.registry import register
 from xla_dtensor.rules.shape import without_dims
 
 R = REPLICATE

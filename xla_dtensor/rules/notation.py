@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged, merge
-from xla_dtensor.rules.merging import REPLICATE, TensorInfo, replicated
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo
 
 ELLIPSIS = "..."
 ONE = "1"
@@ -209,24 +209,3 @@ def infer_forward(
     """From the inputs' shardings: those they are used in, and the outputs'."""
     options = alternatives(notation, [info.shape for info in inputs])
     return merge(options, inputs, len(notation.outputs), mesh_shape)
-
-
-def infer_backward(
-    notation: Notation,
-    input_shapes: Sequence[Sequence[int]],
-    outputs: Sequence[TensorInfo],
-    mesh_shape: Sequence[int],
-) -> Merged:
-    """From the outputs' shardings: those the inputs should have, and the outputs are made in.
-
-    A partial output leaves open which reduced dim is sharded, so it asks nothing of the inputs.
-    """
-    options = [
-        Alternative(option.inputs, option.outputs)
-        for option in alternatives(notation, input_shapes)
-        if not any(isinstance(p, Partial) for p in option.outputs)
-    ]
-    if not outputs:
-        return Merged((replicated(mesh_shape),) * len(notation.inputs), ())
-    merged = merge(options, outputs, len(notation.inputs), mesh_shape)
-    return Merged(merged.outputs, merged.inputs)

@@ -14,8 +14,9 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo
-from xla_dtensor.rules.registry import Call, register, register_family
+from xla_dtensor.rules.registry import ELEMENTWISE, register, register_family, register_kind
 
 # Each row is "output <- inputs"; "R" is a replicated input. A row serves the calls with as many
 # tensor inputs as it names.
@@ -215,3 +216,6 @@ def glu_backward(call: Call) -> Merged:
     halved = call.dim(call.tensor("self").ndim, default=-1)
     shards = [d for d in range(call.tensor("self").ndim) if d != halved]
     return call.merge([Alternative((Shard(d),), (Shard(d),) * 2) for d in shards])
+
+
+register_kind(ELEMENTWISE, lambda func: pointwise_rule)

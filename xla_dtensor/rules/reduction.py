@@ -12,6 +12,7 @@ from typing import TypeAlias
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import (
     REPLICATE,
     Placements,
@@ -22,7 +23,7 @@ from xla_dtensor.rules.merging import (
     shard_dim,
     unpartial,
 )
-from xla_dtensor.rules.registry import Call, Rule, register
+from xla_dtensor.rules.registry import Rule, register
 
 Reduction: TypeAlias = str | Placement | None
 """A reduce op, a partial placement of another kind, or None where parts do not combine."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch.distributed.tensor import Partial, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import REPLICATE, unpartial
-from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.registry import register
 from xla_dtensor.rules.shape import inactive_dims, without_dims
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.cost import redistribute_cost
 from xla_dtensor.rules.merging import (
     REPLICATE,
@@ -16,7 +17,7 @@ from xla_dtensor.rules.merging import (
     shard_dim,
     unpartial,
 )
-from xla_dtensor.rules.registry import Call, register
+from xla_dtensor.rules.registry import register
 
 
 def without_dims(placements: Placements, dims: Sequence[int], ndim: int) -> Placements:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from xla_dtensor.rules import dim_transforms as dt
 from xla_dtensor.rules.alternatives import Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import TensorInfo, map_shards
-from xla_dtensor.rules.registry import Call, register, register_family
+from xla_dtensor.rules.registry import register, register_family
 from xla_dtensor.rules.view_propagation import propagate
 
 Build = Callable[[Call, TensorInfo, tuple[int, ...]], dt.Transforms]

@@ -25,7 +25,6 @@ from xla_dtensor.rules.dim_transforms import (
     Shape,
     Split,
     Transforms,
-    invert,
 )
 from xla_dtensor.rules.merging import REPLICATE, Placements, make_shard, shard_dim, split_factor
 
@@ -55,18 +54,6 @@ def propagate(
         inputs.append(REPLICATE if out is None else placement)
         outputs.append(REPLICATE if out is None else out)
     return tuple(inputs), tuple(outputs)
-
-
-def propagate_backward(
-    transforms: Transforms,
-    placements: Placements,
-    in_shape: Shape,
-    out_shape: Shape,
-    mesh_shape: Sequence[int],
-) -> tuple[Placements, Placements]:
-    """From the output's placements: the input's, and the output's that follow from them."""
-    outputs, inputs = propagate(invert(transforms, in_shape), placements, out_shape, mesh_shape)
-    return inputs, outputs
 
 
 class _Walk:

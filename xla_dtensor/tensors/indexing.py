@@ -13,6 +13,7 @@ import torch
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.forms.read import constant_recipe
 
 _NOT_NUMBERS = (torch.bool, torch.uint8)  # masks
 
@@ -80,8 +81,6 @@ def _has_no_number(part: Any) -> bool:
         return True
     if thread_state.current() is None:
         return False
-    from xla_dtensor.forms.read import constant_recipe
-
     return constant_recipe(part) is None
 
 

@@ -17,8 +17,8 @@ from xla_dtensor.debug.rule_check.layouts import Claim, claims
 from xla_dtensor.debug.rule_check.programs import compile_call
 from xla_dtensor.debug.rule_check.samples import Sample
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.rules.call import base_name
 from xla_dtensor.rules.merging import REPLICATE, Placements, shard_dim
-from xla_dtensor.rules.registry import base_name
 
 AGREE, LESS, MORE, DIFFERENT, UNNAMED = "agree", "less", "more", "different", "unnamed"
 

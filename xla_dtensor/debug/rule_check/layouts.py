@@ -13,9 +13,9 @@ from xla_dtensor.debug.rule_check.samples import Like, Sample
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.mesh.placements import dim_mesh_dims
 from xla_dtensor.rules.alternatives import Merged
+from xla_dtensor.rules.asking import infer
 from xla_dtensor.rules.cost import redistribute_cost
 from xla_dtensor.rules.merging import Placements, TensorInfo, shard_dim
-from xla_dtensor.rules.registry import infer
 
 DRAWS = 48
 """Layouts tried per call, from which the ones to check are picked."""

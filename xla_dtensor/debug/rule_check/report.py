@@ -10,7 +10,8 @@ from typing import Any
 from xla_dtensor.debug.rule_check.exceptions import ALLOWED
 from xla_dtensor.debug.rule_check.findings import AGREE, DIFFERENT, LESS, MORE, Checked, Finding
 from xla_dtensor.debug.rule_check.table import NOT_CHECKED
-from xla_dtensor.rules.registry import base_name, rules
+from xla_dtensor.rules.call import base_name
+from xla_dtensor.rules.registry import rules
 
 COLUMNS = ("rule", "calls", "silent", "wrong", "moving", "none", *(AGREE, LESS, MORE, DIFFERENT))
 LEGEND = """\

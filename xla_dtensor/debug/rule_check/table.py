@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.debug.rule_check.samples import Like, Sample
-from xla_dtensor.rules.names import NAMES
+from xla_dtensor.rules.paddle.names import NAMES
 
 F32, I64, I32, BOOL, C64 = torch.float32, torch.int64, torch.int32, torch.bool, torch.complex64
 

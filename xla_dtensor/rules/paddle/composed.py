@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.indexing import ALL_REDUCTIONS
 from xla_dtensor.rules.matmul import matmul_notation
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo
 from xla_dtensor.rules.notation import alternatives, parse
 from xla_dtensor.rules.pointwise import elementwise_alternatives, pointwise_rule
-from xla_dtensor.rules.registry import Call, Rule, notation_rule, register_family, replicate_rule
+from xla_dtensor.rules.registry import Rule, notation_rule, register_family, replicate_rule
 from xla_dtensor.rules.shape import inactive_dims
 
 R = REPLICATE

@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import Partial, Placement
 
 from xla_dtensor.rules.alternatives import Alternative, Merged, merge
+from xla_dtensor.rules.asking import ask
+from xla_dtensor.rules.call import Call, bind
 from xla_dtensor.rules.merging import (
     REPLICATE,
     Placements,
@@ -24,7 +26,7 @@ from xla_dtensor.rules.merging import (
     shard_dim,
     split_factor,
 )
-from xla_dtensor.rules.registry import Call, UserRule, ask, bind, find_rule
+from xla_dtensor.rules.registry import UserRule, find_rule
 
 
 @dataclass(frozen=True)

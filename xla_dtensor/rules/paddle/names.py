@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from xla_dtensor.rules import composed
 from xla_dtensor.rules.alternatives import Merged
-from xla_dtensor.rules.backward import infer_arguments
+from xla_dtensor.rules.asking import ask, infer
+from xla_dtensor.rules.call import Call, OutShapes, bind
 from xla_dtensor.rules.merging import DimSharding, Placements, TensorInfo
-from xla_dtensor.rules.registry import Call, OutShapes, Rule, ask, bind, find_rule, infer, rules
+from xla_dtensor.rules.paddle import composed
+from xla_dtensor.rules.paddle.backward import infer_arguments
+from xla_dtensor.rules.registry import Rule, find_rule, rules
 
 _SAME = """
     acos acosh asin asinh atan atanh bernoulli bitwise_not ceil celu conj cos cosh digamma dropout

@@ -1,0 +1,69 @@
+"""What the user has set for the parameters of one call of `fully_shard` or `replicate`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed._composable_state import _State
+
+from xla_dtensor.base import thread_state
+
+
+class _Compared(NamedTuple):
+    """What a compiled step has decided by."""
+
+    reduces_gradients: bool
+    gradient_divide_factor: float | None
+    reshard_after_forward: bool | int | None
+    unsharded: bool
+
+
+class Settings(_State):
+    """The settings of one call, which its parameters look up.
+
+    Attributes:
+        modules: those that were passed.
+        policy: the `MixedPrecisionPolicy`.
+        reshard_after_forward: as passed; None is decided by the first forward.
+        local_gradients: whether a gradient that isn't reduced is the parameter's ``.grad``, as in
+            DDP, in place of being kept until one is.
+        reduces: whether backward reduces gradients over the devices.
+        divide_factor: what the sum of the devices' gradients is divided by; None for their number.
+        unsharded: whether `unshard` has made the parameters whole.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: tuple[nn.Module, ...] = ()
+        self.policy: Any = None
+        self.reshard_after_forward: bool | int | None = None
+        self.local_gradients = False
+        self.requires_sync = True
+        self.requires_all_reduce = True
+        self.divide_factor: float | None = None
+        self.unsharded = False
+
+    @property
+    def reduces(self) -> bool:
+        return self.requires_sync and self.requires_all_reduce
+
+    def consult(self) -> None:
+        """Tell a traced step that it depends on these settings.
+
+        Called before they are read or changed: what the step found when it began is compared with
+        what later calls find.
+        """
+        trace = thread_state.current()
+        if trace is not None:
+            names = ", ".join(type(module).__name__ for module in self.modules)
+            trace.depends_on(self._compared, f"the data-parallel settings of {names}")
+
+    def _compared(self) -> _Compared:
+        return _Compared(
+            self.reduces, self.divide_factor, self.reshard_after_forward, self.unsharded
+        )
+
+    def after_backward(self, managed: Any) -> None:
+        """The gradient of ``managed`` has been taken in."""
+        raise NotImplementedError

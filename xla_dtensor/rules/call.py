@@ -1,0 +1,105 @@
+"""What a rule is asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from xla_dtensor.rules.alternatives import Alternative, Merged, merge
+from xla_dtensor.rules.merging import Placements, TensorInfo, replicated
+
+OutShapes = Sequence[tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an overload, its arguments by schema name and defaults filled in."""
+
+    func: torch._ops.OpOverload
+    args: dict[str, Any]
+    out_shapes: OutShapes
+    mesh_shape: tuple[int, ...]
+    mesh: Any = None
+    """The ``DeviceMesh``, if there is one."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))
+    """The arguments as they were given, without defaults."""
+
+    @cached_property
+    def name(self) -> str:
+        """The op without its namespace, overload and in-place underscore."""
+        return base_name(self.func)
+
+    @cached_property
+    def tensors(self) -> list[TensorInfo]:
+        """The tensor arguments, lists flattened, in schema order; `out=` tensors are left out."""
+        outs = {a.name for a in self.func._schema.arguments if a.is_out}
+        return [t for name, arg in self.args.items() if name not in outs for t in _tensors(arg)]
+
+    @property
+    def n_outputs(self) -> int:
+        return len(self.out_shapes)
+
+    def tensor(self, name: str) -> TensorInfo:
+        value = self.args[name]
+        assert isinstance(value, TensorInfo), f"{self.func}: {name} is not a tensor"
+        return value
+
+    def dim(self, ndim: int, name: str = "dim", default: int = 0) -> int:
+        value = self.args.get(name)
+        return (default if value is None else value) % max(ndim, 1)
+
+    def dims(self, ndim: int, name: str = "dim") -> list[int] | None:
+        """A dim or list of dims, non-negative; None where the argument is absent or None."""
+        value = self.args.get(name)
+        if value is None:
+            return None
+        return [d % max(ndim, 1) for d in ([value] if isinstance(value, int) else value)]
+
+    def merge(self, options: Sequence[Alternative], *, new_shards: bool = False) -> Merged:
+        return merge(options, self.tensors, self.n_outputs, self.mesh_shape, new_shards=new_shards)
+
+    def follow(self, inputs: Sequence[Placements], *outputs: Placements) -> Merged:
+        """The given layouts; a single output layout serves all outputs."""
+        outs = outputs * self.n_outputs if len(outputs) == 1 else outputs
+        return Merged(tuple(inputs), tuple(outs))
+
+    def replicate(self) -> Merged:
+        whole = replicated(self.mesh_shape)
+        return Merged((whole,) * len(self.tensors), (whole,) * self.n_outputs)
+
+
+def base_name(func: torch._ops.OpOverload) -> str:
+    """The op's name without its namespace, overload and in-place underscore."""
+    name = func._schema.name.split("::")[1]
+    dunder = name.startswith("__") and name.endswith("__")
+    return name if dunder else name.removesuffix("_")
+
+
+def _tensors(value: object) -> Iterator[TensorInfo]:
+    if isinstance(value, TensorInfo):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def bind(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call by schema name, with defaults."""
+    bound = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if i < len(args) and not argument.kwarg_only:
+            bound[argument.name] = args[i]
+        elif argument.name in kwargs:
+            bound[argument.name] = kwargs[argument.name]
+        else:
+            bound[argument.name] = argument.default_value if argument.has_default_value() else None
+    return bound
+
+
+def tensors_text(call: Call) -> str:
+    shapes = [list(t.shape) for t in call.tensors]
+    return f"tensors of shapes {shapes} on a mesh of shape {call.mesh_shape}"

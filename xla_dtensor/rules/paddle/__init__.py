@@ -1,0 +1,9 @@
+"""Rules by the names that Paddle registers them under, and asked backwards, as Paddle does.
+
+Nothing else in the package imports it; `register_rule` knows the names.
+"""
+
+from xla_dtensor.rules.paddle.backward import infer_arguments
+from xla_dtensor.rules.paddle.names import SpmdRule, TensorSpec, rule_of_name, spmd_rule
+
+__all__ = ["SpmdRule", "TensorSpec", "infer_arguments", "rule_of_name", "spmd_rule"]
