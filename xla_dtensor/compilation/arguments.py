@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.watch import content_of, is_atom
-from xla_dtensor.forms.storage import exact
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 

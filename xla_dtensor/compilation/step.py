@@ -13,13 +13,13 @@ from typing import Any
 
 from xla_dtensor.base import events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
-from xla_dtensor.forms.storage import exact
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
 logger = logging.getLogger("xla_dtensor")

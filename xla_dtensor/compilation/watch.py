@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.code_names import (
     Names,
     describe,
@@ -46,7 +47,6 @@ from xla_dtensor.compilation.code_names import (
 from xla_dtensor.compilation.identities import identities
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
-from xla_dtensor.forms.storage import exact
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 # Compared by value.

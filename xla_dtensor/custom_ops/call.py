@@ -13,11 +13,11 @@ from torch.distributed.tensor import Replicate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from xla_dtensor.base import events
+from xla_dtensor.base.keys import exact
 from xla_dtensor.custom_ops.distributed_op import DistributedOp, Inferred, infer_by_notation
 from xla_dtensor.custom_ops.gradients import Input, Pass
 from xla_dtensor.custom_ops.results import results, shapes_of
 from xla_dtensor.errors import LayoutRuleError, MeshMismatchError, UnsupportedOpError
-from xla_dtensor.forms.storage import exact
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, root_mesh
 from xla_dtensor.mesh.layout import Layout, layout_of
 from xla_dtensor.movement.local_view import as_sharded

@@ -19,8 +19,8 @@ import torch
 
 from xla_dtensor.base.cache import Interned
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
+from xla_dtensor.base.keys import exact
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.forms.storage import exact
 from xla_dtensor.lowering import lowers
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.rules import Call, register_rule

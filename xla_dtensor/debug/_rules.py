@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from xla_dtensor.custom_ops import distributed_op
 from xla_dtensor.debug._records import short_path
 from xla_dtensor.rules import registrations
 from xla_dtensor.rules.registry import ELEMENTWISE, FOREACH
@@ -62,10 +63,8 @@ def rules(name: str | None = None) -> RuleTable:
     Args:
         name: only those with this in their name.
     """
-    from xla_dtensor.custom_ops.distributed_op import OPS
-
     found = [RegisteredRule(r.name, r.kind, r.text, r.where) for r in registrations()]
-    for op in OPS.values():
+    for op in distributed_op.OPS.values():
         text = op.rule if op.rule is not None else f"{type(op).__name__}.infer_layout"
         found.append(RegisteredRule(op.op_name, "DFunction", text, op.registered_at))
     return RuleTable(sorted((r for r in found if name is None or name in r.name), key=_by_name))

@@ -19,7 +19,7 @@ from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import contiguous_stride
-from xla_dtensor.forms.storage import LayoutStep
+from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.tensors.base import TensorMethods, refuse_other_kind
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ def _base(tensor: Any) -> Any:
     made for, or, between sharded tensors and what devices hold, the whole of what it is a view of
     on its own side."""
     steps = tensor._steps
-    last = max((i for i, step in enumerate(steps) if isinstance(step, LayoutStep)), default=-1)
+    last = max((i for i, step in enumerate(steps) if isinstance(step, CrossingStep)), default=-1)
     if last + 1 == len(steps):
         return tensor
     tensor._storage_.introduce(tensor)

@@ -28,9 +28,7 @@ from xla_dtensor.dispatch.result_forms import (
 from xla_dtensor.dispatch.result_placements import Pins, pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
-from xla_dtensor.forms.storage import (
-    write_through,
-)
+from xla_dtensor.forms.views import write_through
 
 
 class Plan:

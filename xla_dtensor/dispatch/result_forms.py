@@ -11,9 +11,7 @@ from xla_dtensor.dispatch.result_placements import output_placements
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import union
-from xla_dtensor.forms.storage import (
-    LayoutStep,
-)
+from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
 
 
@@ -59,11 +57,11 @@ def written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) -
             along which the sharded tensor doesn't.
     """
     form, own, steps = tensor._storage_.form, tensor._form, tensor._steps
-    if not (steps and isinstance(steps[0], LayoutStep)):
+    if not (steps and isinstance(steps[0], CrossingStep)):
         form = form.reduced()  # else written in the parts that the devices hold
     if not set(axes) - set(own.varying):
         return form
-    if any(isinstance(step, LayoutStep) for step in tensor._steps):
+    if any(isinstance(step, CrossingStep) for step in tensor._steps):
         raise UnsupportedOpError(
             f"{info.name}: the written tensor {list(own.shape)} is what devices hold of a sharded "
             f"tensor, the same along {sorted(set(axes) - set(own.varying))}, and would differ "

@@ -6,17 +6,15 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.keys import freeze
 from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.meta import meta_results
 from xla_dtensor.dispatch.ops import info_of
 from xla_dtensor.dispatch.result_forms import output_forms
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, contiguous_stride
-from xla_dtensor.forms.storage import (
-    ONE_VIEWER,
-    ViewStep,
-    freeze,
-)
+from xla_dtensor.forms.storage import ONE_VIEWER
+from xla_dtensor.forms.views import ViewStep
 from xla_dtensor.tensors.of_form import tensor_class
 
 

@@ -11,7 +11,7 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
-from xla_dtensor.forms.storage import Step, read_through
+from xla_dtensor.forms.views import Step, read_through
 
 _view_readers: Cache[tuple[Form, tuple[Step, ...], Form], Any] = Cache("readers of views", 1024)
 _logical_readers: Cache[Form, Any] = Cache("readers of logical values", 512)

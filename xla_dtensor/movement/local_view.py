@@ -16,7 +16,8 @@ from xla_dtensor.base import events, thread_state
 from xla_dtensor.errors import PlacementError, UnsupportedOpError
 from xla_dtensor.forms.form import device_form, sharded_form
 from xla_dtensor.forms.local_form import from_devices, global_meta, local_form, unreduced_dims
-from xla_dtensor.forms.storage import LayoutStep, Storage
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.tensors.device_tensor import XLATensor
@@ -122,7 +123,7 @@ class _ToLocal(torch.autograd.Function):
         if events.observer is not None:
             events.observer.to_local(form, target)
         tensor._storage_.introduce(tensor)
-        local = XLATensor(tensor._storage_, target, (*tensor._steps, LayoutStep(form, target)))
+        local = XLATensor(tensor._storage_, target, (*tensor._steps, CrossingStep(form, target)))
         tensor._storage_.share_writes(tensor, local)
         return local
 
@@ -205,7 +206,7 @@ def _shard(
         events.observer.from_local(source, target)
     if not target.unreduced and source.varying == parts.varying:
         # One and the same memory, as in torch.
-        step = LayoutStep(source, target)
+        step = CrossingStep(source, target)
         local._storage_.introduce(local)
         sharded = XLAShardedTensor(local._storage_, target, (*local._steps, step))
         local._storage_.share_writes(local, sharded)

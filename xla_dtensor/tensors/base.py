@@ -12,7 +12,8 @@ import torch
 from xla_dtensor.base import epoch, interrupts
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import read
-from xla_dtensor.forms.storage import ONE_VIEWER, LayoutStep
+from xla_dtensor.forms.storage import ONE_VIEWER
+from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.tensors import indexing
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.saving import reduce_tensor
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from xla_dtensor.forms.form import Form
-    from xla_dtensor.forms.storage import Step, Storage
+    from xla_dtensor.forms.storage import Storage
+    from xla_dtensor.forms.views import Step
 
 
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
@@ -116,7 +118,7 @@ class TensorMethods:
         if not self._steps:
             return form
         if self._own_form.varying != form.varying and not any(
-            isinstance(step, LayoutStep) for step in self._steps
+            isinstance(step, CrossingStep) for step in self._steps
         ):  # since a write to the storage
             self._own_form = self._own_form.placed(form.frame).with_varying(form.varying)
         return self._own_form

@@ -21,7 +21,8 @@ from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.dispatch.view_plan import ViewPlan
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form, sharded_form
-from xla_dtensor.forms.storage import Storage, read_through
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.forms.views import read_through
 from xla_dtensor.mesh import from_partition_spec
 from xla_dtensor.rules.merging import Placements
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
