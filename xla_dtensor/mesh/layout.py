@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor.errors import MeshDimError, PlacementError
+from xla_dtensor.mesh.dim_names import NONE, has_placements, name_of, names_of
 from xla_dtensor.mesh.placements import (
     REDUCE_OPS,
     dim_mesh_dims,
@@ -29,12 +30,6 @@ from xla_dtensor.mesh.placements import (
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
-
-Alias: TypeAlias = str | tuple[str, ...] | None
-"""The mesh dims that shard a tensor dim, by name: none (``"None"`` or None), one, or several, the
-first one cutting first."""
-
-NONE = "None"
 
 
 class Layout:
@@ -159,7 +154,7 @@ class Layout:
                     )
                 if mesh_dim in used:
                     raise PlacementError(
-                        f"Layout: {what} uses mesh dim {_name(mesh, mesh_dim)!r} of {mesh!r} for "
+                        f"Layout: {what} uses mesh dim {name_of(mesh, mesh_dim)!r} of {mesh!r} for "
                         f"tensor dim {used[mesh_dim]} and again for tensor dim {dim}; a mesh dim "
                         "shards one tensor dim"
                     )
@@ -178,13 +173,13 @@ class Layout:
             MeshDimError: the mesh has no dim of that name.
             PlacementError: a mesh dim is used twice, or placements don't fit the mesh.
         """
-        if len(dims) == 1 and isinstance(dims[0], list | tuple) and _has_placements(dims[0]):
+        if len(dims) == 1 and isinstance(dims[0], list | tuple) and has_placements(dims[0]):
             dims = tuple(dims[0])
-        if _has_placements(dims):
+        if has_placements(dims):
             return Layout.from_placements(self._mesh, dims, ndim)
         if ndim is not None and ndim != len(dims):
             raise PlacementError(f"Layout: {len(dims)} alias names for a tensor of {ndim} dims")
-        orders = [tuple(self._mesh_dim(name) for name in _names(entry)) for entry in dims]
+        orders = [tuple(self._mesh_dim(name) for name in names_of(entry)) for entry in dims]
         return self._of_orders(self._mesh, orders, f"alias names {dims}")
 
     def with_partial(self, mesh_dim: str | int, reduce_op: str = "sum") -> Layout:
@@ -242,7 +237,8 @@ class Layout:
         """Per tensor dim: ``"None"``, the name of the mesh dim that shards it, or a tuple of
         names, major first."""
         named = (
-            tuple(_name(self._mesh, m) for m in order) for order in self._orders("alias_tensor_map")
+            tuple(name_of(self._mesh, m) for m in order)
+            for order in self._orders("alias_tensor_map")
         )
         return tuple(NONE if not n else n[0] if len(n) == 1 else n for n in named)
 
@@ -354,7 +350,7 @@ class Layout:
 
     def __repr__(self) -> str:
         sizes = ", ".join(
-            f"{_name(self._mesh, m)}={size}" for m, size in enumerate(self._mesh.shape)
+            f"{name_of(self._mesh, m)}={size}" for m, size in enumerate(self._mesh.shape)
         )
         if self._placements is None:
             return f"Layout({sizes})"
@@ -365,7 +361,7 @@ class Layout:
             for name in self.alias_tensor_map
         )
         pending = "".join(
-            f"; {op} over {_name(self._mesh, m)}"
+            f"; {op} over {name_of(self._mesh, m)}"
             for m, op in enumerate(self.partial)
             if op is not None
         )
@@ -379,23 +375,3 @@ class Layout:
 def layout_of(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> Layout:
     """The layout of a tensor whose placements are known to be valid."""
     return Layout._make(mesh, placements, ndim)
-
-
-def _name(mesh: DeviceMesh, mesh_dim: int) -> str:
-    return mesh.mesh_dim_names[mesh_dim] if mesh.mesh_dim_names else str(mesh_dim)
-
-
-def _names(entry: Alias) -> tuple[str, ...]:
-    if entry is None or entry == NONE:
-        return ()
-    return (entry,) if isinstance(entry, str | int) else tuple(entry)
-
-
-def _has_placements(dims: Sequence[Any]) -> bool:
-    kinds = {isinstance(d, Placement) for d in dims}
-    if kinds == {True, False}:
-        raise PlacementError(
-            f"Layout: {tuple(dims)} mixes placements (one per mesh dim) and alias names (one per "
-            "tensor dim)"
-        )
-    return kinds == {True}

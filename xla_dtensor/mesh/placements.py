@@ -209,3 +209,15 @@ def from_partition_spec(
             position += len(group)
         orders.append(order)
     return placements_of(orders, tuple(mesh.shape))
+
+
+def shard_after(
+    dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...], start: int
+) -> Placement:
+    """The placement that shards ``dim`` after the mesh dims from ``start`` on have."""
+    pieces = 1
+    for i in range(start, mesh.ndim):
+        placement = placements[i]
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
+            pieces *= mesh.size(i)
+    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)

@@ -10,7 +10,7 @@ from xla_dtensor.dispatch import dispatch
 from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, resolve_group
-from xla_dtensor.movement.collectives import run
+from xla_dtensor.movement.collective_kernels import run
 
 _NS = "_c10d_functional::"
 

@@ -17,7 +17,7 @@ from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.per_device import Axes, expand, union
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
-from xla_dtensor.movement.collectives import summed
+from xla_dtensor.movement.collective_kernels import summed
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.tensors.device_tensor import XLATensor
 

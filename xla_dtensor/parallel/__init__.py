@@ -2,7 +2,8 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from xla_dtensor.parallel.fully_shard import FSDPModule, UnshardHandle, fully_shard
+from xla_dtensor.parallel.fully_shard import fully_shard
+from xla_dtensor.parallel.module import FSDPModule, UnshardHandle
 from xla_dtensor.parallel.replicate import ReplicateModule, replicate
 
 __all__ = [

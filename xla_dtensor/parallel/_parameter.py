@@ -4,7 +4,6 @@ with, and the gradient's way back."""
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.tensor.placement_types import (
     Placement,
     Replicate,
     Shard,
-    _StridedShard,
 )
 
 from xla_dtensor.base import thread_state
@@ -23,102 +21,22 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import frame_of
+from xla_dtensor.mesh.placements import shard_after
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.movement.relayout import move, relayout
 from xla_dtensor.parallel._layouts import Keep, Reduce, gather
 from xla_dtensor.parallel._settings import Settings
+from xla_dtensor.parallel._whole import Accumulated, Location, Whole, same_whole, wholes
 from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.of_form import of_storage
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 if TYPE_CHECKING:
     from xla_dtensor.parallel._mesh import DataParallel
 
+
 Placements = tuple[Placement, ...]
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a module holds a parameter."""
-
-    module: nn.Module
-    name: str
-
-    def get(self) -> torch.Tensor:
-        """What is there now."""
-        tensor = self.module._parameters[self.name]
-        assert tensor is not None
-        return tensor
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` there, which need not be a leaf."""
-        before = self.module._parameters[self.name]
-        self.module._parameters[self.name] = tensor
-        flat = self.module.__dict__.get("_flat_weights")  # nn.RNNBase keeps its own list
-        if flat is not None:
-            flat[:] = [tensor if weight is before else weight for weight in flat]
-
-
-class Accumulated:
-    """The gradient of a whole parameter that waits for its reduction, as ``.grad``.
-
-    A compiled step treats it as it treats a leaf: whether there is a gradient when the step begins
-    is part of the program, and what the step leaves is put in place after each run.
-    """
-
-    requires_grad = True
-    is_leaf = True
-
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
-        self.grad: Any = None
-
-    def add(self, grad: Any) -> None:
-        """Keep ``grad`` for later."""
-        self._look()
-        if self.grad is None:
-            self.grad = grad.clone()
-        else:
-            self.grad.add_(grad)
-
-    def take(self) -> Any:
-        """What has been kept, or None; nothing is left."""
-        self._look()
-        grad, self.grad = self.grad, None
-        return grad
-
-    def _look(self) -> None:
-        trace = thread_state.current()
-        if trace is not None:
-            trace.touched(self)
-
-
-class Whole:
-    """A whole parameter's storage: where it came from.
-
-    Attributes:
-        parameter: the managed parameter.
-        global_view, form: how it was handed out.
-        reshard: whether autograd is to keep it sharded and gather it again.
-        version: of the sharded parameter when it was gathered.
-        trace: in which that was.
-        kept: with an int ``reshard_after_forward``, its storage sharded over fewer devices.
-    """
-
-    __slots__ = ("form", "global_view", "kept", "parameter", "reshard", "trace", "version")
-
-    def __init__(
-        self, parameter: ManagedParameter, global_view: bool, form: Form, version: Any
-    ) -> None:
-        self.parameter, self.global_view, self.form = parameter, global_view, form
-        self.reshard = False
-        self.version = version
-        self.trace = thread_state.current()
-        self.kept: Any = None
-
-
-# Which whole parameter a storage is.
-wholes: weakref.WeakKeyDictionary[Storage, Whole] = weakref.WeakKeyDictionary()
 
 
 class ManagedParameter:
@@ -206,7 +124,7 @@ class ManagedParameter:
         mesh, placements = self.layout
         if parallel.whole_mesh is not None:
             return self._layout_on_whole_mesh(mesh, placements)
-        over_dp[parallel.shard_dim] = _shard_after(dim, mesh, placements, 0)
+        over_dp[parallel.shard_dim] = shard_after(dim, mesh, placements, 0)
         return DeviceMesh._concatenate([parallel.mesh, mesh]), (*over_dp, *placements)
 
     def _layout_on_whole_mesh(
@@ -234,7 +152,7 @@ class ManagedParameter:
         shards = [names.index(name) for name in parallel.dims.shard_names]
         if len(shards) == 1:
             new = list(placements)
-            new[shards[0]] = _shard_after(self._dim, mesh, placements, shards[0] + 1)
+            new[shards[0]] = shard_after(self._dim, mesh, placements, shards[0] + 1)
             return mesh, tuple(new)
         # Several mesh dims that shard are one in the parameter's mesh.
         meshes: list[DeviceMesh] = []
@@ -243,7 +161,7 @@ class ManagedParameter:
             if i == shards[0]:
                 meshes.append(parallel.mesh)
                 result += [Replicate()] * (parallel.mesh.ndim - 1)
-                result.append(_shard_after(self._dim, mesh, placements, i + 1))
+                result.append(shard_after(self._dim, mesh, placements, i + 1))
             elif name not in (*parallel.dims.shard_names, *parallel.dims.replicate_names):
                 meshes.append(mesh[name])
                 result.append(placements[i])
@@ -270,7 +188,7 @@ class ManagedParameter:
             parameter = self.parameter
             form = self.form(parameter._form, global_view)
             whole = Whole(self, global_view, form, parameter._storage_.version)
-            tensor = _tensor(self.gather_again(whole), form)
+            tensor = of_storage(self.gather_again(whole), form)
             self._put(tensor.requires_grad_(parameter.requires_grad))
 
     def swap_out(self) -> None:
@@ -332,7 +250,7 @@ class ManagedParameter:
             storage = self._gather(parameter, form)
             wholes[storage] = whole
             self._alive = weakref.ref(storage)
-        return _tensor(storage, form)
+        return of_storage(storage, form)
 
     def _gather(self, parameter: Any, form: Form) -> Storage:
         return relayout(parameter, parameter._form, form, gather)._storage_
@@ -356,12 +274,12 @@ class ManagedParameter:
                 "reshard_after_forward=True backward needs the value that forward saw"
             )
         alive = self._alive()
-        if alive is not None and _same(wholes.get(alive), whole, trace):
+        if alive is not None and same_whole(wholes.get(alive), whole, trace):
             return alive
         key = version, trace, whole.form
         if self._again is not None and self._again[0] == key:
             return self._again[1]
-        source = parameter if whole.kept is None else _tensor(whole.kept, whole.form)
+        source = parameter if whole.kept is None else of_storage(whole.kept, whole.form)
         if trace is not None:
             # Behind a barrier, or XLA would merge it with the first gathering.
             trace.begin_recomputation()
@@ -485,28 +403,3 @@ class _Unshard(torch.autograd.Function):
             return None, None, None
         with torch.no_grad():
             return managed.reduce(grad, ctx.global_view), None, None
-
-
-def _shard_after(dim: int, mesh: DeviceMesh, placements: Placements, start: int) -> Placement:
-    """The placement that shards ``dim`` after the mesh dims from ``start`` on have."""
-    pieces = 1
-    for i in range(start, mesh.ndim):
-        placement = placements[i]
-        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
-            pieces *= mesh.size(i)
-    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
-
-
-def _tensor(storage: Storage, form: Form) -> Any:
-    return (XLAShardedTensor if form.is_sharded else XLATensor)(storage, form)
-
-
-def _same(known: Whole | None, wanted: Whole, trace: Any) -> bool:
-    """Whether a whole parameter that still exists is the one to gather."""
-    return (
-        known is not None
-        and not known.reshard
-        and known.trace is trace
-        and known.version == wanted.version
-        and known.form is wanted.form
-    )

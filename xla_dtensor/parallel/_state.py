@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import recomputation
 from xla_dtensor.mesh import mesh_dim_axes
-from xla_dtensor.parallel._parameter import ManagedParameter, Whole, wholes
+from xla_dtensor.parallel._parameter import ManagedParameter
 from xla_dtensor.parallel._settings import Settings
+from xla_dtensor.parallel._whole import Whole, wholes
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.parallel._manage import become, manage
 from xla_dtensor.parallel._mesh import data_parallel
 from xla_dtensor.parallel._state import State
-from xla_dtensor.parallel.fully_shard import FSDPModule, _become, _manage
+from xla_dtensor.parallel.module import FSDPModule
 
 # What DistributedDataParallel takes that says how to communicate; XLA decides that.
 _OF_COMMUNICATION = frozenset(
@@ -94,10 +95,10 @@ def replicate(
     for one in ignored_modules or ():
         ignored |= set(one.parameters())
     parallel = data_parallel(mesh or device_mesh, dp_mesh_dims, "replicate", shard=False)
-    state = _manage(replicate, module, parallel, mp_policy, ignored, None, "replicate")
+    state = manage(replicate, module, parallel, mp_policy, ignored, None, "replicate")
     state.reshard_after_forward = False
     state.local_gradients = True
-    _become(state.modules, ReplicateModule, "DDP")
+    become(state.modules, ReplicateModule, "DDP")
     return module
 
 

@@ -21,3 +21,8 @@ def new_tensor(array: Any, form: Form) -> Any:
     """A tensor with a storage of its own."""
     cls = XLAShardedTensor if form.mesh is not None else XLATensor
     return cls.__new__(cls, Storage(array, form), form)
+
+
+def of_storage(storage: Storage, form: Form) -> Any:
+    """A tensor that shows ``storage`` as a whole."""
+    return tensor_class(form)(storage, form)

@@ -22,11 +22,13 @@ from xla_dtensor.rules.matmul import matmul_notation
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo
 from xla_dtensor.rules.notation import alternatives, parse
 from xla_dtensor.rules.pointwise import elementwise_alternatives, pointwise_rule
-from xla_dtensor.rules.registry import Rule, notation_rule, register_family, replicate_rule
+from xla_dtensor.rules.registry import Rule, notation_rule, register_family
 from xla_dtensor.rules.shape import inactive_dims
 
 R = REPLICATE
+
 NAMESPACE = "paddle"
+
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
@@ -42,9 +44,6 @@ def composed(schema: str, rule: Rule | str) -> Callable[[Callable[..., Any]], Ca
         return compute
 
     return decorate
-
-
-# --- elementwise ---------------------------------------------------------------------------------
 
 
 @composed("logsigmoid(Tensor x) -> Tensor", pointwise_rule)
@@ -144,9 +143,6 @@ def update_loss_scaling(
     return grads, torch.where(found, scale / 2, scale), good, bad
 
 
-# --- products ------------------------------------------------------------------------------------
-
-
 def _matmul(call: Call) -> Merged:
     """... m k, ... k n -> ... m n, either operand's last two dims swapped"""
     x, y = call.tensors
@@ -200,9 +196,6 @@ def fused_linear_param_grad_add(
     )
 
 
-# --- reductions ----------------------------------------------------------------------------------
-
-
 @composed("prod(Tensor x, int[]? dim=None, bool keepdim=False) -> Tensor", "aten::prod")
 def prod(x: Tensor, dim: list[int] | None = None, keepdim: bool = False) -> Tensor:
     for d in sorted((d % x.ndim for d in dim or range(x.ndim)), reverse=True):
@@ -218,9 +211,6 @@ def squared_l2_norm(x: Tensor) -> Tensor:
 @composed("numel(Tensor x) -> Tensor", "... -> ")
 def numel(x: Tensor) -> Tensor:
     return torch.full((), x.numel(), device=x.device)
-
-
-# --- losses --------------------------------------------------------------------------------------
 
 
 def _cross_entropy(call: Call) -> Merged:
@@ -286,9 +276,6 @@ def c_softmax_with_multi_label_cross_entropy(
     return softmax, loss.sum(-1, keepdim=True) if sum_multi_label_loss else loss
 
 
-# --- rotary embedding, normalization -------------------------------------------------------------
-
-
 def _rope(call: Call) -> Merged:
     """b s h d! for each; 1 s 1 d! for sines and cosines"""
     rotated = call.n_outputs
@@ -335,9 +322,6 @@ def instance_norm(
     return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
 
 
-# --- indexing ------------------------------------------------------------------------------------
-
-
 def _gather_nd(call: Call) -> Merged:
     """k!... a, i k! -> i a: the index's own dims, and those that it leaves alone; partial passes"""
     x, index = call.tensors
@@ -353,58 +337,3 @@ def _gather_nd(call: Call) -> Merged:
 @composed("gather_nd(Tensor x, Tensor index) -> Tensor", _gather_nd)
 def gather_nd(x: Tensor, index: Tensor) -> Tensor:
     return x[index.unbind(-1)]
-
-
-# --- any op --------------------------------------------------------------------------------------
-
-
-def _data_parallel(call: Call) -> Merged:
-    """the first dim of every tensor"""
-    outputs = tuple(Shard(0) if shape else R for shape in call.out_shapes)
-    return call.merge(
-        [Alternative(outputs, tuple(Shard(0) if t.ndim else R for t in call.tensors))]
-    )
-
-
-def _copies(inputs: list[Tensor]) -> list[Tensor]:
-    return [x.clone() for x in inputs]
-
-
-for _name, _rule in {
-    "default_data_parallel": _data_parallel,
-    "default_": replicate_rule,
-    "replicated": replicate_rule,
-}.items():
-    composed(f"{_name}(Tensor[] inputs) -> Tensor[]", _rule)(_copies)
-
-
-# --- mixtures of experts: their results' shapes --------------------------------------------------
-
-
-def _gate_dispatch(call: Call) -> Merged:
-    """s! h, s! e! -> e! c! h, s! k!, k! s!, e!, s! k!"""
-    # Which slot of an expert a token gets depends on the tokens before it.
-    return call.merge([Alternative((Shard(2), R, R, R, R), (Shard(1), R))])
-
-
-@composed(
-    "moe_gate_dispatch(Tensor x, Tensor gate_logits, int k, int capacity)"
-    " -> (Tensor y, Tensor weights, Tensor scatter_index, Tensor offset, Tensor expert_id)",
-    _gate_dispatch,
-)
-def moe_gate_dispatch(x: Tensor, gate_logits: Tensor, k: int, capacity: int) -> tuple[Tensor, ...]:
-    (tokens, hidden), experts = x.shape, gate_logits.shape[-1]
-
-    def index(*shape: int) -> Tensor:
-        return x.new_empty(shape, dtype=torch.int32)
-
-    slots = x.new_empty(experts, capacity, hidden)
-    return slots, x.new_empty(tokens, k), index(k, tokens), index(experts), index(tokens, k)
-
-
-@composed(
-    "moe_combine(Tensor x, Tensor combine_weights, Tensor scatter_index) -> Tensor",
-    "slot! h, s k!, k! s -> s h",
-)
-def moe_combine(x: Tensor, combine_weights: Tensor, scatter_index: Tensor) -> Tensor:
-    return (x[scatter_index.mT] * combine_weights.unsqueeze(-1)).sum(1)

@@ -23,7 +23,7 @@ from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.asking import ask, infer
 from xla_dtensor.rules.call import Call, OutShapes, bind
 from xla_dtensor.rules.merging import DimSharding, Placements, TensorInfo
-from xla_dtensor.rules.paddle import composed
+from xla_dtensor.rules.paddle import composed, experts  # noqa: F401  (register ops)
 from xla_dtensor.rules.paddle.backward import infer_arguments
 from xla_dtensor.rules.registry import Rule, find_rule, rules
 

@@ -1,0 +1,42 @@
+"""Names of mesh dims, as a `Layout` is written with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+
+from xla_dtensor.errors import PlacementError
+
+if TYPE_CHECKING:
+    pass
+
+
+Alias: TypeAlias = str | tuple[str, ...] | None
+
+"""The mesh dims that shard a tensor dim, by name: none (``"None"`` or None), one, or several, the
+first one cutting first."""
+
+NONE = "None"
+
+
+def name_of(mesh: DeviceMesh, mesh_dim: int) -> str:
+    return mesh.mesh_dim_names[mesh_dim] if mesh.mesh_dim_names else str(mesh_dim)
+
+
+def names_of(entry: Alias) -> tuple[str, ...]:
+    if entry is None or entry == NONE:
+        return ()
+    return (entry,) if isinstance(entry, str | int) else tuple(entry)
+
+
+def has_placements(dims: Sequence[Any]) -> bool:
+    kinds = {isinstance(d, Placement) for d in dims}
+    if kinds == {True, False}:
+        raise PlacementError(
+            f"Layout: {tuple(dims)} mixes placements (one per mesh dim) and alias names (one per "
+            "tensor dim)"
+        )
+    return kinds == {True}

@@ -1,0 +1,110 @@
+"""Whole parameters while they are in use, and where a module keeps a parameter."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from xla_dtensor.base import thread_state
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.storage import Storage
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a module holds a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> torch.Tensor:
+        """What is there now."""
+        tensor = self.module._parameters[self.name]
+        assert tensor is not None
+        return tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` there, which need not be a leaf."""
+        before = self.module._parameters[self.name]
+        self.module._parameters[self.name] = tensor
+        flat = self.module.__dict__.get("_flat_weights")  # nn.RNNBase keeps its own list
+        if flat is not None:
+            flat[:] = [tensor if weight is before else weight for weight in flat]
+
+
+class Accumulated:
+    """The gradient of a whole parameter that waits for its reduction, as ``.grad``.
+
+    A compiled step treats it as it treats a leaf: whether there is a gradient when the step begins
+    is part of the program, and what the step leaves is put in place after each run.
+    """
+
+    requires_grad = True
+    is_leaf = True
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+        self.grad: Any = None
+
+    def add(self, grad: Any) -> None:
+        """Keep ``grad`` for later."""
+        self._look()
+        if self.grad is None:
+            self.grad = grad.clone()
+        else:
+            self.grad.add_(grad)
+
+    def take(self) -> Any:
+        """What has been kept, or None; nothing is left."""
+        self._look()
+        grad, self.grad = self.grad, None
+        return grad
+
+    def _look(self) -> None:
+        trace = thread_state.current()
+        if trace is not None:
+            trace.touched(self)
+
+
+class Whole:
+    """A whole parameter's storage: where it came from.
+
+    Attributes:
+        parameter: the managed parameter.
+        global_view, form: how it was handed out.
+        reshard: whether autograd is to keep it sharded and gather it again.
+        version: of the sharded parameter when it was gathered.
+        trace: in which that was.
+        kept: with an int ``reshard_after_forward``, its storage sharded over fewer devices.
+    """
+
+    __slots__ = ("form", "global_view", "kept", "parameter", "reshard", "trace", "version")
+
+    def __init__(self, parameter: Any, global_view: bool, form: Form, version: Any) -> None:
+        self.parameter, self.global_view, self.form = parameter, global_view, form
+        self.reshard = False
+        self.version = version
+        self.trace = thread_state.current()
+        self.kept: Any = None
+
+
+# Which whole parameter a storage is.
+wholes: weakref.WeakKeyDictionary[Storage, Whole] = weakref.WeakKeyDictionary()
+
+
+def same_whole(known: Whole | None, wanted: Whole, trace: Any) -> bool:
+    """Whether a whole parameter that still exists is the one to gather."""
+    return (
+        known is not None
+        and not known.reshard
+        and known.trace is trace
+        and known.version == wanted.version
+        and known.form is wanted.form
+    )
