@@ -25,12 +25,48 @@ from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     XlaDTensorError,
 )
 
+# Loaded on first use: these import JAX, or torch.distributed.tensor, which takes long.
+_LAZY = {
+    "CompiledStep": "xla_dtensor.compilation",
+    "DFunction": "xla_dtensor.custom_ops",
+    "DistributedOp": "xla_dtensor.custom_ops",
+    "Explanation": "xla_dtensor.debug",
+    "FSDPModule": "xla_dtensor.parallel",
+    "Layout": "xla_dtensor.mesh.layout",
+    "MixedPrecisionPolicy": "xla_dtensor.parallel",
+    "OffloadPolicy": "xla_dtensor.parallel",
+    "Partial": "torch.distributed.tensor.placement_types",
+    "Replicate": "torch.distributed.tensor.placement_types",
+    "ReplicateModule": "xla_dtensor.parallel",
+    "Shard": "torch.distributed.tensor.placement_types",
+    "XLADeviceMesh": "xla_dtensor.mesh",
+    "XLAShardedTensor": "xla_dtensor.tensors.sharded_tensor",
+    "XLATensor": "xla_dtensor.tensors.device_tensor",
+    "axis_index": "xla_dtensor.movement.collectives",
+    "compile": "xla_dtensor.compilation",
+    "distribute_module": "xla_dtensor.movement.factories",
+    "distribute_tensor": "xla_dtensor.movement.factories",
+    "explain": "xla_dtensor.debug",
+    "from_device_values": "xla_dtensor.movement.device_values",
+    "fully_shard": "xla_dtensor.parallel",
+    "jax_function": "xla_dtensor.custom_ops",
+    "register_rule": "xla_dtensor.rules",
+    "replicate": "xla_dtensor.parallel",
+}
+_MODULES = {
+    "collectives": "xla_dtensor.movement.collectives",
+    "debug": "xla_dtensor.debug",
+    "rules": "xla_dtensor.rules",
+}
+
 __all__ = [
+    "CompiledStep",
     "DFunction",
     "DataDependentError",
     "DeviceCountError",
     "DeviceMesh",
     "DistributedOp",
+    "Explanation",
     "FSDPModule",
     "Layout",
     "LayoutRuleError",
@@ -38,8 +74,13 @@ __all__ = [
     "MeshError",
     "MeshMismatchError",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Partial",
     "PerDeviceValueError",
     "PlacementError",
+    "Replicate",
+    "ReplicateModule",
+    "Shard",
     "StaleStepError",
     "UnsupportedOpError",
     "XLADeviceMesh",
@@ -62,37 +103,18 @@ __all__ = [
     "rules",
 ]
 
-# Loaded on first use: these import JAX.
-_LAZY = {
-    "DFunction": "xla_dtensor.custom_ops",
-    "DistributedOp": "xla_dtensor.custom_ops",
-    "FSDPModule": "xla_dtensor.parallel",
-    "Layout": "xla_dtensor.mesh.layout",
-    "MixedPrecisionPolicy": "xla_dtensor.parallel",
-    "XLADeviceMesh": "xla_dtensor.mesh",
-    "XLAShardedTensor": "xla_dtensor.tensors.sharded_tensor",
-    "XLATensor": "xla_dtensor.tensors.device_tensor",
-    "axis_index": "xla_dtensor.movement.collectives",
-    "compile": "xla_dtensor.compilation",
-    "distribute_module": "xla_dtensor.movement.factories",
-    "distribute_tensor": "xla_dtensor.movement.factories",
-    "explain": "xla_dtensor.debug",
-    "from_device_values": "xla_dtensor.movement.local_view",
-    "fully_shard": "xla_dtensor.parallel",
-    "jax_function": "xla_dtensor.custom_ops",
-    "register_rule": "xla_dtensor.rules",
-    "replicate": "xla_dtensor.parallel",
-}
-_MODULES = ("collectives", "debug", "rules")
-
 
 def __getattr__(name: str) -> Any:
     import importlib
 
     if name in _MODULES:
-        return importlib.import_module(f"xla_dtensor.{name}")
+        return importlib.import_module(_MODULES[name])
     if name in _LAZY:
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

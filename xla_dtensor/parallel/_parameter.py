@@ -27,6 +27,7 @@ from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.movement.relayout import move, relayout
 from xla_dtensor.parallel._layouts import Keep, Reduce, gather
 from xla_dtensor.parallel._settings import Settings
+from xla_dtensor.parallel._unshard import Unshard
 from xla_dtensor.parallel._whole import Accumulated, Location, Whole, same_whole, wholes
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import of_storage
@@ -179,7 +180,7 @@ class ManagedParameter:
                     f"{self.locations[0].name!r} is still on the meta device: call "
                     "module.to_empty(device='xla') and initialise the parameters"
                 )
-            self._put(_Unshard.apply(parameter, self, global_view))
+            self._put(Unshard.apply(parameter, self, global_view))
 
     def swap_in_again(self, global_view: bool) -> None:
         """The same for a recomputation in backward: a leaf of its own, as its gradient is that of
@@ -383,23 +384,3 @@ class ManagedParameter:
             scale *= form.frame.sizes[name]
         shard_axes = parallel.shard_axes if self._sharded else ()
         return relayout(grad, source, target, Reduce(self._dim, shard_axes, axes, scale))
-
-
-class _Unshard(torch.autograd.Function):
-    """From the sharded parameter to the whole one."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Any, managed: ManagedParameter, global_view: bool) -> Any:
-        ctx.managed, ctx.global_view = managed, global_view
-        ctx.set_materialize_grads(False)
-        return managed._gathered(parameter, global_view)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        managed = ctx.managed
-        managed.release()
-        managed._state.after_backward(managed)
-        if grad is None:
-            return None, None, None
-        with torch.no_grad():
-            return managed.reduce(grad, ctx.global_view), None, None
