@@ -15,20 +15,17 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax.extend import core as jax_core
-from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.compilation.trace import StepTrace, nodes_of
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.movement.relayout import move
 from xla_dtensor.movement.vary import vary
-from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.of_form import new_tensor
+from xla_dtensor.tensors.of_form import Ours, new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-Ours = XLAShardedTensor | XLATensor
 
 
 class History:
@@ -280,7 +277,7 @@ def _gradient_form(form: Form) -> Form:
     form = form.reduced()
     if form.mesh is None:
         return form
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in form.placements or ())
+    placements = unpartial(form.placements or ())
     return form.with_placements(form.mesh, placements)
 
 

@@ -22,10 +22,8 @@ from xla_dtensor.base.traced_number import NumberNode, plain_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.forms.host_values import to_numpy
-from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+from xla_dtensor.tensors.of_form import Ours
 
-Ours = XLAShardedTensor | XLATensor
 _Symbolic = torch.SymFloat | torch.SymInt
 
 

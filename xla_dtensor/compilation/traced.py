@@ -35,10 +35,7 @@ from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import ViewStep
-from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-Ours = XLAShardedTensor | XLATensor
+from xla_dtensor.tensors.of_form import Ours
 
 
 class Source:

@@ -16,6 +16,7 @@ from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import mesh_dim_axes
+from xla_dtensor.mesh.dim_names import name_of
 from xla_dtensor.mesh.layout import Layout
 from xla_dtensor.movement.local_view import as_sharded, from_local
 from xla_dtensor.movement.relayout import move
@@ -93,7 +94,7 @@ def _from_devices(
         if isinstance(placement, Replicate) and set(axes) & set(local.varying):
             raise LayoutRuleError(
                 f"{op._describes_rule} gave {layout!r} for result {index}, replicated over mesh "
-                f"dim {(layout.mesh.mesh_dim_names or range(layout.mesh.ndim))[mesh_dim]!r}, but "
+                f"dim {name_of(layout.mesh, mesh_dim)!r}, but "
                 f"forward's result of shape {list(local.shape)} differs from device to device "
                 f"there (it was computed from what does). Is it a part of a sum "
                 "(layout.with_partial), or does forward lack a collective?"

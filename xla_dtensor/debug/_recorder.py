@@ -23,7 +23,6 @@ from xla_dtensor.debug._records import (
     Transfer,
 )
 from xla_dtensor.debug._transfers import (
-    dim_name,
     form_layout,
     is_partial,
     one_transfer,
@@ -40,6 +39,7 @@ from xla_dtensor.dispatch.view_plan import ViewPlan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.local_form import from_devices
 from xla_dtensor.mesh import mesh_dim_axes
+from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.rules.cost import Collective
 from xla_dtensor.tensors.base import TensorMethods
 

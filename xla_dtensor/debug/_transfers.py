@@ -16,7 +16,9 @@ from xla_dtensor.debug._records import (
 )
 from xla_dtensor.dispatch.one_mesh import on_one_mesh
 from xla_dtensor.forms.form import Form
+from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.mesh.layout import layout_of
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.rules import TensorInfo
 from xla_dtensor.rules.cost import Collective, collectives
 from xla_dtensor.tensors.base import TensorMethods
@@ -36,10 +38,6 @@ def form_layout(form: Form) -> AnyLayout:
     return f"{layout_text(layout)} per-device({', '.join(form.varying)})"
 
 
-def dim_name(mesh: Any, dim: int) -> str:
-    return mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh dim {dim}"
-
-
 def one_transfer(collective: Collective, mesh: Any) -> Transfer:
     along = collective.along
     name = dim_name(mesh, along) if isinstance(along, int) else ", ".join(along)
@@ -52,7 +50,7 @@ def is_partial(form: Form) -> bool:
 
 def reduced(form: Form) -> Form:
     assert form.mesh is not None and form.placements is not None
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in form.placements)
+    placements = unpartial(form.placements)
     return form.with_placements(form.mesh, placements)
 
 

@@ -13,11 +13,8 @@ from xla_dtensor.errors import PerDeviceValueError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.read import constant_recipe, logical_value, read
-from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.of_form import new_tensor
+from xla_dtensor.tensors.of_form import Ours, new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-Ours = XLAShardedTensor | XLATensor
 
 
 def to_cpu(tensor: Any) -> torch.Tensor:

@@ -57,7 +57,8 @@ def _tensor_split(
     self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0
 ) -> list[torch.Tensor]:
     """torch reads where to split on the CPU, and refuses a tensor that isn't there."""
-    from xla_dtensor.dispatch.moves import Ours, to_cpu
+    from xla_dtensor.dispatch.moves import to_cpu
+    from xla_dtensor.tensors.of_form import Ours
 
     if isinstance(tensor_indices_or_sections, Ours):
         tensor_indices_or_sections = to_cpu(tensor_indices_or_sections)

@@ -9,7 +9,7 @@ that mesh dims to its right have cut before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -221,3 +221,10 @@ def shard_after(
         if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
             pieces *= mesh.size(i)
     return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+
+
+def unpartial(placements: Iterable[Placement], keep: Sequence[str] = ()) -> tuple[Placement, ...]:
+    """``placements`` with the pending reductions done, but for the reduce ops in ``keep``."""
+    return tuple(
+        Replicate() if isinstance(p, Partial) and p.reduce_op not in keep else p for p in placements
+    )

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state
-from xla_dtensor.dispatch.moves import Ours, refuse_varying, to_cpu
+from xla_dtensor.dispatch.moves import refuse_varying, to_cpu
 from xla_dtensor.dispatch.ops import handles, info_of
 from xla_dtensor.dispatch.out_arguments import into
 from xla_dtensor.movement.factories import distribute_tensor
+from xla_dtensor.tensors.of_form import Ours
 
 
 @handles(

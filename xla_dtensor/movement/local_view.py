@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from xla_dtensor.base import events, thread_state
 from xla_dtensor.errors import PlacementError, UnsupportedOpError
@@ -19,6 +19,8 @@ from xla_dtensor.forms.local_form import from_devices, global_meta, local_form, 
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
+from xla_dtensor.mesh.dim_names import dim_name
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -82,7 +84,7 @@ def as_sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> XLAShardedTensor:
 
 def _for_gradient(placements: Placements) -> Placements:
     """The gradient of a part of a sum is the gradient of the sum: torch's rule."""
-    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+    return unpartial(placements)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -136,16 +138,12 @@ class _ToLocal(torch.autograd.Function):
         for i in _replicated_but_varying(varying, mesh, placements):
             raise UnsupportedOpError(
                 f"the gradient of to_local() or full_tensor() differs from device to device along "
-                f"{_dim_name(mesh, i)!r}, where the sharded tensor on {mesh!r} is replicated: "
+                f"{dim_name(mesh, i)!r}, where the sharded tensor on {mesh!r} is replicated: "
                 "each device has contributed its own part. Say how they make up one gradient: "
                 "grad_placements=[...] with Partial() there sums them"
             )
         # Of a dim that doesn't divide there is no local view; so the shape is that of the tensor.
         return _FromLocal.apply(grad, mesh, placements, False, ctx.meta, None), None
-
-
-def _dim_name(mesh: DeviceMesh, dim: int) -> str:
-    return mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh dim {dim}"
 
 
 def _replicated_but_varying(
@@ -179,7 +177,7 @@ def _shard(
         if not run_check:
             raise UnsupportedOpError(
                 f"from_local(placements={list(placements)}) on {mesh!r}: the local tensor differs "
-                f"from device to device along {_dim_name(mesh, i)!r}, where the placement is "
+                f"from device to device along {dim_name(mesh, i)!r}, where the placement is "
                 "Replicate(). Give Shard(dim) or Partial() there, make it the same on all (a "
                 "collective), or pass run_check=True, which takes coordinate 0's for all"
             )

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from xla_dtensor.errors import MeshMismatchError, PlacementError, UnsupportedOpError
 from xla_dtensor.mesh import normalize_placements
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.movement.local_view import as_sharded, to_local
 from xla_dtensor.movement.relayout import move
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -68,7 +69,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         mesh, placements, dtype = ctx.source
-        wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+        wanted = unpartial(placements)
         grad = as_sharded(grad, mesh)
         communication_dtype = ctx.backward_dtype or dtype
         if grad.dtype != communication_dtype:

@@ -19,7 +19,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 _converters: Cache[tuple[Any, Form, Form], Any] = Cache("conversions between forms", 1024)
@@ -43,8 +43,7 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
             converter = _converters.put(key, jax.jit(function, out_shardings=target.sharding))
         with jax.enable_x64(True):
             value = converter(array)
-    cls = XLAShardedTensor if target.is_sharded else XLATensor
-    return cls(Storage(value, target), target)
+    return new_tensor(value, target)
 
 
 movers: Cache[tuple[Form, Form], Any] = Cache("redistributions", 1024)

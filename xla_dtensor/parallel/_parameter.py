@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import (
-    Partial,
     Placement,
     Replicate,
     Shard,
@@ -21,7 +20,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import frame_of
-from xla_dtensor.mesh.placements import shard_after
+from xla_dtensor.mesh.placements import shard_after, unpartial
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.movement.relayout import move, relayout
@@ -350,7 +349,7 @@ class ManagedParameter:
         grad = as_sharded(grad, form.mesh)
         if global_view or self.spans_mesh:
             return grad  # its reduction over the data-parallel devices is to come
-        wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in form.placements)
+        wanted = unpartial(form.placements)
         return grad if grad.placements == wanted else grad.redistribute(placements=wanted)
 
     def _land(self, grad: Any, parameter: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call
-from xla_dtensor.rules.merging import shard_dim, unpartial
+from xla_dtensor.rules.merging import shard_dim
 from xla_dtensor.rules.registry import register
 
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.rules.alternatives import Alternative, Merged
 from xla_dtensor.rules.call import Call
-from xla_dtensor.rules.merging import REPLICATE, TensorInfo, unpartial
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo
 from xla_dtensor.rules.registry import register
 from xla_dtensor.rules.shape import inactive_dims
 

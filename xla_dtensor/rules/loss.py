@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.rules.alternatives import Alternative, Merged
 from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import (
@@ -12,7 +13,6 @@ from xla_dtensor.rules.merging import (
     is_even,
     map_shards,
     shard_dim,
-    unpartial,
 )
 from xla_dtensor.rules.pointwise import elementwise_alternatives
 from xla_dtensor.rules.registry import register

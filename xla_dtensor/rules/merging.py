@@ -86,13 +86,6 @@ def map_shards(placements: Iterable[Placement], dim_map: dict[int, int | None]) 
     return tuple(result)
 
 
-def unpartial(placements: Iterable[Placement], keep: Sequence[str] = ()) -> Placements:
-    """`placements` with the pending reductions done, but for the reduce ops in `keep`."""
-    return tuple(
-        REPLICATE if isinstance(p, Partial) and p.reduce_op not in keep else p for p in placements
-    )
-
-
 def replicated(mesh_shape: Sequence[int]) -> Placements:
     return (REPLICATE,) * len(mesh_shape)
 

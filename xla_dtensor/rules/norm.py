@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.rules.alternatives import Alternative, Merged
 from xla_dtensor.rules.call import Call
-from xla_dtensor.rules.merging import REPLICATE, TensorInfo, shard_dim, unpartial
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo, shard_dim
 from xla_dtensor.rules.registry import register
 from xla_dtensor.rules.shape import without_dims
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.rules.alternatives import Alternative, Merged
 from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import (
@@ -21,7 +22,6 @@ from xla_dtensor.rules.merging import (
     moved_to,
     norm_partial,
     shard_dim,
-    unpartial,
 )
 from xla_dtensor.rules.registry import Rule, register
 

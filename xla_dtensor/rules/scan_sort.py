@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Partial, Shard
 
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.rules.alternatives import Alternative, Merged
 from xla_dtensor.rules.call import Call
-from xla_dtensor.rules.merging import REPLICATE, unpartial
+from xla_dtensor.rules.merging import REPLICATE
 from xla_dtensor.rules.registry import register
 from xla_dtensor.rules.shape import inactive_dims, without_dims
 

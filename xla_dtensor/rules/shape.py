@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.rules.alternatives import Alternative, Merged
 from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.cost import redistribute_cost
@@ -15,7 +16,6 @@ from xla_dtensor.rules.merging import (
     TensorInfo,
     map_shards,
     shard_dim,
-    unpartial,
 )
 from xla_dtensor.rules.registry import register
 

@@ -1,15 +1,16 @@
-"""Tensors by their form."""
+"""Tensors by their form: the one place that says which class shows which."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.storage import (
-    Storage,
-)
+from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+Ours: TypeAlias = XLAShardedTensor | XLATensor
+"""The tensors of this package."""
 
 
 def tensor_class(form: Form) -> Any:

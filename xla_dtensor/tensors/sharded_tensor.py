@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.mesh.layout import Layout, layout_of
+from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.base import TensorMethods
 
@@ -114,7 +115,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
     def reduce_partial(self) -> XLAShardedTensor:
         """This tensor with pending reductions done: ``Partial`` mesh dims replicated; itself if
         there are none. Differentiable."""
-        placements = [Replicate() if isinstance(p, Partial) else p for p in self.placements]
+        placements = list(unpartial(self.placements))
         if list(self.placements) == placements:
             return self
         return self.redistribute(placements=placements)
@@ -153,7 +154,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
             return
         handle.remove()  # the leaf's layout has changed since (leaf.data = ...)
     mesh = leaf.device_mesh
-    wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in leaf.placements)
+    wanted = unpartial(leaf.placements)
 
     def land(grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:  # undefined: a formula of torch's gave no gradient
