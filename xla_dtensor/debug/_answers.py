@@ -13,9 +13,9 @@ from xla_dtensor.debug._records import (
 )
 from xla_dtensor.debug._transfers import placements_on, transfers_of
 from xla_dtensor.dispatch.call import Call, fill
-from xla_dtensor.dispatch.result_forms import READ_NO_VALUES
 from xla_dtensor.dispatch.result_placements import representable
 from xla_dtensor.forms.form import Form
+from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh.layout import layout_of
 from xla_dtensor.rules import Call as RuleCall
 from xla_dtensor.rules import Merged, Registration, TensorInfo, find_registration
@@ -111,7 +111,7 @@ def ask_rule(
         for i, item in enumerate(value if isinstance(value, list | tuple) else [value])
     }
     tensors = [(names[id(t)], index_of[id(t)], t) for t in rule_call.tensors]
-    return Answer(found, text, merged, tensors, call.info.name in READ_NO_VALUES)
+    return Answer(found, text, merged, tensors, is_(Kind.LIKE, call.info.name))
 
 
 def rule_words(answer: Answer | None, mesh: Any, is_view: bool) -> tuple[str, str, str]:

@@ -231,7 +231,7 @@ _NUMBERS = (bool, int, float, complex)
 
 def _constant(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
     """The result of a factory of constant tensors, if the trace wants it made outside."""
-    filled = _FILLS.get(plan.info.name)
+    filled = _FILLED_WITH.get(plan.info.name)
     if filled is None:
         return None
     form = plan.result_forms[0]
@@ -268,7 +268,7 @@ def _cook(plan: Plan, recipes: list[Any], position: int) -> Any:
 
 
 # Factories of constant tensors: what they fill the new tensor with.
-_FILLS: dict[str, Any] = {
+_FILLED_WITH: dict[str, Any] = {
     "aten::empty.memory_format": lambda call: 0,
     "aten::empty_like.default": lambda call: 0,
     "aten::zeros.default": lambda call: 0,

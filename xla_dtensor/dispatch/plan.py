@@ -15,7 +15,6 @@ from xla_dtensor.dispatch.checks import check_castable, checked
 from xla_dtensor.dispatch.lower import flatten_results, lowered_function
 from xla_dtensor.dispatch.meta import fill_kwargs, meta_results, metas_of_fresh
 from xla_dtensor.dispatch.result_forms import (
-    READ_NO_VALUES,
     grown_forms,
     has_no_value,
     output_forms,
@@ -29,6 +28,7 @@ from xla_dtensor.dispatch.result_placements import Pins, pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import write_through
+from xla_dtensor.lowering.kinds import Kind, is_
 
 
 class Plan:
@@ -126,7 +126,7 @@ def _functions(
     steps = [b._steps if new is None else () for b, new in zip(bases, grown, strict=True)]
     own_forms = [forms[i] if new is None else new for i, new in zip(mutated, grown, strict=True)]
 
-    unread = info.name in READ_NO_VALUES
+    unread = is_(Kind.LIKE, info.name)
     stand_in = lambda form: jnp.zeros(form.shape, form.jax_dtype)
 
     def on_one_device(keys: Any, leaves: Any, pad: bool) -> list[Any]:

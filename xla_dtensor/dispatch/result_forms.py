@@ -12,6 +12,7 @@ from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.views import CrossingStep
+from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
 
 
@@ -70,16 +71,6 @@ def written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) -
     return form.placed(frame).with_varying(union(frame, [form.varying, axes]))
 
 
-# They take shape, dtype and layout from a tensor, and nothing that differs from device to device.
-READ_NO_VALUES = frozenset(
-    f"aten::{name}.default"
-    for name in (
-        *("empty_like", "zeros_like", "ones_like", "full_like"),
-        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
-    )
-)
-
-
 def has_no_value(call: Call) -> bool:
     """Whether a tensor of the call is on the meta device, and so all results."""
     return any(isinstance(form, Form) and form.meta for form in call.forms)
@@ -87,7 +78,7 @@ def has_no_value(call: Call) -> bool:
 
 def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:
     """The axes along which the call's results vary: those of all tensors whose values it reads."""
-    if call.info.name in READ_NO_VALUES:
+    if is_(Kind.LIKE, call.info.name):
         return ()
     forms = [form for form in call.forms if isinstance(form, Form)]
     for form in forms:
@@ -148,12 +139,9 @@ def where(call: Call) -> tuple[Any, Any]:
     return mesh, frame
 
 
-_FILLS = frozenset({"aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_.default"})
-
-
 def refuse_overlap(info: OpInfo, written: list[Form]) -> None:
     """Raise for a write to an expanded tensor, as torch's kernels do; filling it is no problem."""
-    if info.name in _FILLS:
+    if is_(Kind.FILL, info.name):
         return
     for form in written:
         if any(n > 1 and not step for n, step in zip(form.shape, form.stride, strict=True)):

@@ -15,6 +15,7 @@ from xla_dtensor.dispatch.lower import lowered_function
 from xla_dtensor.dispatch.meta import Meta
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
+from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_spec
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
@@ -30,52 +31,6 @@ def output_placements(
         (Replicate(),) * mesh.ndim if m is None else representable(tuple(p), mesh, len(m.shape))
         for p, m in zip(merged.outputs, metas, strict=True)
     ]
-
-
-# Operations whose lowering contains a matrix product.
-_PRODUCTS = frozenset(
-    f"{name}.default"
-    for name in (
-        *(
-            f"aten::{name}"
-            for name in (
-                "_grouped_mm",
-                "_scaled_mm",
-                "addbmm",
-                "addmm",
-                "addmv",
-                "baddbmm",
-                "bmm",
-                "convolution",
-                "convolution_backward",
-                "dot",
-                "linear",
-                "linear_backward",
-                "matmul",
-                "mm",
-                "mv",
-                "scaled_dot_product_attention",
-                "vdot",
-            )
-        ),
-        "xla_dtensor::attention_backward",
-        "xla_dtensor::linear_weight_grad",
-    )
-)
-
-
-# Gathers, which XLA's partitioner gets wrong where a result's dim is sharded by several axes.
-_GATHERS = (
-    "aten::_unsafe_index.",
-    "aten::embedding.",
-    "aten::gather.",
-    "aten::index.",
-    "aten::index_select.",
-    "aten::take.",
-)
-# XLA's partitioner ends the process on a transform along a sharded dim.
-_TRANSFORMS = ("aten::_fft_",)
-_CONVOLUTIONS = frozenset({"aten::convolution.default", "aten::convolution_backward.default"})
 
 
 @dataclass(frozen=True)
@@ -107,18 +62,22 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
     if rule is not None and rule.kind != "family":
         return None if call.info.mutated else _of_rule(call, mesh, metas)
     frame = frame_of(mesh)
-    always = name in _CONVOLUTIONS or name.startswith(_TRANSFORMS)
+    # XLA's partitioner ends the process on a transform along a sharded dim.
+    convolution, transform = is_(Kind.CONVOLUTION, name), is_(Kind.TRANSFORM, name)
+    always = convolution or transform
     if not always and sum(size > 1 for size in frame.sizes.values()) < 3:
         return None
-    product = f"{name.rpartition('.')[0]}.default" in _PRODUCTS
-    if call.info.is_out and (product or name.startswith(_TRANSFORMS + _GATHERS)):
+    # It gets gathers wrong where a result's dim is sharded by several axes.
+    gather = is_(Kind.GATHER, name)
+    product = is_(Kind.PRODUCT, f"{name.rpartition('.')[0]}.default")
+    if call.info.is_out and (product or transform or gather):
         # Rules know the functional overload alone.
         whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
         return Pins(whole, [], frame.replicated)
-    if not always and name not in _PRODUCTS and not name.startswith(_GATHERS):
+    if not always and not is_(Kind.PRODUCT, name) and not gather:
         return None
     # [batch or out channels, in channels, positions...]
-    return _of_rule(call, mesh, metas, 2 if name in _CONVOLUTIONS else None)
+    return _of_rule(call, mesh, metas, 2 if convolution else None)
 
 
 def _of_rule(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.matmul import _precision
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
@@ -221,3 +222,6 @@ def attention_backward_op(
     return attention_backward(grad_out, query, key, value, attn_mask, is_causal, scale, enable_gqa)[
         :3
     ]
+
+
+are(Kind.PRODUCT, "scaled_dot_product_attention", "xla_dtensor::attention_backward")

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from xla_dtensor.lowering.indexing import scatter_add
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.matmul import _precision
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import math_dtype
@@ -549,3 +550,7 @@ _register_upsample(
 _register_upsample(
     "_upsample_bicubic2d_aa", _antialiased(lambda x: _cubic(x, -0.5), 2.0), aligns=True
 )
+
+
+for _kind in (Kind.PRODUCT, Kind.CONVOLUTION):
+    are(_kind, "convolution", "convolution_backward")

@@ -12,6 +12,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.registry import lowers
 
 
@@ -217,3 +218,11 @@ def triu_indices(
     row: int, col: int, offset: int = 0, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
     return _triangle(~np.tri(row, col, offset - 1, dtype=bool), dtype)
+
+
+are(
+    Kind.LIKE,
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+    *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+)
+are(Kind.FILL, "fill_.Scalar", "fill_.Tensor", "zero_")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.registry import lowers
 
 
@@ -81,3 +82,6 @@ def fft_c2r(x: jax.Array, dim: Sequence[int], normalization: int, last_dim_size:
         whole = lax.pad(whole, jnp.zeros((), whole.dtype), widths)
     out = _transform(whole, lax.FftType.IRFFT, last, last_dim_size)
     return _normalised(out, lengths, normalization)
+
+
+are(Kind.TRANSFORM, "_fft_c2c.*", "_fft_r2c.*", "_fft_c2r.*")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.promotion import promote
 from xla_dtensor.lowering.registry import lowers
 from xla_dtensor.lowering.scatter import highest, lowest, narrow, write, write_each
@@ -493,3 +494,9 @@ def repeat_interleave(repeats: jax.Array, *, output_size: int | None = None) -> 
         )
     positions = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
     return jnp.repeat(positions, repeats, total_repeat_length=output_size)
+
+
+are(
+    Kind.GATHER,
+    *("_unsafe_index.*", "embedding.*", "gather.*", "index.*", "index_select.*", "take.*"),
+)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.promotion import math_dtype, promote_for_math
 from xla_dtensor.lowering.registry import lowers
 
@@ -231,3 +232,10 @@ def triu(x, diagonal=0):
 @lowers("tril")
 def tril(x, diagonal=0):
     return jnp.tril(x, diagonal)
+
+
+are(
+    Kind.PRODUCT,
+    *("_grouped_mm", "_scaled_mm", "addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear"),
+    *("linear_backward", "matmul", "mm", "mv", "vdot", "xla_dtensor::linear_weight_grad"),
+)

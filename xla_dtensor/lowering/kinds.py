@@ -1,0 +1,47 @@
+"""What kind of operation an overload is, where whoever executes it must know.
+
+Said beside the lowerings, also of overloads that have none of their own because torch composes
+them.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from xla_dtensor.lowering.registry import qualified_name, tell_listeners
+
+
+class Kind(enum.Enum):
+    """A kind of operation.
+
+    - ``PRODUCT``: contains a matrix product.
+    - ``GATHER``: takes elements from where another tensor's values say.
+    - ``TRANSFORM``: a Fourier transform.
+    - ``CONVOLUTION``: positions of the input meet positions of a kernel.
+    - ``LIKE``: takes shape, dtype and layout from a tensor, and none of its values.
+    - ``FILL``: overwrites a tensor with one value, so it doesn't matter if elements share memory.
+    """
+
+    PRODUCT = enum.auto()
+    GATHER = enum.auto()
+    TRANSFORM = enum.auto()
+    CONVOLUTION = enum.auto()
+    LIKE = enum.auto()
+    FILL = enum.auto()
+
+
+_KINDS: dict[str, set[Kind]] = {}
+
+
+def are(kind: Kind, *overloads: str) -> None:
+    """Say that ``overloads`` are of a kind: ``"mm"`` (the default overload), ``"fill_.Scalar"``,
+    ``"index.*"`` (all overloads); the ``aten`` namespace is implied."""
+    for overload in overloads:
+        _KINDS.setdefault(qualified_name(overload), set()).add(kind)
+    tell_listeners()
+
+
+def is_(kind: Kind, name: str) -> bool:
+    """Whether the overload with this qualified name is of a kind."""
+    packet = name.partition(".")[0]
+    return kind in _KINDS.get(name, ()) or kind in _KINDS.get(f"{packet}.*", ())
