@@ -16,19 +16,18 @@ from xla_dtensor.dispatch.lower import flatten_results, lowered_function
 from xla_dtensor.dispatch.meta import fill_kwargs, meta_results, metas_of_fresh
 from xla_dtensor.dispatch.result_forms import (
     grown_forms,
-    has_no_value,
     output_forms,
+    place_of,
     refuse_meta_write,
     refuse_overlap,
-    varying_axes,
-    where,
     written_form,
 )
-from xla_dtensor.dispatch.result_placements import Pins, pins
+from xla_dtensor.dispatch.result_placements import Answer, Pins, pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import write_through
 from xla_dtensor.lowering.kinds import Kind, is_
+from xla_dtensor.mesh import Frame
 
 
 class Plan:
@@ -74,19 +73,19 @@ class Plan:
         for meta in fresh:
             if meta is not None:
                 meta.offset = 0  # memory of its own
-        self.result_forms = output_forms(call, fresh)
+        place = place_of(call)
+        answer = None if place.mesh is None else Answer(call, place.mesh, fresh)
+        self.result_forms = output_forms(place, fresh, answer)
         self.structure = _structure(call, metas)
         bases = [tensors[i] for i in self.mutated]
-        self.grown = grown_forms(call, metas, bases)
+        self.grown = grown_forms(call, metas, bases, place)
         refuse_overlap(info, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
-        frame = where(call)[1]
-        axes = varying_axes(call, frame)
         self.base_forms = [
-            written_form(base, axes, frame, info) if grown is None else grown
+            written_form(base, place.axes, place.frame, info) if grown is None else grown
             for base, grown in zip(bases, self.grown, strict=True)
         ]
-        if has_no_value(call):
+        if place.valueless:
             refuse_meta_write(info, before)
             self.run = self.eager = None
             self.random = self.of_scalars = False
@@ -100,7 +99,8 @@ class Plan:
             self.base_forms,
             self.grown,
             self.mutated,
-            pins(call, where(call)[0], fresh),
+            pins(answer),
+            place.frame,
         )
         forms = [*call.forms, *self.result_forms, *self.base_forms]
         self.of_scalars = not self.random and all(
@@ -118,6 +118,7 @@ def _functions(
     grown: list[Form | None],
     mutated: list[int],
     pinned: Pins | None,
+    frame: Frame | None,
 ) -> tuple[Callable[..., Any], Any, bool]:
     # The functions live as long as the plan: they must not hold the call, which holds its tensors.
     info, forms = call.info, list(call.forms)
@@ -156,7 +157,6 @@ def _functions(
             out.append(value)
         return out
 
-    frame = where(call)[1]
     varying = [f.varying if isinstance(f, Form) and not unread else () for f in forms]
     axes = union(frame, varying)
     any_sharded = any(isinstance(form, Form) and form.is_sharded for form in forms)

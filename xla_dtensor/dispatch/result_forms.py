@@ -2,42 +2,82 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.meta import Meta
 from xla_dtensor.dispatch.ops import OpInfo
-from xla_dtensor.dispatch.result_placements import output_placements
+from xla_dtensor.dispatch.result_placements import Answer, output_placements
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.lowering.kinds import Kind, is_
-from xla_dtensor.mesh import frame_of, mesh_dim_axes
+from xla_dtensor.mesh import Frame, frame_of, mesh_dim_axes
 
 
-def output_forms(call: Call, metas: list[Meta | None]) -> list[Form | None]:
-    """The form of each result: its meta data from torch, its layout from the rules."""
-    mesh, frame = where(call)
-    axes = varying_axes(call, frame)
-    valueless = has_no_value(call)
-    if mesh is None:
+class Place(NamedTuple):
+    """Where a call's results are.
+
+    Attributes:
+        mesh: None of per-device tensors.
+        frame: its devices; None for the default device.
+        axes: along which the results vary.
+        valueless: whether they have no value, being on the meta device.
+    """
+
+    mesh: DeviceMesh | None
+    frame: Frame | None
+    axes: tuple[str, ...]
+    valueless: bool
+
+
+def place_of(call: Call) -> Place:
+    """Where the results of a call are.
+
+    Raises:
+        MeshMismatchError: the tensors live on different meshes.
+        UnsupportedOpError: a per-device tensor meets a sharded one that it varies within.
+    """
+    mesh, frame = _where(call)
+    return Place(mesh, frame, varying_axes(call, frame), has_no_value(call))
+
+
+def output_forms(
+    place: Place, metas: list[Meta | None], answer: Answer | None
+) -> list[Form | None]:
+    """The form of each result: its meta data from torch, its layout from the rules.
+
+    Args:
+        answer: the rule's, if there is a mesh.
+    """
+    if answer is None:
         return [
             None
             if m is None
-            else device_form(frame, m.shape, m.stride, m.offset, m.dtype, axes, valueless)
+            else device_form(
+                place.frame, m.shape, m.stride, m.offset, m.dtype, place.axes, place.valueless
+            )
             for m in metas
         ]
     if not any(m is not None for m in metas):
         return [None for _ in metas]
-    placements = output_placements(call, mesh, metas)
     return [
         None
         if m is None
         else sharded_form(
-            mesh, p, m.shape, m.stride, m.offset, m.dtype, varying=axes, meta=valueless
+            answer.mesh,
+            p,
+            m.shape,
+            m.stride,
+            m.offset,
+            m.dtype,
+            varying=place.axes,
+            meta=place.valueless,
         )
-        for m, p in zip(metas, placements, strict=True)
+        for m, p in zip(metas, output_placements(answer), strict=True)
     ]
 
 
@@ -102,7 +142,7 @@ def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:
     return axes
 
 
-def where(call: Call) -> tuple[Any, Any]:
+def _where(call: Call) -> tuple[Any, Any]:
     """The mesh and frame of the results.
 
     Raises:
@@ -151,7 +191,7 @@ def refuse_overlap(info: OpInfo, written: list[Form]) -> None:
             )
 
 
-def grown_forms(call: Call, metas: list[Any], bases: list[Any]) -> list[Form | None]:
+def grown_forms(call: Call, metas: list[Any], bases: list[Any], place: Place) -> list[Form | None]:
     """Per tensor written the form that it takes on because the result has another shape, or None.
 
     torch resizes ``out=`` tensors; they then are laid out as the rule says of the result.
@@ -172,4 +212,5 @@ def grown_forms(call: Call, metas: list[Any], bases: list[Any]) -> list[Form | N
     for meta in changed:
         if meta is not None:
             meta.offset = 0
-    return output_forms(call, changed)
+    answer = None if place.mesh is None else Answer(call, place.mesh, changed)
+    return output_forms(place, changed, answer)

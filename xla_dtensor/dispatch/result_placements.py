@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +21,31 @@ from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_s
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
 
-def output_placements(
-    call: Call, mesh: DeviceMesh, metas: list[Meta | None]
-) -> list[tuple[Placement, ...]]:
-    """Per result (None for undefined ones) its placements on ``mesh``."""
-    merged = _merged(call, mesh, metas)
-    if merged is None:
-        return _compiler_placements(call, mesh, metas)
+class Answer:
+    """What the rule of a call says of it; asked once, when somebody wants to know.
+
+    Args:
+        mesh: of the results.
+        metas: of the results, None for undefined ones.
+    """
+
+    def __init__(self, call: Call, mesh: DeviceMesh, metas: list[Meta | None]) -> None:
+        self.call, self.mesh, self.metas = call, mesh, metas
+
+    @functools.cached_property
+    def merged(self) -> Merged | None:
+        """The placements of arguments and results; None if the compiler is to choose."""
+        return _merged(self.call, self.mesh, self.metas)
+
+
+def output_placements(answer: Answer) -> list[tuple[Placement, ...]]:
+    """Per result (None for undefined ones) its placements on the mesh."""
+    mesh, metas = answer.mesh, answer.metas
+    if answer.merged is None:
+        return _compiler_placements(answer.call, mesh, metas)
     return [
         (Replicate(),) * mesh.ndim if m is None else representable(tuple(p), mesh, len(m.shape))
-        for p, m in zip(merged.outputs, metas, strict=True)
+        for p, m in zip(answer.merged.outputs, metas, strict=True)
     ]
 
 
@@ -42,7 +58,7 @@ class Pins:
     written: Any
 
 
-def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins | None:
+def pins(answer: Answer | None) -> Pins | None:
     """Shardings to ask of XLA for the tensors and results of an operation, if it must be told.
 
     On meshes of three or more axes XLA's partitioner sometimes computes a matrix product's or a
@@ -55,13 +71,14 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
     The layouts of a rule that is not the library's own are asked for as they are: whoever wrote it
     wants its arguments and results there.
     """
-    name = call.info.name.replace("_.", ".")
-    if mesh is None:
+    if answer is None:
         return None
+    call = answer.call
+    name = call.info.name.replace("_.", ".")
     rule = find_registration(call.info.func)
     if rule is not None and rule.kind != "family":
-        return None if call.info.mutated else _of_rule(call, mesh, metas)
-    frame = frame_of(mesh)
+        return None if call.info.mutated else _of_rule(answer)
+    frame = frame_of(answer.mesh)
     # XLA's partitioner ends the process on a transform along a sharded dim.
     convolution, transform = is_(Kind.CONVOLUTION, name), is_(Kind.TRANSFORM, name)
     always = convolution or transform
@@ -77,14 +94,12 @@ def pins(call: Call, mesh: DeviceMesh | None, metas: list[Meta | None]) -> Pins 
     if not always and not is_(Kind.PRODUCT, name) and not gather:
         return None
     # [batch or out channels, in channels, positions...]
-    return _of_rule(call, mesh, metas, 2 if convolution else None)
+    return _of_rule(answer, 2 if convolution else None)
 
 
-def _of_rule(
-    call: Call, mesh: DeviceMesh, metas: list[Meta | None], dims: int | None = None
-) -> Pins | None:
+def _of_rule(answer: Answer, dims: int | None = None) -> Pins | None:
     """The layouts of the call's rule, of the first ``dims`` dims alone."""
-    merged = _merged(call, mesh, metas)
+    call, mesh, metas, merged = answer.call, answer.mesh, answer.metas, answer.merged
     if merged is None:
         return None
     tensors = iter(merged.inputs)

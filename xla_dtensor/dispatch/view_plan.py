@@ -10,7 +10,8 @@ from xla_dtensor.base.keys import freeze
 from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.meta import meta_results
 from xla_dtensor.dispatch.ops import info_of
-from xla_dtensor.dispatch.result_forms import output_forms
+from xla_dtensor.dispatch.result_forms import output_forms, place_of
+from xla_dtensor.dispatch.result_placements import Answer
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, contiguous_stride
 from xla_dtensor.forms.storage import ONE_VIEWER
@@ -34,7 +35,9 @@ class ViewPlan:
         self.identity = info.is_identity
         self.returns_list = info.returns_lists[0]
         metas = meta_results(call)
-        self.forms = [form for form in output_forms(call, metas) if form is not None]
+        place = place_of(call)
+        answer = None if place.mesh is None else Answer(call, place.mesh, metas)
+        self.forms = [f for f in output_forms(place, metas, answer) if f is not None]
         self.steps: list[ViewStep] = []
         self.of_memory = False
         if self.identity:
