@@ -100,7 +100,7 @@ def own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """`DFunction` ops registered in the test are forgotten after it; other modules' stay."""
     from xla_dtensor.custom_ops import distributed_op
 
-    monkeypatch.setattr(distributed_op, "OPS", dict(distributed_op.OPS))
+    monkeypatch.setattr(distributed_op, "OPS", distributed_op.OPS.copy())
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def scratch() -> Iterator[None]:
     import xla_dtensor.custom_ops.jax_function  # noqa: F401  (what it registers stays)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_RULES", dict(registry._RULES))
-        patch.setattr(registry, "_USER_RULES", dict(registry._USER_RULES))
+        patch.setattr(registry, "_RULES", registry._RULES.copy())
+        patch.setattr(registry, "_USER_RULES", registry._USER_RULES.copy())
         yield
-    registry._changed()
+    registry.changes.tell()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from xla_dtensor.base.registry import Changes, Registry
 from xla_dtensor.custom_ops import distributed_op
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -18,7 +19,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 @pytest.fixture(autouse=True)
 def _own_ops(scratch: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed_op, "OPS", {})  # names of other tests
+    monkeypatch.setattr(distributed_op, "OPS", Registry("op", Changes()))  # names of other tests
 
 
 def blocks(page: str) -> list[str]:

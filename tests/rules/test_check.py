@@ -186,12 +186,12 @@ def rule_of(func: torch._ops.OpOverload, rule: Callable[[Call], Merged | None]) 
     assert name is not None
     own = registry._RULES[name]
     registry._RULES[name] = rule
-    registry._changed()
+    registry.changes.tell()
     try:
         yield
     finally:
         registry._RULES[name] = own
-        registry._changed()
+        registry.changes.tell()
 
 
 def as_its_input(call: Call) -> Merged:

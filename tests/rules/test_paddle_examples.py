@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from xla_dtensor.base.registry import Registry
 from xla_dtensor.rules import (
     Call,
     DimSharding,
@@ -203,7 +204,7 @@ def test_the_attributes_of_a_rule_come_after_the_specs():
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.library.Library]:
     """Ops and rules that are forgotten after the test."""
-    monkeypatch.setattr(registry, "_USER_RULES", {})
+    monkeypatch.setattr(registry, "_USER_RULES", Registry("layout rule", registry.changes))
     registry._find.cache_clear()
     with torch.library._scoped_library("seeds001", "DEF") as made:
         made.define("custom_relu(Tensor X) -> Tensor")

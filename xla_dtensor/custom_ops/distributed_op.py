@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.registry import Changes, Registry
 from xla_dtensor.base.source_line import caller
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.mesh.layout import Layout
@@ -102,7 +103,7 @@ class DistributedOp:
         self._layouts: Cache[Hashable, Inferred] = Cache(
             f"layouts of {op_name!r}", MAX_CACHED_LAYOUTS
         )
-        OPS[op_name] = self
+        OPS.add(op_name, self, override=override)
 
     def preprocess(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Prepare a call; ``args`` and ``kwargs`` are the user's, sharded tensors as such.
@@ -161,7 +162,7 @@ class DistributedOp:
         return f"{type(self).__name__}.infer_layout of {self.op_name!r}"
 
 
-OPS: dict[str, DistributedOp] = {}
+OPS: Registry[DistributedOp] = Registry("DistributedOp", Changes())
 """The registered ops by name."""
 
 

@@ -31,7 +31,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Pending, Storage
-from xla_dtensor.lowering import on_change
+from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.mesh import Frame
 from xla_dtensor.tensors.base import TensorMethods
 
@@ -45,8 +45,8 @@ _KINDS = 3
 _Entry = tuple[Plan, tuple[int, ...], tuple[int | None, ...]]
 
 _executables: Cache[Any, Any] = Cache("batches", 256)
-on_change(_executables.clear)
-rules.on_change(_executables.clear)
+lowering_changes.listen(_executables.clear)
+rules.changes.listen(_executables.clear)
 
 
 # One for all batches, not one for each: of two threads, each in a batch and reading what the other

@@ -26,16 +26,16 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import constant_recipe, read
+from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering import (
     families,  # noqa: F401  (registers all lowerings)
-    on_change,
 )
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.of_form import new_tensor, tensor_class
 
 _plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
-on_change(_plans.clear)
-rules.on_change(_plans.clear)
+lowering_changes.listen(_plans.clear)
+rules.changes.listen(_plans.clear)
 
 
 @interrupts.atomic

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.cache import Table
-from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view, on_change
+from xla_dtensor.base.registry import Registry
+from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view
+from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.meta import shapes_of
 
 # Where and how a result is stored is the runtime's business, not a lowering's.
@@ -76,7 +78,7 @@ class OpInfo:
 
 _IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
 _infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
-on_change(_infos.clear)
+lowering_changes.listen(_infos.clear)
 
 
 def info_of(func: Any) -> OpInfo:
@@ -187,7 +189,7 @@ def _is_out(argument: Any) -> bool:
 
 
 SpecialHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-SPECIAL: dict[str, SpecialHandler] = {}
+SPECIAL: Registry[SpecialHandler] = Registry("handler", lowering_changes)
 
 
 def handles(*names: str) -> Callable[[SpecialHandler], SpecialHandler]:
@@ -195,7 +197,7 @@ def handles(*names: str) -> Callable[[SpecialHandler], SpecialHandler]:
 
     def register(function: SpecialHandler) -> SpecialHandler:
         for name in names:
-            SPECIAL[name] = function
+            SPECIAL.add(name, function)
         return function
 
     return register

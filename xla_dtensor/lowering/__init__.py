@@ -3,19 +3,19 @@
 from xla_dtensor.lowering.registry import (
     Lowering,
     ViewLowering,
+    changes,
     find_lowering,
     find_view,
     lowers,
     lowers_view,
-    on_change,
 )
 
 __all__ = [
     "Lowering",
     "ViewLowering",
+    "changes",
     "find_lowering",
     "find_view",
     "lowers",
     "lowers_view",
-    "on_change",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 
-from xla_dtensor.lowering.registry import qualified_name, tell_listeners
+from xla_dtensor.lowering.registry import changes, qualified_name
 
 
 class Kind(enum.Enum):
@@ -38,7 +38,7 @@ def are(kind: Kind, *overloads: str) -> None:
     ``"index.*"`` (all overloads); the ``aten`` namespace is implied."""
     for overload in overloads:
         _KINDS.setdefault(qualified_name(overload), set()).add(kind)
-    tell_listeners()
+    changes.tell()
 
 
 def is_(kind: Kind, name: str) -> bool:

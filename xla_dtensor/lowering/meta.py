@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from xla_dtensor.lowering.registry import qualified_name, tell_listeners
+from xla_dtensor.base.registry import Registry
+from xla_dtensor.lowering.registry import changes, qualified_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SHAPES: dict[str, Callable[..., Any]] = {}
+_SHAPES: Registry[Callable[..., Any]] = Registry("meta kernel here", changes)
 
 
 def meta_of(*overloads: str) -> Callable[[F], F]:
@@ -36,10 +37,7 @@ def meta_of(*overloads: str) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         for name in map(qualified_name, overloads):
-            if name in _SHAPES:
-                raise ValueError(f"{name} already has a meta kernel here")
-            _SHAPES[name] = function
-        tell_listeners()
+            _SHAPES.add(name, function)
         return function
 
     return register

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from xla_dtensor.base.registry import Changes, Registry
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -42,9 +44,11 @@ class ViewLowering:
     put: Callable[..., Any]
 
 
-_LOWERINGS: dict[str, Lowering] = {}
-_VIEWS: dict[str, ViewLowering] = {}
-_listeners: list[Callable[[], None]] = []
+changes = Changes()
+"""Whoever keeps something made of a lowering, a meta kernel or a kind listens here."""
+
+_LOWERINGS: Registry[Lowering] = Registry("lowering", changes)
+_VIEWS: Registry[ViewLowering] = Registry("lowering as a view", changes)
 
 
 def lowers(
@@ -62,10 +66,8 @@ def lowers(
 
     def register(function: F) -> F:
         for name in map(qualified_name, overloads):
-            if name in _LOWERINGS or name in _VIEWS:
-                raise ValueError(f"{name} already has a lowering")
-            _LOWERINGS[name] = Lowering(function, random, static_scalars, traced_floats)
-        tell_listeners()
+            _check_new(name)
+            _LOWERINGS.add(name, Lowering(function, random, static_scalars, traced_floats))
         return function
 
     return register
@@ -76,24 +78,16 @@ def lowers_view(*overloads: str, put: Callable[..., Any]) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         for name in map(qualified_name, overloads):
-            if name in _LOWERINGS or name in _VIEWS:
-                raise ValueError(f"{name} already has a lowering")
-            _VIEWS[name] = ViewLowering(function, put)
-        tell_listeners()
+            _check_new(name)
+            _VIEWS.add(name, ViewLowering(function, put))
         return function
 
     return register
 
 
-def on_change(listener: Callable[[], None]) -> None:
-    """Call ``listener`` whenever a lowering or a meta kernel is registered."""
-    _listeners.append(listener)
-
-
-def tell_listeners() -> None:
-    """What is registered has changed."""
-    for listener in _listeners:
-        listener()
+def _check_new(name: str) -> None:
+    if name in _LOWERINGS or name in _VIEWS:
+        raise ValueError(f"{name} already has a lowering")
 
 
 def qualified_name(overload: str) -> str:

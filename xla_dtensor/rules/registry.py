@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from xla_dtensor.base.registry import Changes, Registry
 from xla_dtensor.base.source_line import caller
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.rules.alternatives import Merged
@@ -24,8 +25,10 @@ UserRule: TypeAlias = Callable[[Call], Merged | str | None]
 
 """The merged layouts, a notation that says them, or None to leave this call to the compiler."""
 
-_RULES: dict[str, Rule] = {}
+changes = Changes()
+"""Whoever keeps what a rule has said listens here."""
 
+_RULES: Registry[Rule] = Registry("layout rule", changes)
 """The families' rules."""
 
 
@@ -52,14 +55,10 @@ class Registration:
         return _describe(self.rule)
 
 
-_USER_RULES: dict[str, Registration] = {}
-
+_USER_RULES: Registry[Registration] = Registry("layout rule", changes)
 """The others; they come first."""
 
-_listeners: list[Callable[[], None]] = []
-
-
-_KINDS: dict[str, Callable[[torch._ops.OpOverload], Rule | None]] = {}
+_KINDS: Registry[Callable[[torch._ops.OpOverload], Rule | None]] = Registry("rule", changes)
 """Of the kinds of ops that have a rule by being one what gives it."""
 
 _name_resolvers: list[Callable[[str], Any]] = []
@@ -67,18 +66,12 @@ _name_resolvers: list[Callable[[str], Any]] = []
 
 def register_kind(name: str, rule_of: Callable[[torch._ops.OpOverload], Rule | None]) -> None:
     """Let ``rule_of`` give the rules of a kind of ops (`FOREACH`, `ELEMENTWISE`)."""
-    _KINDS[name] = rule_of
-    _changed()
+    _KINDS.add(name, rule_of)
 
 
 def add_names(resolve: Callable[[str], Any]) -> None:
     """Let ``resolve`` give rules by names that are no op's; None where it knows none."""
     _name_resolvers.append(resolve)
-
-
-def on_change(listener: Callable[[], None]) -> None:
-    """Call ``listener`` whenever a rule is registered."""
-    _listeners.append(listener)
 
 
 def register_rule(
@@ -117,8 +110,7 @@ def register_rule(
             f"{name} already has a layout rule: {text}{where}. Pass override=True to replace it"
         )
     found = _rule_of(name, rule)
-    _USER_RULES[name] = Registration(name, found, kind, where or caller())
-    _changed()
+    _USER_RULES.add(name, Registration(name, found, kind, where or caller()), override=True)
     return found
 
 
@@ -128,14 +120,7 @@ def register_family(name: str, rule: str | Rule) -> None:
         raise ValueError(f"{name} already has a layout rule: {_describe(_RULES[name])}")
     if isinstance(rule, str):
         rule = notation_rule(rule) if "->" in rule else _RULES[rule]
-    _RULES[name] = rule
-    _changed()
-
-
-def _changed() -> None:
-    _find.cache_clear()
-    for listener in _listeners:
-        listener()
+    _RULES.add(name, rule)
 
 
 def _name_of(op: Any) -> str:
@@ -261,6 +246,9 @@ def _find(func: torch._ops.OpOverload) -> Registration | None:
     if rule is None:
         return None
     return Registration(name, rule, "family", rule.__module__.split(".")[-1])
+
+
+changes.listen(_find.cache_clear)
 
 
 FOREACH, ELEMENTWISE = "foreach", "elementwise"

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import jax
+from torch.distributed.device_mesh import init_device_mesh
 
-import xla_dtensor as xd
 from xla_dtensor.debug.rule_check import (
     Checked,
     Finding,
@@ -56,7 +56,7 @@ def main() -> int:
     if not called and not made:
         print(f"no op or rule with a call is named {', '.join(sorted(names))}", file=sys.stderr)
         return 2
-    meshes = [xd.init_device_mesh("xla", shape) for shape in shapes]
+    meshes = [init_device_mesh("xla", shape) for shape in shapes]
     # The elementwise ones are many, and all of one rule: fewer layouts of each.
     plan = [(s, arguments.layouts, 1) for s in called]
     plan += [(s, max(2, arguments.layouts // 2), 0) for s in made]

@@ -1,0 +1,122 @@
+"""The package's floors: `tools/import_graph.py` says what they are, `docs/architecture.md` why."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tools import import_graph as graph
+
+MODULES = graph.modules()
+IMPORTS = list(graph.imports(MODULES))
+
+# A file of one table may be longer.
+MOST_LINES = 400
+
+
+def told(found: list[graph.Import]) -> str:
+    return "\n".join(map(str, found))
+
+
+def test_imports_point_down() -> None:
+    assert not (wrong := graph.upward(IMPORTS)), told(wrong)
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert graph.circles(IMPORTS) == []
+
+
+def test_imports_stand_at_the_top() -> None:
+    assert not (wrong := graph.late(IMPORTS)), told(wrong)
+
+
+def test_private_names_stay_in_their_folder() -> None:
+    assert not (wrong := graph.private(IMPORTS)), told(wrong)
+
+
+def test_nothing_imports_the_doors() -> None:
+    wrong = [i for i in IMPORTS if graph.folder(i.target) in graph.DOORS]
+    assert not wrong, told(wrong)
+
+
+def test_every_folder_has_a_floor() -> None:
+    known = set(graph.floors()) | graph.DOORS
+    assert {graph.folder(name) for name in MODULES} <= known
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if graph.folder(n) != "lowering"])
+def test_files_can_be_read_in_one_sitting(name: str) -> None:
+    assert len(MODULES[name].read_text().splitlines()) <= MOST_LINES
+
+
+def test_modules_are_imported_by_statements() -> None:
+    """``importlib`` would get round the other tests. The package's `__init__` loads public names on
+    first use, and the lowerings are found in their folder."""
+    allowed = {"xla_dtensor", "xla_dtensor.lowering.families"}
+    users = {
+        name
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "import_module"
+    }
+    own = {n for n in users if "xla_dtensor" in calls_of(MODULES[n])}
+    assert own <= allowed
+
+
+def calls_of(path: Path) -> str:
+    """The arguments of all calls of ``import_module`` in a file."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return " ".join(
+        ast.unparse(argument)
+        for call in calls
+        if ast.unparse(call.func).endswith("import_module")
+        for argument in call.args
+    )
+
+
+# --- the tool itself -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package with one of each mistake."""
+    files = {
+        "base/a.py": "def f():\n    from xla_dtensor.forms import b\n",
+        "forms/b.py": "from xla_dtensor.base import a\nfrom xla_dtensor.dispatch._c import d\n",
+        "dispatch/_c.py": "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from xla_dtensor.forms.b import e\nd = 1\n",
+        "mesh/d.py": "from ..lowering import x\nfrom . import e\n",
+        "mesh/e.py": "import xla_dtensor.base.a\n",
+        "lowering/x.py": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / "xla_dtensor" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for where in ("", "base", "forms", "dispatch", "mesh", "lowering"):
+        (tmp_path / "xla_dtensor" / where / "__init__.py").write_text("")
+    return tmp_path
+
+
+def test_mistakes_are_found(package: Path) -> None:
+    found = list(graph.imports(graph.modules(package)))
+
+    def pairs(imports: list[graph.Import]) -> set[tuple[str, str]]:
+        short = [(i.source.partition(".")[2], i.target.partition(".")[2]) for i in imports]
+        return set(short)
+
+    assert pairs(graph.upward(found)) == {
+        ("base.a", "forms.b"),
+        ("forms.b", "dispatch._c"),
+        ("mesh.d", "lowering.x"),
+    }
+    assert pairs(graph.late(found)) == {("base.a", "forms.b")}
+    assert pairs(graph.private(found)) == {("forms.b", "dispatch._c")}
+    assert [{n.partition(".")[2] for n in group} for group in graph.circles(found)] == [
+        {"base.a", "forms.b", "dispatch._c"}
+    ]
+    types = [i for i in found if i.for_types]
+    assert pairs(types) == {("dispatch._c", "forms.b")}
+    assert ("mesh.e", "base.a") in pairs(found) and ("mesh.d", "mesh.e") in pairs(found)
