@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,31 @@ def test_mistakes_are_found(package: Path) -> None:
     types = [i for i in found if i.for_types]
     assert pairs(types) == {("dispatch._c", "forms.b")}
     assert ("mesh.e", "base.a") in pairs(found) and ("mesh.d", "mesh.e") in pairs(found)
+
+
+# --- docs/architecture.md ------------------------------------------------------------------------
+
+TEXT = graph.DOCUMENT.read_text()
+
+
+def test_the_picture_is_of_these_imports() -> None:
+    assert graph.with_picture(TEXT, graph.picture(IMPORTS, MODULES)) == TEXT, (
+        "run python tools/import_graph.py --write"
+    )
+
+
+@pytest.mark.parametrize("place", sorted(set(re.findall(r"`(\w[\w/]*\.py:[\w.]+)`", TEXT))))
+def test_the_walks_go_by_what_exists(place: str) -> None:
+    file, _, name = place.partition(":")
+    body: list[ast.stmt] = ast.parse((graph.ROOT / graph.PACKAGE / file).read_text()).body
+    for part in name.split("."):
+        found = [
+            n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
+        ]
+        assert found, f"{file} has no {name}"
+        body = found[0].body
+
+
+def test_every_folder_is_described() -> None:
+    described = set(re.findall(r"^\| \d+ \| `(\w+)", TEXT, re.MULTILINE))
+    assert {graph.folder(name) for name in MODULES} - graph.DOORS - {""} == described

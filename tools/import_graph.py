@@ -11,7 +11,9 @@ the source is read; nothing is imported.
 
 from __future__ import annotations
 
+import argparse
 import ast
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -196,3 +198,95 @@ def circles(found: Iterable[Import]) -> list[list[str]]:
         if node not in index:
             visit(node)
     return sorted(result, key=len, reverse=True)
+
+
+# --- the picture ---------------------------------------------------------------------------------
+
+
+def between_folders(found: Iterable[Import]) -> dict[str, set[str]]:
+    """Per folder those that it imports from."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for i in found:
+        source, target = folder(i.source), folder(i.target)
+        if source != target and not {source, target} & DOORS:
+            edges[source].add(target)
+    return edges
+
+
+def reduced(edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Without the edges that a path of others implies."""
+
+    def reach(node: str) -> set[str]:
+        below: set[str] = set()
+        for target in edges.get(node, ()):
+            below |= {target} | reach(target)
+        return below
+
+    return {
+        node: {t for t in targets if not any(t in reach(other) for other in targets - {t})}
+        for node, targets in edges.items()
+    }
+
+
+def picture(found: Iterable[Import], known: Iterable[str]) -> str:
+    """A diagram of the folders in Mermaid's notation: an arrow says "imports"."""
+    edges = reduced(between_folders(found))
+    present = {folder(name) for name in known}
+    lines = ["```mermaid", "flowchart TD"]
+    for number, names in reversed(list(enumerate(LAYERS))):
+        here = [name for name in names if name in present]
+        if here:
+            lines.append(f"  subgraph floor{number}[ ]")
+            lines += [f"    {name}" for name in here]
+            lines.append("  end")
+    floor = floors()
+    for source in sorted(edges, key=lambda name: (-floor[name], name)):
+        start = source or "xla_dtensor"
+        lines += [f"  {start} --> {target}" for target in sorted(edges[source])]
+    return "\n".join([*lines, "```"])
+
+
+BEGIN, END = "<!-- made by tools/import_graph.py --write -->", "<!-- end -->"
+DOCUMENT = ROOT / "docs" / "architecture.md"
+
+
+def with_picture(text: str, drawn: str) -> str:
+    """``text`` with the picture between the two marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{drawn}\n{END}{after}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print what is wrong, or the picture; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--picture", action="store_true", help="print the picture")
+    parser.add_argument("--write", action="store_true", help="put it into docs/architecture.md")
+    chosen = parser.parse_args(arguments)
+    known = modules()
+    found = list(imports(known))
+    drawn = picture(found, known)
+    if chosen.picture:
+        print(drawn)
+    if chosen.write:
+        DOCUMENT.write_text(with_picture(DOCUMENT.read_text(), drawn))
+    if chosen.picture or chosen.write:
+        return 0
+    edges = between_folders(found)
+    floor = floors()
+    for name in sorted(edges, key=lambda name: (floor[name], name)):
+        print(f"{name or 'xla_dtensor'}: {', '.join(sorted(edges[name], key=floor.__getitem__))}")
+    wrong = {
+        "upward": upward(found),
+        "late": late(found),
+        "private": private(found),
+        "in a circle": circles(found),
+    }
+    for what, cases in wrong.items():
+        for case in cases:
+            print(f"{what}: {case}")
+    return int(any(wrong.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,6 +24,17 @@ from xla_dtensor.mesh.group import MeshGroup, group_of, resolve_group
 from xla_dtensor.movement.collective_kernels import check_tensor, run
 from xla_dtensor.tensors.device_tensor import XLATensor
 
+__all__ = [
+    "Group",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "axis_index",
+    "broadcast",
+    "permute",
+    "reduce_scatter",
+]
+
 Group: TypeAlias = MeshGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
 
