@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit check rules-check conformance oracle bench bench-eager bench-host bench-torch clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance oracle bench bench-eager bench-host bench-torch clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -31,6 +31,8 @@ test-slow: env ## the slow tests
 test-audit: env ## the tests of compiled steps, each call audited (about three minutes)
 	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 -m 'not slow' tests/compilation tests/dfunction/test_compiled.py \
 	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
+
+test-all: check test test-slow test-audit rules-check conformance ## everything there is (about three hours on two cores)
 
 check: env ## lint, formatting, types
 	$(BIN)/ruff check .
