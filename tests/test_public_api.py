@@ -95,7 +95,11 @@ def test_every_name_says_how_stable_it_is() -> None:
     assert sorted(told) == sorted(xd.__all__)
 
 
-OURS = [n for n in xd.__all__ if "xla_dtensor" in (getattr(getattr(xd, n), "__module__", None) or "xla_dtensor")]
+OURS = [
+    n
+    for n in xd.__all__
+    if "xla_dtensor" in (getattr(getattr(xd, n), "__module__", None) or "xla_dtensor")
+]
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -1,0 +1,170 @@
+"""The function of arrays that a plan runs: compiled on its own, or as part of a larger program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from xla_dtensor.base import rng
+from xla_dtensor.dispatch.call import Call, fill
+from xla_dtensor.dispatch.checks import check_castable, checked
+from xla_dtensor.dispatch.meta import fill_kwargs
+from xla_dtensor.dispatch.result_placements import Pins
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.per_device import coordinate, over_devices, union
+from xla_dtensor.forms.views import Step, write_through
+from xla_dtensor.lowering.kinds import Kind, is_
+from xla_dtensor.mesh import Frame
+
+
+class Write(NamedTuple):
+    """A write to an argument.
+
+    Attributes:
+        own: the form of the argument; of one that gets memory of its own, that of the result.
+        steps: the views on the way to it from its storage.
+        before, after: the storage's forms.
+    """
+
+    own: Form
+    steps: tuple[Step, ...]
+    before: Form
+    after: Form
+
+
+class Computation:
+    """An overload's lowering on arrays in given forms.
+
+    Args:
+        call: whose forms and arguments it is for.
+        lowered: the overload as a function of logical values.
+        result_forms: of the results that alias no argument, None for undefined ones.
+        pinned: shardings to ask of XLA, if it must be told.
+        frame: the devices.
+
+    Attributes:
+        random: whether it draws random numbers.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        lowered: Callable[..., Any],
+        result_forms: list[Form | None],
+        writes: list[Write],
+        pinned: Pins | None,
+        frame: Frame | None,
+    ) -> None:
+        # It lives as long as the plan, and must not hold the call, which holds its tensors.
+        self._info, self._forms = call.info, list(call.forms)
+        self._args, self._kwargs = call.args, call.kwargs
+        self._lowered, self._pinned, self._frame = lowered, pinned, frame
+        self._result_forms, self._writes = result_forms, writes
+        self._reads_nothing = is_(Kind.LIKE, call.info.name)
+        self._varying = [
+            f.varying if isinstance(f, Form) and not self._reads_nothing else ()
+            for f in self._forms
+        ]
+        self._axes = union(frame, self._varying)
+        lowering = call.info.lowering
+        self.random: bool = (
+            lowering.random
+            if lowering is not None
+            else torch.Tag.nondeterministic_seeded in call.info.func.tags
+        )
+
+    def __call__(
+        self, keys: Callable[[], Any], leaves: Any, base_arrays: Any, pad: bool
+    ) -> list[Any]:
+        """The arrays of all results, then of all storages written.
+
+        Args:
+            keys: gives a fresh PRNG key.
+            leaves: the call's arrays and numbers.
+            base_arrays: of each write through a view the storage's array.
+            pad: whether to return arrays in their physical forms, each with a buffer of its own.
+        """
+        compute = self._on_devices if self._axes else self._on_one_device
+        out = compute(keys, leaves, pad)
+        first = len(out) - len(self._writes)
+        for j, (write, base) in enumerate(zip(self._writes, base_arrays, strict=True)):
+            value = out[first + j]
+            if write.steps:
+                placed = write.before.placed(write.after.frame)
+                value = write_through(base, placed, write.steps, value, self._axes)
+            out[first + j] = write.after.physical(value) if pad else value
+        if pad:
+            # A result that is an argument as it came would share its buffer, and writes to one
+            # donate buffers.
+            given = {id(leaf) for leaf in leaves}
+            out = [jnp.copy(value) if id(value) in given else value for value in out]
+        return out
+
+    def compiled(self) -> Any:
+        """A program of its own, which takes the generator's state in place of ``keys``."""
+        forms = [*filter(None, self._result_forms), *(write.after for write in self._writes)]
+        shardings = [form.sharding for form in forms]
+        if all(sharding is None for sharding in shardings):
+            return jax.jit(self._from_state)
+        return jax.jit(self._from_state, out_shardings=shardings)
+
+    def _from_state(self, state: Any, leaves: Any, base_arrays: Any) -> list[Any]:
+        count = [0]
+
+        def keys() -> Any:
+            count[0] += 1
+            return rng.key_of(state, count[0] - 1)
+
+        return self(keys, leaves, base_arrays, True)
+
+    def _on_devices(self, keys: Callable[[], Any], leaves: Any, pad: bool) -> list[Any]:
+        """On each device by itself, where tensors differ from device to device."""
+
+        def one(index: Any, *own_leaves: Any) -> list[Any]:
+            # Each device draws numbers of its own where it varies.
+            own_keys = lambda: jax.random.fold_in(keys(), index)
+            return self._on_one_device(own_keys, own_leaves, pad)
+
+        assert self._frame is not None
+        sharded = any(isinstance(form, Form) and form.is_sharded for form in self._forms)
+        mapped = over_devices(one, [self._axes, *self._varying], self._frame, sharded)
+        return mapped(coordinate(self._frame, self._axes), *leaves)
+
+    def _on_one_device(self, keys: Callable[[], Any], leaves: Any, pad: bool) -> list[Any]:
+        values = list(map(self._logical, leaves, self._forms))
+        if self._pinned is not None:
+            values = list(map(_pin, values, self._pinned.leaves))
+        args, kwargs = fill(list(self._args), values), fill_kwargs(self._kwargs, values)
+        fresh, written = self._lowered(keys, args, kwargs)
+        out: list[Any] = []
+        for i, (value, form) in enumerate(zip(fresh, self._result_forms, strict=False)):
+            if form is not None:
+                value = self._result(value, form, i)
+                out.append(form.physical(value) if pad else value)
+        for value, write in zip(written, self._writes, strict=False):
+            if not self.random:  # numbers drawn for an integer tensor are whole
+                check_castable(value, write.own)
+            value = checked(value, write.own.shape, write.own.jax_dtype, self._info)
+            if self._pinned is not None:
+                value = _pin(value, self._pinned.written)
+            out.append(value)
+        return out
+
+    def _logical(self, leaf: Any, form: Any) -> Any:
+        if not isinstance(form, Form):
+            return leaf
+        return jnp.zeros(form.shape, form.jax_dtype) if self._reads_nothing else form.logical(leaf)
+
+    def _result(self, value: Any, form: Form, index: int) -> Any:
+        if value is None:  # masked out, which torch's meta kernel hasn't looked at
+            value = jnp.zeros(form.shape, form.jax_dtype)
+        value = checked(value, form.shape, form.jax_dtype, self._info)
+        return value if self._pinned is None else _pin(value, self._pinned.results[index])
+
+
+def _pin(value: Any, sharding: Any) -> Any:
+    return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
