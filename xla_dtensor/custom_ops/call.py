@@ -20,7 +20,7 @@ from xla_dtensor.custom_ops.results import results, shapes_of
 from xla_dtensor.errors import LayoutRuleError, MeshMismatchError, UnsupportedOpError
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, root_mesh
 from xla_dtensor.mesh.layout import Layout, layout_of
-from xla_dtensor.movement.local_view import as_sharded
+from xla_dtensor.movement.local_view import as_sharded, last_local
 from xla_dtensor.rules import TensorInfo
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -336,11 +336,8 @@ def _on_devices(
 ) -> Function:
     """``function`` on per-device arguments, whose gradients are those of the whole."""
     # Local tensors are known by identity: to_local() returns the same one every time.
-    partial = {
-        id(x._local[1]()): x.layout
-        for x in sharded
-        if x._local is not None and x.layout.is_partial()
-    }
+    locals_ = ((last_local(x), x.layout) for x in sharded)
+    partial = {id(x): layout for x, layout in locals_ if x is not None and layout.is_partial()}
 
     def prepare(where: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

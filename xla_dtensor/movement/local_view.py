@@ -240,6 +240,12 @@ def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | No
     return local
 
 
+def last_local(tensor: XLAShardedTensor) -> torch.Tensor | None:
+    """The very object that `to_local` gave last, if it still exists."""
+    known = tensor._local
+    return None if known is None else known[1]()
+
+
 class _Strong:
     """As a weak reference, but not weak."""
 
