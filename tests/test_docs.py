@@ -70,3 +70,22 @@ def test_blocks_run(
     output = capsys.readouterr().out
     for line in printed:
         assert line in output
+
+
+ROOT = Path(__file__).parents[1]
+PAGES = [p for p in ROOT.rglob("*.md") if not {".venv", ".git"} & set(p.relative_to(ROOT).parts)]
+FILES = {
+    str(p.relative_to(ROOT))
+    for p in ROOT.rglob("*")
+    if p.is_file() and ".venv" not in p.parts and ".cache" not in p.parts
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_that_pages_name_exist(page: Path) -> None:
+    """``dispatch/plan.py`` in a page is a file whose path ends so."""
+    named = set(re.findall(r"`([\w/.]+\.(?:py|md|txt))(?::[\w.]+)?`", page.read_text()))
+    if page.name == "CHANGELOG.md":
+        named = set()  # it says what was
+    missing = {name for name in named if not any(f"/{f}".endswith(f"/{name}") for f in FILES)}
+    assert not missing

@@ -2,7 +2,7 @@
 
 Each transform has its dim last and asks for row-major layouts around it: XLA's CPU backend leaves
 the layout of a transform open, and its kernel then refuses what layout assignment chose. The
-dispatcher keeps the transformed dims whole (`dispatch/_layout.py`).
+dispatcher keeps the transformed dims whole (`dispatch/result_placements.py`).
 """
 
 from __future__ import annotations

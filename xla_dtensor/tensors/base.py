@@ -60,7 +60,7 @@ class TensorMethods:
     _steps: tuple[Step, ...] = ()
     _own_form: Form
     _cache: Any = None
-    _seat: Any = None  # what tells the storage that the tensor exists, see storage.py
+    _seat: Any = None  # what tells the storage that the tensor exists, see forms/storage.py
 
     @staticmethod
     def __new__(

@@ -40,7 +40,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
     sharded tensors; not by calling the class.
     """
 
-    _local: Any = None  # what to_local() returned last, see local_view.py
+    _local: Any = None  # what to_local() returned last, see movement/local_view.py
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         varying = self._form.varying
