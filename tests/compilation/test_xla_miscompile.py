@@ -1,7 +1,8 @@
 """A defect of XLA's SPMD partitioner on meshes of three axes, and that it doesn't reach users.
 
 For some shardings the partitioner computes the blocks of a matrix product in one device order and
-labels them in another. Matrix products of such meshes are therefore pinned (`dispatch/result_placements.py`).
+labels them in another. Matrix products of such meshes are therefore pinned
+(`dispatch/result_placements.py`).
 """
 
 from __future__ import annotations
