@@ -22,6 +22,7 @@ from xla_dtensor.debug.rule_check import (
     Report,
     Sample,
     check_call,
+    entries,
     exceptions,
     from_schemas,
     samples,
@@ -171,7 +172,7 @@ SUBSET = """
 
 @pytest.mark.parametrize("name", SUBSET.split())
 def test_a_rule_of_each_family_holds(name: str, mesh_of: dict[int, DeviceMesh]) -> None:
-    wanted = table.s(name).func
+    wanted = entries.s(name).func
     sample = next(s for s in samples() if s.func is wanted)
     checked = check_call(sample, list(mesh_of.values()), free=2, moving=1)
     assert checked.findings, checked.reason
