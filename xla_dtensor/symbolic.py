@@ -277,6 +277,9 @@ def _install_operators() -> None:
         ("float_truediv", "/", operator.truediv),
         ("pow", "**", operator.pow),
         ("float_pow", "**", operator.pow),
+        ("mod", "%", operator.mod),
+        ("floordiv", "//", operator.floordiv),
+        ("int_floordiv", "//", operator.floordiv),
     ):
         setattr(NumberNode, name, lambda a, b, s=symbol, f=function: a._binary(b, s, f))
     for name, symbol, function in (

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Place, Slots
-from xla_dtensor.compilation.watch import Watch, same_atom
+from xla_dtensor.compilation.watch import Watch, is_atom, same_atom
 from xla_dtensor.errors import DataDependentError
 
 
@@ -27,12 +28,15 @@ class Effect:
         before, after: what it held and holds, by key; only what is not the same.
     """
 
-    __slots__ = ("_whole_after", "after", "before", "place")
+    __slots__ = ("_keys", "after", "before", "place")
 
     def __init__(self, place: Place, before: dict[Any, Any], after: dict[Any, Any]) -> None:
         self.place = place
         self.before, self.after = _different(before, after)
-        self._whole_after = after
+        # Of a list or a dict with other keys than before, or in another order: all of them.
+        self._keys = None if list(before) == list(after) else list(after)
+        if isinstance(place.owner, set):
+            self.after, self._keys = after, list(after)
 
     def name(self) -> str:
         """How to call what changed."""
@@ -41,8 +45,8 @@ class Effect:
     def changed(self) -> set[Any]:
         """What has changed, by identity: a list or a dict as a whole, an attribute."""
         if isinstance(self.place, Entries | Slots):
-            return {(id(self.place.owner), key) for key in {**self.before, **self.after}}
-        return {id(self.place.owner)}
+            return {(self.place.container, key) for key in {**self.before, **self.after}}
+        return {self.place.container}
 
     def text(self) -> str:
         """From what to what."""
@@ -50,19 +54,18 @@ class Effect:
         before, after = self.before.get(key, MISSING), self.after.get(key, MISSING)
         return f"{self.place.label(key)} from {_short(before)} to {_short(after)}"
 
-    def repeat(self, replaced: Callable[[Any], Any]) -> None:
-        """Change the place as the step has, with ``replaced`` of each value."""
-        content = self._whole_after
-        if isinstance(self.place, Entries):
-            content = self.after
-        self.place.replace({key: replaced(value) for key, value in content.items()})
+    def repeat(self, made: Callable[[Any], Any]) -> None:
+        """Change the place as the step has: ``made`` of each value is put there."""
+        changes = {key: made(value) for key, value in self.after.items()}
+        if self._keys is None or isinstance(self.place, Entries | Slots):
+            self.place.put(changes)
+            return
+        now = self.place.content()
+        self.place.replace({k: changes[k] if k in changes else now[k] for k in self._keys})
 
     def convert(self, convert: Callable[[Any], Any]) -> None:
         """Keep ``convert`` of each value in place of it."""
         self.after = {key: convert(value) for key, value in self.after.items()}
-        self._whole_after = {
-            key: self.after.get(key, value) for key, value in self._whole_after.items()
-        }
 
 
 def _different(
@@ -88,18 +91,38 @@ class Surroundings:
 
     def __init__(self, watch: Watch) -> None:
         self._before = [(place, place.content()) for place in watch.places]
+        self._owners = {id(place.owner) for place in watch.places}
+        self._planted: dict[tuple[int, Any], Any] = {}
+
+    def plant(self, carried: Carried, value: Any) -> None:
+        """Let the step find ``value`` in a place. If it is there in the end, nothing has changed."""
+        self._planted[carried.where()] = value
+        carried.place.put({carried.key: value})
+
+    def holds(self, value: Any) -> bool:
+        """Whether a list or a dict was there before the step."""
+        return id(value) in self._owners
 
     def effects(self) -> list[Effect]:
         """What has changed by now."""
         found = []
         for place, before in self._before:
-            after = place.content()
+            after = self._but_for_planted(place, before, place.content())
             if before.keys() == after.keys() and all(
                 a is b or _same(a, b) for a, b in zip(before.values(), after.values(), strict=True)
             ):
                 continue
             found.append(Effect(place, before, after))
         return found
+
+    def _but_for_planted(
+        self, place: Place, before: dict[Any, Any], after: dict[Any, Any]
+    ) -> dict[Any, Any]:
+        planted = {key: v for (where, key), v in self._planted.items() if where == place.container}
+        return {
+            key: before[key] if key in planted and planted[key] is value else value
+            for key, value in after.items()
+        }
 
     def restore(self) -> None:
         """Put everything back."""
@@ -112,7 +135,7 @@ class Surroundings:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return isinstance(a, int | float | str | bytes | tuple | torch.Size) and same_atom(a, b)
+    return isinstance(a, int | float | str | bytes | tuple) and is_atom(a) and same_atom(a, b)
 
 
 def _short(value: Any) -> str:

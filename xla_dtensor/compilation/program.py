@@ -23,6 +23,7 @@ from xla_dtensor.compilation.history import Call, Split, WithHistory, cotangent
 from xla_dtensor.compilation.optimizers import Changed
 from xla_dtensor.compilation.trace import Decision
 from xla_dtensor.compilation.traced import (
+    Built,
     Computed,
     Existing,
     GivenBack,
@@ -328,8 +329,10 @@ class Program:
         now = self._traced.look_again()
         differences = self.watch.differences(now)
         if not differences:
-            places = {id(place.owner) for place in now.places}
-            if any(id(effect.place.owner) not in places for effect in self.effects):
+            places = {place.container for place in now.places}
+            changed = [effect.place for effect in self.effects]
+            changed += [carried.place for carried in self._traced.carried]
+            if any(place.container not in places for place in changed):
                 return "something that the step changes, which is another object now"
             self.watch = now
             return None
@@ -517,7 +520,7 @@ class Program:
         for storage, index in self._traced.left:
             storage.write(arrays[place_of[index]], forms[index])
         for effect in self._traced.effects:
-            effect.repeat(lambda value: self._replaced(value, arrays, made))
+            effect.repeat(lambda value: self._built(value, arrays, arguments, made))
         self._made = made
         for scheduler, step, args, kwargs in self._traced.schedulers.calls:
             step(scheduler, *args, **kwargs)
@@ -533,14 +536,16 @@ class Program:
             for stepped in self._traced.hooks.stepped.values()
         )
 
-    def _replaced(self, value: Any, arrays: list[Any], made: dict[int, Any]) -> Any:
-        if isinstance(value, Template):
-            return self._tensor(value, arrays, made)
-        if isinstance(value, list | tuple | dict):
-            return pytree.tree_map_only(
-                Template, lambda template: self._tensor(template, arrays, made), value
-            )
-        return value
+    def _built(
+        self, value: Any, arrays: list[Any], arguments: Arguments, made: dict[int, Any]
+    ) -> Any:
+        """What the step leaves somewhere in this call."""
+        if not isinstance(value, Built):
+            return value
+        if id(value) not in made:
+            parts = [self._result(part, arrays, arguments, made) for part in value.parts]
+            made[id(value)] = pytree.tree_unflatten(parts, value.tree)
+        return made[id(value)]
 
     def _results(self, arrays: list[Any], arguments: Arguments) -> Any:
         return pytree.tree_unflatten(

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor import _context, interrupts
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.carried import Carried, is_state, tensors_in
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
@@ -143,6 +144,16 @@ class Host:
         self.source, self.tensor = source, tensor
 
 
+class Built:
+    """What the step leaves in an attribute, a list or a dict: parts like results, and how they make
+    it up."""
+
+    __slots__ = ("parts", "tree")
+
+    def __init__(self, parts: list[Any], tree: Any) -> None:
+        self.parts, self.tree = parts, tree
+
+
 class View:
     """A result that is a view of memory from outside of the step."""
 
@@ -169,7 +180,11 @@ class Traced:
         grads: (leaf, template of its new gradient or None).
         left: (storage that the step made and left somewhere unknown, output).
         effects: what its Python changed.
+        replaced: places outside of it whose tensors it replaces by others, as messages call them.
+        counted: likewise those in which it puts other numbers, strings or ``None``.
         watch: what its Python can read.
+        carried: the places that its values are taken from like arguments.
+        call: the arguments, with these.
         history: how its results depend on tensors that require grad, or None.
     """
 
@@ -178,24 +193,30 @@ class Traced:
         function: Callable[..., Any],
         arguments: Arguments,
         dynamic: frozenset[int],
-        ignored: frozenset[str] = frozenset(),
+        carried: frozenset[str] = frozenset(),
     ) -> None:
-        caller, arguments = arguments, arguments.without_history()
+        caller = arguments.given
+        arguments = caller.without_history()
         self._cut = [
             mine
             for mine, theirs in zip(arguments.tensors, caller.tensors, strict=True)
             if mine is not theirs
         ]
-        self.dynamic = dynamic
-        self.overwritten: set[str] = set()
+        self.replaced: set[str] = set()
+        self.counted: set[str] = set()
         if parametrize._cache_enabled:
             raise DataDependentError(
                 "a compiled step inside of torch.nn.utils.parametrize.cached(): the cache would "
                 "keep what exists only while the step is traced; enter it inside of the step"
             )
         self._roots: list[tuple[str, Any]] = [("the step", function), *arguments.objects]
-        self.ignored = ignored
+        self.names_of_carried = carried
         watch = self.look_again()
+        self.carried = _each_once(watch.carried)
+        call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
+        assert call is not None and now is not None  # the watch has looked at each
+        self.call, arguments = call, now
+        self.dynamic = dynamic | arguments.carried_numbers()
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace(_leaves(watch))
         self.schedulers = DeferredSchedulers()
@@ -205,7 +226,11 @@ class Traced:
         self.history: History | None = None
 
         def traced() -> list[Any]:
-            args, kwargs = arguments.with_numbers(self._numbers(trace, arguments))
+            numbers = self._numbers(trace, arguments)
+            args, kwargs = arguments.with_numbers(numbers)
+            for place, value in arguments.with_carried_numbers(self.carried, numbers):
+                surroundings.plant(place, value)
+            del numbers
             with self.host, self.schedulers, self.hooks:
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
@@ -259,7 +284,7 @@ class Traced:
 
     def look_again(self) -> Watch:
         """What the step's Python can read now."""
-        return Watch(self._roots, self.ignored)
+        return Watch(self._roots, self.names_of_carried)
 
     @interrupts.atomic
     def _abandon(self, surroundings: Surroundings) -> None:
@@ -321,7 +346,7 @@ class Traced:
         history = History.of(trace, flat)
         templates: dict[int, Template] = {}
         self.results = [self._result(value, arguments, watch, templates) for value in flat]
-        self._effects(surroundings, templates)
+        self._effects(surroundings, arguments, watch, templates)
         self.random_operations = trace.random_operations()
         self.grads: list[tuple[Any, Template | None]] = []
         for outside in trace.outside.values():
@@ -409,36 +434,84 @@ class Traced:
         form = form.reduced()
         return Template(self.emit(logical_value(tensor), form), form)
 
-    def _effects(self, surroundings: Surroundings, templates: dict[int, Template]) -> None:
-        """What the step's Python has changed, with templates of the tensors that it made; the
-        changes are undone."""
+    def _effects(
+        self,
+        surroundings: Surroundings,
+        arguments: Arguments,
+        watch: Watch,
+        templates: dict[int, Template],
+    ) -> None:
+        """What the step's Python has changed, as what each call makes anew; the changes are
+        undone."""
         trace = self.trace
+        built: dict[int, tuple[Any, Any]] = {}
 
         def is_new(value: Any) -> bool:
             return isinstance(value, Ours) and trace.owns(value._storage_)
 
         def convert(value: Any) -> Any:
-            if is_new(value):
-                key = id(value) if value._steps or value.requires_grad else id(value._storage_)
-                if key not in templates:
-                    templates[key] = self._template(value)
-                return templates[key]
-            if isinstance(value, list | tuple | dict) and any(
-                map(is_new, pytree.tree_leaves(value))
-            ):
-                return pytree.tree_map(convert, value)
-            return value
+            known = built.get(id(value))
+            if known is None:
+                known = built[id(value)] = value, self._built(
+                    value, surroundings, arguments, watch, templates
+                )
+            return known[1]
 
         self.effects: list[Effect] = surroundings.effects()
         for effect in self.effects:
-            for key, before in effect.before.items():
-                # A tensor that the step has put another in place of, without using it: which one
-                # it was doesn't matter.
-                if isinstance(before, Ours) and not trace.uses(before._storage_):
-                    self.overwritten.add(effect.place.label(key))
+            if id(effect.place.owner) in watch.inside:
+                raise DataDependentError(
+                    f"the step changes {effect.place.path}, a {type(effect.place.owner).__name__} "
+                    "that it finds in another place in every call (it puts another one there): "
+                    "either change it, or replace it"
+                )
+            self._find_replaced(effect)
             check_replayable(effect, is_new)
             effect.convert(convert)
         surroundings.restore()
+
+    def _built(
+        self,
+        value: Any,
+        surroundings: Surroundings,
+        arguments: Arguments,
+        watch: Watch,
+        templates: dict[int, Template],
+    ) -> Any:
+        """How later calls make what the step leaves somewhere; the value itself where it is the
+        same in each."""
+        leaves, tree = pytree.tree_flatten(value, is_leaf=surroundings.holds)
+        parts = [self._result(leaf, arguments, watch, templates) for leaf in leaves]
+        if tree.is_leaf() and isinstance(parts[0], Existing):
+            return value
+        return Built(parts, tree)
+
+    def _find_replaced(self, effect: Effect) -> None:
+        """Note where a step has put other tensors in place of those that were there, for its next
+        call.
+
+        Raises:
+            DataDependentError: the next call would go on with their history.
+        """
+        for key, before in effect.before.items():
+            after, name = effect.after[key], effect.place.label(key)
+            tensors = tensors_in(before)
+            carried = name in self.names_of_carried
+            if not (is_state(before) and (carried or effect.place.guarded)):
+                continue
+            if not tensors:
+                if not carried and is_state(after, symbolic=True):
+                    self.counted.add(name)
+                continue
+            used = [t for t in tensors if isinstance(t, Ours) and self.trace.uses(t._storage_)]
+            if used and any(t.requires_grad for t in tensors_in(after)):
+                raise DataDependentError(
+                    f"the step reads {name}, and leaves there a tensor that has a history (or "
+                    "requires grad), which its next call would go on with: detach it "
+                    f"({name} = new.detach()), or give it as an argument and return the new one"
+                )
+            if not carried and tensors_in(after):
+                self.replaced.add(name)
 
     # --- inputs -------------------------------------------------------------------------------
 
@@ -537,6 +610,10 @@ class Traced:
             ],
             "what its Python changes": [e.name() for e in self.effects],
         }
+
+
+def _each_once(carried: list[Carried]) -> list[Carried]:
+    return list({one.where(): one for one in carried}.values())
 
 
 @interrupts.interruptible

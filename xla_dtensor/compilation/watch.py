@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xla_dtensor._common import OWN_ATTRIBUTES
+from xla_dtensor.compilation.carried import Carried, is_state
 from xla_dtensor.compilation.code_names import (
     Names,
     describe,
@@ -161,7 +162,8 @@ class Watch:
     """What can be read from ``roots``, pairs of a name for messages and a thing.
 
     Args:
-        ignored: attributes (as messages call them) that the step overwrites before it reads them.
+        carried: what the step keeps from one call to the next and replaces, as messages call it:
+            each call takes it from there (`Carried`).
 
     Attributes:
         places: every container on the way.
@@ -170,10 +172,12 @@ class Watch:
         consumed: iterators found, with their paths: the step mustn't take from them.
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
+        carried: the places found of those that each call takes its values from.
+        inside: the lists and dicts that are part of what is there, by id.
     """
 
-    def __init__(self, roots: list[tuple[str, Any]], ignored: frozenset[str] = frozenset()) -> None:
-        self._ignored = ignored
+    def __init__(self, roots: list[tuple[str, Any]], carried: frozenset[str] = frozenset()) -> None:
+        self._carried = carried
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
         self._seen: dict[int, tuple[Any, str]] = {}
@@ -216,6 +220,8 @@ class Watch:
 
     def _start(self) -> None:
         self.places: list[Place] = []
+        self.carried: list[Carried] = []
+        self.inside: set[int] = set()
         self.found: list[Found] = []
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.arrays: list[tuple[Any, Any]] = []
@@ -352,6 +358,31 @@ class Watch:
     def _place(self, place: Place) -> None:
         self.places.append(place)
 
+    def _taken(self, place: Place, keys: Iterable[Any]) -> frozenset[Any]:
+        """Those of a place's keys whose values each call takes from there."""
+        if not self._carried:
+            return frozenset()
+        taken = [
+            key for key in keys if place.label(key) in self._carried and is_state(place.at(key))
+        ]
+        for key in taken:
+            self.carried.append(Carried(place, key))
+            self._inside(place.at(key), place.label(key))
+        return frozenset(taken)
+
+    def _inside(self, value: Any, path: str) -> None:
+        """The lists and dicts in what a call takes like an argument: the step mustn't change them,
+        since it is given others in the next call."""
+        self.inside.add(id(value))
+        if isinstance(value, list | tuple | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, inner in items:
+                self._inside(inner, f"{path}[{key!r}]")
+        if isinstance(value, list):
+            self._place(Elements(value, path, guarded=False))
+        elif isinstance(value, dict):
+            self._place(Items(value, path, guarded=False))
+
     def _function(self, function: types.FunctionType, path: str) -> None:
         code = function.__code__
         self._note(path, "function", code)
@@ -369,7 +400,8 @@ class Watch:
             if id(namespace) not in self._placed_globals:
                 # Once a walk: by then earlier walks have said which names matter.
                 self._placed_globals.add(id(namespace))
-                for name in sorted(known & namespace.keys()):
+                taken = self._taken(Entries(namespace, (), "", guarded=False), sorted(known))
+                for name in sorted((known & namespace.keys()) - taken):
                     self._walk(namespace[name], name)
             for name in names.modules:
                 self._imported(name)
@@ -400,12 +432,18 @@ class Watch:
         self._seen[id(cell)] = cell, name
         place = Slots(cell, ("cell_contents",), name, shown=name)
         self._place(place)
-        value = place.content()["cell_contents"]
+        if self._taken(place, place.names):
+            place.guarded = False
+            return
+        value = place.at("cell_contents")
         if value is not MISSING:
             self._walk(value, name)
 
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
-        self._place(Entries(namespace, sorted(names & namespace.keys()), ""))
+        taken = {c.key for c in self.carried if c.place.owner is namespace}
+        self._place(Entries(namespace, sorted((names - taken) & namespace.keys()), ""))
+        if taken:
+            self._place(Entries(namespace, sorted(taken), "", guarded=False))
 
     def _module(self, module: nn.Module, path: str) -> None:
         cls = type(module)
@@ -415,9 +453,12 @@ class Watch:
         for part in _MODULE_PARTS:
             inner = own.get(part)
             if inner:
-                self._place(Items(inner, path, with_keys=False))
+                place = Items(inner, path, with_keys=False)
+                self._place(place)
+                place.carried = self._taken(place, inner)
                 for name, value in inner.items():
-                    self._walk(value, f"{path}.{name}")
+                    if name not in place.carried:
+                        self._walk(value, f"{path}.{name}")
         for part in _MODULE_HOOKS:
             hooks = own.get(part)
             if hooks is None:
@@ -439,12 +480,13 @@ class Watch:
         return name in names.attributes or names.any_attribute or name in self._library_reads
 
     def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
-        if self._ignored:
-            skipped = [name for name in names if f"{path}.{name}" in self._ignored]
-            if skipped:
-                names = [name for name in names if name not in skipped]
-                self._place(Entries(own, skipped, path, guarded=False))
-        self._place(Entries(own, names, path))
+        place = Entries(own, names, path)
+        taken = self._taken(place, names)
+        if taken:
+            names = [name for name in names if name not in taken]
+            self._place(Entries(own, sorted(taken), path, guarded=False))
+            place = Entries(own, names, path)
+        self._place(place)
         for name in names:
             if name not in _MODULE_HOOKS and name in own:
                 self._walk(own[name], f"{path}.{name}")
@@ -455,8 +497,13 @@ class Watch:
         if isinstance(owner, nn.Module):
             taken = set().union(*(owner.__dict__.get(p) or () for p in _MODULE_PARTS))
             names = [n for n in names if n not in taken]
-        # Not hasattr, which would run a user's __getattr__.
-        inherited = {n for base in type(owner).__mro__ for n in vars(base)}
+        # Not hasattr, which would run a user's __getattr__. A property keeps its value elsewhere.
+        inherited = {
+            n
+            for base in type(owner).__mro__
+            for n, value in vars(base).items()
+            if hasattr(type(value), "__set__")
+        }
         present = [n for n in sorted(names) if n in owner.__dict__ or n not in inherited]
         if present:
             self._place(Entries(owner.__dict__, present, path, guarded=False))
@@ -570,8 +617,12 @@ class Watch:
             self._large.append(value)
             return
         self._note(path, type(value), tuple(k if is_atom(k) else id(k) for k in value))
-        self._place(Items(value, path))
+        place = Items(value, path)
+        self._place(place)
+        place.carried = self._taken(place, value)
         for key, item in value.items():
+            if key in place.carried:
+                continue
             if not is_atom(key):
                 self._walk(key, f"{path}'s key")
             self._walk(item, f"{path}[{key!r}]" if is_atom(key) else f"{path}[...]")
@@ -584,9 +635,13 @@ class Watch:
             self._large.append(value)
             return
         self._note(path, type(value), len(value))
-        self._place(Elements(value, path))
+        place = Elements(value, path)
+        self._place(place)
+        if isinstance(value, list | deque):
+            place.carried = self._taken(place, range(len(value)))
         for i, item in enumerate(value):
-            self._walk(item, f"{path}[{i}]")
+            if i not in place.carried:
+                self._walk(item, f"{path}[{i}]")
         if not is_library_class(type(value)):
             self._own_parts(value, path)
 
@@ -604,7 +659,14 @@ class Watch:
                 and (self._is_read(name) or callable(base.__dict__[name]))
                 and not isinstance(base.__dict__[name], _DESCRIPTORS)
             ]
-            self._place(Entries(base.__dict__, names, base.__qualname__, setter=base))
+            place = Entries(base.__dict__, names, base.__qualname__, setter=base)
+            taken = self._taken(place, names)
+            if taken:
+                where = base.__dict__, sorted(taken), base.__qualname__
+                self._place(Entries(*where, guarded=False, setter=base))
+                names = [name for name in names if name not in taken]
+                place = Entries(base.__dict__, names, base.__qualname__, setter=base)
+            self._place(place)
             for name in names:
                 self._walk(base.__dict__[name], f"{base.__qualname__}.{name}")
 
