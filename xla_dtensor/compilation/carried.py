@@ -55,7 +55,7 @@ def is_state(value: Any, symbolic: bool = False) -> bool:
     """
     cls = type(value)
     if cls in _TENSORS:
-        return not value.requires_grad
+        return value.is_leaf or not value.requires_grad
     if cls in _PLAIN or (symbolic and issubclass(cls, torch.SymInt | torch.SymFloat)):
         return True
     if cls is dict:

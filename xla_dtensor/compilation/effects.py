@@ -48,6 +48,10 @@ class Effect:
             return {(self.place.container, key) for key in {**self.before, **self.after}}
         return {self.place.container}
 
+    def grows(self) -> bool:
+        """Whether a list or a dict has got other keys, or lost some."""
+        return self._keys is not None and not isinstance(self.place, Entries | Slots)
+
     def text(self) -> str:
         """From what to what."""
         key = next(iter({**self.before, **self.after}))
@@ -141,8 +145,6 @@ def _same(a: Any, b: Any) -> bool:
 def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)}"
-    if hasattr(value, "form"):  # what stands for a tensor of the step's
-        return f"a tensor {list(value.form.shape)}"
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."
 

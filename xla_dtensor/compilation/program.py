@@ -327,6 +327,8 @@ class Program:
     def _look_closer(self) -> str | None:
         """Compare by value what the step can read; None if nothing has changed."""
         now = self._traced.look_again()
+        if not self._traced.carries(now):
+            return "whether there is something that the step keeps from one call to the next"
         differences = self.watch.differences(now)
         if not differences:
             places = {place.container for place in now.places}

@@ -153,6 +153,12 @@ class Built:
     def __init__(self, parts: list[Any], tree: Any) -> None:
         self.parts, self.tree = parts, tree
 
+    def __repr__(self) -> str:
+        part = self.parts[0] if len(self.parts) == 1 else None
+        if isinstance(part, Template):
+            return f"a tensor {list(part.form.shape)}"
+        return "what each call makes anew"
+
 
 class View:
     """A result that is a view of memory from outside of the step."""
@@ -285,6 +291,10 @@ class Traced:
     def look_again(self) -> Watch:
         """What the step's Python can read now."""
         return Watch(self._roots, self.names_of_carried)
+
+    def carries(self, watch: Watch) -> bool:
+        """Whether ``watch`` takes the values of the same places as this trace."""
+        return {c.where() for c in watch.carried} == {c.where() for c in self.carried}
 
     @interrupts.atomic
     def _abandon(self, surroundings: Surroundings) -> None:
@@ -486,6 +496,13 @@ class Traced:
             return value
         return Built(parts, tree)
 
+    def _goes_on(self, tensor: torch.Tensor) -> bool:
+        """Whether a backward pass of the next call would come to what this one has computed."""
+        if not tensor.requires_grad:
+            return False
+        made = isinstance(tensor, Ours) and self.trace.owns(tensor._storage_)
+        return made or not tensor.is_leaf
+
     def _find_replaced(self, effect: Effect) -> None:
         """Note where a step has put other tensors in place of those that were there, for its next
         call.
@@ -499,12 +516,14 @@ class Traced:
             carried = name in self.names_of_carried
             if not (is_state(before) and (carried or effect.place.guarded)):
                 continue
+            if effect.grows():  # it is another place in every call
+                continue
             if not tensors:
                 if not carried and is_state(after, symbolic=True):
                     self.counted.add(name)
                 continue
             used = [t for t in tensors if isinstance(t, Ours) and self.trace.uses(t._storage_)]
-            if used and any(t.requires_grad for t in tensors_in(after)):
+            if used and any(self._goes_on(t) for t in tensors_in(after)):
                 raise DataDependentError(
                     f"the step reads {name}, and leaves there a tensor that has a history (or "
                     "requires grad), which its next call would go on with: detach it "
