@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.compilation.carried import Carried, is_state
+from xla_dtensor.compilation.objects import opened_record
 from xla_dtensor.compilation.watch import content_of, is_atom
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.sharded_tensor import XLAShardedTensor
@@ -168,9 +169,9 @@ class Arguments:
 
     def _state(self, value: Any, name: str) -> Any:
         """The part of the key for what is in one place."""
-        if not isinstance(value, list | tuple | dict):
+        if isinstance(value, torch.Tensor | int | float | str | None):
             return self._state_leaf(value, name)
-        leaves, shape = pytree.tree_flatten(value)
+        leaves, shape = pytree.tree_flatten(opened_record(value))
         return shape, tuple(self._state_leaf(leaf, name) for leaf in leaves)
 
     def _state_leaf(self, value: Any, name: str) -> Any:
@@ -195,7 +196,7 @@ class Arguments:
         position = len(self.values) - len(self._carried_names)
         found = []
         for place in places:
-            leaves, shape = pytree.tree_flatten(place.read())
+            leaves, shape = pytree.tree_flatten(opened_record(place.read()))
             inner = range(position, position + len(leaves))
             position += len(leaves)
             if any(i in numbers for i in inner):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.objects import attributes_of, is_record
 from xla_dtensor.compilation.places import MISSING, Place
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.sharded_tensor import XLAShardedTensor
@@ -48,7 +49,7 @@ class Carried:
 
 def is_state(value: Any, symbolic: bool = False) -> bool:
     """Whether ``value`` can be taken like an argument: tensors without a history, numbers, strings
-    and ``None``, in tuples, lists and dicts.
+    and ``None``, in tuples, lists, dicts and dataclasses.
 
     Args:
         symbolic: whether numbers may be those of a trace.
@@ -58,10 +59,13 @@ def is_state(value: Any, symbolic: bool = False) -> bool:
         return value.is_leaf or not value.requires_grad
     if cls in _PLAIN or (symbolic and issubclass(cls, torch.SymInt | torch.SymFloat)):
         return True
+    inner: Any
     if cls is dict:
-        inner: Any = value.values() if all(type(key) is str for key in value) else (object,)
+        inner = value.values() if all(type(key) is str for key in value) else (object,)
     elif cls in (list, tuple) or (issubclass(cls, tuple) and hasattr(cls, "_fields")):
         inner = value
+    elif is_record(value):
+        inner = (attributes_of(value) or {"": object}).values()
     else:
         return False
     return all(is_state(part, symbolic) for part in inner)
@@ -71,8 +75,15 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a state."""
     if isinstance(value, torch.Tensor):
         return [value]
+    return [tensor for _, inner in parts_of(value) for tensor in tensors_in(inner)]
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """What a state consists of, with how to call it."""
     if isinstance(value, dict):
-        value = list(value.values())
+        return [(f"[{key!r}]", inner) for key, inner in value.items()]
     if isinstance(value, list | tuple):
-        return [tensor for inner in value for tensor in tensors_in(inner)]
+        return [(f"[{i}]", inner) for i, inner in enumerate(value)]
+    if is_record(value):
+        return [(f".{name}", inner) for name, inner in (attributes_of(value) or {}).items()]
     return []

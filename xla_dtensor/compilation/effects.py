@@ -99,7 +99,7 @@ class Surroundings:
         self._planted: dict[tuple[int, Any], Any] = {}
 
     def plant(self, carried: Carried, value: Any) -> None:
-        """Let the step find ``value`` in a place. If it is there in the end, nothing has changed."""
+        """Let the step find ``value`` in a place. If it is there at the end, nothing is changed."""
         self._planted[carried.where()] = value
         carried.place.put({carried.key: value})
 

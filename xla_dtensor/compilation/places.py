@@ -240,9 +240,7 @@ class Items(Place):
 
     __slots__ = ("carried", "with_keys")
 
-    def __init__(
-        self, owner: Any, path: str, with_keys: bool = True, guarded: bool = True
-    ) -> None:
+    def __init__(self, owner: Any, path: str, with_keys: bool = True, guarded: bool = True) -> None:
         super().__init__(owner, path, guarded)
         self.with_keys = with_keys
         self.carried: frozenset[Any] = frozenset()

@@ -28,6 +28,7 @@ from xla_dtensor.compilation.traced import (
     Existing,
     GivenBack,
     Host,
+    Leaf,
     Part,
     Source,
     Template,
@@ -563,6 +564,8 @@ class Program:
     ) -> Any:
         if isinstance(result, Template):
             return self._tensor(result, arrays, made)
+        if isinstance(result, Leaf):
+            return self._leaf(result, arrays, made)
         if isinstance(result, Part):
             whole = self._tensor(result.whole, arrays, made)
             return result.cls(whole._storage_, result.form.placed(self._frame), result.steps)
@@ -582,6 +585,17 @@ class Program:
         if result.cls is None:
             return argument
         return result.cls(argument._storage_, result.form, result.steps)
+
+    def _leaf(self, leaf: Leaf, arrays: list[Any], made: dict[int, Any]) -> Any:
+        tensor = made.get(id(leaf))
+        if tensor is None:
+            tensor = self._tensor(leaf.value, arrays, made).requires_grad_()
+            if leaf.is_parameter:
+                tensor = torch.nn.Parameter(tensor.detach())
+            if leaf.grad is not None:
+                tensor.grad = self._tensor(leaf.grad, arrays, made)
+            made[id(leaf)] = tensor
+        return tensor
 
     def _tensor(self, template: Template, arrays: list[Any], made: dict[int, Any]) -> Any:
         tensor = made.get(id(template))

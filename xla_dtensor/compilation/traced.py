@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import torch
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
 from xla_dtensor import _context, interrupts
 from xla_dtensor.compilation.arguments import Arguments
@@ -25,6 +24,7 @@ from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayab
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
+from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.trace import Captured, StepTrace
@@ -95,6 +95,21 @@ class Part:
     def __init__(self, whole: Template, view: Any) -> None:
         self.whole = whole
         self.cls, self.form, self.steps = _view_of(view)
+
+
+class Leaf:
+    """A result that requires grad and was computed from nothing: ``x.detach().requires_grad_()``.
+
+    Attributes:
+        value: its value.
+        grad: its gradient, or None.
+        is_parameter: whether it is an ``nn.Parameter``.
+    """
+
+    __slots__ = ("grad", "is_parameter", "value")
+
+    def __init__(self, value: Template, grad: Template | None, is_parameter: bool) -> None:
+        self.value, self.grad, self.is_parameter = value, grad, is_parameter
 
 
 class Existing:
@@ -254,12 +269,14 @@ class Traced:
             with (
                 _same_host_randomness(watch.random_sources),
                 _nothing_consumed(watch),
-                NewObjects(),
+                NewObjects() as new,
                 _context.active(trace),
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
             ):
+                self._made = MadeObjects(new)
                 self.closed = jax.make_jaxpr(traced)()
+                del self._made
         except BaseException:
             self._abandon(surroundings)
             raise
@@ -352,9 +369,9 @@ class Traced:
                 )
         self._arrays: list[Any] = []
         self.forms: list[Form] = []
-        flat, self.result_tree = pytree.tree_flatten(result.pop())
+        flat, self.result_tree = self._made.flatten(result.pop())
         history = History.of(trace, flat)
-        templates: dict[int, Template] = {}
+        templates: dict[int, Any] = {}
         self.results = [self._result(value, arguments, watch, templates) for value in flat]
         self._effects(surroundings, arguments, watch, templates)
         self.random_operations = trace.random_operations()
@@ -401,7 +418,7 @@ class Traced:
         return arrays
 
     def _result(
-        self, value: Any, arguments: Arguments, watch: Watch, templates: dict[int, Template]
+        self, value: Any, arguments: Arguments, watch: Watch, templates: dict[int, Any]
     ) -> Any:
         """How later calls make one of the step's results."""
         for i, tensor in enumerate(arguments.tensors):
@@ -414,6 +431,12 @@ class Traced:
                 return Host(self.host.use(value), value)
             return Existing(value)
         storage = value._storage_
+        if self.trace.owns(storage) and value.requires_grad and value.is_leaf:
+            if id(value) not in templates:
+                grad = None if value.grad is None else self._template(value.grad, with_steps=True)
+                is_parameter = isinstance(value, torch.nn.Parameter)
+                templates[id(value)] = Leaf(self._template(value), grad, is_parameter)
+            return templates[id(value)]
         if self.trace.owns(storage) or (value.requires_grad and not value.is_leaf):
             if value._steps and not value.requires_grad and _is_plain(value):
                 whole = templates.get(id(storage))
@@ -449,7 +472,7 @@ class Traced:
         surroundings: Surroundings,
         arguments: Arguments,
         watch: Watch,
-        templates: dict[int, Template],
+        templates: dict[int, Any],
     ) -> None:
         """What the step's Python has changed, as what each call makes anew; the changes are
         undone."""
@@ -462,14 +485,15 @@ class Traced:
         def convert(value: Any) -> Any:
             known = built.get(id(value))
             if known is None:
-                known = built[id(value)] = value, self._built(
-                    value, surroundings, arguments, watch, templates
+                known = built[id(value)] = (
+                    value,
+                    self._built(value, surroundings, arguments, watch, templates),
                 )
             return known[1]
 
         self.effects: list[Effect] = surroundings.effects()
         for effect in self.effects:
-            if id(effect.place.owner) in watch.inside:
+            if effect.place.container in watch.inside:
                 raise DataDependentError(
                     f"the step changes {effect.place.path}, a {type(effect.place.owner).__name__} "
                     "that it finds in another place in every call (it puts another one there): "
@@ -486,11 +510,11 @@ class Traced:
         surroundings: Surroundings,
         arguments: Arguments,
         watch: Watch,
-        templates: dict[int, Template],
+        templates: dict[int, Any],
     ) -> Any:
         """How later calls make what the step leaves somewhere; the value itself where it is the
         same in each."""
-        leaves, tree = pytree.tree_flatten(value, is_leaf=surroundings.holds)
+        leaves, tree = self._made.flatten(value, is_leaf=surroundings.holds)
         parts = [self._result(leaf, arguments, watch, templates) for leaf in leaves]
         if tree.is_leaf() and isinstance(parts[0], Existing):
             return value

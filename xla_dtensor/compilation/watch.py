@@ -25,7 +25,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xla_dtensor._common import OWN_ATTRIBUTES
-from xla_dtensor.compilation.carried import Carried, is_state
+from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
     Names,
     describe,
@@ -46,6 +46,7 @@ from xla_dtensor.compilation.code_names import (
     names_of,
 )
 from xla_dtensor.compilation.identities import identities
+from xla_dtensor.compilation.objects import attributes_of, is_record
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
 from xla_dtensor.storage import exact
@@ -173,7 +174,7 @@ class Watch:
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
         carried: the places found of those that each call takes its values from.
-        inside: the lists and dicts that are part of what is there, by id.
+        inside: the lists, dicts and objects that are part of what is there (`Place.container`).
     """
 
     def __init__(self, roots: list[tuple[str, Any]], carried: frozenset[str] = frozenset()) -> None:
@@ -371,17 +372,25 @@ class Watch:
         return frozenset(taken)
 
     def _inside(self, value: Any, path: str) -> None:
-        """The lists and dicts in what a call takes like an argument: the step mustn't change them,
-        since it is given others in the next call."""
-        self.inside.add(id(value))
-        if isinstance(value, list | tuple | dict):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, inner in items:
-                self._inside(inner, f"{path}[{key!r}]")
+        """The lists, dicts and records in what a call takes like an argument: the step mustn't
+        change them, since it is given others in the next call."""
+        for name, inner in parts_of(value):
+            self._inside(inner, f"{path}{name}")
+        if not is_library_class(type(value)):  # its methods may be called
+            self._class(type(value))
+        place: Place
         if isinstance(value, list):
-            self._place(Elements(value, path, guarded=False))
+            place = Elements(value, path, guarded=False)
         elif isinstance(value, dict):
-            self._place(Items(value, path, guarded=False))
+            place = Items(value, path, guarded=False)
+        elif is_record(value) and hasattr(value, "__dict__"):
+            place = Entries(vars(value), vars(value), path, guarded=False)
+        elif is_record(value):
+            place = Slots(value, attributes_of(value) or (), path, guarded=False)
+        else:
+            return
+        self._place(place)
+        self.inside.add(place.container)
 
     def _function(self, function: types.FunctionType, path: str) -> None:
         code = function.__code__

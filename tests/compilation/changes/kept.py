@@ -1,10 +1,12 @@
-"""State that a step keeps outside of itself and replaces in every call, and results it leaves there.
+"""State that a step keeps outside of itself and replaces, and results that it leaves there.
 
 Each row also says how often the step's Python may run: a steady call runs none of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections import namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -501,8 +503,122 @@ def step_that_raises(world: World) -> Program:
     step = world.compile(function)
     for i in range(6):
         if i in (0, 3) and world.device != "cpu":
-            try:
+            with contextlib.suppress(ValueError):
                 step(world.batch(i), True)
-            except ValueError:
-                pass
         yield step(world.batch(i), False), state
+
+
+@dataclasses.dataclass
+class Output:
+    loss: Any
+    parts: Any = None
+    count: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    loss: Any
+    parts: Any = None
+    count: int = 3
+
+
+class Plain:
+    def __init__(self, loss: Any, parts: Any) -> None:
+        self.loss, self.parts, self.count = loss, [parts], Output(loss)
+
+
+class Slotted:
+    __slots__ = ("count", "loss", "parts")
+
+    def __init__(self, loss: Any, parts: Any) -> None:
+        self.loss, self.parts, self.count = loss, parts, 1
+
+
+@rows({"dataclass": Output, "frozen": Frozen, "object": Plain, "slots": Slotted}, unseen=True)
+def result(world: World, make: Callable) -> Program:
+    """A step that returns an object, with a history, and leaves another one."""
+    weight = world.parameter(numbers(1, 4, 6))
+    state = SimpleNamespace(last=None)
+
+    def function(x: torch.Tensor) -> Any:
+        state.last = make(x * 3, None)
+        return make((x * weight).sum(), {"x": x * 2, "given": x})
+
+    step = world.compile(function)
+    kept = []
+    for i in range(4):
+        weight.grad = None
+        out = step(world.batch(i))
+        out.loss.backward()
+        kept.append(out)
+        parts = out.parts[0] if make is Plain else out.parts
+        yield [o.loss.detach() for o in kept], parts, weight.grad, type(out).__name__
+        yield state.last.loss, type(state.last).__name__
+    world.traced_at_most(2, step)
+
+
+@row(unseen=True)
+def result_twice(world: World) -> Program:
+    """One object in two places stays one, which costs a trace in every call."""
+
+    def function(x: torch.Tensor) -> list[Output]:
+        out = Output(x * 2)
+        return [out, out]
+
+    step = world.compile(function)
+    for i in range(3):
+        a, b = step(world.batch(i))
+        yield a is b, a.loss
+
+
+@row(unseen=True)
+def result_from_outside(world: World) -> Program:
+    """An object that is there before is the same in every call."""
+    holder = SimpleNamespace(scale=2.0)
+
+    def function(x: torch.Tensor) -> SimpleNamespace:
+        holder.out = x * holder.scale
+        return holder
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)) is holder, holder.out
+    world.traced_at_most(2, step)
+
+
+@row()
+def state_in_a_dataclass(world: World) -> Program:
+    holder = SimpleNamespace(state=Output(world.batch(5), world.batch(6)))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        state = holder.state
+        holder.state = Output(state.loss * 0.5 + x, state.parts + 1, state.count + 1)
+        return holder.state.loss * holder.state.count
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)), holder
+    world.change(setattr, holder.state, "loss", world.batch(20))
+    for i in range(2):
+        yield step(world.batch(i)), holder
+    world.traced_at_most(1, step)
+
+
+@row(unseen=True)
+def leaf_left(world: World) -> Program:
+    """An adversarial example: it requires grad, and has one."""
+    model = mlp(world)
+    holder = SimpleNamespace(x=None)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().clone().requires_grad_()
+        model(leaf).pow(2).sum().backward()
+        model.zero_grad()
+        holder.x = leaf
+        return leaf
+
+    step = world.compile(function)
+    for i in range(3):
+        out = step(world.batch(i))
+        yield out.detach(), out.grad, out.requires_grad, holder.x is out
+    world.traced_at_most(1, step)
