@@ -124,6 +124,12 @@ class NumberNode:
             self.known and other.known,
         )
 
+    def _divided(self, other: NumberNode, symbol: str, function: Callable[..., Any]) -> NumberNode:
+        """A quotient or a remainder. Python raises where the divisor is 0, and devices don't."""
+        if other.known and other.traced is not other.value:
+            other._compare(other.wrap_int(0), "!=", operator.ne)
+        return self._binary(other, symbol, function)
+
     def _guard_with(self, other: NumberNode) -> GuardSink:
         """Who decides about what is computed from both: it has a value only if both have."""
         return other.guard if self.known and not other.known else self.guard
@@ -277,11 +283,15 @@ def _install_operators() -> None:
         ("float_truediv", "/", operator.truediv),
         ("pow", "**", operator.pow),
         ("float_pow", "**", operator.pow),
+    ):
+        setattr(NumberNode, name, lambda a, b, s=symbol, f=function: a._binary(b, s, f))
+    for name, symbol, function in (
+        ("int_truediv", "/", operator.truediv),
         ("mod", "%", operator.mod),
         ("floordiv", "//", operator.floordiv),
         ("int_floordiv", "//", operator.floordiv),
     ):
-        setattr(NumberNode, name, lambda a, b, s=symbol, f=function: a._binary(b, s, f))
+        setattr(NumberNode, name, lambda a, b, s=symbol, f=function: a._divided(b, s, f))
     for name, symbol, function in (
         ("eq", "==", operator.eq),
         ("ne", "!=", operator.ne),
@@ -321,7 +331,7 @@ class _Int(torch.SymInt):
         return format(int(self), spec)
 
 
-def _honest(number: Any) -> Any:
+def honest(number: Any) -> Any:
     """The number as the class that it is: torch's arithmetic takes what says to be a float for a
     constant."""
     if type(number) is _Float:
@@ -331,8 +341,8 @@ def _honest(number: Any) -> Any:
 
 def _operate(name: str) -> Any:
     def operate(self: Any, *others: Any) -> Any:
-        mine = _honest(self)
-        result = getattr(type(mine), name)(mine, *map(_honest, others))
+        mine = honest(self)
+        result = getattr(type(mine), name)(mine, *map(honest, others))
         if isinstance(result, torch.SymFloat | torch.SymInt):
             return like_a_number(result)
         return result

@@ -48,6 +48,10 @@ class Effect:
             return {(self.place.container, key) for key in {**self.before, **self.after}}
         return {self.place.container}
 
+    def labels(self) -> set[str]:
+        """How to call everything that changed."""
+        return {self.place.label(key) for key in self.before}
+
     def grows(self) -> bool:
         """Whether a list or a dict has got other keys, or lost some."""
         return self._keys is not None and not isinstance(self.place, Entries | Slots)

@@ -338,20 +338,20 @@ class CompiledStep:
                 self._not_carried |= dict.fromkeys(tried, error)
                 tried = set()
                 continue
-            again = [e for e in traced.effects if _is_counter(e, traced, family.latest, path)]
-            if not traced.replaced <= self._carried:
+            again = [e for e in traced.effects if _is_counted_on(e, traced, family.latest)]
+            counted = {label for effect in again for label in effect.labels()} & traced.counted
+            found = (traced.replaced | counted) - self._not_carried.keys() - self._carried
+            if found:
                 traced.undo()
-                self._carried |= traced.replaced
+                self._carried |= found
+                tried |= found & counted
                 continue
+            again = [e for e in again if path is not None and path.startswith(e.place.path)]
             if not again:
                 return traced
             traced.undo()
-            found = {effect.place.label(key) for effect in again for key in effect.before}
-            failed = [self._not_carried[name] for name in found if name in self._not_carried]
-            if failed or not found <= traced.counted:
-                raise counter_refused(again[0]) from (failed[0] if failed else None)
-            self._carried |= found
-            tried |= found
+            failed = [self._not_carried.get(label) for label in again[0].labels()]
+            raise counter_refused(again[0]) from next(filter(None, failed), None)
 
     def _trace_once(self, arguments: Arguments, family: _Family) -> Traced:
         if family.dynamic:
@@ -391,19 +391,12 @@ class CompiledStep:
         return _name_of(self._function)
 
 
-def _is_counter(effect: Effect, traced: Traced, last: Program | None, path: str | None) -> bool:
-    """Whether a step changes in every call what it reads itself: each call would be traced.
-
-    Args:
-        last: the program that was made before.
-        path: what has changed since, so that the step is traced again.
-    """
-    if path is None or last is None or not effect.place.guarded:
-        return False
-    if {effect.place.label(key) for key in effect.before} <= traced.names_of_carried:
+def _is_counted_on(effect: Effect, traced: Traced, last: Program | None) -> bool:
+    """Whether a step changes what it reads itself, as it did when it was traced before."""
+    if last is None or not effect.place.guarded or effect.labels() <= traced.names_of_carried:
         return False
     before = {key for earlier in last.effects for key in earlier.changed()}
-    return path.startswith(effect.place.path) and bool(effect.changed() & before)
+    return bool(effect.changed() & before)
 
 
 def _name_of(function: Any) -> str:

@@ -242,7 +242,7 @@ class Traced:
         self.trace = trace = StepTrace(_leaves(watch))
         self.schedulers = DeferredSchedulers()
         known = {key: [dict(g) for g in o.param_groups] for key, o in watch.optimizers.items()}
-        self.hooks = OptimizerHooks(trace, known, self.schedulers)
+        self.hooks = OptimizerHooks(trace, known, watch.settings, self.schedulers)
         self.host = trace.host = HostOperations(trace, arguments)
         self.history: History | None = None
 
@@ -345,8 +345,7 @@ class Traced:
     ) -> list[Any]:
         """Called at the end of the trace: the arrays that the program returns."""
         trace = self.trace
-        for stepped in self.hooks.stepped.values():
-            stepped.check()
+        self.hooks.check()
         if any(tensor.grad is not None for tensor in self._cut):
             raise DataDependentError(
                 "backward() in the compiled step reaches an argument that was computed before it: "

@@ -173,6 +173,7 @@ class Watch:
         consumed: iterators found, with their paths: the step mustn't take from them.
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
+        settings: the entries of their param groups that the code names: (``id`` of the group, key).
         carried: the places found of those that each call takes its values from.
         inside: the lists, dicts and objects that are part of what is there (`Place.container`).
     """
@@ -223,6 +224,7 @@ class Watch:
         self.places: list[Place] = []
         self.carried: list[Carried] = []
         self.inside: set[int] = set()
+        self.settings: set[tuple[int, str]] = set()
         self.found: list[Found] = []
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.arrays: list[tuple[Any, Any]] = []
@@ -594,6 +596,7 @@ class Watch:
         for i, group in enumerate(groups):
             names = [k for k in group if k == "params" or k in self._names.attributes]
             self._entries(group, names, f"{path}.param_groups[{i}]", optimizer)
+            self.settings |= {(id(group), name) for name in names}
 
     def _stepped(self, stepped: SteppedOptimizer, path: str) -> None:
         """What an optimizer's ``step`` reads: all of its param groups but the numbers that are
@@ -605,6 +608,8 @@ class Watch:
         for i, group in enumerate(groups):
             inputs = stepped.numbers[i] if i < len(stepped.numbers) else set()
             where = f"{path}.param_groups[{i}]"
+            if i < len(stepped.assigned):
+                inputs = inputs | stepped.assigned[i]  # what the step's code reads is found there
             names = [key for key in group if key not in inputs]
             self._place(Entries(group, names, where))
             for name in names:

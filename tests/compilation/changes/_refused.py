@@ -23,7 +23,6 @@ REFUSED: dict[str, str] = {
     "effects-left_behind-dict_item": r"dict|holder",
     "effects-left_behind-dict_deleted": r"dict|holder",
     "effects-cpu_tensor_appended": r"list|log",
-    "effects-setting_written_in_the_step": r"lr",
     "effects-hook_registered_in_the_step": r"(?i)hook",
     "effects-hook_for_the_time_of_the_step": r"(?i)hook|seen",
     "effects-drawn_on_the_host-iterator": r"(?i)counter|count|next",

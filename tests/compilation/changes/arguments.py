@@ -539,3 +539,35 @@ def structure_of_arguments(world: World) -> Program:
     yield step([world.batch(0)])
     yield step({"a": world.batch(1)} if world.changes else [world.batch(0)])
     yield step([world.batch(2), world.batch(3)])
+
+
+ARITHMETIC: dict[str, Callable[[int], float]] = {
+    "remainder": lambda n: n % 4,
+    "negative_remainder": lambda n: n % -3,
+    "quotient": lambda n: n // 2,
+    "negative_quotient": lambda n: n // -3,
+    "fraction": lambda n: n / 3,
+    "remainder_by": lambda n: 20 % n,
+    "quotient_by": lambda n: 20 // n,
+    "fraction_by": lambda n: 20 / n,
+    "remainder_of_a_float": lambda n: (n * 0.5) % 1.5,
+    "mixed": lambda n: (n % 3) * 0.5 + n // 2 / 4,
+}
+
+
+@rows(ARITHMETIC)
+def arithmetic_of_ints(world: World, compute: Callable) -> Program:
+    """With Python's signs, exactly, and with its error where there is no result."""
+
+    def function(x: torch.Tensor, n: int) -> tuple[torch.Tensor, float]:
+        value = compute(n)
+        return x * value, value
+
+    step = world.compile(function)
+    for n in (7, 9, -4, 3, 12, -7):
+        yield step(world.batch(1), n if world.changes else 7)
+    world.traced_at_most(2, step)
+    try:
+        yield step(world.batch(1), 0)
+    except ZeroDivisionError as error:
+        yield str(error)
