@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.compilation.carried import Carried, is_state
 from xla_dtensor.compilation.objects import opened_record
+from xla_dtensor.compilation.trace import hooks_of
 from xla_dtensor.compilation.watch import content_of, is_atom
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.sharded_tensor import XLAShardedTensor
@@ -101,7 +102,7 @@ class Arguments:
             value._steps,
             value.requires_grad,
             value.requires_grad and value.is_leaf,
-            tuple(map(Same, hooks.values())) if hooks else None,
+            tuple(map(Same, hooks_of(value))) if hooks else (),
         )
 
     def _part(self, value: Any, path: str) -> Any:

@@ -520,6 +520,10 @@ class Program:
             leaf = outside.of(arguments)
             if leaf is not None:
                 leaf.grad = None if template is None else self._tensor(template, arrays, made)
+        for outside, requires_grad in self._traced.switched:
+            leaf = outside.of(arguments)
+            if leaf is not None:
+                leaf.requires_grad_(requires_grad)
         for storage, index in self._traced.left:
             storage.write(arrays[place_of[index]], forms[index])
         for effect in self._traced.effects:

@@ -105,11 +105,12 @@ class Outside:
         grad: its ``.grad`` when the step began.
         cleared: whether the step has set that to None before it used the tensor, so that it doesn't
             matter what it was.
+        switched: whether the step has used it with another ``requires_grad`` than it had.
     """
 
     __slots__ = (
         *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
-        *("index", "only_optimizer", "version", "writes"),
+        *("index", "only_optimizer", "switched", "version", "writes"),
     )
 
     def __init__(self, tensor: Any) -> None:
@@ -120,16 +121,16 @@ class Outside:
         self.writes = 0
         self.requires_grad = tensor.requires_grad
         self.is_leaf = tensor.is_leaf
-        self.grad = tensor.grad if self.requires_grad and self.is_leaf else None
-        self.cleared = False
+        self.grad = tensor.grad if self.is_leaf else None
+        self.cleared = self.switched = False
         self.storage = getattr(tensor, "_storage_", None)
         self.steps = getattr(tensor, "_steps", ())
-        self.hooks = _hooks_of(tensor)
+        self.hooks = hooks_of(tensor)
 
     @property
     def takes_gradient(self) -> bool:
         """Whether gradients may reach its ``.grad``."""
-        return self.requires_grad and self.is_leaf
+        return self.is_leaf and (self.requires_grad or self.switched)
 
     def keep(self, index: int | None) -> bool:
         """Refer to the tensor as long as the program lives (or to the argument ``index``, which is
@@ -145,19 +146,29 @@ class Outside:
         """The tensor in a call with ``arguments``."""
         return self.get() if self.index is None else arguments.tensors[self.index]
 
-    def changed(self) -> str | None:
+    def is_switched(self) -> bool:
+        """Whether the tensor has another ``requires_grad`` than the trace found."""
+        tensor = self.get()
+        return tensor is not None and tensor.is_leaf and tensor.requires_grad != self.requires_grad
+
+    def switch_back(self) -> None:
+        """Give it the one that the trace found."""
+        if self.is_switched():
+            self.get().requires_grad_(self.requires_grad)
+
+    def changed(self, but_requires_grad: bool = False) -> str | None:
         """What is no longer as the trace found it."""
         tensor = self.get()
         if tensor is None:
             return None
         name = f"a tensor of shape {list(tensor.shape)}"
-        if tensor.requires_grad != self.requires_grad:
+        if tensor.requires_grad != self.requires_grad and not but_requires_grad:
             return f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
         if getattr(tensor, "_storage_", None) is not self.storage:
             return f"the memory of {name}, which is another tensor's now (.data = or set_)"
         if getattr(tensor, "_steps", ()) != self.steps:
             return f"what of its memory {name} shows"
-        if _hooks_of(tensor) != self.hooks:
+        if hooks_of(tensor) != self.hooks:
             return f"the hooks of {name}"
         if tensor.is_leaf != self.is_leaf:
             return f"whether {name} has a history"
@@ -168,13 +179,15 @@ def _version(tensor: Any) -> int:
     return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version
 
 
-def _hooks_of(tensor: Any) -> tuple[Any, ...]:
-    """The functions that are called with the tensor's gradient."""
+def hooks_of(tensor: Any) -> tuple[Any, ...]:
+    """The functions that are called with the tensor's gradient, apart from our own."""
     found: tuple[Any, ...] = ()
+    own = getattr(getattr(tensor, "_landing", None), "id", None)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(tensor, name, None)
-        if hooks:
-            found = (*found, name, *hooks.values())
+        users = [hook for key, hook in hooks.items() if key != own] if hooks else None
+        if users:
+            found = (*found, name, *users)
     return found
 
 
@@ -268,7 +281,9 @@ class StepTrace:
                 outside.cleared = True
             if self.in_optimizer:
                 outside.only_optimizer = True
-            self.outside[id(tensor)] = outside
+            self.outside[id(tensor)] = known = outside
+        if tensor.requires_grad != known.requires_grad:
+            known.switched = True
 
     def cleared(self, tensors: Iterable[Any]) -> None:
         """``zero_grad`` has run: of the tensors that the step hasn't used yet, it doesn't matter
@@ -465,10 +480,20 @@ class StepTrace:
             if not keeps_graph:
                 self.freed.add(number)
 
+    def switched(self) -> list[tuple[Outside, bool]]:
+        """The tensors that the step leaves with another ``requires_grad`` than they had, with it.
+        It doesn't have to have used them."""
+        used = {id(outside) for outside in self.outside.values()}
+        others = [known for _, known in self.before.values() if id(known) not in used]
+        found = [o for o in (*self.outside.values(), *others) if o.is_switched()]
+        return [(outside, not outside.requires_grad) for outside in found]
+
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
             captured.restore()
+        for outside in (*self.outside.values(), *(known for _, known in self.before.values())):
+            outside.switch_back()
         for outside in self.outside.values():
             tensor = outside.get()
             if tensor is not None and outside.takes_gradient and tensor.grad is not outside.grad:

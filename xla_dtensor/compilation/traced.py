@@ -199,6 +199,7 @@ class Traced:
         forms: the forms of the outputs.
         results, result_tree: what the step returns.
         grads: (leaf, template of its new gradient or None).
+        switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
         left: (storage that the step made and left somewhere unknown, output).
         effects: what its Python changed.
         replaced: places outside of it whose tensors it replaces by others, as messages call them.
@@ -239,7 +240,7 @@ class Traced:
         self.call, arguments = call, now
         self.dynamic = dynamic | arguments.carried_numbers()
         surroundings = Surroundings(watch)
-        self.trace = trace = StepTrace(_leaves(watch))
+        self.trace = trace = StepTrace([*_leaves(watch), *arguments.tensors])
         self.schedulers = DeferredSchedulers()
         known = {key: [dict(g) for g in o.param_groups] for key, o in watch.optimizers.items()}
         self.hooks = OptimizerHooks(trace, known, watch.settings, self.schedulers)
@@ -291,8 +292,13 @@ class Traced:
                     outside.is_leaf = False  # as it is for the caller
             self.outside = [o for o in trace.outside.values() if o.keep(free.get(id(o.get())))]
             # Others, of which the step's Python may have read `requires_grad`.
-            self.others = [o for _, o in trace.before.values() if o not in trace.outside.values()]
-            self.others = [o for o in self.others if o.storage is not None and o.keep(None)]
+            used = set(map(id, trace.outside.values()))
+            others = [(t, o) for t, o in trace.before.values() if id(o) not in used]
+            self.others = [
+                o
+                for t, o in others
+                if o.storage is not None and o.keep(free.get(id(t))) and o.index is None
+            ]
             stepped, before = list(self.hooks.stepped.values()), len(self._roots)
             self._roots += [(s.name, s) for s in stepped]  # with the state that the step has made
             for key, optimizer in watch.optimizers.items():
@@ -360,7 +366,7 @@ class Traced:
                 "outside of the step"
             )
         for outside in trace.outside.values():
-            changed = outside.changed()
+            changed = outside.changed(but_requires_grad=True)
             if changed is not None:
                 raise DataDependentError(
                     f"the step changes {changed}: that would happen when it is traced, not in "
@@ -386,7 +392,13 @@ class Traced:
             self.grads.append((outside, template))
             leaf.grad = outside.grad
         leaf = grad = None
+        self.switched = trace.switched()
         if history is not None:
+            if self.switched:
+                raise DataDependentError(
+                    "the step leaves a parameter with another requires_grad than it found, and "
+                    "returns a result with a history: detach the result, or switch it back"
+                )
             history.differentiate(self)
             self.history = history
         del flat, templates
@@ -563,7 +575,7 @@ class Traced:
         grads = {
             id(outside.grad._storage_): outside
             for outside in trace.outside.values()
-            if outside.grad is not None
+            if outside.grad is not None and outside.takes_gradient
         }
         of_arguments: dict[int, int] = {}
         for i, tensor in enumerate(arguments.tensors):

@@ -571,3 +571,23 @@ def arithmetic_of_ints(world: World, compute: Callable) -> Program:
         yield step(world.batch(1), 0)
     except ZeroDivisionError as error:
         yield str(error)
+
+
+@row()
+def another_leaf_in_every_call(world: World) -> Program:
+    """Each has a hook of ours, which makes no difference, and may have one of the user's."""
+    weight = world.parameter(numbers(1, 4, 6))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        (x * x * weight).sum().backward()
+        weight.grad = None
+        return x.detach() * 2
+
+    step = world.compile(function)
+    for i in range(4):
+        x = world.batch(i).requires_grad_()
+        yield step(x), x.grad
+    world.traced_at_most(1, step)
+    x = world.batch(5).requires_grad_()
+    world.change(x.register_hook, lambda grad: grad * 2)
+    yield step(x), x.grad
