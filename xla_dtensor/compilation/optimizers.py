@@ -272,9 +272,7 @@ class OptimizerHooks:
         group.update(changed)
         return keys
 
-    def _is_assigned(
-        self, stepped: SteppedOptimizer, index: int, key: str, value: Any
-    ) -> bool:
+    def _is_assigned(self, stepped: SteppedOptimizer, index: int, key: str, value: Any) -> bool:
         """Whether the step has given an entry another value, or each call takes it from there."""
         if isinstance(value, torch.SymFloat | torch.SymInt):
             return True

@@ -403,7 +403,7 @@ def frozen_in_the_step(world: World, case: tuple[Callable, Callable, Callable]) 
         return [fake.detach(), loss.detach(), *map(torch.tensor, state)]
 
     step = world.compile(function)
-    for i in range(4):
+    for i in range(6):
         yield step(world.batch(i), world.batch(i + 9, (4, 4)))
     world.traced_at_most(2, step)
 

@@ -629,3 +629,39 @@ def _setting(world: World, case: tuple[bool, str, Callable, dict]) -> Program:
 def setting_in_the_step(world: World, case: tuple[bool, str, Callable, dict]) -> Program:
     """The step sets what its optimizer goes by."""
     yield from _setting(world, case)
+
+
+@rows(
+    {
+        f"{make.__name__}{'-fused' if options else ''}": (make, options)
+        for make, options in (
+            *((Adam, {}), (AdamW, {"fused": True}), (RMSprop, {}), (Adagrad, {})),
+            *((Adamax, {}), (Adadelta, {}), (SGD, {"momentum": 0.9})),
+        )
+    },
+    unseen=True,
+)
+def groups_of_other_sizes(world: World, case: tuple[Callable, dict]) -> Program:
+    """Two groups, and a second optimizer: their step counts are equal, and stay so."""
+    make, options = case
+    first, second = mlp(world), world.module(nn.Linear(4, 2))
+    groups = [
+        {"params": [first[0].weight, first[0].bias, first[2].weight]},
+        {"params": [first[2].bias], "weight_decay": 0.1},
+    ]
+    optimizers = [make(groups, lr=0.01, **options), make(second.parameters(), lr=0.02, **options)]
+    world.watch(first=first, second=second, one=optimizers[0], two=optimizers[1])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = second(first(x)).pow(2).mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    step = world.compile(function)
+    for i in range(5):
+        yield step(world.batch(i))
+    world.traced_at_most(2, step)
