@@ -19,19 +19,26 @@ from xla_dtensor import interrupts, rng
 from xla_dtensor.base import epoch
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.history import Call, Split, WithHistory, cotangent
+from xla_dtensor.compilation.history import (
+    Call,
+    History,
+    Kept,
+    Split,
+    WithHistory,
+    cotangent,
+)
 from xla_dtensor.compilation.optimizers import Changed
 from xla_dtensor.compilation.trace import Decision
 from xla_dtensor.compilation.traced import (
     Computed,
     Existing,
     GivenBack,
+    Gradient,
     Host,
-    Part,
+    Seen,
     Source,
     Template,
     Traced,
-    View,
 )
 from xla_dtensor.dispatch._plan import new_tensor
 from xla_dtensor.form import Form
@@ -161,6 +168,19 @@ class Program:
         pairs += [(s, self._forms[index]) for index, many in counters for s in many]
         self._new_forms = [(s, form) for s, form in pairs if s.form is not form]
 
+    def _plan_reads(self, split: Split) -> None:
+        """Whose memory mustn't be written to before the backward pass, and for which results."""
+        sources = self._traced.sources
+        found = [(self._traced.reads[mark], through) for mark, through in split.reads.items()]
+        found += [(sources[i], through) for i, through in split.reads_constants.items()]
+        # By what it is in a call: the same storage, that of an argument or gradient, a result's.
+        self._reads: list[tuple[Any, set[int]]] = []
+        for what, through in found:
+            if isinstance(what, list):
+                self._reads += [(template, through) for template in what]
+            elif isinstance(what, Source) and what.kind in ("state", "argument", "grad"):
+                self._reads.append((what, through))
+
     def _resolver(self) -> Callable[..., list[Any]]:
         """A function from the program's inputs to the constants of the jaxpr."""
         sources, count = self._traced.sources, len(self._numbers)
@@ -203,18 +223,10 @@ class Program:
     ) -> None:
         jaxpr, evaluate, history = self._jaxpr, jaxpr_as_fun, self._traced.history
         constants, traced_sources = self._resolver(), self._traced.sources
-        traced_results = self._traced.results
         shardings = [self._sharding(form) for form in self._forms]
         self._outputs = list(range(len(self._forms)))
         self._split: Split | None = None
         if history is not None:
-            # A tensor that is several results is one of them for autograd.
-            firsts = {id(traced_results[i]): i for i in history.outputs}
-            self._repeated = [
-                (i, firsts[id(r)])
-                for i, r in enumerate(traced_results)
-                if id(r) in firsts and firsts[id(r)] != i
-            ]
             cotangents: list[int | None] = [None] * len(history.cotangents)
             for i, source in enumerate(self._traced.sources):
                 if source.kind == "cotangent":
@@ -223,7 +235,7 @@ class Program:
             late = set(gradients)
             self._outputs = [i for i in self._outputs if i not in late]
             self._split = Split(jaxpr, cotangents, gradients, self._outputs)
-            self._backward_uses = [i for i in cotangents if i is not None]
+            self._plan_reads(self._split)
             self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
             jaxpr = self._split.forward
             shardings = [shardings[i] for i in self._outputs]
@@ -251,7 +263,8 @@ class Program:
         jit_options: dict[str, Any] = {}
         if any(s is not None for s in shardings):
             jit_options["out_shardings"] = shardings
-        donate = 0 if history is None else ()
+        # The backward pass may need the old values; but there is none where torch's would raise.
+        donate = 0 if history is None or len(history.errors) == len(history.outputs) else ()
         with jax.enable_x64(True):
             jitted = jax.jit(step, donate_argnums=donate, **jit_options)
             prepared = self._prepared = self._prepare(arguments)
@@ -401,52 +414,51 @@ class Program:
 
     # --- running -----------------------------------------------------------------------------
 
+    @interrupts.atomic
     def run(self, arguments: Arguments, prepared: Prepared | None = None) -> Any:
         """Execute the program and put its effects in place."""
         prepared = prepared or self._prepared
         history = self._traced.history
+        made: dict[int, Any] = {}
         if history is None or not torch.is_grad_enabled():
-            return self._results(self._execute(arguments, prepared)[0], arguments)
-        kept: dict[str, Any] = {}
-
-        def run() -> list[Any]:
-            arrays, kept["residuals"] = self._execute(arguments, prepared, True)
-            kept["versions"] = [(s, s.version) for s in self._needed_storages(arguments)]
-            kept["results"] = self._flat_results(arrays, arguments)
-            return [kept["results"][i] for i in history.outputs]
-
-        def backward(grads: list[Any]) -> list[Any]:
-            for storage, version in kept["versions"]:
-                if storage.version != version:
-                    raise RuntimeError(
-                        "one of the variables needed for gradient computation has been modified by "
-                        f"an inplace operation: a tensor of shape {list(storage.form.shape)}, "
-                        "since the compiled step ran whose result is differentiated"
-                    )
-            return self._run_backward(kept["residuals"], grads)
-
-        inputs = [outside.of(arguments) for outside in history.inputs]
-        differentiable = WithHistory.apply(Call(run, backward), *inputs)
-        results = kept["results"]
-        for i, result in zip(history.outputs, differentiable, strict=True):
-            results[i] = result
-        for i, first in self._repeated:
-            results[i] = results[first]
+            arrays, _ = self._execute(arguments, prepared, made)
+        else:
+            arrays = self._run_with_history(history, arguments, prepared, made)
+        self._finish(arrays, arguments, made)
+        results = [self._result(r, arrays, arguments, made) for r in self._traced.results]
         return pytree.tree_unflatten(results, self._traced.result_tree)
 
-    def _needed_storages(self, arguments: Arguments) -> list[Storage]:
-        """The memory from outside that the backward pass reads again."""
-        assert self._split is not None
-        sources = [self._traced.sources[i] for i in self._split.constants]
-        return [
-            self.storage_of(s, arguments)
-            for s in sources
-            if s.kind in ("state", "argument", "grad")
-        ]
+    def _run_with_history(
+        self, history: History, arguments: Arguments, prepared: Prepared, made: dict[int, Any]
+    ) -> list[Any]:
+        """Execute the program as a node of the caller's history."""
+        arrays: list[Any] = []
 
-    @interrupts.atomic
+        def run(call: Call) -> list[Any]:
+            found, residuals = self._execute(arguments, prepared, made, True)
+            arrays.extend(found)
+            results = [self._tensor(template, arrays, made) for template in history.outputs]
+            reads = [(self._storage_read(w, arguments, made), used) for w, used in self._reads]
+            call.kept = Kept(residuals, [(s, s.version, used) for s, used in reads])
+            return results
+
+        inputs = [outside.of(arguments) for outside in history.inputs]
+        # The node keeps none of what this call has: its own results among that would be a cycle.
+        found = WithHistory.apply(Call(run, self._run_backward), *inputs)
+        made.update((id(t), result) for t, result in zip(history.outputs, found, strict=True))
+        return arrays
+
+    def _storage_read(self, what: Any, arguments: Arguments, made: dict[int, Any]) -> Storage:
+        if isinstance(what, Template):
+            return made[id(what)]._storage_
+        return self.storage_of(what, arguments)
+
     def _execute(
-        self, arguments: Arguments, prepared: Prepared, history: bool = False
+        self,
+        arguments: Arguments,
+        prepared: Prepared,
+        made: dict[int, Any],
+        history: bool = False,
     ) -> tuple[list[Any], Any]:
         with jax.enable_x64(True):
             inputs = self._gather(arguments, prepared)
@@ -467,7 +479,7 @@ class Program:
                     residuals = [*last, *self._constants(inputs)]
         self.launched = True
         try:
-            self._put(arrays, arguments)
+            self._put(arrays, arguments, made)
         except BaseException:
             _Losses.seen = _Losses.seen or any(array.is_deleted() for array in inputs[0])
             raise
@@ -489,9 +501,8 @@ class Program:
                 found.append(next(computed))
         return found
 
-    def _put(self, arrays: list[Any], arguments: Arguments) -> None:
-        """Assign what the program has computed. Nothing here can fail but a scheduler's step, which
-        comes last."""
+    def _put(self, arrays: list[Any], arguments: Arguments, made: dict[int, Any]) -> None:
+        """Assign what the program has computed to what was there. Nothing here can fail."""
         place_of, forms = self._place_of, self._forms
         counted = put(self._written_storages, map(arrays.__getitem__, self._written_places))
         for index, storages in self._written_counters:
@@ -509,16 +520,18 @@ class Program:
             argument = arguments.tensors[index]
             if not argument.is_inference():
                 torch.autograd.graph.increment_version(argument)
-        made: dict[int, Any] = {}
         for outside, template in self._traced.grads:
             leaf = outside.of(arguments)
             if leaf is not None:
                 leaf.grad = None if template is None else self._tensor(template, arrays, made)
         for storage, index in self._traced.left:
             storage.write(arrays[place_of[index]], forms[index])
+
+    def _finish(self, arrays: list[Any], arguments: Arguments, made: dict[int, Any]) -> None:
+        """What else the step's Python has done. Nothing here can fail but a scheduler's step, which
+        comes last."""
         for effect in self._traced.effects:
-            effect.repeat(lambda value: self._replaced(value, arrays, made))
-        self._made = made
+            effect.repeat(lambda value: self._replaced(value, arrays, arguments, made))
         for scheduler, step, args, kwargs in self._traced.schedulers.calls:
             step(scheduler, *args, **kwargs)
         if self._traced.left or not self._is_steady():
@@ -533,34 +546,37 @@ class Program:
             for stepped in self._traced.hooks.stepped.values()
         )
 
-    def _replaced(self, value: Any, arrays: list[Any], made: dict[int, Any]) -> Any:
-        if isinstance(value, Template):
-            return self._tensor(value, arrays, made)
+    def _replaced(
+        self, value: Any, arrays: list[Any], arguments: Arguments, made: dict[int, Any]
+    ) -> Any:
+        def replaced(one: Any) -> Any:
+            return self._result(one, arrays, arguments, made)
+
+        if isinstance(value, Template | Seen):
+            return replaced(value)
         if isinstance(value, list | tuple | dict):
-            return pytree.tree_map_only(
-                Template, lambda template: self._tensor(template, arrays, made), value
-            )
+            return pytree.tree_map_only((Template, Seen), replaced, value)
         return value
-
-    def _results(self, arrays: list[Any], arguments: Arguments) -> Any:
-        return pytree.tree_unflatten(
-            self._flat_results(arrays, arguments), self._traced.result_tree
-        )
-
-    def _flat_results(self, arrays: list[Any], arguments: Arguments) -> list[Any]:
-        made, self._made = self._made, {}
-        return [self._result(r, arrays, arguments, made) for r in self._traced.results]
 
     def _result(
         self, result: Any, arrays: list[Any], arguments: Arguments, made: dict[int, Any]
     ) -> Any:
         if isinstance(result, Template):
             return self._tensor(result, arrays, made)
-        if isinstance(result, Part):
-            whole = self._tensor(result.whole, arrays, made)
-            return result.cls(whole._storage_, result.form.placed(self._frame), result.steps)
+        if isinstance(result, Seen):
+            seen = made.get(id(result))
+            if seen is None:
+                base = result.of
+                if isinstance(base, Template):
+                    base = self._tensor(base, arrays, made)
+                elif isinstance(base, int):
+                    base = arguments.tensors[base]
+                seen = made[id(result)] = result.made(base)
+            return seen
         if isinstance(result, Existing):
             return result.value
+        if isinstance(result, Gradient):
+            return result.leaf.of(arguments).grad
         if isinstance(result, Computed):
             return result.node.compute(self._prepared.numbers)
         if isinstance(result, Host):
@@ -568,13 +584,8 @@ class Program:
                 return result.tensor.clone()
             read = self._traced.host.reader(result.source)
             return read(arguments, self._prepared.host).clone()
-        if isinstance(result, View):
-            return result.cls(result.storage, result.form, result.steps)
         assert isinstance(result, GivenBack)
-        argument = arguments.tensors[result.index]
-        if result.cls is None:
-            return argument
-        return result.cls(argument._storage_, result.form, result.steps)
+        return arguments.tensors[result.index]
 
     def _tensor(self, template: Template, arrays: list[Any], made: dict[int, Any]) -> Any:
         tensor = made.get(id(template))
@@ -582,12 +593,21 @@ class Program:
             form = self._forms[template.index]
             array = arrays[self._place_of[template.index]]
             tensor = made[id(template)] = new_tensor(array, form)
+            tensor._storage_.refuses_writes = template.refuses
+            if template.is_leaf:
+                tensor.requires_grad_()
+                if template.grad is not None:
+                    tensor.grad = self._tensor(template.grad, arrays, made)
         return tensor
 
-    def _run_backward(self, residuals: list[Any], grads: list[Any]) -> list[Any]:
+    def _run_backward(self, kept: Kept, grads: list[Any]) -> list[Any]:
         """The gradients of the inputs from those of the results."""
-        history = self._traced.history
+        history, residuals = self._traced.history, kept.residuals
         assert history is not None
+        for i, message in history.errors.items():
+            if grads[i] is not None:
+                raise RuntimeError(message)
+        kept.check(grads)
         with jax.enable_x64(True):
             forms = [form.placed(self._frame) for form in history.cotangent_forms]
             arrays = [cotangent(grads[n], forms[n]) for n in self._used_cotangents]

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor import _context, rng
 from xla_dtensor.dispatch import logical_value
@@ -26,6 +27,9 @@ from xla_dtensor.origin import user_line
 from xla_dtensor.storage import Storage
 from xla_dtensor.symbolic import NumberNode, input_number, valueless_number
 from xla_dtensor.transfer import to_numpy
+
+# What marks of reads are called, in front of their number.
+READ = "xla_dtensor reads "
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Captured:
     Attributes:
         storage: the storage; of state that the step's optimizer made in this trace only while
             somebody else holds it.
-        array, form: as they were before the trace.
+        array, form, version: as they were before the trace.
         first_use: when the step first used it. Unlike the order of capture, this doesn't depend on
             whether an optimizer made it in this trace.
         fill_value: of state that the step's optimizer made in this trace, its initial value; None
@@ -69,7 +73,10 @@ class Captured:
         written: whether the step overwrites it.
     """
 
-    __slots__ = ("_reference", "_strong", "array", "fill_value", "first_use", "form", "written")
+    __slots__ = (
+        *("_reference", "_strong", "array", "fill_value", "first_use", "form", "version"),
+        "written",
+    )
 
     def __init__(self, storage: Storage, fill_value: Any = None) -> None:
         # New state may be a temporary; only a weak reference can tell.
@@ -77,6 +84,7 @@ class Captured:
         self._reference = weakref.ref(storage)
         self.array = storage.array
         self.form = storage.form
+        self.version = storage.version
         self.written = False
         self.first_use: int | None = None
         self.fill_value = fill_value
@@ -87,10 +95,12 @@ class Captured:
         return self._reference()
 
     def restore(self) -> None:
-        """Undo what the trace did to the storage."""
+        """Undo what the trace did to the storage. It has its version again, too: a backward pass
+        that waits must not take a trace for a write, and those of the trace never come back."""
         storage = self.storage
         if storage is not None:
             storage.put_back(self.array, self.form)
+            storage.version = self.version
 
 
 class Outside:
@@ -137,9 +147,20 @@ class Outside:
         tensor = self.get()
         self.index = index
         self.get = (lambda: None) if index is not None else lambda: tensor
+        return tensor is not None
+
+    def count_writes(self) -> None:
+        """Note how many writes there have been since the trace found the tensor."""
+        tensor = self.get()
         if tensor is not None and not self.only_optimizer:
             self.writes = _version(tensor) - self.version
-        return tensor is not None
+
+    def forget_writes(self) -> None:
+        """The trace has not happened, and torch shall know nothing of its writes: a backward pass
+        may wait that compares its count."""
+        tensor = self.get()
+        if tensor is not None and _version(tensor) != self.version:
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
 
     def of(self, arguments: Any) -> Any:
         """The tensor in a call with ``arguments``."""
@@ -213,6 +234,11 @@ class StepTrace:
         self.history_begins = torch._C._autograd._get_sequence_nr()
         self.freed: set[int] = set()
         self.differentiating = False
+        # What the backward pass reads of memory that the user may write to until it runs: the
+        # storages, by the number of the mark that their arrays go through.
+        self.reads: list[Storage] = []
+        self.shown: set[int] = set()
+        self._marked: dict[int, tuple[Any, Any]] = {}
         self.host: Any = None
 
     # --- what dispatch reports ---------------------------------------------------------------
@@ -245,9 +271,21 @@ class StepTrace:
             if tensor is not None:
                 self.touched(tensor)
         array = storage.array
+        if self.differentiating and (id(storage) in self.shown or not self.owns(storage)):
+            array = self._mark(storage, array)
         if self._recomputed:
             array = self._recomputed[-1].barred(storage, array)
         return array
+
+    def _mark(self, storage: Storage, array: Any) -> Any:
+        """``array`` behind an equation that does nothing, and says that the backward pass reads
+        ``storage``."""
+        known = self._marked.get(id(array))
+        if known is None:
+            marked = checkpoint_name(array, f"{READ}{len(self.reads)}")
+            self.reads.append(storage)
+            known = self._marked[id(array)] = array, marked
+        return known[1]
 
     def touched(self, tensor: Any) -> None:
         storage = getattr(tensor, "_storage_", None)
@@ -469,6 +507,12 @@ class StepTrace:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
             captured.restore()
+        found = [*(outside for _, outside in self.before.values()), *self.outside.values()]
+        for outside in found:
+            outside.count_writes()
+        # Of two that share torch's count, the one that came first knows what it was.
+        for outside in reversed(found):
+            outside.forget_writes()
         for outside in self.outside.values():
             tensor = outside.get()
             if tensor is not None and outside.takes_gradient and tensor.grad is not outside.grad:

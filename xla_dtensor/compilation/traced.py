@@ -22,7 +22,7 @@ from xla_dtensor import _context, interrupts
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.garbage import NewObjects
-from xla_dtensor.compilation.history import History
+from xla_dtensor.compilation.history import History, is_view_by_torch
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
@@ -34,7 +34,7 @@ from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import Form
 from xla_dtensor.per_device import logical
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage, ViewStep
+from xla_dtensor.storage import Step, Storage, ViewStep
 from xla_dtensor.symbolic import like_a_number
 
 Ours = XLAShardedTensor | XLATensor
@@ -77,23 +77,51 @@ class Source:
 
 
 class Template:
-    """A tensor that each call makes anew: output ``index`` in ``form``."""
+    """A tensor that each call makes anew: output ``index`` in ``form``.
 
-    __slots__ = ("form", "index")
+    Attributes:
+        is_leaf: whether it requires grad, and has no history.
+        grad: of a leaf, the template of its gradient.
+        refuses: why it can't be written to, see `Storage.refuses_writes`.
+    """
+
+    __slots__ = ("form", "grad", "index", "is_leaf", "refuses")
 
     def __init__(self, index: int, form: Form) -> None:
         self.index, self.form = index, form
+        self.is_leaf = False
+        self.grad: Template | None = None
+        self.refuses: str | None = None
 
 
-class Part:
-    """A result that is a view of a tensor that each call makes anew: results of one call share
-    memory as they do in torch."""
+class Seen:
+    """A tensor that shows memory of another one, as in torch: of one that each call makes, of an
+    argument, or of one that is there.
 
-    __slots__ = ("cls", "form", "steps", "whole")
+    Attributes:
+        of: the `Template`, the argument's index, or the tensor.
+        detached: whether no history connects them.
+    """
 
-    def __init__(self, whole: Template, view: Any) -> None:
-        self.whole = whole
-        self.cls, self.form, self.steps = _view_of(view)
+    __slots__ = ("_further", "cls", "detached", "form", "of", "steps")
+
+    def __init__(self, of: Any, further: tuple[Step, ...], detached: bool, view: Any) -> None:
+        self.of, self.detached = of, detached
+        self.cls, self.form, self.steps = type(view), view._form, view._steps
+        self._further = further
+
+    def made(self, base: Any) -> Any:
+        """The view of ``base``."""
+        tensor = base.detach() if self.detached else base
+        if not all(isinstance(step, ViewStep) and step.op is not None for step in self._further):
+            frame = base._storage_.form.frame
+            base._storage_.introduce(base)
+            tensor = self.cls(base._storage_, self.form.placed(frame), self.steps)
+            base._storage_.share_writes(base, tensor)
+            return tensor
+        for step in self._further:
+            tensor = step.of(tensor)  # type: ignore[union-attr]
+        return torch.ops.aten.alias.default(base) if tensor is base else tensor
 
 
 class Existing:
@@ -106,18 +134,21 @@ class Existing:
 
 
 class GivenBack:
-    """A result that is one of the arguments, or a view of its memory.
+    """A result that is one of the arguments, the one with ``index``."""
 
-    Attributes:
-        index: which argument.
-        cls, form, steps: of the view; None for the argument itself.
-    """
+    __slots__ = ("index",)
 
-    __slots__ = ("cls", "form", "index", "steps")
-
-    def __init__(self, index: int, view: Any = None) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.cls, self.form, self.steps = _view_of(view)
+
+
+class Gradient:
+    """A result that is the gradient which a leaf has after the call."""
+
+    __slots__ = ("leaf",)
+
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
 
 
 class Computed:
@@ -143,20 +174,6 @@ class Host:
         self.source, self.tensor = source, tensor
 
 
-class View:
-    """A result that is a view of memory from outside of the step."""
-
-    __slots__ = ("cls", "form", "steps", "storage")
-
-    def __init__(self, view: Any) -> None:
-        self.storage = view._storage_
-        self.cls, self.form, self.steps = _view_of(view)
-
-
-def _view_of(tensor: Any) -> tuple[Any, Any, Any]:
-    return (None, None, None) if tensor is None else (type(tensor), tensor._form, tensor._steps)
-
-
 class Traced:
     """One trace of a step; making one runs the step's Python and changes nothing.
 
@@ -171,6 +188,7 @@ class Traced:
         effects: what its Python changed.
         watch: what its Python can read.
         history: how its results depend on tensors that require grad, or None.
+        reads: per mark of the history's where the memory is: a source, or templates.
     """
 
     def __init__(
@@ -318,10 +336,10 @@ class Traced:
         self._arrays: list[Any] = []
         self.forms: list[Form] = []
         flat, self.result_tree = pytree.tree_flatten(result.pop())
-        history = History.of(trace, flat)
-        templates: dict[int, Template] = {}
-        self.results = [self._result(value, arguments, watch, templates) for value in flat]
-        self._effects(surroundings, templates)
+        history = History(trace)
+        made = Made(self, arguments, watch, history)
+        self.results = list(map(made.result, flat))
+        self._effects(surroundings, made)
         self.random_operations = trace.random_operations()
         self.grads: list[tuple[Any, Template | None]] = []
         for outside in trace.outside.values():
@@ -331,14 +349,16 @@ class Traced:
             grad = leaf.grad
             if grad is outside.grad and not outside.cleared:
                 continue
-            template = None if grad is None else self._template(grad, with_steps=True)
+            template = None if grad is None else made.gradient(grad)
             self.grads.append((outside, template))
             leaf.grad = outside.grad
         leaf = grad = None
-        if history is not None:
-            history.differentiate(self)
+        made.finish()
+        self._shown = made.shown
+        if history.outputs:
+            history.differentiate(self, set(made.shown))
             self.history = history
-        del flat, templates
+        del flat, made, history
         gc.collect()  # what only cycles still hold isn't left behind
         self.captured = sorted(
             (c for c in trace.captured if c.first_use is not None),
@@ -365,51 +385,18 @@ class Traced:
         del self._arrays
         return arrays
 
-    def _result(
-        self, value: Any, arguments: Arguments, watch: Watch, templates: dict[int, Template]
-    ) -> Any:
-        """How later calls make one of the step's results."""
-        for i, tensor in enumerate(arguments.tensors):
-            if tensor is value:
-                return GivenBack(i)
-        if isinstance(value, torch.SymFloat | torch.SymInt):
-            return Computed(value.node)
-        if not isinstance(value, Ours):
-            if isinstance(value, torch.Tensor) and self.host.made(value):
-                return Host(self.host.use(value), value)
-            return Existing(value)
-        storage = value._storage_
-        if self.trace.owns(storage) or (value.requires_grad and not value.is_leaf):
-            if value._steps and not value.requires_grad and _is_plain(value):
-                whole = templates.get(id(storage))
-                if whole is None:
-                    form = storage.form
-                    whole = Template(self.emit(logical(storage.array, form), form), form)
-                    templates[id(storage)] = whole
-                return Part(whole, value)
-            key = id(value) if value._steps or value.requires_grad else id(storage)
-            if key not in templates:
-                templates[key] = self._template(value)
-            return templates[key]
-        if id(value) in watch.tensors or (value.requires_grad and value.is_leaf):
-            return Existing(value)
-        for i, tensor in enumerate(arguments.tensors):
-            if getattr(tensor, "_storage_", None) is storage:
-                return GivenBack(i, value)
-        return View(value)
-
     def emit(self, array: Any, form: Form) -> int:
         """Make an array an output; its index."""
         self._arrays.append(form.physical(array))
         self.forms.append(form)
         return len(self._arrays) - 1
 
-    def _template(self, tensor: Any, with_steps: bool = False) -> Template:
-        form = tensor._form if tensor._steps or with_steps else tensor._storage_.form
-        form = form.reduced()
+    def template(self, tensor: Any) -> Template:
+        """An output that is the tensor's value; memory of its own."""
+        form = (tensor._form if tensor._steps else tensor._storage_.form).reduced()
         return Template(self.emit(logical_value(tensor), form), form)
 
-    def _effects(self, surroundings: Surroundings, templates: dict[int, Template]) -> None:
+    def _effects(self, surroundings: Surroundings, made: Made) -> None:
         """What the step's Python has changed, with templates of the tensors that it made; the
         changes are undone."""
         trace = self.trace
@@ -419,10 +406,7 @@ class Traced:
 
         def convert(value: Any) -> Any:
             if is_new(value):
-                key = id(value) if value._steps or value.requires_grad else id(value._storage_)
-                if key not in templates:
-                    templates[key] = self._template(value)
-                return templates[key]
+                return made.tensor(value)
             if isinstance(value, list | tuple | dict) and any(
                 map(is_new, pytree.tree_leaves(value))
             ):
@@ -511,6 +495,9 @@ class Traced:
         self.sources = [
             by_id.get(id(const), Source("constant", const)) for const in self.closed.consts
         ]
+        found_by = {id(s): source for source in self.slots for s in source.storages}
+        self.reads = [self._shown.get(id(s)) or found_by.get(id(s)) for s in trace.reads]
+        trace.reads.clear()
         for captured in self.captured:
             captured.array = None  # no second copy of what the step uses
         trace.host_arrays.clear()
@@ -537,6 +524,180 @@ class Traced:
             ],
             "what its Python changes": [e.name() for e in self.effects],
         }
+
+
+class Made:
+    """How later calls make the tensors that a step gives away: its results, and what it leaves in
+    attributes and the like.
+
+    Attributes:
+        shown: the memory that the caller gets to see, by id: the templates with it.
+    """
+
+    def __init__(
+        self, traced: Traced, arguments: Arguments, watch: Watch, history: History
+    ) -> None:
+        self._traced, self._trace = traced, traced.trace
+        self._arguments, self._watch, self._history = arguments, watch, history
+        self.shown: dict[int, list[Template]] = {}
+        self._wholes: dict[int, Template] = {}
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._leaves: list[Any] = []
+
+    def result(self, value: Any) -> Any:
+        """How later calls make one of the step's results."""
+        for i, tensor in enumerate(self._arguments.tensors):
+            if tensor is value:
+                return GivenBack(i)
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            return Computed(value.node)
+        if isinstance(value, Ours):
+            return self.tensor(value)
+        host = self._traced.host
+        if isinstance(value, torch.Tensor) and host.made(value):
+            return Host(host.use(value), value)
+        return Existing(value)
+
+    def tensor(self, value: Any) -> Any:
+        """The same of a tensor on the devices."""
+        known = self._known.get(id(value))
+        if known is None:
+            make = self._made_by_the_step if self._trace.owns(value._storage_) else self._outside
+            known = self._known[id(value)] = value, make(value)
+        return known[1]
+
+    def gradient(self, grad: Any) -> Template:
+        """The same of what a leaf's ``.grad`` is when the step ends."""
+        known = self._known.get(id(grad))
+        if known is not None and isinstance(known[1], Template):
+            return known[1]
+        whole = None if grad._steps else self._wholes.get(id(grad._storage_))
+        if whole is not None:
+            return whole
+        form = grad._form.reduced()
+        return Template(self._traced.emit(logical_value(grad), form), form)
+
+    def finish(self) -> None:
+        """When all are known."""
+        self._history.check_leaves(self._leaves)
+        for templates in self.shown.values():
+            if len(templates) > 1:
+                for template in templates:
+                    template.refuses = (
+                        "results of a compiled step that are one memory under torch, but copies "
+                        "here, because they aren't torch's own views of each other (to_local(), a "
+                        "torch.autograd.Function that gives back its input): clone() the one that "
+                        "you write to"
+                    )
+
+    # --- memory of the step's ------------------------------------------------------------------
+
+    def _made_by_the_step(self, value: Any) -> Any:
+        storage = value._storage_
+        if value.requires_grad and value.is_leaf:
+            return self._leaf(value)
+        if value.requires_grad:
+            root = value._base if value._is_view() else value
+            further = _further(value, root)
+            if further is None or not is_view_by_torch(value, root):
+                root, further = value, ()
+            template = self._with_history(root)
+            return Seen(template, further, False, value) if root is not value else template
+        if not _is_plain(value) and value._steps:
+            return self._copy(value)
+        whole = self._wholes.get(id(storage))
+        if whole is None and not value._steps:
+            return self._whole(storage)
+        return Seen(self._whole(storage), value._steps, True, value)
+
+    def _whole(self, storage: Storage) -> Template:
+        template = self._wholes.get(id(storage))
+        if template is None:
+            form = storage.form.reduced()
+            index = self._traced.emit(logical(storage.array, storage.form), form)
+            template = self._wholes[id(storage)] = Template(index, form)
+            self.shown.setdefault(id(storage), []).append(template)
+        return template
+
+    def _copy(self, value: Any) -> Template:
+        template = self._traced.template(value)
+        self.shown.setdefault(id(value._storage_), []).append(template)
+        return template
+
+    def _with_history(self, root: Any) -> Template:
+        known = self._known.get(id(root))
+        if known is not None and isinstance(known[1], Template):
+            return known[1]
+        own = root._steps or root._is_view()
+        template = self._copy(root) if own else self._whole(root._storage_)
+        self._known[id(root)] = root, template
+        if self._history.takes(root):
+            self._history.add(template, root)
+        return template
+
+    def _leaf(self, value: Any) -> Template:
+        template = self._copy(value)
+        template.is_leaf = True
+        self._leaves.append(value)
+        if value.grad is not None:
+            template.grad = self._traced.template(value.grad)
+        return template
+
+    # --- memory from outside -------------------------------------------------------------------
+
+    def _outside(self, value: Any) -> Any:
+        if id(value) in self._watch.tensors or (value.requires_grad and value.is_leaf):
+            return Existing(value)
+        for outside in self._trace.outside.values():
+            leaf = outside.get()
+            if leaf is not None and outside.takes_gradient and leaf.grad is value:
+                return Gradient(outside)
+        found = self._base(value)
+        if found is None and value.requires_grad:
+            # A function of the user's has given back its input, and has a gradient of its own.
+            template = self._traced.template(value)
+            template.refuses = _REFUSES_COPY
+            if self._history.takes(value):
+                self._history.add(template, value)
+            return template
+        of, base = found or (value, value)
+        detached = not value.requires_grad and (
+            base.requires_grad
+            or not (value._is_view() and any(value._base is t for t in (base, base._base)))
+        )
+        return Seen(of, value._steps[len(base._steps) :], detached, value)
+
+    def _base(self, value: Any) -> tuple[Any, Any] | None:
+        """The tensor from outside that shows the same memory, or most of it: what finds it in a
+        later call, and itself."""
+        candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if isinstance(t, Ours)]
+        kept = (outside.get() for outside in self._trace.outside.values())
+        candidates += [(t, t) for t in kept if isinstance(t, Ours)]
+        best = None
+        for of, tensor in candidates:
+            if tensor is value or _further(value, tensor) is None:
+                continue
+            if value.requires_grad and not (
+                tensor.requires_grad and is_view_by_torch(value, tensor)
+            ):
+                continue
+            if best is None or len(tensor._steps) > len(best[1]._steps):
+                best = of, tensor
+        return best
+
+
+_REFUSES_COPY = (
+    "a result of a compiled step that is a copy of a tensor from outside, where torch has the same "
+    "memory (of a torch.autograd.Function that gives back its input): clone() it first"
+)
+
+
+def _further(view: Any, base: Any) -> tuple[Step, ...] | None:
+    """The steps from ``base`` to ``view``, or None if it doesn't show more of the same memory."""
+    count = len(base._steps)
+    if base._storage_ is not view._storage_ or view._steps[:count] != base._steps:
+        return None
+    return view._steps[count:]
 
 
 @interrupts.interruptible
