@@ -8,6 +8,7 @@ also returns what the second one needs.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -398,18 +399,37 @@ class WithHistory(torch.autograd.Function):
         return (None, *ctx.backward_of(kept, list(grads)))
 
 
+class Read:
+    """Memory that the backward pass reads, and others may write to before.
+
+    Attributes:
+        storage: the memory.
+        outputs: the outputs whose gradients come by its value.
+        tensor: the one through which torch would read it, if that is one from outside: it may move
+            to other memory, and torch would take the value there.
+    """
+
+    __slots__ = ("outputs", "storage", "tensor")
+
+    def __init__(self, storage: Storage, outputs: set[int], tensor: Any) -> None:
+        self.storage, self.outputs, self.tensor = storage, outputs, tensor
+
+
+_version, _storage = operator.attrgetter("version"), operator.attrgetter("storage")
+
+
 class Kept:
     """What the backward pass of one call needs.
 
     Attributes:
         residuals: the arrays.
-        reads: (storage, its version, the outputs whose gradients come by its value).
     """
 
-    __slots__ = ("reads", "residuals")
+    __slots__ = ("_reads", "_versions", "residuals")
 
-    def __init__(self, residuals: list[Any], reads: list[tuple[Storage, int, Any]]) -> None:
-        self.residuals, self.reads = residuals, reads
+    def __init__(self, residuals: list[Any], reads: list[Read]) -> None:
+        self.residuals, self._reads = residuals, reads
+        self._versions = list(map(_version, map(_storage, reads)))
 
     def check(self, grads: list[Any]) -> None:
         """Refuse a backward pass from ``grads`` that needs what has been overwritten.
@@ -417,10 +437,15 @@ class Kept:
         Raises:
             RuntimeError: it does.
         """
-        for storage, version, outputs in self.reads:
-            if storage.version != version and any(grads[i] is not None for i in outputs):
+        for read, version in zip(self._reads, self._versions, strict=True):
+            storage = read.storage
+            same = storage.version == version
+            if same and (read.tensor is None or read.tensor._storage_ is storage):
+                continue
+            if any(grads[i] is not None for i in read.outputs):
+                what = MODIFIED if not same else "given other memory (.data = or set_)"
                 raise RuntimeError(
-                    f"one of the variables needed for gradient computation has been {MODIFIED}: "
+                    f"one of the variables needed for gradient computation has been {what}: "
                     f"a tensor of shape {list(storage.form.shape)}, since the compiled step ran "
                     "whose result is differentiated"
                 )

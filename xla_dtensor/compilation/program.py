@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,12 +23,13 @@ from xla_dtensor.compilation.history import (
     Call,
     History,
     Kept,
+    Read,
     Split,
     WithHistory,
     cotangent,
 )
 from xla_dtensor.compilation.optimizers import Changed
-from xla_dtensor.compilation.trace import Decision
+from xla_dtensor.compilation.trace import Decision, Outside
 from xla_dtensor.compilation.traced import (
     Computed,
     Existing,
@@ -171,15 +172,19 @@ class Program:
     def _plan_reads(self, split: Split) -> None:
         """Whose memory mustn't be written to before the backward pass, and for which results."""
         sources = self._traced.sources
-        found = [(self._traced.reads[mark], through) for mark, through in split.reads.items()]
-        found += [(sources[i], through) for i, through in split.reads_constants.items()]
-        # By what it is in a call: the same storage, that of an argument or gradient, a result's.
-        self._reads: list[tuple[Any, set[int]]] = []
-        for what, through in found:
+        found = [(*self._traced.reads[mark], through) for mark, through in split.reads.items()]
+        found += [(sources[i], None, through) for i, through in split.reads_constants.items()]
+        self._reads: list[Read] = []
+        # Of arguments, gradients and results, which are others in each call.
+        self._reads_found: list[tuple[Any, set[int], Outside | None]] = []
+        for what, by, through in found:
             if isinstance(what, list):
-                self._reads += [(template, through) for template in what]
-            elif isinstance(what, Source) and what.kind in ("state", "argument", "grad"):
-                self._reads.append((what, through))
+                self._reads_found += [(template, through, None) for template in what]
+            elif isinstance(what, Source) and what.kind == "state":
+                tensor = None if by is None else by.get()
+                self._reads += [Read(storage, through, tensor) for storage in what.storages]
+            elif isinstance(what, Source) and what.kind in ("argument", "grad"):
+                self._reads_found.append((what, through, by))
 
     def _resolver(self) -> Callable[..., list[Any]]:
         """A function from the program's inputs to the constants of the jaxpr."""
@@ -438,8 +443,7 @@ class Program:
             found, residuals = self._execute(arguments, prepared, made, True)
             arrays.extend(found)
             results = [self._tensor(template, arrays, made) for template in history.outputs]
-            reads = [(self._storage_read(w, arguments, made), used) for w, used in self._reads]
-            call.kept = Kept(residuals, [(s, s.version, used) for s, used in reads])
+            call.kept = Kept(residuals, [*self._reads, *self._other_reads(arguments, made)])
             return results
 
         inputs = [outside.of(arguments) for outside in history.inputs]
@@ -448,10 +452,13 @@ class Program:
         made.update((id(t), result) for t, result in zip(history.outputs, found, strict=True))
         return arrays
 
-    def _storage_read(self, what: Any, arguments: Arguments, made: dict[int, Any]) -> Storage:
-        if isinstance(what, Template):
-            return made[id(what)]._storage_
-        return self.storage_of(what, arguments)
+    def _other_reads(self, arguments: Arguments, made: dict[int, Any]) -> Iterator[Read]:
+        for what, through, by in self._reads_found:
+            if isinstance(what, Template):
+                storage = made[id(what)]._storage_
+            else:
+                storage = self.storage_of(what, arguments)
+            yield Read(storage, through, None if by is None else by.of(arguments))
 
     def _execute(
         self,

@@ -235,10 +235,10 @@ class StepTrace:
         self.freed: set[int] = set()
         self.differentiating = False
         # What the backward pass reads of memory that the user may write to until it runs: the
-        # storages, by the number of the mark that their arrays go through.
-        self.reads: list[Storage] = []
+        # storage, and the tensor from outside that it is read through, by the number of the mark.
+        self.reads: list[tuple[Storage, Outside | None]] = []
         self.shown: set[int] = set()
-        self._marked: dict[int, tuple[Any, Any]] = {}
+        self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.host: Any = None
 
     # --- what dispatch reports ---------------------------------------------------------------
@@ -272,19 +272,23 @@ class StepTrace:
                 self.touched(tensor)
         array = storage.array
         if self.differentiating and (id(storage) in self.shown or not self.owns(storage)):
-            array = self._mark(storage, array)
+            array = self._mark(storage, array, tensor)
         if self._recomputed:
             array = self._recomputed[-1].barred(storage, array)
         return array
 
-    def _mark(self, storage: Storage, array: Any) -> Any:
+    def _mark(self, storage: Storage, array: Any, tensor: Any) -> Any:
         """``array`` behind an equation that does nothing, and says that the backward pass reads
-        ``storage``."""
-        known = self._marked.get(id(array))
+        ``storage`` through ``tensor``."""
+        outside = self.outside.get(id(tensor))
+        if outside is not None and outside.get() is not tensor:
+            outside = None  # a view: should the tensor that it is of move, it stays where it was
+        key = id(array), id(outside)
+        known = self._marked.get(key)
         if known is None:
             marked = checkpoint_name(array, f"{READ}{len(self.reads)}")
-            self.reads.append(storage)
-            known = self._marked[id(array)] = array, marked
+            self.reads.append((storage, outside))
+            known = self._marked[key] = array, marked
         return known[1]
 
     def touched(self, tensor: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
@@ -188,7 +189,8 @@ class Traced:
         effects: what its Python changed.
         watch: what its Python can read.
         history: how its results depend on tensors that require grad, or None.
-        reads: per mark of the history's where the memory is: a source, or templates.
+        reads: per mark of the history's where the memory is (a source, or templates), and through
+            which tensor from outside it was read.
     """
 
     def __init__(
@@ -242,6 +244,7 @@ class Traced:
                 _same_host_randomness(watch.random_sources),
                 _nothing_consumed(watch),
                 NewObjects(),
+                _unseen_by_checkpoint(),
                 _context.active(trace),
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
@@ -496,7 +499,10 @@ class Traced:
             by_id.get(id(const), Source("constant", const)) for const in self.closed.consts
         ]
         found_by = {id(s): source for source in self.slots for s in source.storages}
-        self.reads = [self._shown.get(id(s)) or found_by.get(id(s)) for s in trace.reads]
+        self.reads = [
+            (self._shown.get(id(storage)) or found_by.get(id(storage)), outside)
+            for storage, outside in trace.reads
+        ]
         trace.reads.clear()
         for captured in self.captured:
             captured.array = None  # no second copy of what the step uses
@@ -746,6 +752,22 @@ def _same_host_randomness(sources: list[Any]) -> Iterator[None]:
                 "not in every call; draw them outside and pass them as arguments, or draw them on "
                 "the device with torch"
             )
+
+
+@contextlib.contextmanager
+def _unseen_by_checkpoint() -> Iterator[None]:
+    """Tensors that the trace saves aren't saved through the hooks of a ``torch.utils.checkpoint``
+    around the call: it counts them, and finds less when it calls the step again."""
+    autograd = torch._C._autograd
+    hooks = autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ != torch.utils.checkpoint.__name__:
+        yield
+        return
+    autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 @contextlib.contextmanager
