@@ -455,8 +455,13 @@ class Watch:
             taken = set().union(*(owner.__dict__.get(p) or () for p in _MODULE_PARTS))
             names = [n for n in names if n not in taken]
         # Not hasattr, which would run a user's __getattr__.
-        inherited = {n for base in type(owner).__mro__ for n in vars(base)}
-        present = [n for n in sorted(names) if n in owner.__dict__ or n not in inherited]
+        properties = {
+            name
+            for base in type(owner).__mro__
+            for name, value in vars(base).items()
+            if hasattr(type(value), "__set__")  # what is assigned goes there
+        }
+        present = [n for n in sorted(names) if n in owner.__dict__ or n not in properties]
         if present:
             self._place(Entries(owner.__dict__, present, path, guarded=False))
 
