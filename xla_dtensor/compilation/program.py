@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import operator
@@ -19,6 +20,7 @@ from xla_dtensor import interrupts, rng
 from xla_dtensor.base import epoch
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.effects import Effect
 from xla_dtensor.compilation.history import (
     Call,
     History,
@@ -66,6 +68,39 @@ class Prepared:
 
     def __init__(self, numbers: list[float], host: list[Any]) -> None:
         self.numbers, self.host = numbers, host
+
+
+class Run:
+    """One run of a program.
+
+    Attributes:
+        arguments, prepared: of the call.
+        arrays: what the program has computed; None before it has.
+        made: the tensors made of that, by what stands for them.
+        error: what has failed first in writing back, or None.
+    """
+
+    __slots__ = ("arguments", "arrays", "error", "made", "prepared")
+
+    def __init__(self, arguments: Arguments, prepared: Prepared) -> None:
+        self.arguments, self.prepared = arguments, prepared
+        self.arrays: Any = None
+        self.made: dict[int, Any] = {}
+        self.error: BaseException | None = None
+
+    def succeeds(self, piece: Callable[[Run], Any]) -> bool:
+        """Do a piece of the writing back; if it fails, that is raised when the rest is done."""
+        try:
+            piece(self)
+        except BaseException as error:
+            self.error = self.error or error
+            return False
+        return True
+
+    def insist(self, piece: Callable[[Run], Any]) -> None:
+        """Do a piece that may be done twice, again if it fails (for want of memory, say)."""
+        if not self.succeeds(piece):
+            self.succeeds(piece)
 
 
 class Program:
@@ -421,54 +456,56 @@ class Program:
 
     @interrupts.atomic
     def run(self, arguments: Arguments, prepared: Prepared | None = None) -> Any:
-        """Execute the program and put its effects in place."""
-        prepared = prepared or self._prepared
+        """Execute the program and put its effects in place.
+
+        Raises:
+            BaseException: it couldn't be launched, and nothing has happened; or something has
+                failed in writing back, and everything else that the step does has happened.
+        """
+        run = Run(arguments, prepared or self._prepared)
         history = self._traced.history
-        made: dict[int, Any] = {}
         if history is None or not torch.is_grad_enabled():
-            arrays, _ = self._execute(arguments, prepared, made)
+            self._execute(run)
         else:
-            arrays = self._run_with_history(history, arguments, prepared, made)
-        self._finish(arrays, arguments, made)
-        results = [self._result(r, arrays, arguments, made) for r in self._traced.results]
+            try:
+                self._run_with_history(history, run)
+            except BaseException as error:
+                if run.arrays is None:
+                    raise
+                run.error = run.error or error
+        self._finish(run)
+        if run.error is not None:
+            raise run.error
+        results = [self._result(result, run) for result in self._traced.results]
         return pytree.tree_unflatten(results, self._traced.result_tree)
 
-    def _run_with_history(
-        self, history: History, arguments: Arguments, prepared: Prepared, made: dict[int, Any]
-    ) -> list[Any]:
+    def _run_with_history(self, history: History, run: Run) -> None:
         """Execute the program as a node of the caller's history."""
-        arrays: list[Any] = []
 
-        def run(call: Call) -> list[Any]:
-            found, residuals = self._execute(arguments, prepared, made, True)
-            arrays.extend(found)
-            results = [self._tensor(template, arrays, made) for template in history.outputs]
-            call.kept = Kept(residuals, [*self._reads, *self._other_reads(arguments, made)])
+        def execute(call: Call) -> list[Any]:
+            residuals = self._execute(run, history=True)
+            results = [self._tensor(template, run) for template in history.outputs]
+            call.kept = Kept(residuals, [*self._reads, *self._other_reads(run)])
             return results
 
-        inputs = [outside.of(arguments) for outside in history.inputs]
+        inputs = [outside.of(run.arguments) for outside in history.inputs]
         # The node keeps none of what this call has: its own results among that would be a cycle.
-        found = WithHistory.apply(Call(run, self._run_backward), *inputs)
-        made.update((id(t), result) for t, result in zip(history.outputs, found, strict=True))
-        return arrays
+        found = WithHistory.apply(Call(execute, self._run_backward), *inputs)
+        made = zip(history.outputs, found, strict=True)
+        run.made.update((id(template), result) for template, result in made)
 
-    def _other_reads(self, arguments: Arguments, made: dict[int, Any]) -> Iterator[Read]:
+    def _other_reads(self, run: Run) -> Iterator[Read]:
         for what, through, by in self._reads_found:
             if isinstance(what, Template):
-                storage = made[id(what)]._storage_
+                storage = self._tensor(what, run)._storage_
             else:
-                storage = self.storage_of(what, arguments)
-            yield Read(storage, through, None if by is None else by.of(arguments))
+                storage = self.storage_of(what, run.arguments)
+            yield Read(storage, through, None if by is None else by.of(run.arguments))
 
-    def _execute(
-        self,
-        arguments: Arguments,
-        prepared: Prepared,
-        made: dict[int, Any],
-        history: bool = False,
-    ) -> tuple[list[Any], Any]:
+    def _execute(self, run: Run, history: bool = False) -> list[Any]:
+        """Launch, and write to what was there before; the backward pass's residuals."""
         with jax.enable_x64(True):
-            inputs = self._gather(arguments, prepared)
+            inputs = self._gather(run.arguments, run.prepared)
             try:
                 if _Losses.seen:
                     _refuse_deleted((*inputs[0], *inputs[1]))
@@ -478,19 +515,19 @@ class Program:
                     rng.give_back(inputs[3][-4:], self._random_operations)
                 _check_alive(inputs[0], error)
                 raise
-            residuals = None
+            residuals = []
             if self._split is not None:
                 count = len(arrays) - self._split.residuals
-                arrays, last = arrays[:count], arrays[count:]
+                arrays, residuals = arrays[:count], arrays[count:]
                 if history:
-                    residuals = [*last, *self._constants(inputs)]
+                    residuals = [*residuals, *self._constants(inputs)]
         self.launched = True
-        try:
-            self._put(arrays, arguments, made)
-        except BaseException:
-            _Losses.seen = _Losses.seen or any(array.is_deleted() for array in inputs[0])
-            raise
-        return arrays, residuals
+        run.arrays = arrays
+        self._put(run)
+        if run.error is not None:
+            left = [storage.value for storage in self._written_storages]
+            _Losses.seen = _Losses.seen or any(array.is_deleted() for array in left)
+        return residuals
 
     def _constants(self, inputs: Any) -> list[Any]:
         """The inputs that the backward pass needs, too: the very arrays, not copies."""
@@ -508,9 +545,17 @@ class Program:
                 found.append(next(computed))
         return found
 
-    def _put(self, arrays: list[Any], arguments: Arguments, made: dict[int, Any]) -> None:
-        """Assign what the program has computed to what was there. Nothing here can fail."""
-        place_of, forms = self._place_of, self._forms
+    def _put(self, run: Run) -> None:
+        """Assign what the program has computed to what was there. None of this is expected to fail;
+        if one thing does, the rest is done all the same: half a step would be worse."""
+        for piece in (
+            *(self._put_states, self._put_arguments, self._put_gradients, self._put_left),
+            self._count_writes,
+        ):
+            run.insist(piece)
+
+    def _put_states(self, run: Run) -> None:
+        arrays, place_of = run.arrays, self._place_of
         counted = put(self._written_storages, map(arrays.__getitem__, self._written_places))
         for index, storages in self._written_counters:
             put(storages, itertools.repeat(arrays[place_of[index]]))
@@ -518,34 +563,44 @@ class Program:
             storage.form = form
         for storage in counted:
             storage.count_write()
+
+    def _put_arguments(self, run: Run) -> None:
         for index, source in self._written_arguments:
-            storage = self.storage_of(source, arguments)
-            storage.write(arrays[place_of[index]], forms[index])
+            storage = self.storage_of(source, run.arguments)
+            storage.write(run.arrays[self._place_of[index]], self._forms[index])
+
+    def _count_writes(self, run: Run) -> None:
+        """Tell autograd."""
         if self._counted:
             torch.autograd.graph.increment_version(self._counted)
         for index in self._counted_arguments:
-            argument = arguments.tensors[index]
+            argument = run.arguments.tensors[index]
             if not argument.is_inference():
                 torch.autograd.graph.increment_version(argument)
-        for outside, template in self._traced.grads:
-            leaf = outside.of(arguments)
-            if leaf is not None:
-                leaf.grad = None if template is None else self._tensor(template, arrays, made)
-        for storage, index in self._traced.left:
-            storage.write(arrays[place_of[index]], forms[index])
 
-    def _finish(self, arrays: list[Any], arguments: Arguments, made: dict[int, Any]) -> None:
-        """What else the step's Python has done. Nothing here can fail but a scheduler's step, which
-        comes last."""
+    def _put_gradients(self, run: Run) -> None:
+        for outside, template in self._traced.grads:
+            leaf = outside.of(run.arguments)
+            if leaf is not None:
+                leaf.grad = None if template is None else self._tensor(template, run)
+
+    def _put_left(self, run: Run) -> None:
+        for storage, index in self._traced.left:
+            storage.write(run.arrays[self._place_of[index]], self._forms[index])
+
+    def _finish(self, run: Run) -> None:
+        """What else the step's Python has done. The schedulers' steps come last: they are the
+        user's code, and may fail."""
         for effect in self._traced.effects:
-            effect.repeat(lambda value: self._replaced(value, arrays, arguments, made))
-        for scheduler, step, args, kwargs in self._traced.schedulers.calls:
-            step(scheduler, *args, **kwargs)
+            run.insist(functools.partial(self._repeat, effect))
         if self._traced.left or not self._is_steady():
             # The next call traces again: it finds this state in place of making it, and may come to
             # another program.
             self.stale = "the first call made state that the step now finds in place"
             self._traced.left = []
+        for scheduler, step, args, kwargs in self._traced.schedulers.calls:
+            if run.error is None:
+                run.succeeds(functools.partial(_step_scheduler, step, scheduler, args, kwargs))
 
     def _is_steady(self) -> bool:
         return all(
@@ -553,58 +608,62 @@ class Program:
             for stepped in self._traced.hooks.stepped.values()
         )
 
-    def _replaced(
-        self, value: Any, arrays: list[Any], arguments: Arguments, made: dict[int, Any]
-    ) -> Any:
-        def replaced(one: Any) -> Any:
-            return self._result(one, arrays, arguments, made)
+    def _repeat(self, effect: Effect, run: Run) -> None:
+        effect.repeat(self._replacing(run))
 
-        if isinstance(value, Template | Seen):
-            return replaced(value)
-        if isinstance(value, list | tuple | dict):
-            return pytree.tree_map_only((Template, Seen), replaced, value)
-        return value
+    def _replacing(self, run: Run) -> Callable[[Any], Any]:
+        """A function that gives what stands for tensors of the step's their tensors of this run."""
 
-    def _result(
-        self, result: Any, arrays: list[Any], arguments: Arguments, made: dict[int, Any]
-    ) -> Any:
+        def replaced(value: Any) -> Any:
+            if isinstance(value, Template | Seen):
+                return self._result(value, run)
+            if isinstance(value, list | tuple | dict):
+                return pytree.tree_map_only(
+                    (Template, Seen), lambda one: self._result(one, run), value
+                )
+            return value
+
+        return replaced
+
+    def _result(self, result: Any, run: Run) -> Any:
+        arguments = run.arguments
         if isinstance(result, Template):
-            return self._tensor(result, arrays, made)
+            return self._tensor(result, run)
         if isinstance(result, Seen):
-            seen = made.get(id(result))
+            seen = run.made.get(id(result))
             if seen is None:
                 base = result.of
                 if isinstance(base, Template):
-                    base = self._tensor(base, arrays, made)
+                    base = self._tensor(base, run)
                 elif isinstance(base, int):
                     base = arguments.tensors[base]
-                seen = made[id(result)] = result.made(base)
+                seen = run.made[id(result)] = result.made(base)
             return seen
         if isinstance(result, Existing):
             return result.value
         if isinstance(result, Gradient):
             return result.leaf.of(arguments).grad
         if isinstance(result, Computed):
-            return result.node.compute(self._prepared.numbers)
+            return result.node.compute(run.prepared.numbers)
         if isinstance(result, Host):
             if result.source is None:
                 return result.tensor.clone()
             read = self._traced.host.reader(result.source)
-            return read(arguments, self._prepared.host).clone()
+            return read(arguments, run.prepared.host).clone()
         assert isinstance(result, GivenBack)
         return arguments.tensors[result.index]
 
-    def _tensor(self, template: Template, arrays: list[Any], made: dict[int, Any]) -> Any:
-        tensor = made.get(id(template))
+    def _tensor(self, template: Template, run: Run) -> Any:
+        tensor = run.made.get(id(template))
         if tensor is None:
             form = self._forms[template.index]
-            array = arrays[self._place_of[template.index]]
-            tensor = made[id(template)] = new_tensor(array, form)
+            array = run.arrays[self._place_of[template.index]]
+            tensor = run.made[id(template)] = new_tensor(array, form)
             tensor._storage_.refuses_writes = template.refuses
             if template.is_leaf:
                 tensor.requires_grad_()
                 if template.grad is not None:
-                    tensor.grad = self._tensor(template.grad, arrays, made)
+                    tensor.grad = self._tensor(template.grad, run)
         return tensor
 
     def _run_backward(self, kept: Kept, grads: list[Any]) -> list[Any]:
@@ -799,6 +858,10 @@ def _same_kind(a: Form, b: Form) -> bool:
         and a.varying == b.varying
         and (a.frame is None or b.frame is None)
     )
+
+
+def _step_scheduler(step: Any, scheduler: Any, args: Any, kwargs: Any, run: Run) -> None:
+    step(scheduler, *args, **kwargs)
 
 
 def _layouts(inputs: Any) -> tuple[Any, ...]:
