@@ -157,7 +157,10 @@ class Program:
             self._leaf_tensors = [o.get() for o in self._leaves]
         self._no_grads = [None] * len(self._leaves)
         self._grads_share = self._sharing(grads, arguments) if grads else None
-        self._jaxpr = traced.closed.jaxpr
+        for outside in self._outside:  # gradients of before aren't kept alive
+            needed = outside.grad is not None and not outside.cleared
+            outside.grad = Layout(outside.grad) if needed else None
+        self._jaxpr = traced.jaxpr
         self._plan_inputs(arguments)
         self._compile(executables, compiler_options, arguments)
 
@@ -172,8 +175,8 @@ class Program:
             used.setdefault(id(source), source)
         self._arrays = [s for s in used.values() if s.kind in ("state", "argument", "grad")]
         # Not the counters: they are four bytes, and others may hold their array.
-        donated = [s for s in self._arrays if s.writes and len(s.storages) == 1]
-        kept = [s for s in self._arrays if not (s.writes and len(s.storages) == 1)]
+        donated = [s for s in self._arrays if s.writes and len(s.storages) <= 1]
+        kept = [s for s in self._arrays if not (s.writes and len(s.storages) <= 1)]
         self._donated, self._kept = _Arrays(donated), _Arrays(kept)
         self._hosts = [s for s in used.values() if s.kind == "host"]
         self._uses_words = any(s.kind in ("number", "rng") for s in used.values())
@@ -739,7 +742,7 @@ class _Arrays:
 
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sources
-        self._storages = [s.storages[0] for s in sources]
+        self._storages: list[Any] = [s.storages[0] if s.storages else None for s in sources]
         self._special = [(i, s) for i, s in enumerate(sources) if s.kind != "state"]
         self._shared = [s for s in sources if len(s.storages) > 1]
         self._forms = [s.form for s in sources]
@@ -825,15 +828,22 @@ def _refuse_deleted(arrays: Iterable[Any]) -> None:
             )
 
 
-def _same_grad(now: Any, before: Any) -> bool:
+class Layout:
+    """What a program needs to know of a gradient that it has found; a view can only be itself."""
+
+    __slots__ = ("cls", "form", "view")
+
+    def __init__(self, grad: Any) -> None:
+        self.cls, self.form = type(grad), grad._form
+        self.view = grad if grad._steps else None
+
+
+def _same_grad(now: Any, before: Layout | None) -> bool:
     if now is None or before is None:
         return now is before
-    return now is before or (
-        type(now) is type(before)
-        and now._form is before._form
-        and now._steps == before._steps
-        and not now._steps
-    )
+    if now._steps or before.view is not None:
+        return now is before.view
+    return type(now) is before.cls and now._form is before.form
 
 
 def _grad_text(leaf: Any, before: Any) -> str:

@@ -147,6 +147,8 @@ class Outside:
         tensor = self.get()
         self.index = index
         self.get = (lambda: None) if index is not None else lambda: tensor
+        if index is not None:
+            self.storage = None  # not kept alive
         return tensor is not None
 
     def count_writes(self) -> None:
@@ -506,6 +508,16 @@ class StepTrace:
                 )
             if not keeps_graph:
                 self.freed.add(number)
+
+    def forget(self) -> None:
+        """Keep alive nothing of what the trace has used: a program says itself what it needs."""
+        for kept in (
+            *(self.before, self._cleared, self._captured_by_id, self.host_arrays, self.scalars),
+            *(self._items, self._marked, self._counters, self._owned),
+        ):
+            kept.clear()
+        self.captured, self.reads, self._latest = [], [], None
+        self._wide = _context.WideScalars()
 
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""

@@ -50,7 +50,7 @@ class Source:
             ``"rng"``, ``"host"`` (a CPU tensor), ``"cotangent"`` or ``"constant"``.
         what: the storages; the argument's index; the leaf; the captured state;
             the number's index; the host's source; the cotangent's index; the array.
-        storages: of ``"state"``, ``"argument"`` and ``"grad"``: the storages in this trace.
+        storages: of ``"state"``: the storages, which are the same in each call.
         form: their form before the step.
         writes: (output, the storages that get it), where the step overwrites them.
     """
@@ -62,6 +62,12 @@ class Source:
     ) -> None:
         self.kind, self.what, self.storages, self.form = kind, what, storages, form
         self.writes: list[tuple[int, tuple[Storage, ...]]] = []
+
+    def forget(self) -> None:
+        """Let go of storages that are others in each call."""
+        if self.kind == "argument" or (self.kind == "grad" and not self.what.cleared):
+            self.storages = ()
+            self.writes = [(index, ()) for index, _ in self.writes]
 
     def signature(self) -> Any:
         """What tells that two traces' sources are the same."""
@@ -179,7 +185,7 @@ class Traced:
     """One trace of a step; making one runs the step's Python and changes nothing.
 
     Attributes:
-        closed: the jaxpr and its constants.
+        jaxpr: what it computes, from constants.
         sources: where each constant comes from in later calls.
         slots: the sources of captured storages.
         forms: the forms of the outputs.
@@ -249,7 +255,7 @@ class Traced:
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
             ):
-                self.closed = jax.make_jaxpr(traced)()
+                closed = jax.make_jaxpr(traced)()
         except BaseException:
             self._abandon(surroundings)
             raise
@@ -273,7 +279,8 @@ class Traced:
                     self._roots.append((f"{type(optimizer).__name__}.state", optimizer.state))
             self.watch = watch if len(self._roots) == before else self.look_again()
             self.frame = trace.frame
-            self._collect_inputs(trace, arguments)
+            self.jaxpr = closed.jaxpr
+            self._collect_inputs(trace, arguments, closed.consts)
         except BaseException:
             self._abandon(surroundings)
             raise
@@ -429,7 +436,7 @@ class Traced:
 
     # --- inputs -------------------------------------------------------------------------------
 
-    def _collect_inputs(self, trace: StepTrace, arguments: Arguments) -> None:
+    def _collect_inputs(self, trace: StepTrace, arguments: Arguments, constants: list[Any]) -> None:
         """Say for each constant of the jaxpr where its value comes from in later calls."""
         by_id: dict[int, Source] = {}
         grads = {
@@ -495,26 +502,25 @@ class Traced:
         if self.history is not None:
             for i, array in enumerate(self.history.cotangents):
                 by_id[id(array)] = Source("cotangent", i)
-        self.sources = [
-            by_id.get(id(const), Source("constant", const)) for const in self.closed.consts
-        ]
+        self.sources = [by_id.get(id(const)) or Source("constant", const) for const in constants]
         found_by = {id(s): source for source in self.slots for s in source.storages}
         self.reads = [
             (self._shown.get(id(storage)) or found_by.get(id(storage)), outside)
             for storage, outside in trace.reads
         ]
-        trace.reads.clear()
+        for source in self.slots:
+            source.forget()
         for captured in self.captured:
             captured.array = None  # no second copy of what the step uses
-        trace.host_arrays.clear()
-        trace.scalars.clear()
+        self.captured, self._shown, self._cut = [], {}, []
+        trace.forget()
 
     # --- for the audit ------------------------------------------------------------------------
 
     def signature(self) -> dict[str, Any]:
         """What a later trace must have in common with this one, for the program to be the step."""
         return {
-            "the operations": str(self.closed.jaxpr),
+            "the operations": str(self.jaxpr),
             "the tensors that it uses": [s.signature() for s in self.sources],
             "the layouts of its results": [form.placed(self.frame) for form in self.forms],
             "what it returns": (
