@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -129,6 +130,7 @@ class Program:
         self.effects = traced.effects
         self.changed_path: str | None = None
         self.launched = False
+        self._anchor: Callable[[], Storage | None] = lambda: None
         trace = traced.trace
         self.watch = traced.watch
         self._frame = traced.frame
@@ -147,13 +149,13 @@ class Program:
         self._leaves = [o for o in self._outside if o.takes_gradient and not o.cleared]
         # Tensors that the step writes as autograd must see: what it saved is overwritten.
         counted = [o for o in self._outside if o.writes]
-        self._counted = [o.get() for o in counted if o.index is None]
+        self._counted = [o.get() for o in counted if o.is_fixed]
         self._counted = [t for t in self._counted if not t.is_inference()]
-        self._counted_arguments = [o.index for o in counted if o.index is not None]
+        self._counted_others = [o for o in counted if not o.is_fixed]
         grads = [o.grad for o in self._leaves if o.grad is not None]
         # Where none of them has a gradient when the step begins, asking is one loop in C.
         self._leaf_tensors: list[Any] | None = None
-        if not grads and all(o.index is None for o in self._leaves):
+        if not grads and all(o.is_fixed for o in self._leaves):
             self._leaf_tensors = [o.get() for o in self._leaves]
         self._no_grads = [None] * len(self._leaves)
         self._grads_share = self._sharing(grads, arguments) if grads else None
@@ -576,10 +578,10 @@ class Program:
         """Tell autograd."""
         if self._counted:
             torch.autograd.graph.increment_version(self._counted)
-        for index in self._counted_arguments:
-            argument = run.arguments.tensors[index]
-            if not argument.is_inference():
-                torch.autograd.graph.increment_version(argument)
+        for outside in self._counted_others:
+            tensor = outside.of(run.arguments)
+            if tensor is not None and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
     def _put_gradients(self, run: Run) -> None:
         for outside, template in self._traced.grads:
@@ -735,6 +737,28 @@ class Program:
     def frame(self) -> Any:
         """The devices that the program runs on."""
         return self._frame
+
+    # --- how long it lives, see `Programs` ---------------------------------------------------
+
+    def anchored(self, other: Program) -> bool:
+        """Be held by memory that this program uses and ``other`` doesn't; whether there is any."""
+        if self._anchor() is not None:
+            return True
+        others = other._own_storages()
+        storages = [s for source in self._traced.slots for s in source.storages]
+        # The last: what an optimizer has made goes before the model does.
+        anchor = next((s for s in reversed(storages) if id(s) not in others), None)
+        if anchor is None:
+            return False
+        anchor.holds = [*getattr(anchor, "holds", ()), self]
+        self._anchor = weakref.ref(anchor)
+        return True
+
+    def release(self) -> None:
+        """Be held by no memory any more."""
+        anchor = self._anchor()
+        if anchor is not None:
+            anchor.holds = [program for program in anchor.holds if program is not self]
 
 
 class _Arrays:

@@ -17,6 +17,7 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.programs import Programs
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.runtime.jax_runtime import code_bytes
@@ -24,8 +25,6 @@ from xla_dtensor.storage import exact
 
 logger = logging.getLogger("xla_dtensor")
 
-# How many programs a step keeps for arguments of one kind; the one not used longest goes.
-KEPT = 16
 KINDS, PROGRAMS = 256, 256
 # Calls traced in a row of which one is told.
 MANY_TRACES = 5
@@ -106,7 +105,7 @@ class _Family:
     __slots__ = ("_static", "dynamic", "last", "programs")
 
     def __init__(self) -> None:
-        self.programs: dict[Any, list[Program]] = {}
+        self.programs: dict[Any, Programs] = {}
         self.dynamic: frozenset[int] = frozenset()
         self.last: dict[int, int | float] | None = None
         self._static = False
@@ -116,12 +115,15 @@ class _Family:
         self.dynamic, self._static = frozenset(), True
         self.programs.clear()
 
-    def programs_for(self, numbers: dict[int, int | float]) -> list[Program]:
+    def programs_for(self, numbers: dict[int, int | float]) -> Programs:
         """Those that may run with these numbers."""
-        if not numbers:
-            return self.programs.setdefault((), [])
-        fixed = tuple(exact(n) for i, n in numbers.items() if i not in self.dynamic)
-        return self.programs.setdefault(fixed, [])
+        fixed: Any = ()
+        if numbers:
+            fixed = tuple(exact(n) for i, n in numbers.items() if i not in self.dynamic)
+        found = self.programs.get(fixed)
+        if found is None:
+            found = self.programs[fixed] = Programs()
+        return found
 
     def varies(self, numbers: dict[int, int | float]) -> None:
         """Programs exist, but not for these numbers: from now on those that differ are inputs."""
@@ -182,7 +184,7 @@ class CompiledStep:
         for position, program in enumerate(programs):
             if program.mismatch(arguments) is None:
                 if position:
-                    programs.insert(0, programs.pop(position))
+                    programs.first(program)
                 self._last = arguments, program
                 self._in_a_row = 0
                 if _observe.observer is not None:
@@ -220,13 +222,17 @@ class CompiledStep:
         arguments = Arguments(args, kwargs)
         with self._lock:
             family = self._families.get(arguments.key)
-            programs = family.programs_for(arguments.numbers) if family is not None else []
+            programs = family.programs_for(arguments.numbers) if family is not None else Programs()
             reasons = [program.mismatch(arguments) for program in programs]
             if None in reasons:
                 return None
             if self._last is None:
                 return "the step has not been called yet"
-            return reasons[0] if reasons else self._explain(arguments, family or _Family(), [])[0]
+            return (
+                reasons[0]
+                if reasons
+                else self._explain(arguments, family or _Family(), programs)[0]
+            )
 
     def compiled_programs(self) -> list[Any]:
         """The ``jax.stages.Compiled`` programs that exist, oldest first: their ``as_text()``,
@@ -235,9 +241,9 @@ class CompiledStep:
 
     # --- internals ---------------------------------------------------------------------------
 
-    def _trace(self, arguments: Arguments, family: _Family, programs: list[Program]) -> Any:
+    def _trace(self, arguments: Arguments, family: _Family, programs: Programs) -> Any:
         why, path = self._explain(arguments, family, programs)
-        if not programs and family.programs:
+        if programs.latest() is None and family.programs:
             family.varies(arguments.numbers)
             programs = family.programs_for(arguments.numbers)
         with _tracing:
@@ -271,9 +277,11 @@ class CompiledStep:
             )
         return result
 
-    def _keep(self, program: Program, arguments: Arguments, programs: list[Program]) -> None:
-        programs[:] = [p for p in programs if p.stale is None][: KEPT - 1]
-        programs.insert(0, program)
+    def _keep(self, program: Program, arguments: Arguments, programs: Programs) -> None:
+        programs.first(program)
+        for family in self._families.values():
+            for others in family.programs.values():
+                others.succeeded(program)
         self._last = arguments, program
 
     def _traced(self, arguments: Arguments, family: _Family, path: str | None) -> Traced:
@@ -303,11 +311,11 @@ class CompiledStep:
         return Traced(self._function, arguments, frozenset(), self._ignored)
 
     def _explain(
-        self, arguments: Arguments, family: _Family, programs: list[Program]
+        self, arguments: Arguments, family: _Family, programs: Programs
     ) -> tuple[str | None, str | None]:
         """Why no program fits, and the name of what has changed if it is something in Python."""
-        if programs:
-            program = programs[0]
+        program = programs.latest()
+        if program is not None:
             why = program.mismatch(arguments) or "the program was used up"
             return why, program.changed_path
         if self._last is None:

@@ -110,6 +110,7 @@ class Outside:
         get: gives the tensor; None for a view that the step made and has dropped. Only during the
             trace by a weak reference: torch swaps no tensor that has one (``module.half()``).
         index: which argument of the step it is, if it is one and nothing else.
+        leaf: likewise, the leaf (an `Outside`) whose ``.grad`` it is.
         only_optimizer: whether it was an optimizer that first used it: state, which no graph saves.
         writes: how many writes autograd has counted during the trace; each call counts as many.
         grad: its ``.grad`` when the step began.
@@ -119,12 +120,13 @@ class Outside:
 
     __slots__ = (
         *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
-        *("index", "only_optimizer", "version", "writes"),
+        *("index", "leaf", "only_optimizer", "version", "writes"),
     )
 
     def __init__(self, tensor: Any) -> None:
         self.get: Callable[[], Any] = weakref.ref(tensor)
         self.index: int | None = None
+        self.leaf: Outside | None = None
         self.only_optimizer = False
         self.version = _version(tensor)
         self.writes = 0
@@ -141,15 +143,20 @@ class Outside:
         """Whether gradients may reach its ``.grad``."""
         return self.requires_grad and self.is_leaf
 
-    def keep(self, index: int | None) -> bool:
-        """Refer to the tensor as long as the program lives (or to the argument ``index``, which is
-        another tensor in each call); whether it is still there."""
+    def keep(self, index: int | None = None, leaf: Outside | None = None) -> bool:
+        """Refer to the tensor as long as the program lives (or to the argument ``index``, or the
+        gradient of ``leaf``, which are other tensors in each call); whether it is still there."""
         tensor = self.get()
-        self.index = index
-        self.get = (lambda: None) if index is not None else lambda: tensor
-        if index is not None:
+        self.index, self.leaf = index, leaf
+        self.get = (lambda: tensor) if self.is_fixed else lambda: None
+        if tensor is None or not self.is_fixed:
             self.storage = None  # not kept alive
         return tensor is not None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is the same tensor in each call."""
+        return self.index is None and self.leaf is None
 
     def count_writes(self) -> None:
         """Note how many writes there have been since the trace found the tensor."""
@@ -166,6 +173,9 @@ class Outside:
 
     def of(self, arguments: Any) -> Any:
         """The tensor in a call with ``arguments``."""
+        if self.leaf is not None:
+            leaf = self.leaf.of(arguments)
+            return None if leaf is None else leaf.grad
         return self.get() if self.index is None else arguments.tensors[self.index]
 
     def changed(self) -> str | None:

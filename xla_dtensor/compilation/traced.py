@@ -268,10 +268,19 @@ class Traced:
                 outside = trace.outside.get(id(tensor))
                 if outside is not None:
                     outside.is_leaf = False  # as it is for the caller
-            self.outside = [o for o in trace.outside.values() if o.keep(free.get(id(o.get())))]
+            leaf_of = {
+                id(leaf.grad): leaf
+                for leaf in trace.outside.values()
+                if leaf.grad is not None and id(leaf.grad) not in watch.tensors
+            }
+            self.outside = [
+                o
+                for o in trace.outside.values()
+                if o.keep(free.get(id(o.get())), leaf_of.get(id(o.get())))
+            ]
             # Others, of which the step's Python may have read `requires_grad`.
             self.others = [o for _, o in trace.before.values() if o not in trace.outside.values()]
-            self.others = [o for o in self.others if o.storage is not None and o.keep(None)]
+            self.others = [o for o in self.others if o.storage is not None and o.keep()]
             stepped, before = list(self.hooks.stepped.values()), len(self._roots)
             self._roots += [(s.name, s) for s in stepped]  # with the state that the step has made
             for key, optimizer in watch.optimizers.items():
