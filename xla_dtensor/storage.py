@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,8 @@ class ViewStep:
         kwargs: its keyword arguments as pairs.
         index: which result, of a view with several (``split``, ``unbind``).
         shape: the view's logical shape.
+        op: torch's overload, which makes the view of a tensor; None of a step that is only part of
+            one (``as_strided``).
     """
 
     lowering: ViewLowering
@@ -47,6 +49,7 @@ class ViewStep:
     kwargs: tuple[tuple[str, Any], ...]
     index: int | None
     shape: tuple[int, ...]
+    op: Any = field(default=None, compare=False)
 
     def get(self, base: jax.Array) -> jax.Array:
         """The view's value from its base's."""
@@ -57,6 +60,11 @@ class ViewStep:
         """The base's value after ``value`` was written to the view."""
         which = () if self.index is None else (self.index,)
         return self.lowering.put(base, value, *which, *map(thaw, self.args), **self._kwargs())
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of ``tensor`` that torch makes, with a history if that has one."""
+        view = self.op(tensor, *map(thaw, self.args), **self._kwargs())
+        return view if self.index is None else view[self.index]
 
     def _kwargs(self) -> dict[str, Any]:
         return {name: thaw(value) for name, value in self.kwargs}
@@ -258,12 +266,15 @@ class Storage:
             tensor, whichever) or the `_Viewers`.
         refuses_writes: what a write would be, of a copy where torch has a view; None if writes are
             torch's.
+        holds: what lives as long as the storage, and may itself refer to it: programs of compiled
+            steps, see `Programs`; not there before there is one.
     """
 
     __slots__ = (
         "__weakref__",
         "counters",
         "form",
+        "holds",
         "recipe",
         "refuses_writes",
         "value",
@@ -274,6 +285,7 @@ class Storage:
     recipe: Callable[[], Any] | None
     counters: tuple[weakref.ref[torch.Tensor], ...]
     refuses_writes: str | None
+    holds: list[Any]
     value: Any
     viewers: Any
 

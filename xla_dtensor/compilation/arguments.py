@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
+import weakref
 from collections import UserDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,21 +23,29 @@ from xla_dtensor.storage import exact
 
 
 class Same:
-    """A part of a key that is equal only to that of the same object, which it keeps alive."""
+    """A part of a key that is equal only to that of the same object. It doesn't keep the object
+    alive, if that can be referred to weakly: what is gone is equal to nothing."""
 
-    __slots__ = ("value",)
+    __slots__ = ("_hash", "_object")
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._hash = id(value)
+        try:
+            self._object: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._object = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        if not isinstance(other, Same):
+            return False
+        value = self._object()
+        return value is not None and value is other._object()
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self._hash
 
     def __repr__(self) -> str:
-        return repr(self.value)
+        return repr(self._object())
 
 
 class Arguments:

@@ -47,7 +47,7 @@ def _where(what: str, traced: Traced, again: Traced) -> str:
 
 def _operations(traced: Traced) -> list[tuple[str, str]]:
     found = []
-    for equation in traced.closed.jaxpr.eqns:
+    for equation in traced.jaxpr.eqns:
         outputs = ", ".join(str(v.aval) for v in equation.outvars)
         constants = [str(v) for v in equation.invars if hasattr(v, "val")]
         text = f"{equation.primitive.name}({', '.join(constants)}) -> {outputs}"

@@ -194,9 +194,9 @@ class OptimizerHooks:
 
         return seen
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _context.current() is not self._trace:
-            return  # another thread's
+            return None  # another thread's
         stepped = self.stepped.get(id(optimizer))
         if stepped is None:
             name = type(optimizer).__name__
@@ -214,6 +214,24 @@ class OptimizerHooks:
             for index, group in enumerate(optimizer.param_groups)
         ]
         self._trace.in_optimizer += 1
+        # ``step(closure)``: what the closure computes is the user's, not the optimizer's.
+        return (
+            tuple(x if x is optimizer else self._apart(x) for x in args),
+            {name: self._apart(x) for name, x in kwargs.items()},
+        )
+
+    def _apart(self, closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        def apart() -> Any:
+            inside, self._trace.in_optimizer = self._trace.in_optimizer, 0
+            try:
+                return closure()
+            finally:
+                self._trace.in_optimizer = inside
+
+        return apart
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _context.current() is not self._trace:

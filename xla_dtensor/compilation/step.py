@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.programs import KEPT, Programs
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.runtime.jax_runtime import code_bytes
@@ -25,8 +27,6 @@ from xla_dtensor.storage import exact
 
 logger = logging.getLogger("xla_dtensor")
 
-# How many programs a step keeps for arguments of one kind; the one not used longest goes.
-KEPT = 16
 KINDS, PROGRAMS = 256, 256
 # Calls traced in a row of which one is told.
 MANY_TRACES = 5
@@ -104,17 +104,17 @@ class _Family:
         carried: these places, by what tells them from others; those of the last trace come last.
         dynamic: the numbers that are inputs, because they have changed between calls.
         last: the numbers of the call that was traced last.
-        latest: the program that was made of it.
+        latest: gives the program that was made of it, if it still exists.
     """
 
     __slots__ = ("_static", "carried", "dynamic", "last", "latest", "programs")
 
     def __init__(self) -> None:
-        self.programs: dict[Any, list[Program]] = {}
+        self.programs: dict[Any, Programs] = {}
         self.carried: dict[Any, list[Carried]] = {(): []}
         self.dynamic: frozenset[int] = frozenset()
         self.last: dict[int, int | float] | None = None
-        self.latest: Program | None = None
+        self.latest: Callable[[], Program | None] = lambda: None
         self._static = False
 
     def keep_static(self) -> None:
@@ -122,24 +122,24 @@ class _Family:
         self.dynamic, self._static = frozenset(), True
         self.programs.clear()
 
-    def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, list[Program]]]:
+    def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, Programs]]:
         """The programs that may run, with the arguments that each of them takes."""
         for where in reversed(list(self.carried)):
             call = arguments.carrying(self.carried[where])
             if call is not None:
                 yield call, self.programs_for(call, where)
 
-    def programs_for(self, call: Arguments, where: Any = ()) -> list[Program]:
+    def programs_for(self, call: Arguments, where: Any = ()) -> Programs:
         """Those that take their arguments from ``where``, too, and may run with ``call``."""
         fixed: tuple[Any, ...] = ()
         if call.numbers:
             inputs = self.dynamic | call.carried_numbers()
             fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in inputs)
-        return self.programs.get((fixed, where, call.carried), [])
+        return self.programs.get((fixed, where, call.carried)) or Programs()
 
     def keep(self, program: Program, call: Arguments) -> None:
         """Add a program that was made with these arguments."""
-        self.latest = program
+        self.latest = weakref.ref(program)
         places = program.traced.carried
         where = tuple(place.where() for place in places)
         self.carried.pop(where, None)
@@ -148,8 +148,9 @@ class _Family:
             self._forget(next(iter(self.carried)))
         fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in program.traced.dynamic)
         key = fixed, where, call.carried
-        programs = self.programs.pop(key, [])
-        self.programs[key] = [program, *(p for p in programs if p.stale is None)][:KEPT]
+        programs = self.programs.pop(key, None) or Programs()
+        self.programs[key] = programs
+        programs.first(program)
         while len(self.programs) > KINDS:
             del self.programs[next(iter(self.programs))]
 
@@ -221,7 +222,7 @@ class CompiledStep:
             for position, program in enumerate(programs):
                 if program.mismatch(call) is None:
                     if position:
-                        programs.insert(0, programs.pop(position))
+                        programs.first(program)
                     self._last = call, program
                     self._in_a_row = 0
                     if _observe.observer is not None:
@@ -316,6 +317,9 @@ class CompiledStep:
 
     def _keep(self, program: Program, call: Arguments, family: _Family) -> None:
         family.keep(program, call)
+        for other in self._families.values():
+            for programs in other.programs.values():
+                programs.succeeded(program)
         self._last = call, program
 
     def _traced(self, arguments: Arguments, family: _Family, path: str | None) -> Traced:
@@ -338,7 +342,7 @@ class CompiledStep:
                 self._not_carried |= dict.fromkeys(tried, error)
                 tried = set()
                 continue
-            again = [e for e in traced.effects if _is_counted_on(e, traced, family.latest)]
+            again = [e for e in traced.effects if _is_counted_on(e, traced, family.latest())]
             counted = {label for effect in again for label in effect.labels()} & traced.counted
             found = (traced.replaced | counted) - self._not_carried.keys() - self._carried
             if found:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor import _context, rng
 from xla_dtensor.dispatch import logical_value
@@ -26,6 +27,9 @@ from xla_dtensor.origin import user_line
 from xla_dtensor.storage import Storage
 from xla_dtensor.symbolic import NumberNode, input_number, valueless_number
 from xla_dtensor.transfer import to_numpy
+
+# What marks of reads are called, in front of their number.
+READ = "xla_dtensor reads "
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Captured:
     Attributes:
         storage: the storage; of state that the step's optimizer made in this trace only while
             somebody else holds it.
-        array, form: as they were before the trace.
+        array, form, version: as they were before the trace.
         first_use: when the step first used it. Unlike the order of capture, this doesn't depend on
             whether an optimizer made it in this trace.
         fill_value: of state that the step's optimizer made in this trace, its initial value; None
@@ -69,7 +73,10 @@ class Captured:
         written: whether the step overwrites it.
     """
 
-    __slots__ = ("_reference", "_strong", "array", "fill_value", "first_use", "form", "written")
+    __slots__ = (
+        *("_reference", "_strong", "array", "fill_value", "first_use", "form", "version"),
+        "written",
+    )
 
     def __init__(self, storage: Storage, fill_value: Any = None) -> None:
         # New state may be a temporary; only a weak reference can tell.
@@ -77,6 +84,7 @@ class Captured:
         self._reference = weakref.ref(storage)
         self.array = storage.array
         self.form = storage.form
+        self.version = storage.version
         self.written = False
         self.first_use: int | None = None
         self.fill_value = fill_value
@@ -87,10 +95,12 @@ class Captured:
         return self._reference()
 
     def restore(self) -> None:
-        """Undo what the trace did to the storage."""
+        """Undo what the trace did to the storage. It has its version again, too: a backward pass
+        that waits must not take a trace for a write, and those of the trace never come back."""
         storage = self.storage
         if storage is not None:
             storage.put_back(self.array, self.form)
+            storage.version = self.version
 
 
 class Outside:
@@ -100,6 +110,7 @@ class Outside:
         get: gives the tensor; None for a view that the step made and has dropped. Only during the
             trace by a weak reference: torch swaps no tensor that has one (``module.half()``).
         index: which argument of the step it is, if it is one and nothing else.
+        leaf: likewise, the leaf (an `Outside`) whose ``.grad`` it is.
         only_optimizer: whether it was an optimizer that first used it: state, which no graph saves.
         writes: how many writes autograd has counted during the trace; each call counts as many.
         grad: its ``.grad`` when the step began.
@@ -110,12 +121,13 @@ class Outside:
 
     __slots__ = (
         *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
-        *("index", "only_optimizer", "switched", "version", "writes"),
+        *("index", "leaf", "only_optimizer", "switched", "version", "writes"),
     )
 
     def __init__(self, tensor: Any) -> None:
         self.get: Callable[[], Any] = weakref.ref(tensor)
         self.index: int | None = None
+        self.leaf: Outside | None = None
         self.only_optimizer = False
         self.version = _version(tensor)
         self.writes = 0
@@ -132,18 +144,39 @@ class Outside:
         """Whether gradients may reach its ``.grad``."""
         return self.is_leaf and (self.requires_grad or self.switched)
 
-    def keep(self, index: int | None) -> bool:
-        """Refer to the tensor as long as the program lives (or to the argument ``index``, which is
-        another tensor in each call); whether it is still there."""
+    def keep(self, index: int | None = None, leaf: Outside | None = None) -> bool:
+        """Refer to the tensor as long as the program lives (or to the argument ``index``, or the
+        gradient of ``leaf``, which are other tensors in each call); whether it is still there."""
         tensor = self.get()
-        self.index = index
-        self.get = (lambda: None) if index is not None else lambda: tensor
+        self.index, self.leaf = index, leaf
+        self.get = (lambda: tensor) if self.is_fixed else lambda: None
+        if tensor is None or not self.is_fixed:
+            self.storage = None  # not kept alive
+        return tensor is not None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is the same tensor in each call."""
+        return self.index is None and self.leaf is None
+
+    def count_writes(self) -> None:
+        """Note how many writes there have been since the trace found the tensor."""
+        tensor = self.get()
         if tensor is not None and not self.only_optimizer:
             self.writes = _version(tensor) - self.version
-        return tensor is not None
+
+    def forget_writes(self) -> None:
+        """The trace has not happened, and torch shall know nothing of its writes: a backward pass
+        may wait that compares its count."""
+        tensor = self.get()
+        if tensor is not None and _version(tensor) != self.version:
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
 
     def of(self, arguments: Any) -> Any:
         """The tensor in a call with ``arguments``."""
+        if self.leaf is not None:
+            leaf = self.leaf.of(arguments)
+            return None if leaf is None else leaf.grad
         return self.get() if self.index is None else arguments.tensors[self.index]
 
     def is_switched(self) -> bool:
@@ -226,6 +259,11 @@ class StepTrace:
         self.history_begins = torch._C._autograd._get_sequence_nr()
         self.freed: set[int] = set()
         self.differentiating = False
+        # What the backward pass reads of memory that the user may write to until it runs: the
+        # storage, and the tensor from outside that it is read through, by the number of the mark.
+        self.reads: list[tuple[Storage, Outside | None]] = []
+        self.shown: set[int] = set()
+        self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.host: Any = None
 
     # --- what dispatch reports ---------------------------------------------------------------
@@ -258,9 +296,25 @@ class StepTrace:
             if tensor is not None:
                 self.touched(tensor)
         array = storage.array
+        if self.differentiating and (id(storage) in self.shown or not self.owns(storage)):
+            array = self._mark(storage, array, tensor)
         if self._recomputed:
             array = self._recomputed[-1].barred(storage, array)
         return array
+
+    def _mark(self, storage: Storage, array: Any, tensor: Any) -> Any:
+        """``array`` behind an equation that does nothing, and says that the backward pass reads
+        ``storage`` through ``tensor``."""
+        outside = self.outside.get(id(tensor))
+        if outside is not None and outside.get() is not tensor:
+            outside = None  # a view: should the tensor that it is of move, it stays where it was
+        key = id(array), id(outside)
+        known = self._marked.get(key)
+        if known is None:
+            marked = checkpoint_name(array, f"{READ}{len(self.reads)}")
+            self.reads.append((storage, outside))
+            known = self._marked[key] = array, marked
+        return known[1]
 
     def touched(self, tensor: Any) -> None:
         storage = getattr(tensor, "_storage_", None)
@@ -488,12 +542,27 @@ class StepTrace:
         found = [o for o in (*self.outside.values(), *others) if o.is_switched()]
         return [(outside, not outside.requires_grad) for outside in found]
 
+    def forget(self) -> None:
+        """Keep alive nothing of what the trace has used: a program says itself what it needs."""
+        for kept in (
+            *(self.before, self._cleared, self._captured_by_id, self.host_arrays, self.scalars),
+            *(self._items, self._marked, self._counters, self._owned),
+        ):
+            kept.clear()
+        self.captured, self.reads, self._latest = [], [], None
+        self._wide = _context.WideScalars()
+
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
             captured.restore()
-        for outside in (*self.outside.values(), *(known for _, known in self.before.values())):
+        found = [*(outside for _, outside in self.before.values()), *self.outside.values()]
+        for outside in found:
             outside.switch_back()
+            outside.count_writes()
+        # Of two that share torch's count, the one that came first knows what it was.
+        for outside in reversed(found):
+            outside.forget_writes()
         for outside in self.outside.values():
             tensor = outside.get()
             if tensor is not None and outside.takes_gradient and tensor.grad is not outside.grad:

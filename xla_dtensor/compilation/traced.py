@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch.nn.utils import parametrize
 
 from xla_dtensor import _context, interrupts
@@ -22,7 +23,7 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import Carried, is_state, tensors_in
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.garbage import NewObjects
-from xla_dtensor.compilation.history import History
+from xla_dtensor.compilation.history import History, is_view_by_torch
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
@@ -35,7 +36,7 @@ from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import Form
 from xla_dtensor.per_device import logical
 from xla_dtensor.sharded_tensor import XLAShardedTensor
-from xla_dtensor.storage import Storage, ViewStep
+from xla_dtensor.storage import Step, Storage, ViewStep
 from xla_dtensor.symbolic import like_a_number
 
 Ours = XLAShardedTensor | XLATensor
@@ -50,7 +51,7 @@ class Source:
             ``"rng"``, ``"host"`` (a CPU tensor), ``"cotangent"`` or ``"constant"``.
         what: the storages; the argument's index; the leaf; the captured state;
             the number's index; the host's source; the cotangent's index; the array.
-        storages: of ``"state"``, ``"argument"`` and ``"grad"``: the storages in this trace.
+        storages: of ``"state"``: the storages, which are the same in each call.
         form: their form before the step.
         writes: (output, the storages that get it), where the step overwrites them.
     """
@@ -62,6 +63,12 @@ class Source:
     ) -> None:
         self.kind, self.what, self.storages, self.form = kind, what, storages, form
         self.writes: list[tuple[int, tuple[Storage, ...]]] = []
+
+    def forget(self) -> None:
+        """Let go of storages that are others in each call."""
+        if self.kind == "argument" or (self.kind == "grad" and not self.what.cleared):
+            self.storages = ()
+            self.writes = [(index, ()) for index, _ in self.writes]
 
     def signature(self) -> Any:
         """What tells that two traces' sources are the same."""
@@ -78,38 +85,52 @@ class Source:
 
 
 class Template:
-    """A tensor that each call makes anew: output ``index`` in ``form``."""
+    """A tensor that each call makes anew: output ``index`` in ``form``.
 
-    __slots__ = ("form", "index")
+    Attributes:
+        is_leaf: whether it requires grad, and has no history.
+        is_parameter: whether it is an ``nn.Parameter``.
+        grad: of a leaf, the template of its gradient.
+        refuses: why it can't be written to, see `Storage.refuses_writes`.
+    """
+
+    __slots__ = ("form", "grad", "index", "is_leaf", "is_parameter", "refuses")
 
     def __init__(self, index: int, form: Form) -> None:
         self.index, self.form = index, form
+        self.is_leaf = self.is_parameter = False
+        self.grad: Template | None = None
+        self.refuses: str | None = None
 
 
-class Part:
-    """A result that is a view of a tensor that each call makes anew: results of one call share
-    memory as they do in torch."""
-
-    __slots__ = ("cls", "form", "steps", "whole")
-
-    def __init__(self, whole: Template, view: Any) -> None:
-        self.whole = whole
-        self.cls, self.form, self.steps = _view_of(view)
-
-
-class Leaf:
-    """A result that requires grad and was computed from nothing: ``x.detach().requires_grad_()``.
+class Seen:
+    """A tensor that shows memory of another one, as in torch: of one that each call makes, of an
+    argument, or of one that is there.
 
     Attributes:
-        value: its value.
-        grad: its gradient, or None.
-        is_parameter: whether it is an ``nn.Parameter``.
+        of: the `Template`, the argument's index, or the tensor.
+        detached: whether no history connects them.
     """
 
-    __slots__ = ("grad", "is_parameter", "value")
+    __slots__ = ("_further", "cls", "detached", "form", "of", "steps")
 
-    def __init__(self, value: Template, grad: Template | None, is_parameter: bool) -> None:
-        self.value, self.grad, self.is_parameter = value, grad, is_parameter
+    def __init__(self, of: Any, further: tuple[Step, ...], detached: bool, view: Any) -> None:
+        self.of, self.detached = of, detached
+        self.cls, self.form, self.steps = type(view), view._form, view._steps
+        self._further = further
+
+    def made(self, base: Any) -> Any:
+        """The view of ``base``."""
+        tensor = base.detach() if self.detached else base
+        if not all(isinstance(step, ViewStep) and step.op is not None for step in self._further):
+            frame = base._storage_.form.frame
+            base._storage_.introduce(base)
+            tensor = self.cls(base._storage_, self.form.placed(frame), self.steps)
+            base._storage_.share_writes(base, tensor)
+            return tensor
+        for step in self._further:
+            tensor = step.of(tensor)  # type: ignore[union-attr]
+        return torch.ops.aten.alias.default(base) if tensor is base else tensor
 
 
 class Existing:
@@ -122,18 +143,21 @@ class Existing:
 
 
 class GivenBack:
-    """A result that is one of the arguments, or a view of its memory.
+    """A result that is one of the arguments, the one with ``index``."""
 
-    Attributes:
-        index: which argument.
-        cls, form, steps: of the view; None for the argument itself.
-    """
+    __slots__ = ("index",)
 
-    __slots__ = ("cls", "form", "index", "steps")
-
-    def __init__(self, index: int, view: Any = None) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.cls, self.form, self.steps = _view_of(view)
+
+
+class Gradient:
+    """A result that is the gradient which a leaf has after the call."""
+
+    __slots__ = ("leaf",)
+
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
 
 
 class Computed:
@@ -175,25 +199,11 @@ class Built:
         return "what each call makes anew"
 
 
-class View:
-    """A result that is a view of memory from outside of the step."""
-
-    __slots__ = ("cls", "form", "steps", "storage")
-
-    def __init__(self, view: Any) -> None:
-        self.storage = view._storage_
-        self.cls, self.form, self.steps = _view_of(view)
-
-
-def _view_of(tensor: Any) -> tuple[Any, Any, Any]:
-    return (None, None, None) if tensor is None else (type(tensor), tensor._form, tensor._steps)
-
-
 class Traced:
     """One trace of a step; making one runs the step's Python and changes nothing.
 
     Attributes:
-        closed: the jaxpr and its constants.
+        jaxpr: what it computes, from constants.
         sources: where each constant comes from in later calls.
         slots: the sources of captured storages.
         forms: the forms of the outputs.
@@ -208,6 +218,8 @@ class Traced:
         carried: the places that its values are taken from like arguments.
         call: the arguments, with these.
         history: how its results depend on tensors that require grad, or None.
+        reads: per mark of the history's where the memory is (a source, or templates), and through
+            which tensor from outside it was read.
     """
 
     def __init__(
@@ -271,12 +283,13 @@ class Traced:
                 _same_host_randomness(watch.random_sources),
                 _nothing_consumed(watch),
                 NewObjects() as new,
+                _unseen_by_checkpoint(),
                 _context.active(trace),
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
             ):
                 self._made = MadeObjects(new)
-                self.closed = jax.make_jaxpr(traced)()
+                closed = jax.make_jaxpr(traced)()
                 del self._made
         except BaseException:
             self._abandon(surroundings)
@@ -290,7 +303,16 @@ class Traced:
                 outside = trace.outside.get(id(tensor))
                 if outside is not None:
                     outside.is_leaf = False  # as it is for the caller
-            self.outside = [o for o in trace.outside.values() if o.keep(free.get(id(o.get())))]
+            leaf_of = {
+                id(leaf.grad): leaf
+                for leaf in trace.outside.values()
+                if leaf.grad is not None and id(leaf.grad) not in watch.tensors
+            }
+            self.outside = [
+                o
+                for o in trace.outside.values()
+                if o.keep(free.get(id(o.get())), leaf_of.get(id(o.get())))
+            ]
             # Others, of which the step's Python may have read `requires_grad`.
             used = set(map(id, trace.outside.values()))
             others = [(t, o) for t, o in trace.before.values() if id(o) not in used]
@@ -306,7 +328,8 @@ class Traced:
                     self._roots.append((f"{type(optimizer).__name__}.state", optimizer.state))
             self.watch = watch if len(self._roots) == before else self.look_again()
             self.frame = trace.frame
-            self._collect_inputs(trace, arguments)
+            self.jaxpr = closed.jaxpr
+            self._collect_inputs(trace, arguments, closed.consts)
         except BaseException:
             self._abandon(surroundings)
             raise
@@ -375,10 +398,10 @@ class Traced:
         self._arrays: list[Any] = []
         self.forms: list[Form] = []
         flat, self.result_tree = self._made.flatten(result.pop())
-        history = History.of(trace, flat)
-        templates: dict[int, Any] = {}
-        self.results = [self._result(value, arguments, watch, templates) for value in flat]
-        self._effects(surroundings, arguments, watch, templates)
+        history = History(trace)
+        made = Made(self, arguments, watch, history)
+        self.results = list(map(made.result, flat))
+        self._effects(surroundings, watch, made)
         self.random_operations = trace.random_operations()
         self.grads: list[tuple[Any, Template | None]] = []
         for outside in trace.outside.values():
@@ -388,20 +411,22 @@ class Traced:
             grad = leaf.grad
             if grad is outside.grad and not outside.cleared:
                 continue
-            template = None if grad is None else self._template(grad, with_steps=True)
+            template = None if grad is None else made.gradient(grad)
             self.grads.append((outside, template))
             leaf.grad = outside.grad
         leaf = grad = None
+        made.finish()
+        self._shown = made.shown
         self.switched = trace.switched()
-        if history is not None:
+        if history.outputs:
             if self.switched:
                 raise DataDependentError(
                     "the step leaves a parameter with another requires_grad than it found, and "
                     "returns a result with a history: detach the result, or switch it back"
                 )
-            history.differentiate(self)
+            history.differentiate(self, set(made.shown))
             self.history = history
-        del flat, templates
+        del flat, made, history
         gc.collect()  # what only cycles still hold isn't left behind
         self.captured = sorted(
             (c for c in trace.captured if c.first_use is not None),
@@ -428,63 +453,18 @@ class Traced:
         del self._arrays
         return arrays
 
-    def _result(
-        self, value: Any, arguments: Arguments, watch: Watch, templates: dict[int, Any]
-    ) -> Any:
-        """How later calls make one of the step's results."""
-        for i, tensor in enumerate(arguments.tensors):
-            if tensor is value:
-                return GivenBack(i)
-        if isinstance(value, torch.SymFloat | torch.SymInt):
-            return Computed(value.node)
-        if not isinstance(value, Ours):
-            if isinstance(value, torch.Tensor) and self.host.made(value):
-                return Host(self.host.use(value), value)
-            return Existing(value)
-        storage = value._storage_
-        if self.trace.owns(storage) and value.requires_grad and value.is_leaf:
-            if id(value) not in templates:
-                grad = None if value.grad is None else self._template(value.grad, with_steps=True)
-                is_parameter = isinstance(value, torch.nn.Parameter)
-                templates[id(value)] = Leaf(self._template(value), grad, is_parameter)
-            return templates[id(value)]
-        if self.trace.owns(storage) or (value.requires_grad and not value.is_leaf):
-            if value._steps and not value.requires_grad and _is_plain(value):
-                whole = templates.get(id(storage))
-                if whole is None:
-                    form = storage.form
-                    whole = Template(self.emit(logical(storage.array, form), form), form)
-                    templates[id(storage)] = whole
-                return Part(whole, value)
-            key = id(value) if value._steps or value.requires_grad else id(storage)
-            if key not in templates:
-                templates[key] = self._template(value)
-            return templates[key]
-        if id(value) in watch.tensors or (value.requires_grad and value.is_leaf):
-            return Existing(value)
-        for i, tensor in enumerate(arguments.tensors):
-            if getattr(tensor, "_storage_", None) is storage:
-                return GivenBack(i, value)
-        return View(value)
-
     def emit(self, array: Any, form: Form) -> int:
         """Make an array an output; its index."""
         self._arrays.append(form.physical(array))
         self.forms.append(form)
         return len(self._arrays) - 1
 
-    def _template(self, tensor: Any, with_steps: bool = False) -> Template:
-        form = tensor._form if tensor._steps or with_steps else tensor._storage_.form
-        form = form.reduced()
+    def template(self, tensor: Any) -> Template:
+        """An output that is the tensor's value; memory of its own."""
+        form = (tensor._form if tensor._steps else tensor._storage_.form).reduced()
         return Template(self.emit(logical_value(tensor), form), form)
 
-    def _effects(
-        self,
-        surroundings: Surroundings,
-        arguments: Arguments,
-        watch: Watch,
-        templates: dict[int, Any],
-    ) -> None:
+    def _effects(self, surroundings: Surroundings, watch: Watch, made: Made) -> None:
         """What the step's Python has changed, as what each call makes anew; the changes are
         undone."""
         trace = self.trace
@@ -496,10 +476,7 @@ class Traced:
         def convert(value: Any) -> Any:
             known = built.get(id(value))
             if known is None:
-                known = built[id(value)] = (
-                    value,
-                    self._built(value, surroundings, arguments, watch, templates),
-                )
+                known = built[id(value)] = value, self._built(value, surroundings, made)
             return known[1]
 
         self.effects: list[Effect] = surroundings.effects()
@@ -515,18 +492,11 @@ class Traced:
             effect.convert(convert)
         surroundings.restore()
 
-    def _built(
-        self,
-        value: Any,
-        surroundings: Surroundings,
-        arguments: Arguments,
-        watch: Watch,
-        templates: dict[int, Any],
-    ) -> Any:
+    def _built(self, value: Any, surroundings: Surroundings, made: Made) -> Any:
         """How later calls make what the step leaves somewhere; the value itself where it is the
         same in each."""
         leaves, tree = self._made.flatten(value, is_leaf=surroundings.holds)
-        parts = [self._result(leaf, arguments, watch, templates) for leaf in leaves]
+        parts = list(map(made.result, leaves))
         if tree.is_leaf() and isinstance(parts[0], Existing):
             return value
         return Built(parts, tree)
@@ -569,7 +539,7 @@ class Traced:
 
     # --- inputs -------------------------------------------------------------------------------
 
-    def _collect_inputs(self, trace: StepTrace, arguments: Arguments) -> None:
+    def _collect_inputs(self, trace: StepTrace, arguments: Arguments, constants: list[Any]) -> None:
         """Say for each constant of the jaxpr where its value comes from in later calls."""
         by_id: dict[int, Source] = {}
         grads = {
@@ -635,20 +605,25 @@ class Traced:
         if self.history is not None:
             for i, array in enumerate(self.history.cotangents):
                 by_id[id(array)] = Source("cotangent", i)
-        self.sources = [
-            by_id.get(id(const), Source("constant", const)) for const in self.closed.consts
+        self.sources = [by_id.get(id(const)) or Source("constant", const) for const in constants]
+        found_by = {id(s): source for source in self.slots for s in source.storages}
+        self.reads = [
+            (self._shown.get(id(storage)) or found_by.get(id(storage)), outside)
+            for storage, outside in trace.reads
         ]
+        for source in self.slots:
+            source.forget()
         for captured in self.captured:
             captured.array = None  # no second copy of what the step uses
-        trace.host_arrays.clear()
-        trace.scalars.clear()
+        self.captured, self._shown, self._cut = [], {}, []
+        trace.forget()
 
     # --- for the audit ------------------------------------------------------------------------
 
     def signature(self) -> dict[str, Any]:
         """What a later trace must have in common with this one, for the program to be the step."""
         return {
-            "the operations": str(self.closed.jaxpr),
+            "the operations": str(self.jaxpr),
             "the tensors that it uses": [s.signature() for s in self.sources],
             "the layouts of its results": [form.placed(self.frame) for form in self.forms],
             "what it returns": (
@@ -668,6 +643,181 @@ class Traced:
 
 def _each_once(carried: list[Carried]) -> list[Carried]:
     return list({one.where(): one for one in carried}.values())
+
+
+class Made:
+    """How later calls make the tensors that a step gives away: its results, and what it leaves in
+    attributes and the like.
+
+    Attributes:
+        shown: the memory that the caller gets to see, by id: the templates with it.
+    """
+
+    def __init__(
+        self, traced: Traced, arguments: Arguments, watch: Watch, history: History
+    ) -> None:
+        self._traced, self._trace = traced, traced.trace
+        self._arguments, self._watch, self._history = arguments, watch, history
+        self.shown: dict[int, list[Template]] = {}
+        self._wholes: dict[int, Template] = {}
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._leaves: list[Any] = []
+
+    def result(self, value: Any) -> Any:
+        """How later calls make one of the step's results."""
+        for i, tensor in enumerate(self._arguments.tensors):
+            if tensor is value:
+                return GivenBack(i)
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            return Computed(value.node)
+        if isinstance(value, Ours):
+            return self.tensor(value)
+        host = self._traced.host
+        if isinstance(value, torch.Tensor) and host.made(value):
+            return Host(host.use(value), value)
+        return Existing(value)
+
+    def tensor(self, value: Any) -> Any:
+        """The same of a tensor on the devices."""
+        known = self._known.get(id(value))
+        if known is None:
+            make = self._made_by_the_step if self._trace.owns(value._storage_) else self._outside
+            known = self._known[id(value)] = value, make(value)
+        return known[1]
+
+    def gradient(self, grad: Any) -> Template:
+        """The same of what a leaf's ``.grad`` is when the step ends."""
+        known = self._known.get(id(grad))
+        if known is not None and isinstance(known[1], Template):
+            return known[1]
+        whole = None if grad._steps else self._wholes.get(id(grad._storage_))
+        if whole is not None:
+            return whole
+        form = grad._form.reduced()
+        return Template(self._traced.emit(logical_value(grad), form), form)
+
+    def finish(self) -> None:
+        """When all are known."""
+        self._history.check_leaves(self._leaves)
+        for templates in self.shown.values():
+            if len(templates) > 1:
+                for template in templates:
+                    template.refuses = (
+                        "results of a compiled step that are one memory under torch, but copies "
+                        "here, because they aren't torch's own views of each other (to_local(), a "
+                        "torch.autograd.Function that gives back its input): clone() the one that "
+                        "you write to"
+                    )
+
+    # --- memory of the step's ------------------------------------------------------------------
+
+    def _made_by_the_step(self, value: Any) -> Any:
+        storage = value._storage_
+        if value.requires_grad and value.is_leaf:
+            return self._leaf(value)
+        if value.requires_grad:
+            root = value._base if value._is_view() else value
+            further = _further(value, root)
+            if further is None or not is_view_by_torch(value, root):
+                root, further = value, ()
+            template = self._with_history(root)
+            return Seen(template, further, False, value) if root is not value else template
+        if not _is_plain(value) and value._steps:
+            return self._copy(value)
+        whole = self._wholes.get(id(storage))
+        if whole is None and not value._steps:
+            return self._whole(storage)
+        return Seen(self._whole(storage), value._steps, True, value)
+
+    def _whole(self, storage: Storage) -> Template:
+        template = self._wholes.get(id(storage))
+        if template is None:
+            form = storage.form.reduced()
+            index = self._traced.emit(logical(storage.array, storage.form), form)
+            template = self._wholes[id(storage)] = Template(index, form)
+            self.shown.setdefault(id(storage), []).append(template)
+        return template
+
+    def _copy(self, value: Any) -> Template:
+        template = self._traced.template(value)
+        self.shown.setdefault(id(value._storage_), []).append(template)
+        return template
+
+    def _with_history(self, root: Any) -> Template:
+        known = self._known.get(id(root))
+        if known is not None and isinstance(known[1], Template):
+            return known[1]
+        own = root._steps or root._is_view()
+        template = self._copy(root) if own else self._whole(root._storage_)
+        self._known[id(root)] = root, template
+        if self._history.takes(root):
+            self._history.add(template, root)
+        return template
+
+    def _leaf(self, value: Any) -> Template:
+        template = self._copy(value)
+        template.is_leaf = True
+        template.is_parameter = isinstance(value, torch.nn.Parameter)
+        self._leaves.append(value)
+        if value.grad is not None:
+            template.grad = self._traced.template(value.grad)
+        return template
+
+    # --- memory from outside -------------------------------------------------------------------
+
+    def _outside(self, value: Any) -> Any:
+        if id(value) in self._watch.tensors or (value.requires_grad and value.is_leaf):
+            return Existing(value)
+        for outside in self._trace.outside.values():
+            leaf = outside.get()
+            if leaf is not None and outside.takes_gradient and leaf.grad is value:
+                return Gradient(outside)
+        found = self._base(value)
+        if found is None and value.requires_grad:
+            # A function of the user's has given back its input, and has a gradient of its own.
+            template = self._traced.template(value)
+            template.refuses = _REFUSES_COPY
+            if self._history.takes(value):
+                self._history.add(template, value)
+            return template
+        of, base = found or (value, value)
+        detached = not value.requires_grad and (
+            base.requires_grad
+            or not (value._is_view() and any(value._base is t for t in (base, base._base)))
+        )
+        return Seen(of, value._steps[len(base._steps) :], detached, value)
+
+    def _base(self, value: Any) -> tuple[Any, Any] | None:
+        """The tensor from outside that shows the same memory, or most of it: what finds it in a
+        later call, and itself."""
+        candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if isinstance(t, Ours)]
+        kept = (outside.get() for outside in self._trace.outside.values())
+        candidates += [(t, t) for t in kept if isinstance(t, Ours)]
+        best = None
+        for of, tensor in candidates:
+            if tensor is value or _further(value, tensor) is None:
+                continue
+            if value.requires_grad and not (
+                tensor.requires_grad and is_view_by_torch(value, tensor)
+            ):
+                continue
+            if best is None or len(tensor._steps) > len(best[1]._steps):
+                best = of, tensor
+        return best
+
+
+_REFUSES_COPY = (
+    "a result of a compiled step that is a copy of a tensor from outside, where torch has the same "
+    "memory (of a torch.autograd.Function that gives back its input): clone() it first"
+)
+
+
+def _further(view: Any, base: Any) -> tuple[Step, ...] | None:
+    """The steps from ``base`` to ``view``, or None if it doesn't show more of the same memory."""
+    count = len(base._steps)
+    if base._storage_ is not view._storage_ or view._steps[:count] != base._steps:
+        return None
+    return view._steps[count:]
 
 
 @interrupts.interruptible
@@ -716,6 +866,22 @@ def _same_host_randomness(sources: list[Any]) -> Iterator[None]:
                 "not in every call; draw them outside and pass them as arguments, or draw them on "
                 "the device with torch"
             )
+
+
+@contextlib.contextmanager
+def _unseen_by_checkpoint() -> Iterator[None]:
+    """Tensors that the trace saves aren't saved through the hooks of a ``torch.utils.checkpoint``
+    around the call: it counts them, and finds less when it calls the step again."""
+    autograd = torch._C._autograd
+    hooks = autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ != torch.utils.checkpoint.__name__:
+        yield
+        return
+    autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 @contextlib.contextmanager
