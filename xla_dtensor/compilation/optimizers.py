@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from xla_dtensor import _context
 from xla_dtensor._common import TensorMethods
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
-from xla_dtensor.compilation.trace import StepTrace
+from xla_dtensor.compilation.trace import Changed, StepTrace
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import device_form
@@ -35,10 +35,6 @@ _COMPUTED_WITH = frozenset(
         *("lr_decay", "initial_accumulator_value", "momentum_decay", "beta2_decay", "d"),
     }
 )
-
-
-class Changed(Exception):
-    """A hyperparameter is no longer of the kind that the program was made for."""
 
 
 class SteppedOptimizer:

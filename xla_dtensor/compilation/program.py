@@ -20,8 +20,7 @@ from xla_dtensor.base import epoch
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.history import Call, Split, WithHistory, cotangent
-from xla_dtensor.compilation.optimizers import Changed
-from xla_dtensor.compilation.trace import Decision
+from xla_dtensor.compilation.trace import Changed, Decision, values_of
 from xla_dtensor.compilation.traced import (
     Computed,
     Existing,
@@ -316,7 +315,7 @@ class Program:
         except Changed as changed:
             return str(changed)
         for decision in self._decisions:
-            if decision.compute(self._prepared.numbers) != decision.outcome:
+            if not decision.holds(self._prepared.numbers):
                 return f"the step decided {decision.text}, which holds no longer"
         for look, was, text in self._looked_at:
             if look(arguments, self._prepared.host) != was:
@@ -395,7 +394,7 @@ class Program:
         return source.storages[0]
 
     def _prepare(self, arguments: Arguments) -> Prepared:
-        numbers = [number.read(arguments) for number in self._numbers]
+        numbers = values_of(self._numbers, arguments)
         host = [] if self._host is None else self._host.run(arguments, numbers)
         return Prepared(numbers, host)
 

@@ -23,7 +23,7 @@ from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.form import Form
 from xla_dtensor.mesh import Frame
 from xla_dtensor.origin import user_line
-from xla_dtensor.storage import Storage
+from xla_dtensor.storage import Storage, exact
 from xla_dtensor.symbolic import NumberNode, input_number, valueless_number
 from xla_dtensor.transfer import to_numpy
 
@@ -37,12 +37,56 @@ class Number:
         name: how to call it in messages, ``"AdamW.param_groups[0]['lr']"``.
         integer: whether it is an int.
         array: the constant that stands for it in the traced jaxpr.
+        compute: of a number that Python has computed from those before it: from their values.
     """
 
-    read: Callable[[Any], float]
+    read: Callable[[Any], float] | None
     name: str
     integer: bool
     array: Any
+    compute: Callable[[list[float]], float] | None = None
+
+    def present(self, arguments: Any, before: list[float]) -> float:
+        """Its present value.
+
+        Args:
+            before: the values of the numbers before it.
+
+        Raises:
+            Changed: it can't be computed any more, or is another kind of number.
+        """
+        if self.read is not None:
+            return self.read(arguments)
+        assert self.compute is not None
+        try:
+            value = self.compute(before)
+        except _ARITHMETIC as error:
+            raise Changed(f"{self.name}: {error}") from None
+        if type(value) is not (int if self.integer else float) or (
+            self.integer and not -(2**63) <= value < 2**63
+        ):
+            raise Changed(f"{self.name}: now {value!r}")
+        return value
+
+
+class Changed(Exception):
+    """A number is no longer of the kind that the program was made for."""
+
+
+# What Python's arithmetic raises for other numbers than those of the trace.
+_ARITHMETIC = (ArithmeticError, ValueError, TypeError)
+
+
+def values_of(numbers: list[Number], arguments: Any) -> list[float]:
+    """The present values of a trace's numbers.
+
+    Raises:
+        Changed: one has none of the kind that it had.
+    """
+    found: list[float] = []
+    for number in numbers:
+        found.append(number.present(arguments, found))
+    return found
 
 
 @dataclass(frozen=True)
@@ -50,9 +94,16 @@ class Decision:
     """Something that the step's Python decided by a number; it holds only while the outcome is the
     same."""
 
-    compute: Callable[[list[float]], float]
-    outcome: float
+    compute: Callable[[list[float]], Any]
+    outcome: Any
     text: str
+
+    def holds(self, numbers: list[float]) -> bool:
+        """Whether it is decided so with these values of the trace's numbers."""
+        try:
+            return bool(self.compute(numbers) == self.outcome)
+        except _ARITHMETIC:
+            return False
 
 
 class Captured:
@@ -192,6 +243,8 @@ class StepTrace:
         self.host_arrays: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self.numbers: list[Number] = []
         self.decisions: list[Decision] = []
+        # The scalars of numbers that Python has computed from the numbers, by their text.
+        self._computed_numbers: dict[str, Any] = {}
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.outside: dict[int, Outside] = {}
         self.frame: Frame | None = None
@@ -345,19 +398,41 @@ class StepTrace:
         Args:
             value: what it is in this call.
         """
+        # Decisions are told apart by their text.
+        same = sum(number.name == name for number in self.numbers)
+        text = name if not same else f"{name} ({same + 1})"
+        index = len(self.numbers)
+        weak = self._number_input(read, name, value)
+        return input_number(value, weak, index, text, self._decided, self._fed)
+
+    def _number_input(
+        self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
+    ) -> Any:
+        """A new number among the inputs: the weakly typed JAX scalar."""
         integer = isinstance(value, int)
         dtype = jnp.int64 if integer else jnp.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
             array = jnp.array(value, dtype=dtype)
-        index = len(self.numbers)
-        self.numbers.append(Number(read, name, integer, array))
+        self.numbers.append(Number(read, name, integer, array, compute))
         with jax.enable_x64(True):
-            weak = jax._src.lax.lax._convert_element_type(array, weak_type=True)
-        return input_number(value, weak, index, name, self._decided)
+            return jax._src.lax.lax._convert_element_type(array, weak_type=True)
+
+    def _fed(self, node: NumberNode) -> Any:
+        """A number that Python has computed from others, as an input."""
+        known = self._computed_numbers.get(node.text)
+        if known is None:
+            known = self._number_input(None, node.text, node.value, node.compute)
+            self._computed_numbers[node.text] = known
+        return known
 
     def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
         text = f"{node.text} {what} {outcome}"
-        self.decisions.append(Decision(node.compute, float(outcome), text))
+        if what == "is":
+            self.decisions.append(Decision(node.compute, outcome, text))
+            return
+        compute = node.compute
+        decision = Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text)
+        self.decisions.append(decision)
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         if read not in self.settings:

@@ -33,9 +33,9 @@ from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import Form
 from xla_dtensor.per_device import logical
+from xla_dtensor.python_numbers import MathOfNumbers, like_a_number
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage, ViewStep
-from xla_dtensor.symbolic import like_a_number
 
 Ours = XLAShardedTensor | XLATensor
 
@@ -206,7 +206,7 @@ class Traced:
 
         def traced() -> list[Any]:
             args, kwargs = arguments.with_numbers(self._numbers(trace, arguments))
-            with self.host, self.schedulers, self.hooks:
+            with self.host, self.schedulers, self.hooks, MathOfNumbers():
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
