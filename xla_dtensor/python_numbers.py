@@ -81,7 +81,9 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
     nodes = [x.node if is_number(x) else None for x in operands]
     first = next(node for node in nodes if node is not None)
     values = [x if n is None else n.value for n, x in zip(nodes, operands, strict=True)]
-    text = text.format(*(repr(v) if n is None else n.text for n, v in zip(nodes, values, strict=True)))
+    text = text.format(
+        *(repr(v) if n is None else n.text for n, v in zip(nodes, values, strict=True))
+    )
     value = function(*values)
     compute = _from_inputs(function, nodes, values)
     if isinstance(value, bool):
@@ -97,7 +99,7 @@ def _from_inputs(
     function: Callable[..., Any], nodes: list[Any], values: list[Any]
 ) -> Callable[[list[Any]], Any]:
     """``function`` of the operands, from the values of the trace's inputs."""
-    reads = [None if node is None else node.compute for node in nodes]
+    reads: list[Any] = [None if node is None else node.compute for node in nodes]
     if len(reads) == 1:
         (read,) = reads
         return lambda inputs: function(read(inputs))
@@ -202,12 +204,12 @@ def _install() -> None:
             setattr(cls, f"__{name}__", _binary(function, symbol))
         for name, function in _UNARY.items():
             setattr(cls, f"__{name}__", _function(function, name))
-        cls.__divmod__, cls.__rdivmod__ = _divmod, _rdivmod  # type: ignore[attr-defined]
-        cls.conjugate = cls.__pos__  # type: ignore[attr-defined]
-        cls.real = property(cls.__pos__)  # type: ignore[attr-defined]
-    Int.__invert__ = _function(operator.invert, "invert")  # type: ignore[attr-defined]
-    Int.bit_length = _function(int.bit_length, "bit_length")  # type: ignore[attr-defined]
-    Float.is_integer = _function(float.is_integer, "is_integer")  # type: ignore[method-assign]
+        cls.__divmod__, cls.__rdivmod__ = _divmod, _rdivmod
+        cls.conjugate = cls.__pos__
+        cls.real = property(cls.__pos__)
+    Int.__invert__ = _function(operator.invert, "invert")
+    Int.bit_length = _function(int.bit_length, "bit_length")
+    Float.is_integer = _function(float.is_integer, "is_integer")
 
 
 _install()
@@ -250,4 +252,7 @@ class MathOfNumbers:
 
 def as_float(value: Any = 0.0) -> Any:
     """Python's ``float``, which of a symbolic number is one."""
-    return computed(float, "float({})", like_a_number(value)) if is_number(value) else float(value)
+    if not is_number(value):
+        return float(value)
+    number = like_a_number(value)
+    return number if number.node.is_float() else computed(float, "float({})", number)

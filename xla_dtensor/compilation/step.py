@@ -294,13 +294,16 @@ class CompiledStep:
         raise counter_refused(again[0])
 
     def _trace_once(self, arguments: Arguments, family: _Family) -> Traced:
-        if family.dynamic:
-            try:
-                return Traced(self._function, arguments, family.dynamic, self._ignored)
-            except Exception as error:
-                logger.info("%s: its numbers stay constants: %s", self._name(), error)
-                family.keep_static()
-        return Traced(self._function, arguments, frozenset(), self._ignored)
+        if not family.dynamic:
+            return Traced(self._function, arguments, frozenset(), self._ignored)
+        try:
+            return Traced(self._function, arguments, family.dynamic, self._ignored)
+        except Exception as error:
+            # If this raises, too, it is the step that does.
+            traced = Traced(self._function, arguments, frozenset(), self._ignored)
+            logger.info("%s: its numbers stay constants: %s", self._name(), error)
+            family.keep_static()
+            return traced
 
     def _explain(
         self, arguments: Arguments, family: _Family, programs: list[Program]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import torch
 
 from xla_dtensor import _context, rng
+from xla_dtensor.compilation.doubles import StandIns
 from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.form import Form
@@ -245,6 +246,7 @@ class StepTrace:
         self.decisions: list[Decision] = []
         # The scalars of numbers that Python has computed from the numbers, by their text.
         self._computed_numbers: dict[str, Any] = {}
+        self.stand_ins = StandIns()
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.outside: dict[int, Outside] = {}
         self.frame: Frame | None = None

@@ -206,7 +206,8 @@ class Traced:
 
         def traced() -> list[Any]:
             args, kwargs = arguments.with_numbers(self._numbers(trace, arguments))
-            with self.host, self.schedulers, self.hooks, MathOfNumbers():
+            computing = MathOfNumbers() if dynamic else contextlib.nullcontext()
+            with self.host, self.schedulers, self.hooks, computing:
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
