@@ -193,7 +193,11 @@ class Traced:
                 "a compiled step inside of torch.nn.utils.parametrize.cached(): the cache would "
                 "keep what exists only while the step is traced; enter it inside of the step"
             )
-        self._roots: list[tuple[str, Any]] = [("the step", function), *arguments.objects]
+        self._roots: list[tuple[str, Any]] = [
+            ("the step", function),
+            *arguments.objects,
+            *arguments.classes(),
+        ]
         self.ignored = ignored
         watch = self.look_again()
         surroundings = Surroundings(watch)

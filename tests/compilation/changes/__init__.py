@@ -15,6 +15,7 @@ from tests.compilation.changes import (
     leaves,
     modules,
     optimizers,
+    reads,
     structure,
 )
 from tests.compilation.changes._refused import REFUSED
@@ -46,6 +47,7 @@ __all__ = [
     "modules",
     "observe",
     "optimizers",
+    "reads",
     "same",
     "structure",
 ]
