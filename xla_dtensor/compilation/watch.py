@@ -194,6 +194,8 @@ class Watch:
         self._ignored = ignored
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
+        self._odd_classes: dict[type, bool] = {}
+        self._slot_names: dict[type, list[str]] = {}
         self._seen: dict[int, tuple[Any, str]] = {}
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         while True:
@@ -210,7 +212,7 @@ class Watch:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
-        self._seen = {}
+        self._seen, self._odd_classes, self._slot_names = {}, {}, {}
         self._arm()
 
     @property
@@ -257,11 +259,13 @@ class Watch:
 
     def _walk(self, value: Any, path: str) -> None:
         cls = type(value)
-        if cls in _PROXIES:
-            value = _referent(value)
-            cls = type(value)
-        if is_strict(cls):
-            if id(value) not in self._seen:
+        odd = self._odd_classes.get(cls)
+        if odd is None:
+            odd = self._odd_classes[cls] = cls in _PROXIES or is_strict(cls)
+        if odd:
+            if cls in _PROXIES:
+                self._walk(_referent(value), path)
+            elif id(value) not in self._seen:
                 self._seen[id(value)] = value, path
                 self._plain_object(value, path)
             return
@@ -579,9 +583,11 @@ class Watch:
     def _slots(self, value: Any, path: str) -> None:
         """What an object holds in slots, those of its base classes too."""
         cls = type(value)
-        if is_library_class(cls):
-            return
-        names = [name for base in cls.__mro__ for name in _slots_of(base) if self._is_read(name)]
+        known = self._slot_names.get(cls)
+        if known is None:
+            bases = () if is_library_class(cls) else cls.__mro__
+            known = self._slot_names[cls] = [name for base in bases for name in _slots_of(base)]
+        names = list(filter(self._is_read, known))
         if names:
             place = Slots(value, names, path)
             self._place(place)
