@@ -13,11 +13,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
+from xla_dtensor import _context
 from xla_dtensor.symbolic import NumberNode
 
 
@@ -53,7 +56,15 @@ class Int(torch.SymInt):
 
 def like_a_number(number: Any) -> Any:
     """A symbolic number for Python code, which may ask ``isinstance(x, float)``."""
-    return (Int if isinstance(number, torch.SymInt) else Float)(number.node)
+    return _of(number.node)
+
+
+def _of(node: NumberNode) -> Any:
+    number = Int(node) if node.is_int() else Float(node)
+    trace = _context.current()
+    if trace is not None:
+        trace.python_numbers.append(weakref.ref(number))
+    return number
 
 
 def is_number(value: Any) -> bool:
@@ -78,9 +89,11 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
     Raises:
         TypeError: the result is neither (Python's ``(-2.0) ** 0.5`` is complex).
     """
-    nodes = [x.node if is_number(x) else None for x in operands]
-    first = next(node for node in nodes if node is not None)
-    values = [x if n is None else n.value for n, x in zip(nodes, operands, strict=True)]
+    values = [x.node.value if is_number(x) else x for x in operands]
+    nodes = [x.node if is_number(x) and not x.node.over else None for x in operands]
+    first = next((node for node in nodes if node is not None), None)
+    if first is None:
+        return function(*values)
     text = text.format(
         *(repr(v) if n is None else n.text for n, v in zip(nodes, values, strict=True))
     )
@@ -92,7 +105,7 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
     if type(value) not in (int, float):
         raise TypeError(f"{text} is a {type(value).__name__}, which can't be an input of a program")
     node = NumberNode(value, None, compute, text, first.guard, feed=first.feed)
-    return Int(node) if isinstance(value, int) else Float(node)
+    return _of(node)
 
 
 def _from_inputs(
@@ -195,6 +208,17 @@ _UNARY: dict[str, Callable[..., Any]] = {
 }
 
 
+# Functions of NumPy's that ask an object for a method of their name.
+_UFUNCS = (
+    *("arccos", "arcsin", "arctan", "cbrt", "cos", "cosh", "exp", "exp2", "expm1", "log", "log10"),
+    *("log1p", "log2", "rint", "sin", "sinh", "sqrt", "square", "tan", "tanh"),
+)
+
+
+def _of_numpy(function: Any) -> Callable[[Any], float]:
+    return lambda number: float(function(number))
+
+
 def _install() -> None:
     for cls, names in ((Float, _BOTH), (Int, _BOTH | _INTEGERS)):
         for name, (function, symbol) in names.items():
@@ -207,6 +231,8 @@ def _install() -> None:
         cls.__divmod__, cls.__rdivmod__ = _divmod, _rdivmod
         cls.conjugate = cls.__pos__
         cls.real = property(cls.__pos__)
+        for name in _UFUNCS:
+            setattr(cls, name, _function(_of_numpy(getattr(np, name)), f"numpy.{name}"))
     Int.__invert__ = _function(operator.invert, "invert")
     Int.bit_length = _function(int.bit_length, "bit_length")
     Float.is_integer = _function(float.is_integer, "is_integer")

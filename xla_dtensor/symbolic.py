@@ -35,7 +35,10 @@ class NumberNode:
         known: whether it has a present value; otherwise ``value`` is NaN, and ``guard`` raises.
         feed: makes a number that Python has computed from inputs an input, too: its JAX scalar.
             ``traced`` is None of such a number until it is asked for.
+        over: whether the trace has failed: what it has left somewhere (in a cache) is a constant.
     """
+
+    over = False
 
     def __init__(
         self,
@@ -61,6 +64,12 @@ class NumberNode:
             assert self.feed is not None
             self._traced = self.feed(self)
         return self._traced
+
+    def end(self) -> None:
+        """The trace has failed; a number that is left of it is its value of then."""
+        value = self.value
+        self.over, self._traced, self.feed = True, value, None
+        self.compute, self.guard = lambda inputs: value, lambda *what: None
 
     def is_int(self) -> bool:
         return isinstance(self.value, int)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 
@@ -51,6 +55,23 @@ def penalty(x: torch.Tensor, t: float) -> torch.Tensor:
     return y + first.square() + second.square()
 
 
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, t: float) -> torch.Tensor:
+        ctx.t = t
+        return x * t
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.t, None
+
+
+class Normalized(Times):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.layer_norm(grad.cumsum(1), (6,), eps=ctx.t), None
+
+
 # Functions of a tensor and a number; each is differentiated.
 FLOATS: dict[str, Function] = {
     "cross_entropy": lambda x, t: F.cross_entropy(x, classes(x), label_smoothing=t),
@@ -79,6 +100,11 @@ FLOATS: dict[str, Function] = {
     "smooth_l1": lambda x, t: F.smooth_l1_loss(x, x.detach() * 1.2, beta=t),
     "huber": lambda x, t: F.huber_loss(x, x.detach() * 1.2, delta=t),
     "temperature": lambda x, t: F.softmax(x / t, -1).square(),
+    "recomputed": lambda x, t: checkpoint(
+        lambda x, t: F.layer_norm(x, (6,), eps=t) * t, x, t, use_reentrant=False
+    ),
+    "a_users_function": lambda x, t: Times.apply(x, t),
+    "in_a_users_backward": lambda x, t: Normalized.apply(x, t),
     "attention_scale": lambda x, t: F.scaled_dot_product_attention(
         x[None], x[None], x[None], scale=t
     ),
@@ -115,6 +141,13 @@ PLAIN: dict[str, Function] = {
     "nan_to_num": lambda x, t: torch.nan_to_num((x - 1).log(), nan=t, neginf=-t),
     "remainder": lambda x, t: x % t,
     "floor_division": lambda x, t: x // t,
+    "renorm": lambda x, t: torch.renorm(x, 2, 0, t),
+    "functional_gradient": lambda x, t: torch.func.grad(
+        lambda v: F.huber_loss(v, v.detach() * 1.2, delta=t)
+    )(x),
+    "vmap": lambda x, t: torch.func.vmap(lambda v: F.layer_norm(v, (6,), eps=t))(x),
+    "foreach": lambda x, t: tuple(torch._foreach_pow(torch._foreach_mul([x.abs(), x * x], t), t)),
+    "numpy": lambda x, t: x * np.sqrt(t) * (1 + np.cos(np.pi * t)) * np.maximum(t, 0.1),
     # In Python.
     "below": lambda x, t: x * t if t < 0.9 else x,
     "between": lambda x, t: x * t if 0 < t <= 0.9 else x,
@@ -330,3 +363,120 @@ def test_two_numbers_and_a_constant_of_one_value(mesh_2x4: DeviceMesh) -> None:
             step(x, p, q).full_tensor().cpu(), expected, rtol=1e-4, atol=1e-5
         )
     assert step.traces == 2
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.pair: Any = None
+
+
+def test_numbers_that_the_step_leaves(mesh_2x4: DeviceMesh) -> None:
+    """Python's own, and those of this call."""
+    holder = Holder()
+
+    def function(x: torch.Tensor, t: float, n: int) -> torch.Tensor:
+        holder.last = t * 2
+        holder.pair = {"t": (t, n // 2), "x": [x * t]}
+        return x * t
+
+    step, x = xd.compile(function), on_mesh(mesh_2x4)
+    for t, n in ((0.5, 1), (0.25, 2), (0.125, 7)):
+        step(x, t, n)
+        assert holder.last == t * 2
+        assert type(holder.last) is float
+        assert holder.pair["t"] == (t, n // 2)
+        assert list(map(type, holder.pair["t"])) == [float, int]
+        left = holder.pair["x"][0].full_tensor().cpu()
+        torch.testing.assert_close(left, X * t)
+    assert step.traces == 2
+
+
+class Result:
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+
+@functools.lru_cache
+def doubled(number: float) -> float:
+    return number * 2
+
+
+LEFT: dict[str, Function] = {
+    "object": lambda x, t: (x * t, Result(t * 2)),
+    "cache": lambda x, t: (x * doubled(t), Result(0.0)),
+}
+
+
+@pytest.mark.parametrize("name", list(LEFT))
+def test_numbers_left_where_they_are_not_seen(mesh_2x4: DeviceMesh, name: str) -> None:
+    """They are part of the program."""
+    function = LEFT[name]
+    step, x = xd.compile(function), on_mesh(mesh_2x4)
+    for t in (0.5, 0.25, 0.125, 0.25):
+        actual, result = step(x, t)
+        expected, plain = function(X, t)
+        torch.testing.assert_close(actual.full_tensor().cpu(), expected)
+        assert type(result.number) is float
+        assert result.number == plain.number
+
+
+def test_a_number_in_a_history(mesh_2x4: DeviceMesh) -> None:
+    step, x = xd.compile(Times.apply), on_mesh(mesh_2x4)
+    for t in (0.5, 0.25, 0.125):
+        p = x.detach().requires_grad_()
+        step(p, t).sum().backward()
+        torch.testing.assert_close(p.grad.full_tensor().cpu(), torch.full_like(X, t))
+
+
+@pytest.mark.parametrize("audit", [1, 2])
+def test_audits_of_numbers(mesh_2x4: DeviceMesh, audit: int) -> None:
+    def function(x: torch.Tensor, t: float, n: int) -> torch.Tensor:
+        return F.layer_norm(x, (6,), eps=t) * math.sqrt(n) if n % 2 else x * t
+
+    step, x = xd.compile(function, audit=audit), on_mesh(mesh_2x4)
+    for t, n in ((0.5, 1), (0.25, 2), (0.125, 3), (0.5, 4), (0.75, 5)):
+        torch.testing.assert_close(step(x, t, n).full_tensor().cpu(), function(X, t, n))
+    assert step.traces == 3
+
+
+def expression(draw: random.Random, depth: int) -> str:
+    """A random expression of Python in ``t`` (a float), ``n`` (an int) and constants."""
+    if depth == 0 or draw.random() < 0.15:
+        return draw.choice(["t", "n", "n", "2", "3", "0.5", "-1", "7"])
+    a, b, c = (expression(draw, depth - 1) for _ in range(3))
+    forms = [
+        *(f"({a} {symbol} {b})" for symbol in ("+", "-", "*", "/", "//", "%")),
+        *(f"(-{a})", f"abs({a})", f"round({a})", f"max({a}, {b})", f"min({a}, 5)"),
+        *(f"math.floor({a})", f"math.cos({a})", f"math.sqrt(abs({a}))", f"math.tanh({a})"),
+        f"({a} if {b} {draw.choice(['<', '<=', '>', '==', '!='])} {c} else {b})",
+        f"({a} if n % {draw.randint(2, 4)} == {draw.randint(0, 1)} and {b} else {c})",
+        *(f"divmod({a}, 3)[1]", f"(n >> 1 if n & 1 else {a})", f"(abs(n) ** 2 + {a})"),
+    ]
+    return draw.choice(forms)
+
+
+def evaluated(function: Function, *args: Any) -> Any:
+    """What it returns, or the kind of error it raises."""
+    try:
+        return function(*args)
+    except (ArithmeticError, ValueError) as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_expressions(mesh_2x4: DeviceMesh, seed: int) -> None:
+    """Of floats and ints, zero among them: torch's values, or the error that Python raises."""
+    draw = random.Random(seed)
+    text = expression(draw, 4)
+    function = eval(f"lambda x, t, n: x * ({text})", {"math": math})
+    step, x = xd.compile(function), on_mesh(mesh_2x4)
+    for _ in range(8):
+        t, n = draw.choice([0.0, 0.25, -1.5, 3.0, draw.random()]), draw.randint(-6, 6)
+        expected, actual = evaluated(function, X, t, n), evaluated(step, x, t, n)
+        if isinstance(expected, type):
+            assert actual is expected, (text, t, n)
+        else:
+            torch.testing.assert_close(
+                actual.full_tensor().cpu(), expected, rtol=1e-5, atol=1e-6, msg=f"{text} {t} {n}"
+            )

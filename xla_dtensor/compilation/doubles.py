@@ -222,7 +222,7 @@ def call_with_numbers(mode: Any, stand_ins: StandIns, func: Any, args: Any, kwar
         if func.__module__ not in _PYTHON or torch._C._len_torch_function_stack():
             return func(*args, **kwargs)  # other modes want to see it, too
         with mode:
-            return _body(func)(*args, **kwargs)
+            return body_of(func)(*args, **kwargs)
     name = getattr(func, "__name__", "")
     if name in ("tensor", "as_tensor") and func in (torch.tensor, torch.as_tensor):
         return _tensor(*args, **kwargs)
@@ -251,7 +251,7 @@ def _never(*tensors: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _body(function: types.FunctionType) -> types.FunctionType:
+def body_of(function: types.FunctionType) -> types.FunctionType:
     """The function as it is without a mode: it asks nobody else, and goes on to C++."""
     asks = dict.fromkeys(_ASKING, _never)
     body = types.FunctionType(

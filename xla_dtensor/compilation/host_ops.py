@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from xla_dtensor import _context
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.doubles import call_with_numbers
+from xla_dtensor.compilation.doubles import body_of, call_with_numbers
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.python_numbers import is_number
@@ -278,13 +278,18 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and args and type(args[0]) in _PLAIN and args[0].device.type == "cpu":
             self._operations.look(args[0], f"{func.__name__}()")
+        if func in _BACKWARD and not torch._C._len_torch_function_stack():
+            # Python that runs in it (recomputation, the user's functions and hooks) is seen, too.
+            with self:
+                return body_of(func)(*args, **(kwargs or {}))
         numbers = any(map(is_number, args)) or (kwargs and any(map(is_number, kwargs.values())))
-        if numbers and not types:
+        if numbers and set(types) <= {torch.Tensor}:  # which functorch names
             return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
 
 

@@ -535,9 +535,11 @@ class Program:
     def _replaced(self, value: Any, arrays: list[Any], made: dict[int, Any]) -> Any:
         if isinstance(value, Template):
             return self._tensor(value, arrays, made)
+        if isinstance(value, Computed):
+            return value.node.compute(self._prepared.numbers)
         if isinstance(value, list | tuple | dict):
             return pytree.tree_map_only(
-                Template, lambda template: self._tensor(template, arrays, made), value
+                (Template, Computed), lambda part: self._replaced(part, arrays, made), value
             )
         return value
 

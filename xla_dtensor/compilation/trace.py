@@ -247,6 +247,8 @@ class StepTrace:
         # The scalars of numbers that Python has computed from the numbers, by their text.
         self._computed_numbers: dict[str, Any] = {}
         self.stand_ins = StandIns()
+        # The numbers that the step's Python has been given or has computed.
+        self.python_numbers: list[weakref.ref[Any]] = []
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.outside: dict[int, Outside] = {}
         self.frame: Frame | None = None

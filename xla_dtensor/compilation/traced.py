@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import operator
 import random
 import types
 import warnings
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor import _context, interrupts
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
@@ -33,7 +35,7 @@ from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import Form
 from xla_dtensor.per_device import logical
-from xla_dtensor.python_numbers import MathOfNumbers, like_a_number
+from xla_dtensor.python_numbers import MathOfNumbers, is_number, like_a_number
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Storage, ViewStep
 
@@ -120,13 +122,21 @@ class GivenBack:
         self.cls, self.form, self.steps = _view_of(view)
 
 
+class NumberLeft(Exception):
+    """A symbolic number is still there after the step: in an object that it returns, in a cache."""
+
+
 class Computed:
-    """A result that is a Python number computed from numbers that are inputs."""
+    """A result, or what the step leaves somewhere, that is a Python number computed from numbers
+    that are inputs."""
 
     __slots__ = ("node",)
 
     def __init__(self, node: Any) -> None:
         self.node = node
+
+    def __repr__(self) -> str:
+        return f"{self.node.value!r} ({self.node.text})"
 
 
 class Host:
@@ -270,6 +280,17 @@ class Traced:
     def _abandon(self, surroundings: Surroundings) -> None:
         self.hooks.undo()
         surroundings.restore()  # nobody keeps a tensor that has no value
+        self._end_numbers()
+
+    def _end_numbers(self) -> None:
+        """What is left of the numbers of a failed trace: their values, and nothing in caches, from
+        which code outside of a step might get one."""
+        numbers = self.trace.python_numbers
+        if any(number() is not None for number in numbers):
+            for cache in filter(_is_users_cache, gc.get_objects()):
+                cache.cache_clear()
+        for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
+            number.node.end()
 
     @interrupts.atomic
     def _undo_trace(self) -> None:
@@ -345,6 +366,8 @@ class Traced:
             self.history = history
         del flat, templates
         gc.collect()  # what only cycles still hold isn't left behind
+        if any(number() is not None for number in trace.python_numbers):
+            raise NumberLeft("the step leaves a number where it isn't seen")
         self.captured = sorted(
             (c for c in trace.captured if c.first_use is not None),
             key=lambda c: c.first_use,  # type: ignore[arg-type, return-value]
@@ -377,7 +400,7 @@ class Traced:
         for i, tensor in enumerate(arguments.tensors):
             if tensor is value:
                 return GivenBack(i)
-        if isinstance(value, torch.SymFloat | torch.SymInt):
+        if is_number(value):
             return Computed(value.node)
         if not isinstance(value, Ours):
             if isinstance(value, torch.Tensor) and self.host.made(value):
@@ -422,14 +445,19 @@ class Traced:
         def is_new(value: Any) -> bool:
             return isinstance(value, Ours) and trace.owns(value._storage_)
 
+        def is_made(value: Any) -> bool:
+            return is_new(value) or is_number(value)
+
         def convert(value: Any) -> Any:
+            if is_number(value):
+                return Computed(value.node)
             if is_new(value):
                 key = id(value) if value._steps or value.requires_grad else id(value._storage_)
                 if key not in templates:
                     templates[key] = self._template(value)
                 return templates[key]
             if isinstance(value, list | tuple | dict) and any(
-                map(is_new, pytree.tree_leaves(value))
+                map(is_made, pytree.tree_leaves(value))
             ):
                 return pytree.tree_map(convert, value)
             return value
@@ -547,6 +575,14 @@ class Traced:
 @interrupts.interruptible
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+def _is_users_cache(value: Any) -> bool:
+    """Whether it is a function under ``functools.cache`` that no library has."""
+    return type(value) is _CACHED and not is_library(getattr(value, "__module__", None))
+
+
+_CACHED = type(functools.cache(lambda: None))
 
 
 def _number_of(index: int, arguments: Arguments) -> int | float:

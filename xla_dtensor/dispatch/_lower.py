@@ -97,6 +97,7 @@ class NestedTrace:
         self._keys = keys
         self._name = name
         self.scalars: dict[Any, Any] = {}
+        self.python_numbers: list[Any] = []
 
     def created(self, storage: Storage) -> None:
         pass

@@ -314,7 +314,7 @@ def pow_scalar(x, y):
 
 
 # torch's decomposition calls the above, with numbers that must be static here, too.
-@lowers("_foreach_pow.Scalar", static_scalars=True)
+@lowers("_foreach_pow.Scalar", static_scalars=_has_own_power)
 def foreach_pow(xs, exponent):
     return [pow_scalar(x, exponent) for x in xs]
 
