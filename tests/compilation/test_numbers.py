@@ -18,6 +18,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
+from xla_dtensor import symbolic
+from xla_dtensor.compilation import doubles
 
 VALUES = (0.3, 0.11, 0.22, 0.33, 0.44, 0.17)
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -282,6 +284,10 @@ BOUNDARIES: dict[str, tuple[Function, tuple]] = {
     "zeros": (lambda x, t: x * math.copysign(1.0, t), (1.0, 0.0, -0.0, 0.0)),
     "to_a_float": (lambda x, t: x * 1.0 / float(t), (1.0, -math.inf, math.inf)),
     "int_then_float": (lambda x, n: x.long() * (2**n), (1, 2, 3, -1, 0)),
+    "powers_of_ints": (lambda x, n: (x * 3).long() ** n, (1, 2, 3, 0)),
+    "power_by_an_int": (lambda x, n: x**n, (1, 2, -1, 5)),
+    "ints_as_floats": (lambda x, n: F.layer_norm(x, (6,), eps=n), (1, 2, 3, 0.5)),
+    "an_int_in_a_lerp": (lambda x, n: torch.lerp(x, x * 3, n), (1, 2, 3, 0)),
     "large": (lambda x, n: (x > 0) & (n == 2**60 + 1), (1, 2**60, 2**60 + 1, 2**60)),
 }
 
@@ -480,3 +486,19 @@ def test_random_expressions(mesh_2x4: DeviceMesh, seed: int) -> None:
             torch.testing.assert_close(
                 actual.full_tensor().cpu(), expected, rtol=1e-5, atol=1e-6, msg=f"{text} {t} {n}"
             )
+
+
+def test_a_double_that_was_rounded_is_noticed() -> None:
+    """What C++ makes of a double that stands for a number mustn't become a constant."""
+    guarded: list[Any] = []
+    number = symbolic.input_number(0.25, None, 0, "t", lambda *what: guarded.append(what), None)
+    stand_ins = doubles.StandIns()
+    eps = doubles.Double("eps", 1)
+    stand_in = stand_ins.in_place_of(number, eps, ())
+    assert stand_in == stand_ins.in_place_of(number, eps, ())
+    assert stand_ins.restore([stand_in, 0.25, 0.5])[1:] == [0.25, 0.5]
+    assert stand_ins.restore(stand_in).node is number.node
+    with pytest.raises(doubles.Rounded):
+        stand_ins.restore(float(np.float32(stand_in)))
+    assert guarded
+    assert all(what == "is" for _, what, _ in guarded)

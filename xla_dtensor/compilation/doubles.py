@@ -83,6 +83,7 @@ class Double:
         name, position: of the parameter.
         bounds: values that C++ compares it with; at these it gets the value itself.
         exactly: values that it tests for alone: whether it is less doesn't matter.
+        scalar: whether the schema has a ``Scalar``, of which an int gives other results.
         derived: what C++ hands on to operations: functions of the number and the positional
             arguments.
     """
@@ -92,6 +93,11 @@ class Double:
     bounds: tuple[float, ...] = (0.0,)
     derived: Derived = (_same,)
     exactly: tuple[float, ...] = ()
+    scalar: bool = False
+
+    def concerns(self, value: Any) -> bool:
+        """Whether an argument is a number that a double is to stand for."""
+        return is_number(value) and not (self.scalar and value.node.is_int())
 
 
 _PROBABILITY = (0.0, 1.0)
@@ -122,11 +128,11 @@ _FUNCTIONS: dict[str, tuple[Double, ...]] = {
         Double("dropout_p", 4, _PROBABILITY, (_same, _rest)),
         Double("scale", 6, (0.0,), (_same, _root)),
     ),
-    "celu": (Double("alpha", 1, (0.0,), (_same, _inverse)),),
-    "lerp": (Double("weight", 2, _PROBABILITY, (_same, _rest)),),
+    "celu": (Double("alpha", 1, (0.0,), (_same, _inverse), scalar=True),),
+    "lerp": (Double("weight", 2, _PROBABILITY, (_same, _rest), scalar=True),),
     "pow": (
-        Double("exponent", 1, (), (_same, *map(_lower_power, (1, 2, 3, 4))), _POWERS),
-        Double("self", 0, (0.0,), (_same, _log), (1.0, 2.0)),
+        Double("exponent", 1, (), (_same, *map(_lower_power, (1, 2, 3, 4))), _POWERS, True),
+        Double("self", 0, (0.0,), (_same, _log), (1.0, 2.0), True),
     ),
     "logit": (Double("eps", 1),),
     "nan_to_num": (Double("nan", 1), Double("posinf", 2), Double("neginf", 3)),
@@ -152,7 +158,7 @@ class Rounded(Exception):
 
 # By how much a double that stands for a number is off, so that it is another in single precision,
 # too; and how much of that is lost there.
-_OFF, _ROUNDING = 2.0**-20, 2.0**-23
+_OFF, _ROUNDING = 1.1 * 2.0**-20, 2.0**-23
 
 
 class StandIns:
@@ -178,7 +184,9 @@ class StandIns:
                 return found
             for stand_in in self.numbers:
                 if abs(value - stand_in) < abs(stand_in) * _ROUNDING:
-                    raise Rounded(f"a double that stands for {self.numbers[stand_in]}, rounded")
+                    raise Rounded(
+                        f"a double that stands for {self.numbers[stand_in].node.text}, rounded"
+                    )
             return value
         if cls is list or cls is tuple:
             return cls(map(self.restore, value))
@@ -230,10 +238,10 @@ def call_with_numbers(mode: Any, stand_ins: StandIns, func: Any, args: Any, kwar
     for double in found:
         position, key = double.position, double.name
         if position < len(args):
-            if is_number(args[position]):
+            if double.concerns(args[position]):
                 stand_in = stand_ins.in_place_of(args[position], double, args)
                 args = (*args[:position], stand_in, *args[position + 1 :])
-        elif is_number(kwargs.get(key)):
+        elif double.concerns(kwargs.get(key)):
             kwargs = {**kwargs, key: stand_ins.in_place_of(kwargs[key], double, args)}
     return func(*args, **kwargs)
 
@@ -256,7 +264,7 @@ def body_of(function: types.FunctionType) -> types.FunctionType:
     asks = dict.fromkeys(_ASKING, _never)
     body = types.FunctionType(
         function.__code__,
-        {**function.__globals__, **asks, "float": as_float},
+        {**function.__globals__, **asks},
         function.__name__,
         function.__defaults__,
         function.__closure__,

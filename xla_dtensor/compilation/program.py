@@ -20,7 +20,7 @@ from xla_dtensor.base import epoch
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.history import Call, Split, WithHistory, cotangent
-from xla_dtensor.compilation.trace import Changed, Decision, values_of
+from xla_dtensor.compilation.trace import ARITHMETIC, Changed, Decision, values_of
 from xla_dtensor.compilation.traced import (
     Computed,
     Existing,
@@ -314,9 +314,13 @@ class Program:
             self._prepared = self._prepare(arguments)
         except Changed as changed:
             return str(changed)
-        for decision in self._decisions:
-            if not decision.holds(self._prepared.numbers):
-                return f"the step decided {decision.text}, which holds no longer"
+        numbers = self._prepared.numbers
+        try:
+            for decision in self._decisions:
+                if decision.compute(numbers) != decision.outcome:
+                    return f"the step decided {decision.text}, which holds no longer"
+        except ARITHMETIC as error:
+            return f"the step decided {decision.text}: {error}"
         for look, was, text in self._looked_at:
             if look(arguments, self._prepared.host) != was:
                 return f"{text}, which is part of the program"

@@ -47,8 +47,8 @@ class Number:
     array: Any
     compute: Callable[[list[float]], float] | None = None
 
-    def present(self, arguments: Any, before: list[float]) -> float:
-        """Its present value.
+    def computed(self, before: list[float]) -> float:
+        """The present value of one that is computed.
 
         Args:
             before: the values of the numbers before it.
@@ -56,12 +56,10 @@ class Number:
         Raises:
             Changed: it can't be computed any more, or is another kind of number.
         """
-        if self.read is not None:
-            return self.read(arguments)
         assert self.compute is not None
         try:
             value = self.compute(before)
-        except _ARITHMETIC as error:
+        except ARITHMETIC as error:
             raise Changed(f"{self.name}: {error}") from None
         if type(value) is not (int if self.integer else float) or (
             self.integer and not -(2**63) <= value < 2**63
@@ -75,7 +73,7 @@ class Changed(Exception):
 
 
 # What Python's arithmetic raises for other numbers than those of the trace.
-_ARITHMETIC = (ArithmeticError, ValueError, TypeError)
+ARITHMETIC = (ArithmeticError, ValueError, TypeError)
 
 
 def values_of(numbers: list[Number], arguments: Any) -> list[float]:
@@ -86,7 +84,8 @@ def values_of(numbers: list[Number], arguments: Any) -> list[float]:
     """
     found: list[float] = []
     for number in numbers:
-        found.append(number.present(arguments, found))
+        read = number.read
+        found.append(number.computed(found) if read is None else read(arguments))
     return found
 
 
@@ -98,13 +97,6 @@ class Decision:
     compute: Callable[[list[float]], Any]
     outcome: Any
     text: str
-
-    def holds(self, numbers: list[float]) -> bool:
-        """Whether it is decided so with these values of the trace's numbers."""
-        try:
-            return bool(self.compute(numbers) == self.outcome)
-        except _ARITHMETIC:
-            return False
 
 
 class Captured:
