@@ -14,9 +14,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.compilation.carried import Carried, is_state
+from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.objects import opened_record
 from xla_dtensor.compilation.trace import hooks_of
-from xla_dtensor.compilation.watch import content_of, is_atom
+from xla_dtensor.compilation.watch import content_of, is_atom, is_strict
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import exact
@@ -116,6 +117,9 @@ class Arguments:
 
     def _part(self, value: Any, path: str) -> Any:
         """The part of the key for one leaf, or for something inside of one."""
+        if is_strict(type(value)):
+            self.objects.append((path, value))
+            return Same(value)
         if isinstance(value, XLAShardedTensor | XLATensor):
             return self._tensor(value)
         if isinstance(value, torch.Tensor):
@@ -216,6 +220,22 @@ class Arguments:
 
     # --- for the trace ------------------------------------------------------------------------
 
+    def classes(self) -> list[tuple[str, Any]]:
+        """The classes of the containers that torch's pytree has taken apart (named tuples), and the
+        functions that they keep, whose code may be the step's."""
+        found: dict[int, tuple[str, Any]] = {}
+        specs = [] if isinstance(self._shape, int) else [self._shape]
+        while specs:
+            spec = specs.pop()
+            specs += spec.children()
+            context = spec.context if isinstance(spec.context, list | tuple) else [spec.context]
+            for value in (spec.type, *context):
+                if isinstance(value, type | types.FunctionType) and not is_library(
+                    value.__module__
+                ):
+                    found[id(value)] = f"the class of an argument, {value.__qualname__}", value
+        return list(found.values())
+
     def with_numbers(self, numbers: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other numbers in the places of ``numbers``."""
         if not numbers:
@@ -287,7 +307,7 @@ def _has_history(value: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, _LEAVES)
+    return issubclass(type(value), _LEAVES)
 
 
 _LEAVES = (torch.Tensor, int, float, str, types.NoneType)

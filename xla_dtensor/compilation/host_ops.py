@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from xla_dtensor import _context
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.doubles import body_of, call_with_numbers
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.device_tensor import XLATensor
+from xla_dtensor.python_numbers import is_number
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.symbolic import NumberNode, plain_number
 from xla_dtensor.transfer import to_numpy
@@ -114,6 +116,7 @@ class HostOperations(TorchDispatchMode):
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], _Value]] = {}
         # Values that the step's Python has looked at: (how to compute one, what it was, text).
         self.looked_at: list[tuple[Callable[[Arguments, list[Any]], Any], Any, str]] = []
+        self.stand_ins = trace.stand_ins
         self._functions = _HostReads(self)
 
     def __enter__(self) -> HostOperations:
@@ -137,6 +140,11 @@ class HostOperations(TorchDispatchMode):
         )
         if not on_host:
             return func(*args, **kwargs)
+        if self._trace.stand_ins:
+            restore = self._trace.stand_ins.restore
+            args = tuple(map(restore, args))
+            kwargs = {name: restore(value) for name, value in kwargs.items()}
+            leaves = pytree.arg_tree_leaves(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._trace.refuse(
                 f"random numbers on the CPU ({func}; make them on device='xla'), which"
@@ -260,7 +268,8 @@ class HostOperations(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Sees what hands out a CPU tensor's memory without an operation."""
+    """Sees what hands out a CPU tensor's memory without an operation, and functions of torch's that
+    are given symbolic numbers."""
 
     def __init__(self, operations: HostOperations) -> None:
         super().__init__()
@@ -269,10 +278,18 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and args and type(args[0]) in _PLAIN and args[0].device.type == "cpu":
             self._operations.look(args[0], f"{func.__name__}()")
+        if func in _BACKWARD and not torch._C._len_torch_function_stack():
+            # Python that runs in it (recomputation, the user's functions and hooks) is seen, too.
+            with self:
+                return body_of(func)(*args, **(kwargs or {}))
+        numbers = any(map(is_number, args)) or (kwargs and any(map(is_number, kwargs.values())))
+        if numbers and set(types) <= {torch.Tensor}:  # which functorch names
+            return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
 
 

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor import _context
 from xla_dtensor._common import TensorMethods
+from xla_dtensor.compilation.doubles import plain
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
-from xla_dtensor.compilation.trace import StepTrace
+from xla_dtensor.compilation.trace import Changed, StepTrace
 from xla_dtensor.device_tensor import XLATensor
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import device_form
 from xla_dtensor.storage import Storage
-from xla_dtensor.symbolic import honest
 from xla_dtensor.transfer import to_numpy
 
 # Numbers of param groups that torch's formulas only compute with, whatever their Python type:
@@ -36,10 +36,6 @@ _COMPUTED_WITH = frozenset(
         *("lr_decay", "initial_accumulator_value", "momentum_decay", "beta2_decay", "d"),
     }
 )
-
-
-class Changed(Exception):
-    """A hyperparameter is no longer of the kind that the program was made for."""
 
 
 class SteppedOptimizer:
@@ -257,7 +253,7 @@ class OptimizerHooks:
             if self._is_assigned(stepped, index, key, value):
                 stepped.assigned[index].add(key)
                 if isinstance(value, torch.SymFloat | torch.SymInt):
-                    number = honest(value)
+                    number = plain(value)
                     fused = key == "lr" and group.get("fused")
                     changed[key] = _as_tensor(number) if fused else number
             elif _is_number(key, value):

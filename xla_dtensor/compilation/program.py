@@ -31,8 +31,7 @@ from xla_dtensor.compilation.history import (
     WithHistory,
     cotangent,
 )
-from xla_dtensor.compilation.optimizers import Changed
-from xla_dtensor.compilation.trace import Decision, Outside
+from xla_dtensor.compilation.trace import ARITHMETIC, Changed, Decision, Outside, values_of
 from xla_dtensor.compilation.traced import (
     Built,
     Computed,
@@ -374,9 +373,13 @@ class Program:
             self._prepared = self._prepare(arguments)
         except Changed as changed:
             return str(changed)
-        for decision in self._decisions:
-            if decision.compute(self._prepared.numbers) != decision.outcome:
-                return f"the step decided {decision.text}, which holds no longer"
+        numbers = self._prepared.numbers
+        try:
+            for decision in self._decisions:
+                if decision.compute(numbers) != decision.outcome:
+                    return f"the step decided {decision.text}, which holds no longer"
+        except ARITHMETIC as error:
+            return f"the step decided {decision.text}: {error}"
         for look, was, text in self._looked_at:
             if look(arguments, self._prepared.host) != was:
                 return f"{text}, which is part of the program"
@@ -458,7 +461,7 @@ class Program:
         return source.storages[0]
 
     def _prepare(self, arguments: Arguments) -> Prepared:
-        numbers = [number.read(arguments) for number in self._numbers]
+        numbers = values_of(self._numbers, arguments)
         host = [] if self._host is None else self._host.run(arguments, numbers)
         return Prepared(numbers, host)
 

@@ -358,13 +358,16 @@ class CompiledStep:
             raise counter_refused(again[0]) from next(filter(None, failed), None)
 
     def _trace_once(self, arguments: Arguments, family: _Family) -> Traced:
-        if family.dynamic:
-            try:
-                return Traced(self._function, arguments, family.dynamic, self._carried)
-            except Exception as error:
-                logger.info("%s: its numbers stay constants: %s", self._name(), error)
-                family.keep_static()
-        return Traced(self._function, arguments, frozenset(), self._carried)
+        if not family.dynamic:
+            return Traced(self._function, arguments, frozenset(), self._carried)
+        try:
+            return Traced(self._function, arguments, family.dynamic, self._carried)
+        except Exception as error:
+            # If this raises, too, it is the step that does.
+            traced = Traced(self._function, arguments, frozenset(), self._carried)
+            logger.info("%s: its numbers stay constants: %s", self._name(), error)
+            family.keep_static()
+            return traced
 
     def _explain(
         self, arguments: Arguments, family: _Family, tried: list[tuple[Program, Arguments]]

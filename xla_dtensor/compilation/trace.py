@@ -19,12 +19,13 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor import _context, rng
+from xla_dtensor.compilation.doubles import StandIns
 from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.form import Form
 from xla_dtensor.mesh import Frame
 from xla_dtensor.origin import user_line
-from xla_dtensor.storage import Storage
+from xla_dtensor.storage import Storage, exact
 from xla_dtensor.symbolic import NumberNode, input_number, valueless_number
 from xla_dtensor.transfer import to_numpy
 
@@ -41,12 +42,55 @@ class Number:
         name: how to call it in messages, ``"AdamW.param_groups[0]['lr']"``.
         integer: whether it is an int.
         array: the constant that stands for it in the traced jaxpr.
+        compute: of a number that Python has computed from those before it: from their values.
     """
 
-    read: Callable[[Any], float]
+    read: Callable[[Any], float] | None
     name: str
     integer: bool
     array: Any
+    compute: Callable[[list[float]], float] | None = None
+
+    def computed(self, before: list[float]) -> float:
+        """The present value of one that is computed.
+
+        Args:
+            before: the values of the numbers before it.
+
+        Raises:
+            Changed: it can't be computed any more, or is another kind of number.
+        """
+        assert self.compute is not None
+        try:
+            value = self.compute(before)
+        except ARITHMETIC as error:
+            raise Changed(f"{self.name}: {error}") from None
+        if type(value) is not (int if self.integer else float) or (
+            self.integer and not -(2**63) <= value < 2**63
+        ):
+            raise Changed(f"{self.name}: now {value!r}")
+        return value
+
+
+class Changed(Exception):
+    """A number is no longer of the kind that the program was made for."""
+
+
+# What Python's arithmetic raises for other numbers than those of the trace.
+ARITHMETIC = (ArithmeticError, ValueError, TypeError)
+
+
+def values_of(numbers: list[Number], arguments: Any) -> list[float]:
+    """The present values of a trace's numbers.
+
+    Raises:
+        Changed: one has none of the kind that it had.
+    """
+    found: list[float] = []
+    for number in numbers:
+        read = number.read
+        found.append(number.computed(found) if read is None else read(arguments))
+    return found
 
 
 @dataclass(frozen=True)
@@ -54,8 +98,8 @@ class Decision:
     """Something that the step's Python decided by a number; it holds only while the outcome is the
     same."""
 
-    compute: Callable[[list[float]], float]
-    outcome: float
+    compute: Callable[[list[float]], Any]
+    outcome: Any
     text: str
 
 
@@ -238,6 +282,11 @@ class StepTrace:
         self.host_arrays: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self.numbers: list[Number] = []
         self.decisions: list[Decision] = []
+        # The scalars of numbers that Python has computed from the numbers, by their text.
+        self._computed_numbers: dict[str, Any] = {}
+        self.stand_ins = StandIns()
+        # The numbers that the step's Python has been given or has computed.
+        self.python_numbers: list[weakref.ref[Any]] = []
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.outside: dict[int, Outside] = {}
         self.frame: Frame | None = None
@@ -414,19 +463,41 @@ class StepTrace:
         Args:
             value: what it is in this call.
         """
+        # Decisions are told apart by their text.
+        same = sum(number.name == name for number in self.numbers)
+        text = name if not same else f"{name} ({same + 1})"
+        index = len(self.numbers)
+        weak = self._number_input(read, name, value)
+        return input_number(value, weak, index, text, self._decided, self._fed)
+
+    def _number_input(
+        self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
+    ) -> Any:
+        """A new number among the inputs: the weakly typed JAX scalar."""
         integer = isinstance(value, int)
         dtype = jnp.int64 if integer else jnp.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
             array = jnp.array(value, dtype=dtype)
-        index = len(self.numbers)
-        self.numbers.append(Number(read, name, integer, array))
+        self.numbers.append(Number(read, name, integer, array, compute))
         with jax.enable_x64(True):
-            weak = jax._src.lax.lax._convert_element_type(array, weak_type=True)
-        return input_number(value, weak, index, name, self._decided)
+            return jax._src.lax.lax._convert_element_type(array, weak_type=True)
+
+    def _fed(self, node: NumberNode) -> Any:
+        """A number that Python has computed from others, as an input."""
+        known = self._computed_numbers.get(node.text)
+        if known is None:
+            known = self._number_input(None, node.text, node.value, node.compute)
+            self._computed_numbers[node.text] = known
+        return known
 
     def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
         text = f"{node.text} {what} {outcome}"
-        self.decisions.append(Decision(node.compute, float(outcome), text))
+        if what == "is":
+            self.decisions.append(Decision(node.compute, outcome, text))
+            return
+        compute = node.compute
+        decision = Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text)
+        self.decisions.append(decision)
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         if read not in self.settings:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import operator
 import random
 import types
 import warnings
@@ -21,6 +22,7 @@ from torch.nn.utils import parametrize
 from xla_dtensor import _context, interrupts
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import Carried, is_state, tensors_in
+from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History, is_view_by_torch
@@ -35,9 +37,9 @@ from xla_dtensor.dispatch import logical_value
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.form import Form
 from xla_dtensor.per_device import logical
+from xla_dtensor.python_numbers import MathOfNumbers, is_number, like_a_number
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.storage import Step, Storage, ViewStep
-from xla_dtensor.symbolic import like_a_number
 
 Ours = XLAShardedTensor | XLATensor
 
@@ -160,13 +162,21 @@ class Gradient:
         self.leaf = leaf
 
 
+class NumberLeft(Exception):
+    """A symbolic number is still there after the step: in an object that it returns, in a cache."""
+
+
 class Computed:
-    """A result that is a Python number computed from numbers that are inputs."""
+    """A result, or what the step leaves somewhere, that is a Python number computed from numbers
+    that are inputs."""
 
     __slots__ = ("node",)
 
     def __init__(self, node: Any) -> None:
         self.node = node
+
+    def __repr__(self) -> str:
+        return f"{self.node.value!r} ({self.node.text})"
 
 
 class Host:
@@ -243,7 +253,11 @@ class Traced:
                 "a compiled step inside of torch.nn.utils.parametrize.cached(): the cache would "
                 "keep what exists only while the step is traced; enter it inside of the step"
             )
-        self._roots: list[tuple[str, Any]] = [("the step", function), *arguments.objects]
+        self._roots: list[tuple[str, Any]] = [
+            ("the step", function),
+            *arguments.objects,
+            *arguments.classes(),
+        ]
         self.names_of_carried = carried
         watch = self.look_again()
         self.carried = _each_once(watch.carried)
@@ -265,7 +279,8 @@ class Traced:
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
             del numbers
-            with self.host, self.schedulers, self.hooks:
+            computing = MathOfNumbers() if self.dynamic else contextlib.nullcontext()
+            with self.host, self.schedulers, self.hooks, computing:
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
@@ -346,6 +361,17 @@ class Traced:
     def _abandon(self, surroundings: Surroundings) -> None:
         self.hooks.undo()
         surroundings.restore()  # nobody keeps a tensor that has no value
+        self._end_numbers()
+
+    def _end_numbers(self) -> None:
+        """What is left of the numbers of a failed trace: their values, and nothing in caches, from
+        which code outside of a step might get one."""
+        numbers = self.trace.python_numbers
+        if any(number() is not None for number in numbers):
+            for cache in filter(_is_users_cache, gc.get_objects()):
+                cache.cache_clear()
+        for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
+            number.node.end()
 
     @interrupts.atomic
     def _undo_trace(self) -> None:
@@ -428,6 +454,8 @@ class Traced:
             self.history = history
         del flat, made, history
         gc.collect()  # what only cycles still hold isn't left behind
+        if any(number() is not None for number in trace.python_numbers):
+            raise NumberLeft("the step leaves a number where it isn't seen")
         self.captured = sorted(
             (c for c in trace.captured if c.first_use is not None),
             key=lambda c: c.first_use,  # type: ignore[arg-type, return-value]
@@ -668,7 +696,7 @@ class Made:
         for i, tensor in enumerate(self._arguments.tensors):
             if tensor is value:
                 return GivenBack(i)
-        if isinstance(value, torch.SymFloat | torch.SymInt):
+        if is_number(value):
             return Computed(value.node)
         if isinstance(value, Ours):
             return self.tensor(value)
@@ -823,6 +851,14 @@ def _further(view: Any, base: Any) -> tuple[Step, ...] | None:
 @interrupts.interruptible
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+def _is_users_cache(value: Any) -> bool:
+    """Whether it is a function under ``functools.cache`` that no library has."""
+    return type(value) is _CACHED and not is_library(getattr(value, "__module__", None))
+
+
+_CACHED = type(functools.cache(lambda: None))
 
 
 def _number_of(index: int, arguments: Arguments) -> int | float:

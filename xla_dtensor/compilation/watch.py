@@ -12,19 +12,22 @@ same content is no change.
 
 from __future__ import annotations
 
+import abc
 import array
 import contextvars
 import enum
 import functools
+import gc
 import itertools
 import operator
 import os
 import random
 import re
 import sys
+import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -96,6 +99,22 @@ _Iterators: tuple[type, ...] = (
     *(map, zip, filter, enumerate, itertools.chain, itertools.count, itertools.cycle),
     *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
 )
+
+
+_TABLES: tuple[Any, ...] = ({}, OrderedDict())
+_VIEWS = frozenset(
+    type(view) for table in _TABLES for view in (table.keys(), table.values(), table.items())
+)
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+
+
+def is_strict(cls: type) -> bool:
+    """Whether objects of a class decide themselves what their attributes are: they can't be asked
+    with ``isinstance``, which asks for ``__class__``."""
+    return type(cls.__getattribute__) is types.FunctionType and not issubclass(cls, _WALKED_APART)
+
+
+_WALKED_APART = (dict, list, tuple, set, frozenset, deque, nn.Module, torch.Tensor, Optimizer)
 
 
 def is_atom(value: Any) -> bool:
@@ -182,6 +201,8 @@ class Watch:
         self._carried = carried
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
+        self._odd_classes: dict[type, bool] = {}
+        self._slot_names: dict[type, list[str]] = {}
         self._seen: dict[int, tuple[Any, str]] = {}
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         while True:
@@ -198,7 +219,7 @@ class Watch:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
-        self._seen = {}
+        self._seen, self._odd_classes, self._slot_names = {}, {}, {}
         self._arm()
 
     @property
@@ -247,6 +268,17 @@ class Watch:
         self.found.append(Found(path if count == 1 else f"{path} ({count})", kind, value))
 
     def _walk(self, value: Any, path: str) -> None:
+        cls = type(value)
+        odd = self._odd_classes.get(cls)
+        if odd is None:
+            odd = self._odd_classes[cls] = cls in _PROXIES or is_strict(cls)
+        if odd:
+            if cls in _PROXIES:
+                self._walk(_referent(value), path)
+            elif id(value) not in self._seen:
+                self._seen[id(value)] = value, path
+                self._plain_object(value, path)
+            return
         if is_atom(value):
             self._note(path, "value", value)
             if not is_library_class(type(value)):  # an enum, a named tuple: it may have methods
@@ -281,6 +313,7 @@ class Watch:
         own = _dict_of(value)
         if own:
             self._entries(own, [n for n in own if self._is_read(n) or n == "_value_"], path, value)
+        self._slots(value, path)
         self._class(type(value))
 
     def _walk_parts(self, value: Any, path: str) -> None:
@@ -320,24 +353,30 @@ class Watch:
             self._note(path, "class", value)
             self._class(value)
             self._class(type(value))
+            if isinstance(value, abc.ABCMeta):
+                self._registry(value, path)
             if issubclass(value, enum.Enum):
                 for name, member in value.__members__.items():
                     self._walk(member, f"{path}.{name}")
         elif isinstance(value, types.ModuleType):
             self._note(path, "Python module", value)
             if not is_library(value.__name__):
-                self._attributes(value, path)
+                self._attributes(value, vars(value), path)
             else:  # somebody may put another function into it
                 names = sorted(self._names.attributes & vars(value).keys())
                 self._place(Entries(vars(value), names, path))
                 for name in names:
-                    inside = vars(value)[name]
-                    kind = "value" if is_atom(inside) else "opaque"
-                    self._note(f"{path}.{name}", kind, inside)
+                    self._in_library(vars(value)[name], f"{path}.{name}")
         elif isinstance(value, types.CellType):
             self._cell(value, path)
         elif isinstance(value, dict | types.MappingProxyType):
             self._dict(value, path)
+        elif cls in _VIEWS:
+            self._note(path, cls)
+            for table in gc.get_referents(value):
+                self._walk(table, path)
+        elif isinstance(value, threading.local):
+            self._thread_local(value, path)
         elif isinstance(value, types.BuiltinMethodType):  # table.get
             self._note(path, "opaque", value.__name__)
             if not isinstance(value.__self__, types.ModuleType | type):
@@ -357,6 +396,29 @@ class Watch:
             self._note(path, "random generator", value)
         else:
             self._object(value, path)
+
+    def _in_library(self, value: Any, path: str) -> None:
+        """What a library's module has under a name that the code reads."""
+        own = isinstance(value, types.FunctionType) and not is_library(value.__module__)
+        if own or isinstance(value, types.ModuleType):
+            self._walk(value, path)
+        else:
+            self._note(path, "value" if is_atom(value) else "opaque", value)
+
+    def _registry(self, cls: abc.ABCMeta, path: str) -> None:
+        """Which classes have been registered with an abstract one."""
+        token = abc.get_cache_token()
+        self.probes.append((lambda: abc.get_cache_token() == token, True))
+        registered = {ref for each in (cls, *_subclasses(cls)) for ref in _registered_with(each)}
+        self._note(f"{path}'s registry", "registry", registered)
+
+    def _thread_local(self, local: threading.local, path: str) -> None:
+        """What it holds in this thread; each has a dict of its own."""
+        self._note(path, "object", type(local))
+        own = vars(local)
+        self.probes.append((functools.partial(vars, local), own))
+        self._entries(own, list(filter(self._is_read, own)), path, local)
+        self._class(type(local))
 
     def _place(self, place: Place) -> None:
         self.places.append(place)
@@ -483,6 +545,7 @@ class Watch:
             names = [name for name in own if self._is_read(name) and name not in _MODULE_OWN]
             names += [n for n in ("_forward_hooks", "_forward_pre_hooks") if n not in names]
             self._assigned(module, path, names)
+            self._slots(module, path)
         self._entries(own, names, path, module)
         self._class(cls)
 
@@ -505,8 +568,9 @@ class Watch:
     def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
         """Attributes that the code assigns without reading them."""
         names = [n for n in self._names.assigned - set(read) if n not in _MODULE_OWN]
-        if isinstance(owner, nn.Module):
-            taken = set().union(*(owner.__dict__.get(p) or () for p in _MODULE_PARTS))
+        own = _dict_of(owner) or {}
+        if issubclass(type(owner), nn.Module):
+            taken = set().union(*(own.get(p) or () for p in _MODULE_PARTS))
             names = [n for n in names if n not in taken]
         # Not hasattr, which would run a user's __getattr__. A property keeps its value elsewhere.
         inherited = {
@@ -515,12 +579,11 @@ class Watch:
             for n, value in vars(base).items()
             if hasattr(type(value), "__set__")
         }
-        present = [n for n in sorted(names) if n in owner.__dict__ or n not in inherited]
+        present = [n for n in sorted(names) if n in own or n not in inherited]
         if present:
-            self._place(Entries(owner.__dict__, present, path, guarded=False))
+            self._place(Entries(own, present, path, guarded=False))
 
     def _object(self, value: Any, path: str) -> None:
-        cls = type(value)
         if isinstance(value, Optimizer):
             self._optimizer(value, path)
             return
@@ -536,7 +599,10 @@ class Watch:
             names = [name for name in vars(value) if name in read]
             self._entries(vars(value), names, path, value)
             return
-        own = _dict_of(value)
+        self._plain_object(value, path)
+
+    def _plain_object(self, value: Any, path: str) -> None:
+        cls, own = type(value), _dict_of(value)
         wrapped = (own or {}).get("__wrapped__")
         if wrapped is not None:  # functools.wraps, lru_cache, a compiled step
             self._note(path, cls)
@@ -548,16 +614,11 @@ class Watch:
             self._note(path, "object", cls)
             self._typed.append(value)
             self._library_methods(cls)
-            self._attributes(value, path)
+            self._attributes(value, own, path)
+            self._slots(value, path)
         elif getattr(cls, "__slots__", None) is not None and not is_library_class(cls):
             self._note(path, "object", cls)
-            names = [
-                name for base in cls.__mro__ for name in _slots_of(base) if self._is_read(name)
-            ]
-            place = Slots(value, names, path)
-            self._place(place)
-            for name, content in place.content().items():
-                self._walk(content, f"{path}.{name}")
+            self._slots(value, path)
         else:
             # Nothing is known of it but which one it is.
             self._note(path, "opaque", value)
@@ -573,12 +634,29 @@ class Watch:
                 continue
             for name, method in vars(base).items():
                 special = name.startswith("__") and name not in _NEVER_CALLED
-                if isinstance(method, types.FunctionType) and (special or self._is_read(name)):
-                    self._library_reads |= names_of(method.__code__).attributes
+                if special or self._is_read(name):
+                    code = _code_of(method)
+                    if code is not None:
+                        self._library_reads |= names_of(code).attributes
 
-    def _attributes(self, value: Any, path: str) -> None:
-        own = vars(value)
+    def _slots(self, value: Any, path: str) -> None:
+        """What an object holds in slots, those of its base classes too."""
+        cls = type(value)
+        known = self._slot_names.get(cls)
+        if known is None:
+            bases = () if is_library_class(cls) else cls.__mro__
+            known = self._slot_names[cls] = [name for base in bases for name in _slots_of(base)]
+        names = list(filter(self._is_read, known))
+        if names:
+            place = Slots(value, names, path)
+            self._place(place)
+            for name, content in place.content().items():
+                self._walk(content, f"{path}.{name}")
+
+    def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
         names = list(filter(self._is_read, own))
+        if isinstance(own.get("__getattr__"), types.FunctionType):  # a Python module's
+            names.append("__getattr__")
         self._assigned(value, path, names)
         self._entries(own, names, path, value)
 
@@ -670,7 +748,7 @@ class Watch:
                 for name in base.__dict__
                 if (self._is_read(name) or (name.startswith("__") and name.endswith("__")))
                 and name not in _NEVER_CALLED
-                and (self._is_read(name) or callable(base.__dict__[name]))
+                and (self._is_read(name) or _is_callable(base.__dict__[name]))
                 and not isinstance(base.__dict__[name], _DESCRIPTORS)
             ]
             place = Entries(base.__dict__, names, base.__qualname__, setter=base)
@@ -758,9 +836,51 @@ class Watch:
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
-def _slots_of(cls: type) -> tuple[str, ...]:
+def _slots_of(cls: type) -> list[str]:
+    """The names of a class's own slots, as attributes."""
     slots = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    prefix = f"_{cls.__name__.lstrip('_')}"
+    return [
+        f"{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+def _is_callable(value: Any) -> bool:
+    return callable(value) or isinstance(value, classmethod)
+
+
+def _code_of(method: Any) -> types.CodeType | None:
+    """The code of what a class has under a name: a function, a property, one that is computed
+    once."""
+    for name in ("fget", "func", "wrapped", "__func__"):
+        inner = getattr(method, name, None)
+        if isinstance(inner, types.FunctionType):
+            method = inner
+    return method.__code__ if isinstance(method, types.FunctionType) else None
+
+
+def _referent(proxy: Any) -> Any:
+    """What a weak proxy stands for; None if that is gone."""
+    try:
+        return proxy.__sizeof__.__self__  # a method knows the object itself
+    except ReferenceError:
+        return None
+
+
+def _registered_with(cls: abc.ABCMeta) -> set[Any]:
+    return abc._get_dump(cls)[0]  # type: ignore[attr-defined]
+
+
+def _subclasses(cls: type) -> list[Any]:
+    """The abstract classes that are derived from a class."""
+    found: list[Any] = []
+    inner: Any
+    for inner in type.__subclasses__(cls):
+        found += [inner, *_subclasses(inner)] if isinstance(inner, abc.ABCMeta) else []
+    return found
 
 
 def _dict_of(value: Any) -> dict[str, Any] | None:

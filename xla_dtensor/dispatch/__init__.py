@@ -51,6 +51,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Execute an aten overload on xla tensors (and numbers, and CPU tensors among them)."""
     if getsignal(SIGINT).__class__ is not interrupts.Handler:  # ready(), without a call
         interrupts.install()
+    trace = _context.current()
+    if trace is not None and trace.stand_ins:
+        args = [trace.stand_ins.restore(value) for value in args]
+        kwargs = {name: trace.stand_ins.restore(value) for name, value in kwargs.items()}
     info = info_of(func)
     special = SPECIAL.get(info.name)
     if special is not None:
@@ -81,7 +85,6 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if plan is None:
         plan = _plans.put(key, _make_plan(call))
     if isinstance(plan, ViewPlan):
-        trace = _context.current()
         if trace is not None:
             trace.touched(tensors[0])
         results = plan.make(tensors[0])

@@ -11,12 +11,14 @@ import types
 from typing import Any
 
 import torch
+import torch.nn.utils.clip_grad
 import torch.utils.hooks
 from torch.distributed import device_mesh as torch_device_mesh
 
 from xla_dtensor import _pickling
 from xla_dtensor.base import epoch
 from xla_dtensor.integration import device, optimizers, recomputation
+from xla_dtensor.python_numbers import as_float
 
 _installed = False
 
@@ -33,6 +35,7 @@ def install() -> None:
     recomputation.install()
     _hook_synchronize()
     _hook_handles()
+    _hook_clipping()
     _allow_loading()
     _installed = True
 
@@ -69,6 +72,13 @@ def _hook_handles() -> None:
         remove(self)
 
     handle.__init__, handle.remove = made, removed
+
+
+def _hook_clipping() -> None:
+    """``clip_grad_norm_`` and its siblings make a float of their limit, which in a compiled step
+    may be an input."""
+    clip_grad: Any = torch.nn.utils.clip_grad
+    clip_grad.float = as_float
 
 
 def _allow_loading() -> None:

@@ -16,6 +16,7 @@ from tests.compilation.changes import (
     leaves,
     modules,
     optimizers,
+    reads,
     structure,
 )
 from tests.compilation.changes._refused import REFUSED
@@ -48,6 +49,7 @@ __all__ = [
     "modules",
     "observe",
     "optimizers",
+    "reads",
     "same",
     "structure",
 ]
