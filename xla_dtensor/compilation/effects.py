@@ -140,6 +140,7 @@ class Surroundings:
                 a is not b for a, b in zip(before.values(), after.values(), strict=True)
             ):
                 place.replace(before)
+        self._planted.clear()  # stand-ins for numbers, which end with the trace
 
 
 def _same(a: Any, b: Any) -> bool:

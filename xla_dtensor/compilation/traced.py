@@ -306,6 +306,8 @@ class Traced:
                 self._made = MadeObjects(new)
                 closed = jax.make_jaxpr(traced)()
                 del self._made
+                if any(number() is not None for number in trace.python_numbers):
+                    raise NumberLeft("the step leaves a number where it isn't seen")
         except BaseException:
             self._abandon(surroundings)
             raise
@@ -454,8 +456,6 @@ class Traced:
             self.history = history
         del flat, made, history
         gc.collect()  # what only cycles still hold isn't left behind
-        if any(number() is not None for number in trace.python_numbers):
-            raise NumberLeft("the step leaves a number where it isn't seen")
         self.captured = sorted(
             (c for c in trace.captured if c.first_use is not None),
             key=lambda c: c.first_use,  # type: ignore[arg-type, return-value]
