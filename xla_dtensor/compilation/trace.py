@@ -310,7 +310,7 @@ class StepTrace:
         self.differentiating = False
         # What the backward pass reads of memory that the user may write to until it runs: the
         # storage, and the tensor from outside that it is read through, by the number of the mark.
-        self.reads: list[tuple[Storage, Outside | None]] = []
+        self.reads: list[tuple[Storage | int, Outside | None]] = []
         self.shown: set[int] = set()
         self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.host: Any = None
@@ -361,7 +361,8 @@ class StepTrace:
         known = self._marked.get(key)
         if known is None:
             marked = checkpoint_name(array, f"{READ}{len(self.reads)}")
-            self.reads.append((storage, outside))
+            # The step's own memory by its id: what refers to it at the end, it has left there.
+            self.reads.append((id(storage) if self.owns(storage) else storage, outside))
             known = self._marked[key] = array, marked
         return known[1]
 

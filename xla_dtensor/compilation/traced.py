@@ -636,8 +636,8 @@ class Traced:
         self.sources = [by_id.get(id(const)) or Source("constant", const) for const in constants]
         found_by = {id(s): source for source in self.slots for s in source.storages}
         self.reads = [
-            (self._shown.get(id(storage)) or found_by.get(id(storage)), outside)
-            for storage, outside in trace.reads
+            (self._shown[read] if isinstance(read, int) else found_by.get(id(read)), outside)
+            for read, outside in trace.reads
         ]
         for source in self.slots:
             source.forget()

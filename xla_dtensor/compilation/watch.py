@@ -568,7 +568,9 @@ class Watch:
     def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
         """Attributes that the code assigns without reading them."""
         names = [n for n in self._names.assigned - set(read) if n not in _MODULE_OWN]
-        own = _dict_of(owner) or {}
+        own = _dict_of(owner)
+        if own is None:
+            return
         if issubclass(type(owner), nn.Module):
             taken = set().union(*(own.get(p) or () for p in _MODULE_PARTS))
             names = [n for n in names if n not in taken]
