@@ -24,7 +24,13 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.python_numbers import as_float, computed, is_number, like_a_number
+from xla_dtensor.python_numbers import (
+    as_float,
+    computed,
+    is_number,
+    is_pythons,
+    like_a_number,
+)
 
 
 def _same(number: Any, call: tuple[Any, ...]) -> Any:
@@ -97,7 +103,7 @@ class Double:
 
     def concerns(self, value: Any) -> bool:
         """Whether an argument is a number that a double is to stand for."""
-        return is_number(value) and not (self.scalar and value.node.is_int())
+        return is_pythons(value) and not (self.scalar and value.node.is_int())
 
 
 _PROBABILITY = (0.0, 1.0)
