@@ -76,6 +76,12 @@ def is_number(value: Any) -> bool:
     )
 
 
+def is_pythons(value: Any) -> bool:
+    """Whether it is a number that the user's Python has been given. (Optimizers' formulas have
+    plain symbolic numbers, with which torch computes on the devices.)"""
+    return type(value) is Float or type(value) is Int
+
+
 def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
     """``function`` of numbers, symbolic ones among them.
 

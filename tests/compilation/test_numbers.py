@@ -138,7 +138,15 @@ PLAIN: dict[str, Function] = {
     "fill": lambda x, t: (x * 1).fill_(t),
     "full_like": torch.full_like,
     "tensor": lambda x, t: x * torch.tensor(t, device=x.device),
+    "tensor_of_a_list": lambda x, t: x * torch.tensor([t, 2, 3, 4, t, 6], device=x.device),
+    "tensor_of_lists": lambda x, t: torch.tensor(
+        [[t, 1], (2, t * 2)], dtype=torch.float64, device=x.device
+    ),
+    "tensor_of_a_tensor": lambda x, t: torch.as_tensor(x) * torch.as_tensor([1.0]).item() * t,
+    "cpu_tensor_of_a_list": lambda x, t: x * torch.tensor([t] * 6),
     "cpu_tensor": lambda x, t: x * torch.tensor(t),
+    "cpu_layer_norm": lambda x, t: x * F.layer_norm(torch.arange(6.0), (6,), eps=t),
+    "cpu_loss": lambda x, t: x * F.cross_entropy(torch.eye(3), torch.arange(3), label_smoothing=t),
     "logit": lambda x, t: torch.logit(x.sigmoid(), eps=t),
     "nan_to_num": lambda x, t: torch.nan_to_num((x - 1).log(), nan=t, neginf=-t),
     "remainder": lambda x, t: x % t,
@@ -186,6 +194,7 @@ INTS: dict[str, Function] = {
     "divmod": lambda x, i: x * divmod(i, 10)[0] + divmod(i, 10)[1],
     "sum": lambda x, i: x * sum([i, i, 1]) - abs(i - 20),
     "tensor": lambda x, i: x + torch.tensor(i, device=x.device),
+    "index_tensor": lambda x, i: x[torch.tensor([i % 4, 1], device=x.device)] + i,
     "full": lambda x, i: torch.full((4, 6), i, device=x.device) + x.long(),
     "seed": lambda x, i: x + (i * 2654435761) % 97,
 }
@@ -231,6 +240,7 @@ def test_hyperparameters(mesh_2x4: DeviceMesh, name: str) -> None:
     assert_one_program(differentiated(FLOATS[name]), mesh_2x4, VALUES, X)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(PLAIN))
 def test_floats(mesh_2x4: DeviceMesh, name: str) -> None:
     assert_one_program(PLAIN[name], mesh_2x4, VALUES, X)
@@ -470,7 +480,10 @@ def evaluated(function: Function, *args: Any) -> Any:
         return type(error)
 
 
-@pytest.mark.parametrize("seed", range(40))
+SEEDS = [*range(10), *(pytest.param(i, marks=pytest.mark.slow) for i in range(10, 60))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_expressions(mesh_2x4: DeviceMesh, seed: int) -> None:
     """Of floats and ints, zero among them: torch's values, or the error that Python raises."""
     draw = random.Random(seed)

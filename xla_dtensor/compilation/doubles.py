@@ -23,8 +23,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from xla_dtensor.python_numbers import as_float, computed, is_number, like_a_number
+from xla_dtensor.python_numbers import (
+    as_float,
+    computed,
+    is_number,
+    is_pythons,
+)
 
 
 def _same(number: Any, call: tuple[Any, ...]) -> Any:
@@ -97,7 +103,7 @@ class Double:
 
     def concerns(self, value: Any) -> bool:
         """Whether an argument is a number that a double is to stand for."""
-        return is_number(value) and not (self.scalar and value.node.is_int())
+        return is_pythons(value) and not (self.scalar and value.node.is_int())
 
 
 _PROBABILITY = (0.0, 1.0)
@@ -231,9 +237,9 @@ def call_with_numbers(mode: Any, stand_ins: StandIns, func: Any, args: Any, kwar
             return func(*args, **kwargs)  # other modes want to see it, too
         with mode:
             return body_of(func)(*args, **kwargs)
+    if func in MAKERS:
+        return _tensor(func, *args, **kwargs)
     name = getattr(func, "__name__", "")
-    if name in ("tensor", "as_tensor") and func in (torch.tensor, torch.as_tensor):
-        return _tensor(*args, **kwargs)
     found = _METHODS.get(name) or _FUNCTIONS.get(name, ())
     for double in found:
         position, key = double.position, double.name
@@ -273,12 +279,29 @@ def body_of(function: types.FunctionType) -> types.FunctionType:
     return body
 
 
-def _tensor(data: Any, **options: Any) -> Any:
-    """``torch.tensor`` of a number."""
+# Functions that make a tensor of numbers, also of lists of them.
+MAKERS = frozenset({torch.tensor, torch.as_tensor})
+
+
+def _tensor(func: Any, data: Any, *args: Any, **options: Any) -> Any:
+    """``torch.tensor`` of numbers, symbolic ones among them."""
+    leaves = pytree.tree_leaves(data)
+    if args or not any(map(is_pythons, leaves)) or not all(map(_is_number, leaves)):
+        return func(data, *args, **options)
     requires_grad = options.pop("requires_grad", False)
     options.pop("pin_memory", None)
     if options.get("dtype") is None:
-        integer = isinstance(like_a_number(data), int)
-        options["dtype"] = torch.int64 if integer else torch.get_default_dtype()
-    made = torch.full((), plain(data), **options)
-    return made.requires_grad_() if requires_grad else made
+        integers = all(isinstance(leaf, int) for leaf in leaves)
+        options["dtype"] = torch.int64 if integers else torch.get_default_dtype()
+
+    def made(part: Any) -> torch.Tensor:
+        if isinstance(part, list | tuple):
+            return torch.stack(list(map(made, part)))
+        return torch.full((), plain(part), **options)
+
+    tensor = made(data)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or is_pythons(value)

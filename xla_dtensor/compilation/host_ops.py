@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from xla_dtensor import _context
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.doubles import body_of, call_with_numbers
+from xla_dtensor.compilation.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.device_tensor import XLATensor
-from xla_dtensor.python_numbers import is_number
+from xla_dtensor.python_numbers import is_pythons
 from xla_dtensor.sharded_tensor import XLAShardedTensor
 from xla_dtensor.symbolic import NumberNode, plain_number
 from xla_dtensor.transfer import to_numpy
@@ -282,8 +282,8 @@ class _HostReads(TorchFunctionMode):
             # Python that runs in it (recomputation, the user's functions and hooks) is seen, too.
             with self:
                 return body_of(func)(*args, **(kwargs or {}))
-        numbers = any(map(is_number, args)) or (kwargs and any(map(is_number, kwargs.values())))
-        if numbers and set(types) <= {torch.Tensor}:  # which functorch names
+        numbers = any(map(is_pythons, args)) or (kwargs and any(map(is_pythons, kwargs.values())))
+        if (numbers or func in MAKERS) and set(types) <= {torch.Tensor}:  # which functorch names
             return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
