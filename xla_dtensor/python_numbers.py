@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor import _context
+from xla_dtensor import _context, interrupts
 from xla_dtensor.symbolic import NumberNode
 
 
@@ -288,3 +288,7 @@ def as_float(value: Any = 0.0) -> Any:
         return float(value)
     number = like_a_number(value)
     return number if number.node.is_float() else computed(float, "float({})", number)
+
+
+for _cls in (Float, Int, MathOfNumbers):
+    interrupts.atomic_methods(_cls)

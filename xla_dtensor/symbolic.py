@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor import interrupts
+
 # What guards are told to: (compute the number from the inputs' values, predicate text, outcome).
 GuardSink = Callable[["NumberNode", str, Any], None]
 # What makes a number that was computed from inputs an input of the program itself.
@@ -326,6 +328,8 @@ def _install_operators() -> None:
 
 
 _install_operators()
+for _node in (NumberNode, ComparisonNode, UndecidedNode):
+    interrupts.atomic_methods(_node)
 
 
 def input_number(
