@@ -82,8 +82,9 @@ def test_residuals_go_with_the_backward_pass(mesh_2x4: DeviceMesh) -> None:
     step = xd.compile(lambda x: (x @ w).tanh().sum())
     loss = step(batch(mesh_2x4))
     (token,) = loss.grad_fn.saved_tensors
-    found = [weakref.ref(array) for array in token.kept.residuals]
-    del token
+    own = w._storage_.array
+    found = [weakref.ref(array) for array in token.kept.residuals if array is not own]
+    del token, own
     assert found
     loss.backward(retain_graph=True)
     assert alive(found)
@@ -104,6 +105,27 @@ def test_results_go_without_a_collection(mesh_2x4: DeviceMesh) -> None:
         assert [reference() for reference in found] == [None, None]
     finally:
         gc.enable()
+
+
+def test_residuals_are_activations_as_they_lie(mesh_2x4: DeviceMesh) -> None:
+    """No parameters in another order, and nothing replicated that isn't."""
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    for linear, dim in ((model[1], 0), (model[3], 1)):
+        sharded = distribute_tensor(linear.weight.data, mesh_2x4, [Replicate(), Shard(dim)])
+        linear.weight = nn.Parameter(sharded)
+    distribute_module(model, mesh_2x4)
+    x = distribute_tensor(numbers(0, 8, 4, 16), mesh_2x4, [Shard(0), Replicate()])
+    loss = xd.compile(lambda x: (x + model(x)).square().mean())(x.requires_grad_())
+    (token,) = loss.grad_fn.saved_tensors
+    split = token.kept.residuals
+    parameters = {id(p._storage_.array) for p in model.parameters()}
+    residuals = [array for array in split if id(array) not in parameters and array.ndim > 1]
+    assert residuals
+    for array in residuals:
+        assert array.shape[:2] == (8, 4), array.shape  # of the batch
+        part = array.sharding.shard_shape(array.shape)
+        assert part[0] == 4
+        assert part[2] == (8 if array.shape[2] == 32 else array.shape[2])
 
 
 class Double(nn.Module):
