@@ -432,6 +432,19 @@ class WithHistory(torch.autograd.Function):
         return (None, *ctx.backward_of(kept, list(grads)))
 
 
+class OnHost:
+    """A CPU tensor as memory that is read: what torch counts of the writes to it."""
+
+    __slots__ = ("form",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.form = tensor
+
+    @property
+    def version(self) -> int:
+        return 0 if self.form.is_inference() else self.form._version
+
+
 class Read:
     """Memory that the backward pass reads, and others may write to before.
 
@@ -444,7 +457,7 @@ class Read:
 
     __slots__ = ("outputs", "storage", "tensor")
 
-    def __init__(self, storage: Storage, outputs: set[int], tensor: Any) -> None:
+    def __init__(self, storage: Storage | OnHost, outputs: set[int], tensor: Any) -> None:
         self.storage, self.outputs, self.tensor = storage, outputs, tensor
 
 

@@ -195,8 +195,8 @@ class Traced:
         effects: what its Python changed.
         watch: what its Python can read.
         history: how its results depend on tensors that require grad, or None.
-        reads: per mark of the history's where the memory is (a source, or templates), and through
-            which tensor from outside it was read.
+        reads: per mark of the history's where the memory is (a source, templates, a CPU tensor, or
+            which argument it is), and through which tensor from outside it was read.
     """
 
     def __init__(
@@ -468,6 +468,7 @@ class Traced:
             if storage in found
         )
         self.slots: list[Source] = []
+        self.reads: list[tuple[Any, Any]]
         counters: dict[int, list[Captured]] = {}
         for captured in self.captured:
             if captured.storage is None:
@@ -513,10 +514,13 @@ class Traced:
                 by_id[id(array)] = Source("cotangent", i)
         self.sources = [by_id.get(id(const)) or Source("constant", const) for const in constants]
         found_by = {id(s): source for source in self.slots for s in source.storages}
-        self.reads = [
-            (self._shown.get(id(storage)) or found_by.get(id(storage)), outside)
-            for storage, outside in trace.reads
-        ]
+        of_host = {id(t): i for i, t in enumerate(arguments.tensors)}
+        self.reads = []
+        for memory, outside in trace.reads:
+            where = self._shown.get(id(memory)) or found_by.get(id(memory))
+            if isinstance(memory, torch.Tensor) and not self.host.made(memory):
+                where = of_host.get(id(memory), memory)
+            self.reads.append((where, outside))
         for source in self.slots:
             source.forget()
         for captured in self.captured:
