@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 import xla_dtensor as xd
 from tests.compilation.test_history import numbers
@@ -134,15 +134,24 @@ class Double(nn.Module):
         return x * 2
 
 
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "own": lambda m: parametrize.register_parametrization(m, "weight", Double()),
+    "weight_norm": parametrizations.weight_norm,
+}
+
+
 @pytest.mark.parametrize("calls", [1, 2])
-def test_a_parametrization_registered_between_calls(mesh_2x4: DeviceMesh, calls: int) -> None:
+@pytest.mark.parametrize("kind", PARAMETRIZATIONS)
+def test_a_parametrization_registered_between_calls(
+    mesh_2x4: DeviceMesh, kind: str, calls: int
+) -> None:
     """It swaps the parameter for another, for which nothing must hold its place in a history."""
 
     def run(model: nn.Module, compile: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
         forward = compile(lambda x: model(x))
         for _ in range(calls):
             forward(x).square().mean().backward()
-        parametrize.register_parametrization(model[0], "weight", Double())
+        PARAMETRIZATIONS[kind](model[0])
         model.zero_grad()
         forward(x).square().mean().backward()
         return [p.grad for p in model.parameters()]

@@ -275,6 +275,17 @@ def leaf_of_the_step(place: Place, compile: Compile) -> list[Any]:
     return [p, p.requires_grad, p.is_leaf, p.grad]
 
 
+@program
+def of_a_leaf_of_the_step(place: Place, compile: Compile) -> list[Any]:
+    """Nothing from outside requires grad."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        p = (x * 2).detach().requires_grad_()
+        return (p * p).sum()
+
+    return [compile(function)(place(numbers(0, 8, 4)))]
+
+
 # --- histories ------------------------------------------------------------------------------------
 
 

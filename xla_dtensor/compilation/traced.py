@@ -374,7 +374,7 @@ class Traced:
         leaf = grad = None
         made.finish()
         self._shown = made.shown
-        if history.outputs:
+        if history.outputs and history.inputs:
             history.differentiate(self, set(made.shown))
             self.history = history
         del flat, made, history
