@@ -132,6 +132,26 @@ def two_objects(place: Place, compile: Compile) -> list[Any]:
 
 
 @program
+def view_that_gets_a_history(place: Place, compile: Compile) -> list[Any]:
+    """What is written to a view becomes part of what the whole was computed from."""
+    w = parameter(place, 1, 8)
+    first, h = compile(lambda x: (lambda h: (h[0], h))(x * 2))(place(numbers(0, 8, 4)))
+    first.mul_(w[0])
+    h.square().sum().backward()
+    return [first, h, w.grad]
+
+
+@program
+def detached_view_that_gets_a_history(place: Place, compile: Compile) -> list[Any]:
+    w, v = parameter(place, 1, 4, 4), parameter(place, 2, 8)
+    step = compile(lambda x: (lambda h: (h.detach()[0], h))(x @ w))
+    first, h = step(place(numbers(0, 8, 4)))
+    first.mul_(v[0])
+    (h.square().sum() + first.sum()).backward()
+    return [first.requires_grad, w.grad, v.grad]
+
+
+@program
 def view_without_history_saved_and_written(place: Place, compile: Compile) -> list[Any]:
     w = parameter(place, 1, 32)
     h, v = compile(lambda x: (lambda h: (h, h.view(-1)))(x * 2))(place(numbers(0, 8, 4)))

@@ -107,19 +107,20 @@ class Seen:
 
     Attributes:
         of: the `Template`, the argument's index, or the tensor.
-        detached: whether no history connects them.
+        detached: whether it is no view to autograd.
     """
 
-    __slots__ = ("_further", "cls", "detached", "form", "of", "steps")
+    __slots__ = ("_further", "cls", "detached", "form", "of", "requires_grad", "steps")
 
     def __init__(self, of: Any, further: tuple[Step, ...], detached: bool, view: Any) -> None:
-        self.of, self.detached = of, detached
+        self.of, self.detached, self.requires_grad = of, detached, view.requires_grad
         self.cls, self.form, self.steps = type(view), view._form, view._steps
         self._further = further
 
     def made(self, base: Any) -> Any:
         """The view of ``base``."""
-        tensor = base.detach() if self.detached else base
+        detached = self.detached or (base.requires_grad and not self.requires_grad)
+        tensor = base.detach() if detached else base
         if not all(isinstance(step, ViewStep) and step.op is not None for step in self._further):
             frame = base._storage_.form.frame
             base._storage_.introduce(base)
@@ -630,10 +631,17 @@ class Made:
             return Seen(template, further, False, value) if root is not value else template
         if not _is_plain(value) and value._steps:
             return self._copy(value)
-        whole = self._wholes.get(id(storage))
-        if whole is None and not value._steps:
-            return self._whole(storage)
-        return Seen(self._whole(storage), value._steps, True, value)
+        # What it is a view of to autograd; or itself.
+        root = value._base if value._is_view() else None if value._steps else value
+        if root is not None and (root._storage_ is not storage or root._steps):
+            root = None
+        if root is not None and id(storage) not in self._wholes:
+            self._known[id(root)] = root, self._whole(storage)
+        whole = self._whole(storage)
+        connected = root is not None and self._known.get(id(root), (None, None))[1] is whole
+        if connected and root is value:
+            return whole
+        return Seen(whole, value._steps, not connected, value)
 
     def _whole(self, storage: Storage) -> Template:
         template = self._wholes.get(id(storage))
