@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 import xla_dtensor as xd
 from tests.compilation.test_history import numbers
@@ -80,9 +80,11 @@ def test_gradients_go(mesh_2x4: DeviceMesh) -> None:
 def test_residuals_go_with_the_backward_pass(mesh_2x4: DeviceMesh) -> None:
     w = distribute_tensor(numbers(1, 4, 4), mesh_2x4, [Replicate()] * 2).requires_grad_()
     step = xd.compile(lambda x: (x @ w).tanh().sum())
-    loss = step(batch(mesh_2x4))
+    x = batch(mesh_2x4)
+    loss = step(x)
     (token,) = loss.grad_fn.saved_tensors
-    found = [weakref.ref(array) for array in token.kept.residuals]
+    inputs = {id(t._storage_.array) for t in (x, w)}
+    found = [weakref.ref(array) for array in token.kept.residuals if id(array) not in inputs]
     del token
     assert found
     loss.backward(retain_graph=True)
@@ -106,20 +108,50 @@ def test_results_go_without_a_collection(mesh_2x4: DeviceMesh) -> None:
         gc.enable()
 
 
+def test_residuals_are_activations_as_they_lie(mesh_2x4: DeviceMesh) -> None:
+    """No parameters in another order, and nothing replicated that isn't."""
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    for linear, dim in ((model[1], 0), (model[3], 1)):
+        sharded = distribute_tensor(linear.weight.data, mesh_2x4, [Replicate(), Shard(dim)])
+        linear.weight = nn.Parameter(sharded)
+    distribute_module(model, mesh_2x4)
+    x = distribute_tensor(numbers(0, 8, 4, 16), mesh_2x4, [Shard(0), Replicate()])
+    loss = xd.compile(lambda x: (x + model(x)).square().mean())(x.requires_grad_())
+    (token,) = loss.grad_fn.saved_tensors
+    split = token.kept.residuals
+    parameters = {id(p._storage_.array) for p in model.parameters()}
+    residuals = [array for array in split if id(array) not in parameters and array.ndim > 1]
+    assert residuals
+    for array in residuals:
+        assert array.shape[:2] == (8, 4), array.shape  # of the batch
+        part = array.sharding.shard_shape(array.shape)
+        assert part[0] == 4
+        assert part[2] == (8 if array.shape[2] == 32 else array.shape[2])
+
+
 class Double(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
 
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "own": lambda m: parametrize.register_parametrization(m, "weight", Double()),
+    "weight_norm": parametrizations.weight_norm,
+}
+
+
 @pytest.mark.parametrize("calls", [1, 2])
-def test_a_parametrization_registered_between_calls(mesh_2x4: DeviceMesh, calls: int) -> None:
+@pytest.mark.parametrize("kind", PARAMETRIZATIONS)
+def test_a_parametrization_registered_between_calls(
+    mesh_2x4: DeviceMesh, kind: str, calls: int
+) -> None:
     """It swaps the parameter for another, for which nothing must hold its place in a history."""
 
     def run(model: nn.Module, compile: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
         forward = compile(lambda x: model(x))
         for _ in range(calls):
             forward(x).square().mean().backward()
-        parametrize.register_parametrization(model[0], "weight", Double())
+        PARAMETRIZATIONS[kind](model[0])
         model.zero_grad()
         forward(x).square().mean().backward()
         return [p.grad for p in model.parameters()]

@@ -132,6 +132,26 @@ def two_objects(place: Place, compile: Compile) -> list[Any]:
 
 
 @program
+def view_that_gets_a_history(place: Place, compile: Compile) -> list[Any]:
+    """What is written to a view becomes part of what the whole was computed from."""
+    w = parameter(place, 1, 8)
+    first, h = compile(lambda x: (lambda h: (h[0], h))(x * 2))(place(numbers(0, 8, 4)))
+    first.mul_(w[0])
+    h.square().sum().backward()
+    return [first, h, w.grad]
+
+
+@program
+def detached_view_that_gets_a_history(place: Place, compile: Compile) -> list[Any]:
+    w, v = parameter(place, 1, 4, 4), parameter(place, 2, 8)
+    step = compile(lambda x: (lambda h: (h.detach()[0], h))(x @ w))
+    first, h = step(place(numbers(0, 8, 4)))
+    first.mul_(v[0])
+    (h.square().sum() + first.sum()).backward()
+    return [first.requires_grad, w.grad, v.grad]
+
+
+@program
 def view_without_history_saved_and_written(place: Place, compile: Compile) -> list[Any]:
     w = parameter(place, 1, 32)
     h, v = compile(lambda x: (lambda h: (h, h.view(-1)))(x * 2))(place(numbers(0, 8, 4)))
@@ -275,6 +295,17 @@ def leaf_of_the_step(place: Place, compile: Compile) -> list[Any]:
     return [p, p.requires_grad, p.is_leaf, p.grad]
 
 
+@program
+def of_a_leaf_of_the_step(place: Place, compile: Compile) -> list[Any]:
+    """Nothing from outside requires grad."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        p = (x * 2).detach().requires_grad_()
+        return (p * p).sum()
+
+    return [compile(function)(place(numbers(0, 8, 4)))]
+
+
 # --- histories ------------------------------------------------------------------------------------
 
 
@@ -401,6 +432,74 @@ def statistics_of_two_calls(place: Place, compile: Compile) -> list[Any]:
     forward = compile(lambda x: norm(x))
     (forward(x).square().sum() + forward(x * 2).pow(3).sum()).backward()
     return [norm.weight.grad, norm.running_mean]
+
+
+@program
+def number_on_the_host_overwritten(place: Place, compile: Compile) -> list[Any]:
+    scale, x = torch.tensor(2.0), leaf(place)
+    y = compile(lambda x: (x * scale).sum())(x)
+    scale.fill_(5.0)
+    y.backward()
+    return [x.grad]
+
+
+@program
+def argument_on_the_host_overwritten(place: Place, compile: Compile) -> list[Any]:
+    scale, x = torch.tensor(2.0), leaf(place)
+    y = compile(lambda x, scale: (x * scale).sum())(x, scale)
+    scale.fill_(5.0)
+    y.backward()
+    return [x.grad]
+
+
+@program
+def computed_on_the_host_and_overwritten(place: Place, compile: Compile) -> list[Any]:
+    scale, x = torch.tensor(2.0), leaf(place)
+    y = compile(lambda x: (x * (scale + 1)).sum())(x)
+    scale.fill_(5.0)
+    y.backward()
+    return [x.grad]
+
+
+@program
+def states_of_an_lstm(place: Place, compile: Compile) -> list[Any]:
+    torch.manual_seed(0)
+    lstm = nn.LSTM(4, 4, batch_first=True)
+    for name, p in list(lstm.named_parameters()):
+        setattr(lstm, name, nn.Parameter(place(p.detach())))
+    y, (h, c) = compile(lambda x: lstm(x))(place(numbers(0, 8, 3, 4)))
+    (y.sum() + h.square().sum() + c.sum()).backward()
+    return [y, h, c, *(p.grad for p in lstm.parameters())]
+
+
+@program
+def adversaries(place: Place, compile: Compile) -> list[Any]:
+    """Each trained through the other; one's history waits while the other is overwritten."""
+    a, b, found = parameter(place, 0, 4, 4), parameter(place, 1, 4, 4), []
+    generate, judge = compile(lambda z: (z @ a).tanh()), compile(lambda x: (x @ b).tanh())
+    of_a, of_b = torch.optim.SGD([a], lr=0.1), torch.optim.SGD([b], lr=0.1)
+    for i in range(3):
+        fake = generate(place(numbers(2 + i, 8, 4)))
+        of_b.zero_grad()
+        (judge(fake.detach()).square().mean() - judge(place(numbers(9, 8, 4))).mean()).backward()
+        of_b.step()
+        of_a.zero_grad()
+        loss = -judge(fake).mean()
+        loss.backward()
+        of_a.step()
+        found.append(loss.detach())
+    return [*found, a, b]
+
+
+@program
+def hooks_on_results(place: Place, compile: Compile) -> list[Any]:
+    w, seen = parameter(place, 1, 4, 4), []
+    a, b = compile(lambda x: (lambda h: (h, h[0]))(x @ w))(place(numbers(0, 8, 4)))
+    a.register_hook(lambda grad: seen.append(grad.clone()))
+    a.retain_grad()
+    b.retain_grad()
+    (a.sum() + b.square().sum()).backward()
+    return [a.grad, b.grad, w.grad, *seen]
 
 
 @program

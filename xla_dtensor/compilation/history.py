@@ -268,11 +268,13 @@ class Split:
                 second.append(equation)
             else:
                 first.append(equation)
-        early = {v for e in first for v in e.outvars}
+        outvars = [jaxpr.outvars[i] for i in gradients]
+        second = [*_moves(jaxpr.constvars, first, [*second, outvars]), *second]
+        made = {v for e in second for v in e.outvars}
+        early = {v for e in first for v in e.outvars} - made
         needed: dict[Any, None] = {}
         for equation in second:
             needed.update((v, None) for v in equation.invars if not _is_literal(v))
-        outvars = [jaxpr.outvars[i] for i in gradients]
         needed.update((v, None) for v in outvars if not _is_literal(v))
         residuals = [v for v in needed if v in early]
         position = {v: i for i, v in enumerate(jaxpr.constvars)}
@@ -325,6 +327,37 @@ class Split:
         for variable in gradients:
             if not _is_literal(variable):
                 met(variable, through.get(variable, set(stand_ins.values())))
+
+
+# What only puts a value in another order, or repeats it.
+_MOVES = frozenset(
+    {"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "sharding_constraint"}
+)
+
+
+def _moves(constants: list[Any], equations: list[Any], users: list[Any]) -> list[Any]:
+    """The equations that give ``users`` transposed parameters and the like: done again in the
+    second part, or each call would keep a copy of all parameters for its backward pass.
+
+    Args:
+        constants: the variables that are there anyway.
+        users: equations, or lists of variables.
+    """
+    there, movable = set(constants), dict[Any, Any]()
+    for equation in equations:
+        inputs = [v for v in equation.invars if not _is_literal(v)]
+        if equation.primitive.name in _MOVES and there.issuperset(inputs):
+            there.update(equation.outvars)
+            movable.update((v, equation) for v in equation.outvars)
+    needed: set[int] = set()
+    stack = [v for user in users for v in getattr(user, "invars", user)]
+    while stack:
+        variable = stack.pop()
+        equation = None if _is_literal(variable) else movable.get(variable)
+        if equation is not None and id(equation) not in needed:
+            needed.add(id(equation))
+            stack += equation.invars
+    return [equation for equation in equations if id(equation) in needed]
 
 
 def _mark_of(equation: Any) -> int | None:
@@ -399,6 +432,19 @@ class WithHistory(torch.autograd.Function):
         return (None, *ctx.backward_of(kept, list(grads)))
 
 
+class OnHost:
+    """A CPU tensor as memory that is read: what torch counts of the writes to it."""
+
+    __slots__ = ("form",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.form = tensor
+
+    @property
+    def version(self) -> int:
+        return 0 if self.form.is_inference() else self.form._version
+
+
 class Read:
     """Memory that the backward pass reads, and others may write to before.
 
@@ -411,7 +457,7 @@ class Read:
 
     __slots__ = ("outputs", "storage", "tensor")
 
-    def __init__(self, storage: Storage, outputs: set[int], tensor: Any) -> None:
+    def __init__(self, storage: Storage | OnHost, outputs: set[int], tensor: Any) -> None:
         self.storage, self.outputs, self.tensor = storage, outputs, tensor
 
 

@@ -26,6 +26,7 @@ from xla_dtensor.compilation.history import (
     Call,
     History,
     Kept,
+    OnHost,
     Read,
     Split,
     WithHistory,
@@ -223,7 +224,11 @@ class Program:
             elif isinstance(what, Source) and what.kind == "state":
                 tensor = None if by is None else by.get()
                 self._reads += [Read(storage, through, tensor) for storage in what.storages]
-            elif isinstance(what, Source) and what.kind in ("argument", "grad"):
+            elif isinstance(what, torch.Tensor):
+                self._reads.append(Read(OnHost(what), through, None))
+            elif isinstance(what, int) or (
+                isinstance(what, Source) and what.kind in ("argument", "grad")
+            ):
                 self._reads_found.append((what, through, by))
 
     def _resolver(self) -> Callable[..., list[Any]]:
@@ -511,6 +516,8 @@ class Program:
         for what, through, by in self._reads_found:
             if isinstance(what, Template):
                 storage = self._tensor(what, run)._storage_
+            elif isinstance(what, int):
+                storage = OnHost(run.arguments.tensors[what])
             else:
                 storage = self.storage_of(what, run.arguments)
             yield Read(storage, through, None if by is None else by.of(run.arguments))

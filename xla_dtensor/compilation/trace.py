@@ -310,7 +310,7 @@ class StepTrace:
         self.differentiating = False
         # What the backward pass reads of memory that the user may write to until it runs: the
         # storage, and the tensor from outside that it is read through, by the number of the mark.
-        self.reads: list[tuple[Storage | int, Outside | None]] = []
+        self.reads: list[tuple[Storage | torch.Tensor | int, Outside | None]] = []
         self.shown: set[int] = set()
         self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.host: Any = None
@@ -351,9 +351,9 @@ class StepTrace:
             array = self._recomputed[-1].barred(storage, array)
         return array
 
-    def _mark(self, storage: Storage, array: Any, tensor: Any) -> Any:
+    def _mark(self, storage: Storage | torch.Tensor, array: Any, tensor: Any) -> Any:
         """``array`` behind an equation that does nothing, and says that the backward pass reads
-        ``storage`` through ``tensor``."""
+        ``storage`` (a CPU tensor itself) through ``tensor``."""
         outside = self.outside.get(id(tensor))
         if outside is not None and outside.get() is not tensor:
             outside = None  # a view: should the tensor that it is of move, it stays where it was
@@ -427,7 +427,7 @@ class StepTrace:
             with _context.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.asarray(to_numpy(tensor))
             known = self.host_arrays[key] = (tensor, array, source)
-        return known[1]
+        return self._mark(tensor, known[1], None) if self.differentiating else known[1]
 
     def item(self, tensor: Any) -> Any:
         """In the formulas of torch's optimizers a number without a present value, which goes into

@@ -111,19 +111,20 @@ class Seen:
 
     Attributes:
         of: the `Template`, the argument's index, or the tensor.
-        detached: whether no history connects them.
+        detached: whether it is no view to autograd.
     """
 
-    __slots__ = ("_further", "cls", "detached", "form", "of", "steps")
+    __slots__ = ("_further", "cls", "detached", "form", "of", "requires_grad", "steps")
 
     def __init__(self, of: Any, further: tuple[Step, ...], detached: bool, view: Any) -> None:
-        self.of, self.detached = of, detached
+        self.of, self.detached, self.requires_grad = of, detached, view.requires_grad
         self.cls, self.form, self.steps = type(view), view._form, view._steps
         self._further = further
 
     def made(self, base: Any) -> Any:
         """The view of ``base``."""
-        tensor = base.detach() if self.detached else base
+        detached = self.detached or (base.requires_grad and not self.requires_grad)
+        tensor = base.detach() if detached else base
         if not all(isinstance(step, ViewStep) and step.op is not None for step in self._further):
             frame = base._storage_.form.frame
             base._storage_.introduce(base)
@@ -228,8 +229,8 @@ class Traced:
         carried: the places that its values are taken from like arguments.
         call: the arguments, with these.
         history: how its results depend on tensors that require grad, or None.
-        reads: per mark of the history's where the memory is (a source, or templates), and through
-            which tensor from outside it was read.
+        reads: per mark of the history's where the memory is (a source, templates, a CPU tensor, or
+            which argument it is), and through which tensor from outside it was read.
     """
 
     def __init__(
@@ -446,7 +447,7 @@ class Traced:
         made.finish()
         self._shown = made.shown
         self.switched = trace.switched()
-        if history.outputs:
+        if history.outputs and history.inputs:
             if self.switched:
                 raise DataDependentError(
                     "the step leaves a parameter with another requires_grad than it found, and "
@@ -590,6 +591,7 @@ class Traced:
             if storage in found
         )
         self.slots: list[Source] = []
+        self.reads: list[tuple[Any, Any]]
         counters: dict[int, list[Captured]] = {}
         for captured in self.captured:
             if captured.storage is None:
@@ -635,10 +637,17 @@ class Traced:
                 by_id[id(array)] = Source("cotangent", i)
         self.sources = [by_id.get(id(const)) or Source("constant", const) for const in constants]
         found_by = {id(s): source for source in self.slots for s in source.storages}
-        self.reads = [
-            (self._shown[read] if isinstance(read, int) else found_by.get(id(read)), outside)
-            for read, outside in trace.reads
-        ]
+        of_host = {id(t): i for i, t in enumerate(arguments.tensors)}
+        self.reads = []
+        for memory, outside in trace.reads:
+            where: Any
+            if isinstance(memory, int):  # the step's own
+                where = self._shown[memory]
+            elif isinstance(memory, torch.Tensor) and not self.host.made(memory):
+                where = of_host.get(id(memory), memory)
+            else:
+                where = found_by.get(id(memory))
+            self.reads.append((where, outside))
         for source in self.slots:
             source.forget()
         for captured in self.captured:
@@ -752,10 +761,17 @@ class Made:
             return Seen(template, further, False, value) if root is not value else template
         if not _is_plain(value) and value._steps:
             return self._copy(value)
-        whole = self._wholes.get(id(storage))
-        if whole is None and not value._steps:
-            return self._whole(storage)
-        return Seen(self._whole(storage), value._steps, True, value)
+        # What it is a view of to autograd; or itself.
+        root = value._base if value._is_view() else None if value._steps else value
+        if root is not None and (root._storage_ is not storage or root._steps):
+            root = None
+        if root is not None and id(storage) not in self._wholes:
+            self._known[id(root)] = root, self._whole(storage)
+        whole = self._whole(storage)
+        connected = root is not None and self._known.get(id(root), (None, None))[1] is whole
+        if connected and root is value:
+            return whole
+        return Seen(whole, value._steps, not connected, value)
 
     def _whole(self, storage: Storage) -> Template:
         template = self._wholes.get(id(storage))

@@ -126,6 +126,14 @@ def layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight, bias, out
     )
 
 
+@lowers("_weight_norm_interface_backward")
+def weight_norm_backward(grad, v, g, norms, dim):
+    rest = tuple(d for d in range(v.ndim) if d != dim % v.ndim)
+    grad, v, g, norms = _wide(grad, v, g, norms)
+    grad_g = jnp.sum(grad * v, rest, keepdims=True) / norms
+    return (grad - v * grad_g / norms) * g / norms, grad_g
+
+
 @lowers("_fused_rms_norm", symbolic_floats=True)
 def rms_norm(x, normalized_shape, weight, eps):
     x, weight = _wide(x, weight)
