@@ -515,6 +515,8 @@ class Program:
             argument = arguments.tensors[index]
             if not argument.is_inference():
                 torch.autograd.graph.increment_version(argument)
+        if self._traced.host_writes:
+            self._write_host(arguments)
         made: dict[int, Any] = {}
         for outside, template in self._traced.grads:
             leaf = outside.of(arguments)
@@ -536,6 +538,14 @@ class Program:
             # another program.
             self.stale = "the first call made state that the step now finds in place"
             self._traced.left = []
+
+    def _write_host(self, arguments: Arguments) -> None:
+        """Write back to CPU tensors what the host's program has made of them."""
+        host = self._prepared.host
+        with torch.no_grad():
+            for target, source in self._traced.host_writes:
+                value = self._traced.host.reader(source)(arguments, host)
+                target.read(arguments).copy_(value)
 
     def _is_steady(self) -> bool:
         return all(

@@ -24,6 +24,7 @@ from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayab
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
+from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
@@ -199,6 +200,7 @@ class Traced:
         forms: the forms of the outputs.
         results, result_tree: what the step returns.
         grads: (leaf, template of its new gradient or None).
+        host_writes: (CPU tensor from outside, where its new value comes from).
         switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
         left: (storage that the step made and left somewhere unknown, output).
         effects: what its Python changed.
@@ -253,7 +255,7 @@ class Traced:
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
             del numbers
-            with self.host, self.schedulers, self.hooks:
+            with self.host, self.schedulers, self.hooks, CumulativeNorms():
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
@@ -327,6 +329,7 @@ class Traced:
     @interrupts.atomic
     def _undo_trace(self) -> None:
         self.trace.undo()
+        self.host.undo()
 
     @interrupts.atomic
     def undo(self, error: BaseException | None = None) -> None:
@@ -392,6 +395,7 @@ class Traced:
             self.grads.append((outside, template))
             leaf.grad = outside.grad
         leaf = grad = None
+        self.host_writes = self.host.writes()
         self.switched = trace.switched()
         if history is not None:
             if self.switched:

@@ -619,7 +619,7 @@ def _setting(world: World, case: tuple[bool, str, Callable, dict]) -> Program:
 
 @rows(
     {
-        f"{name}-{when}-{make.__name__}{'-fused' if options else ''}": (when == "first", name) + how
+        f"{name}-{when}-{make.__name__}{'-fused' if options else ''}": (when == "first", name, *how)
         for name in SETTING
         for when in ("first", "last")
         for how in ((SGD, {}), (AdamW, {}), (Adam, {"fused": True}))
