@@ -19,7 +19,7 @@ from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.compilation.traced import Traced, trace
 from xla_dtensor.runtime.jax_runtime import code_bytes
 from xla_dtensor.storage import exact
 
@@ -240,7 +240,7 @@ class CompiledStep:
         ``jax.stages.Lowered``, with ``as_text()`` and ``compile()``. Nothing changes."""
         arguments = Arguments(args, kwargs)
         with self._lock, _tracing:
-            traced = Traced(self._function, arguments, frozenset(), self._carried)
+            traced = trace(self._function, arguments, frozenset(), self._carried)
             try:
                 return Program(traced, traced.call, None, self._options).lowered
             finally:
@@ -356,11 +356,11 @@ class CompiledStep:
     def _trace_once(self, arguments: Arguments, family: _Family) -> Traced:
         if family.dynamic:
             try:
-                return Traced(self._function, arguments, family.dynamic, self._carried)
+                return trace(self._function, arguments, family.dynamic, self._carried)
             except Exception as error:
                 logger.info("%s: its numbers stay constants: %s", self._name(), error)
                 family.keep_static()
-        return Traced(self._function, arguments, frozenset(), self._carried)
+        return trace(self._function, arguments, frozenset(), self._carried)
 
     def _explain(
         self, arguments: Arguments, family: _Family, tried: list[tuple[Program, Arguments]]

@@ -6,14 +6,12 @@ import contextlib
 import functools
 import gc
 import itertools
-import random
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 from torch.nn.utils import parametrize
 
@@ -24,6 +22,7 @@ from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayab
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
+from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread, none_drawn
 from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
@@ -190,6 +189,23 @@ def _view_of(tensor: Any) -> tuple[Any, Any, Any]:
     return (None, None, None) if tensor is None else (type(tensor), tensor._form, tensor._steps)
 
 
+def trace(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    dynamic: frozenset[int],
+    carried: frozenset[str] = frozenset(),
+) -> Traced:
+    """One trace of a step, or two: see `host_random`."""
+    try:
+        return Traced(function, arguments, dynamic, carried)
+    except MaybeAnotherThread:
+        token = OWN.set(True)
+        try:
+            return Traced(function, arguments, dynamic, carried)
+        finally:
+            OWN.reset(token)
+
+
 class Traced:
     """One trace of a step; making one runs the step's Python and changes nothing.
 
@@ -270,7 +286,7 @@ class Traced:
         torch.compiler._is_compiling_flag = True
         try:
             with (
-                _same_host_randomness(watch.random_sources),
+                none_drawn(watch.random_sources),
                 _nothing_consumed(watch),
                 NewObjects() as new,
                 _context.active(trace),
@@ -703,26 +719,6 @@ def _leaves(watch: Watch) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _same_host_randomness(sources: list[Any]) -> Iterator[None]:
-    """Refuse a step that draws random numbers in Python: it would draw once.
-
-    Raises:
-        DataDependentError: it has drawn some.
-    """
-    before = _random_states(sources)
-    yield
-    after = _random_states(sources)
-    for (name, restore, state), (_, _, now) in zip(before, after, strict=True):
-        if repr(state) != repr(now):
-            restore(state)
-            raise DataDependentError(
-                f"the step draws random numbers from {name}: that would happen when it is traced, "
-                "not in every call; draw them outside and pass them as arguments, or draw them on "
-                "the device with torch"
-            )
-
-
-@contextlib.contextmanager
 def _nothing_consumed(watch: Watch) -> Iterator[None]:
     """Refuse a step that takes elements from an iterator, or writes to an array of NumPy's: that
     would happen once.
@@ -779,35 +775,3 @@ def _iterator_state(iterator: Any) -> Any:
         for x in part
     ]
     return UNKNOWN if UNKNOWN in states else states
-
-
-def _random_states(sources: list[Any]) -> list[tuple[str, Any, Any]]:
-    states: list[tuple[str, Any, Any]] = [
-        ("Python's random module", random.setstate, random.getstate()),
-        ("numpy.random", np.random.set_state, _numpy_state()),
-    ]
-    for source in sources:
-        if isinstance(source, random.Random):
-            states.append(("a random.Random", source.setstate, source.getstate()))
-        elif isinstance(source, np.random.RandomState):
-            states.append(
-                ("a numpy RandomState", source.set_state, _plain_state(source.get_state()))
-            )
-        else:
-            bits = source.bit_generator
-
-            def restore(state: Any, bits: Any = bits) -> None:
-                bits.state = state
-
-            states.append(("a numpy Generator", restore, bits.state))
-    return states
-
-
-def _numpy_state() -> Any:
-    return _plain_state(np.random.get_state())
-
-
-def _plain_state(state: Any) -> Any:
-    """A NumPy state whose ``repr`` has all of it."""
-    name, keys, *rest = state
-    return (name, keys.tolist(), *rest)

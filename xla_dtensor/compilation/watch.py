@@ -211,6 +211,14 @@ class Watch:
         """Whether the step's code calls ``next``."""
         return any("next" in names for _, names in self._globals.values())
 
+    def assigned_in(self, place: Place) -> set[str] | None:
+        """The names of attributes that the step's code may assign in a place; None for any."""
+        if place.container not in self._plain or self._names.any_attribute:
+            return None
+        if any("setattr" in names or "delattr" in names for _, names in self._globals.values()):
+            return None
+        return self._names.assigned
+
     def _size(self) -> tuple[int, ...]:
         names = self._names
         return (
@@ -224,6 +232,7 @@ class Watch:
         self.places: list[Place] = []
         self.carried: list[Carried] = []
         self.inside: set[int] = set()
+        self._plain: set[int] = set()  # the attributes of objects that no library's code changes
         self.settings: set[tuple[int, str]] = set()
         self.found: list[Found] = []
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
@@ -579,6 +588,9 @@ class Watch:
     def _attributes(self, value: Any, path: str) -> None:
         own = vars(value)
         names = list(filter(self._is_read, own))
+        cls = type(value)
+        if cls is types.SimpleNamespace or not any(map(is_library_class, cls.__mro__[:-1])):
+            self._plain.add(id(own))
         self._assigned(value, path, names)
         self._entries(own, names, path, value)
 
