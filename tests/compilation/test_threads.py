@@ -84,9 +84,9 @@ def test_the_step_draws(x: torch.Tensor, name: str, idle: bool) -> None:
     """It is refused, whatever other threads do."""
     number, where = DRAWS[name]
     step = xd.compile(lambda x: x * number())
-    with thread(threading.Event().is_set if idle else draw):
-        with pytest.raises(xd.DataDependentError, match=where):
-            step(x)
+    other = thread(threading.Event().is_set if idle else draw)
+    with other, pytest.raises(xd.DataDependentError, match=where):
+        step(x)
 
 
 def test_drawn_numbers_are_kept(x: torch.Tensor) -> None:

@@ -36,9 +36,9 @@ class _Generator:
 
     def __init__(self, source: Any, name: str) -> None:
         self.source, self.name = source, name
-        self.bits = getattr(source, "bit_generator", None) or getattr(
-            source, "_bit_generator", None
-        )
+        self.bits: Any = getattr(source, "bit_generator", None)
+        if self.bits is None:
+            self.bits = getattr(source, "_bit_generator", None)
 
     def state(self) -> Any:
         """Its state, to be compared by ``repr``."""
@@ -133,7 +133,7 @@ def _none_drawn_here(generators: list[_Generator]) -> Iterator[None]:
 @contextlib.contextmanager
 def _calls(owners: dict[int, Any], found: Callable[[Any], None]) -> Iterator[None]:
     """Tell of every method of ``owners`` (by ``id``) that this thread calls."""
-    outer = sys.getprofile()
+    outer: Any = sys.getprofile()
 
     def seen(frame: Any, event: str, argument: Any) -> None:
         called, name = None, ""
