@@ -699,14 +699,12 @@ class Watch:
     def _global_hooks(self) -> None:
         from torch.nn.modules import module
 
-        for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        for kind in ("forward", "forward_pre", "backward", "backward_pre"):
+            name = f"_global_{kind}_hooks"
             hooks = getattr(module, name)
             self._place(Items(hooks, f"torch.nn.modules.module.{name}", with_keys=False))
             for number, hook in enumerate(hooks.values()):
                 self._walk(hook, f"{name}[{number}]")
-        for name in ("_global_backward_hooks", "_global_backward_pre_hooks"):
-            hooks = getattr(module, name)
-            self._place(Items(hooks, f"torch.nn.modules.module.{name}", with_keys=False))
 
     # --- comparing ----------------------------------------------------------------------------
 
