@@ -9,7 +9,7 @@ from typing import Any
 from jax._src import source_info_util
 
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.compilation.traced import Traced, trace
 from xla_dtensor.errors import StaleStepError
 from xla_dtensor.origin import is_users
 
@@ -20,7 +20,7 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
     Raises:
         StaleStepError: they differ.
     """
-    again = Traced(function, arguments, traced.dynamic, traced.names_of_carried)
+    again = trace(function, arguments, traced.dynamic, traced.names_of_carried)
     again.undo()
     mine, now = traced.signature(), again.signature()
     for what, before in mine.items():

@@ -9,6 +9,7 @@ counter) can't be had that way, and is refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,8 @@ class Surroundings:
 
     def __init__(self, watch: Watch) -> None:
         self._before = [(place, place.content()) for place in watch.places]
+        self._watch = watch
+        self._threads = len(sys._current_frames())
         self._owners = {id(place.owner) for place in watch.places}
         self._planted: dict[tuple[int, Any], Any] = {}
 
@@ -116,6 +119,7 @@ class Surroundings:
         found = []
         for place, before in self._before:
             after = self._but_for_planted(place, before, place.content())
+            after |= self._of_other_threads(place, before, after)
             if before.keys() == after.keys() and all(
                 a is b or _same(a, b) for a, b in zip(before.values(), after.values(), strict=True)
             ):
@@ -136,11 +140,27 @@ class Surroundings:
         """Put everything back."""
         for place, before in self._before:
             after = place.content()
-            if list(before) != list(after) or any(
-                a is not b for a, b in zip(before.values(), after.values(), strict=True)
-            ):
+            after |= self._of_other_threads(place, before, after)
+            if list(before) != list(after):
                 place.replace(before)
+                continue
+            # Key by key: the others are perhaps another thread's.
+            changed = {key: value for key, value in before.items() if after[key] is not value}
+            if isinstance(place.owner, set) and changed:
+                place.replace(before)
+            elif changed:
+                place.put(changed)
         self._planted.clear()  # stand-ins for numbers, which end with the trace
+
+    def _of_other_threads(
+        self, place: Place, before: dict[Any, Any], after: dict[Any, Any]
+    ) -> dict[Any, Any]:
+        """Attributes that the step's code doesn't assign anywhere, but another thread has, as they
+        were before: they are none of the step's doing."""
+        names = self._watch.assigned_in(place)
+        if names is None or (self._threads == 1 and len(sys._current_frames()) == 1):
+            return {}
+        return {key: before[key] for key in after if key not in names and key in before}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -118,6 +118,10 @@ class HostOperations(TorchDispatchMode):
         self.looked_at: list[tuple[Callable[[Arguments, list[Any]], Any], Any, str]] = []
         self.stand_ins = trace.stand_ins
         self._functions = _HostReads(self)
+        # Tensors from outside that the step writes: (the tensor, its value before).
+        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Memory of tensors from outside that operations have used.
+        self._outside: set[int] = set()
 
     def __enter__(self) -> HostOperations:
         self._functions.__enter__()
@@ -153,11 +157,8 @@ class HostOperations(TorchDispatchMode):
             return self._item(tensors[0])
         if func._schema.is_mutable:
             for x in tensors:
-                if self._made_here(x) is None and x is _written(func, args, kwargs):
-                    self._trace.refuse(
-                        f"{func} on a CPU tensor {list(x.shape)} from outside of the step, which "
-                        "would be written once, not in every call: it"
-                    )
+                if x is _written(func, args, kwargs):
+                    self._overwrite(x, func)
         symbolic = any(isinstance(x, _Symbolic) for x in leaves)
         plain_args, plain_kwargs = args, kwargs
         if symbolic:
@@ -179,6 +180,48 @@ class HostOperations(TorchDispatchMode):
             if on_cpu and self._made_here(x) is None:
                 self._made[id(x)] = weakref.ref(x), _Value(number, i)
         return result
+
+    # --- writes to tensors from outside -------------------------------------------------------
+
+    def _overwrite(self, tensor: torch.Tensor, func: Any) -> None:
+        """The step writes to a tensor. One from outside is a copy in the program, which each call
+        writes back when it has run; it gets its value back when the trace is over."""
+        memory = tensor.untyped_storage()._cdata
+        known = self._made_here(tensor)
+        if known is not None and (memory not in self._outside or self._is_overwritten(tensor)):
+            return
+        shared = any(
+            other is not None and other is not tensor and other.untyped_storage()._cdata == memory
+            for other in (reference() for reference, _ in self._made.values())
+        )
+        if known is not None or shared or tensor._is_view() or tensor.requires_grad:
+            self._trace.refuse(
+                f"{func} on a CPU tensor {list(tensor.shape)} whose memory is that of another from "
+                "outside of the step (a view), or which requires grad: it"
+            )
+        with _disable_current_modes():
+            self._overwritten.append((tensor, tensor.detach().clone()))
+        number = self.program.add(torch.ops.aten.clone.default, self._symbols((tensor,)), {}, True)
+        self._made[id(tensor)] = weakref.ref(tensor), _Value(number, 0)
+
+    def _is_overwritten(self, tensor: torch.Tensor) -> bool:
+        return any(known is tensor for known, _ in self._overwritten)
+
+    def writes(self) -> list[tuple[Any, Any]]:
+        """The tensors from outside that the step has written, and where their values come from."""
+        found = []
+        for tensor, _ in self._overwritten:
+            index = self._arguments.get(id(tensor))
+            found.append((_Input(tensor if index is None else None, index), self.use(tensor)))
+        return found
+
+    def undo(self) -> None:
+        """Give the tensors from outside the values that they had before the trace."""
+        with torch.no_grad(), _disable_current_modes(), _context.active(None):
+            for tensor, before in self._overwritten:
+                tensor.copy_(before)
+        self._overwritten = []
+        self._made.clear()  # torch swaps no tensor that has a weak reference
 
     # --- where values come from ---------------------------------------------------------------
 
@@ -216,6 +259,7 @@ class HostOperations(TorchDispatchMode):
                 made = self._made_here(x)
                 if made is not None:
                     return made
+                self._outside.add(x.untyped_storage()._cdata)
                 index = self._arguments.get(id(x))
                 return _Input(x if index is None else None, index)
             if isinstance(x, _Symbolic):

@@ -570,7 +570,7 @@ class Program:
         if one thing does, the rest is done all the same: half a step would be worse."""
         for piece in (
             *(self._put_states, self._put_arguments, self._put_gradients, self._put_left),
-            self._count_writes,
+            *(self._put_host, self._count_writes),
         ):
             run.insist(piece)
 
@@ -625,6 +625,13 @@ class Program:
         for scheduler, step, args, kwargs in self._traced.schedulers.calls:
             if run.error is None:
                 run.succeeds(functools.partial(_step_scheduler, step, scheduler, args, kwargs))
+
+    def _put_host(self, run: Run) -> None:
+        """Write back to CPU tensors what the host's program has made of them."""
+        with torch.no_grad():
+            for target, source in self._traced.host_writes:
+                value = self._traced.host.reader(source)(run.arguments, run.prepared.host)
+                target.read(run.arguments).copy_(value)
 
     def _is_steady(self) -> bool:
         return all(

@@ -21,7 +21,7 @@ from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.programs import KEPT, Programs
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.compilation.traced import Traced, trace
 from xla_dtensor.runtime.jax_runtime import code_bytes
 from xla_dtensor.storage import exact
 
@@ -241,7 +241,7 @@ class CompiledStep:
         ``jax.stages.Lowered``, with ``as_text()`` and ``compile()``. Nothing changes."""
         arguments = Arguments(args, kwargs)
         with self._lock, _tracing:
-            traced = Traced(self._function, arguments, frozenset(), self._carried)
+            traced = trace(self._function, arguments, frozenset(), self._carried)
             try:
                 return Program(traced, traced.call, None, self._options).lowered
             finally:
@@ -359,12 +359,12 @@ class CompiledStep:
 
     def _trace_once(self, arguments: Arguments, family: _Family) -> Traced:
         if not family.dynamic:
-            return Traced(self._function, arguments, frozenset(), self._carried)
+            return trace(self._function, arguments, frozenset(), self._carried)
         try:
-            return Traced(self._function, arguments, family.dynamic, self._carried)
+            return trace(self._function, arguments, family.dynamic, self._carried)
         except Exception as error:
             # If this raises, too, it is the step that does.
-            traced = Traced(self._function, arguments, frozenset(), self._carried)
+            traced = trace(self._function, arguments, frozenset(), self._carried)
             logger.info("%s: its numbers stay constants: %s", self._name(), error)
             family.keep_static()
             return traced

@@ -7,14 +7,12 @@ import functools
 import gc
 import itertools
 import operator
-import random
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch.nn.utils import parametrize
@@ -27,6 +25,8 @@ from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayab
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History, is_view_by_torch
 from xla_dtensor.compilation.host_ops import HostOperations
+from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread, none_drawn
+from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
@@ -210,6 +210,23 @@ class Built:
         return "what each call makes anew"
 
 
+def trace(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    dynamic: frozenset[int],
+    carried: frozenset[str] = frozenset(),
+) -> Traced:
+    """One trace of a step, or two: see `host_random`."""
+    try:
+        return Traced(function, arguments, dynamic, carried)
+    except MaybeAnotherThread:
+        token = OWN.set(True)
+        try:
+            return Traced(function, arguments, dynamic, carried)
+        finally:
+            OWN.reset(token)
+
+
 class Traced:
     """One trace of a step; making one runs the step's Python and changes nothing.
 
@@ -220,6 +237,7 @@ class Traced:
         forms: the forms of the outputs.
         results, result_tree: what the step returns.
         grads: (leaf, template of its new gradient or None).
+        host_writes: (CPU tensor from outside, where its new value comes from).
         switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
         left: (storage that the step made and left somewhere unknown, output).
         effects: what its Python changed.
@@ -281,7 +299,7 @@ class Traced:
                 surroundings.plant(place, value)
             del numbers
             computing = MathOfNumbers() if self.dynamic else contextlib.nullcontext()
-            with self.host, self.schedulers, self.hooks, computing:
+            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing:
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
@@ -296,7 +314,7 @@ class Traced:
         torch.compiler._is_compiling_flag = True
         try:
             with (
-                _same_host_randomness(watch.random_sources),
+                none_drawn(watch.random_sources),
                 _nothing_consumed(watch),
                 NewObjects() as new,
                 _unseen_by_checkpoint(),
@@ -379,6 +397,7 @@ class Traced:
     @interrupts.atomic
     def _undo_trace(self) -> None:
         self.trace.undo()
+        self.host.undo()
 
     @interrupts.atomic
     def undo(self, error: BaseException | None = None) -> None:
@@ -446,6 +465,7 @@ class Traced:
         leaf = grad = None
         made.finish()
         self._shown = made.shown
+        self.host_writes = self.host.writes()
         self.switched = trace.switched()
         if history.outputs and history.inputs:
             if self.switched:
@@ -901,26 +921,6 @@ def _leaves(watch: Watch) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _same_host_randomness(sources: list[Any]) -> Iterator[None]:
-    """Refuse a step that draws random numbers in Python: it would draw once.
-
-    Raises:
-        DataDependentError: it has drawn some.
-    """
-    before = _random_states(sources)
-    yield
-    after = _random_states(sources)
-    for (name, restore, state), (_, _, now) in zip(before, after, strict=True):
-        if repr(state) != repr(now):
-            restore(state)
-            raise DataDependentError(
-                f"the step draws random numbers from {name}: that would happen when it is traced, "
-                "not in every call; draw them outside and pass them as arguments, or draw them on "
-                "the device with torch"
-            )
-
-
-@contextlib.contextmanager
 def _unseen_by_checkpoint() -> Iterator[None]:
     """Tensors that the trace saves aren't saved through the hooks of a ``torch.utils.checkpoint``
     around the call: it counts them, and finds less when it calls the step again."""
@@ -993,35 +993,3 @@ def _iterator_state(iterator: Any) -> Any:
         for x in part
     ]
     return UNKNOWN if UNKNOWN in states else states
-
-
-def _random_states(sources: list[Any]) -> list[tuple[str, Any, Any]]:
-    states: list[tuple[str, Any, Any]] = [
-        ("Python's random module", random.setstate, random.getstate()),
-        ("numpy.random", np.random.set_state, _numpy_state()),
-    ]
-    for source in sources:
-        if isinstance(source, random.Random):
-            states.append(("a random.Random", source.setstate, source.getstate()))
-        elif isinstance(source, np.random.RandomState):
-            states.append(
-                ("a numpy RandomState", source.set_state, _plain_state(source.get_state()))
-            )
-        else:
-            bits = source.bit_generator
-
-            def restore(state: Any, bits: Any = bits) -> None:
-                bits.state = state
-
-            states.append(("a numpy Generator", restore, bits.state))
-    return states
-
-
-def _numpy_state() -> Any:
-    return _plain_state(np.random.get_state())
-
-
-def _plain_state(state: Any) -> Any:
-    """A NumPy state whose ``repr`` has all of it."""
-    name, keys, *rest = state
-    return (name, keys.tolist(), *rest)

@@ -232,6 +232,14 @@ class Watch:
         """Whether the step's code calls ``next``."""
         return any("next" in names for _, names in self._globals.values())
 
+    def assigned_in(self, place: Place) -> set[str] | None:
+        """The names of attributes that the step's code may assign in a place; None for any."""
+        if place.container not in self._plain or self._names.any_attribute:
+            return None
+        if any("setattr" in names or "delattr" in names for _, names in self._globals.values()):
+            return None
+        return self._names.assigned
+
     def _size(self) -> tuple[int, ...]:
         names = self._names
         return (
@@ -245,6 +253,7 @@ class Watch:
         self.places: list[Place] = []
         self.carried: list[Carried] = []
         self.inside: set[int] = set()
+        self._plain: set[int] = set()  # the attributes of objects that no library's code changes
         self.settings: set[tuple[int, str]] = set()
         self.found: list[Found] = []
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
@@ -659,6 +668,9 @@ class Watch:
         names = list(filter(self._is_read, own))
         if isinstance(own.get("__getattr__"), types.FunctionType):  # a Python module's
             names.append("__getattr__")
+        cls = type(value)
+        if cls is types.SimpleNamespace or not any(map(is_library_class, cls.__mro__[:-1])):
+            self._plain.add(id(own))
         self._assigned(value, path, names)
         self._entries(own, names, path, value)
 
@@ -767,10 +779,8 @@ class Watch:
     def _global_hooks(self) -> None:
         from torch.nn.modules import module
 
-        for name in (
-            *("_global_forward_hooks", "_global_forward_pre_hooks"),
-            *("_global_backward_hooks", "_global_backward_pre_hooks"),
-        ):
+        for kind in ("forward", "forward_pre", "backward", "backward_pre"):
+            name = f"_global_{kind}_hooks"
             hooks = getattr(module, name)
             self._place(Items(hooks, f"torch.nn.modules.module.{name}", with_keys=False))
             for number, hook in enumerate(hooks.values()):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.utils.clip_grad
 import torch.utils.hooks
 from torch.distributed import device_mesh as torch_device_mesh
+from torch.optim import swa_utils
 
 from xla_dtensor import _pickling
 from xla_dtensor.base import epoch
@@ -37,7 +38,22 @@ def install() -> None:
     _hook_handles()
     _hook_clipping()
     _allow_loading()
+    _hook_averages()
     _installed = True
+
+
+def _hook_averages() -> None:
+    """``AveragedModel`` without a function of the user's averages tensor by tensor, as on the CPU:
+    torch's loop over lists gives a tensor for a number, and refuses buffers of ints."""
+    original = getattr(swa_utils, "_get_foreach_kernels_supported_devices", None)
+    if original is None:  # an older torch, which asks nobody
+        return
+
+    @functools.wraps(original)
+    def supported() -> list[str]:
+        return [name for name in original() if name != "xla"]
+
+    swa_utils._get_foreach_kernels_supported_devices = supported
 
 
 def _hook_synchronize() -> None:

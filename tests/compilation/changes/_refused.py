@@ -12,7 +12,9 @@ MODE = r"(train|eval)\(\)|training"
 REFUSED: dict[str, str] = {
     # Values of CPU tensors in the step's Python, and arithmetic with CPU tensors.
     "host-cpu_numbers_drawn": CPU,
-    "host-cpu_tensor_written_in_the_step": CPU,
+    "host-cpu_argument_written": CPU,
+    "host-cpu_view_written": CPU,
+    "host-cpu_tensor_written_after_a_view": CPU,
     # Modes around the call that see, or change, every operation.
     "host-autocast_around_the_call": r"(?i)autocast",
     # What the step's Python does besides computing.
@@ -37,5 +39,4 @@ REFUSED: dict[str, str] = {
     # History from outside of the step, and what torch itself looks at.
     "leaves-leaf_becomes_part_of_a_graph": r"backward\(\)",
     "modules-parametrization_cached": r"cached\(\)",
-    "modules-attribute_of_torch_module-batch_norm_cumulative": r"item",
 }
