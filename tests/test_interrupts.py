@@ -318,3 +318,19 @@ def test_200_interrupts(optimizer: str, seed: str, options: list[str]) -> None:
         optimizer, "--outside", "--interrupts", "25", "--cold", "4", "--seed", seed, *options
     )
     assert "25 interrupts" in said
+
+
+def test_numbers_of_a_trace_are_atomic_for_cpp() -> None:
+    """torch's C++ asks them for their value, and takes an interrupt that is raised in them for the
+    argument's being of another type."""
+    from xla_dtensor.base import python_numbers, traced_number
+
+    asked = (
+        traced_number.NumberNode.guard_float,
+        traced_number.NumberNode.add,  # type: ignore[attr-defined]
+        traced_number.ComparisonNode.guard_bool,
+        python_numbers.Float.__add__,
+        vars(python_numbers.Int)["__class__"].fget,
+    )
+    for function in asked:
+        assert interrupts._kinds[function.__code__] is interrupts._Kind.ATOMIC

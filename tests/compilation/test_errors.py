@@ -65,11 +65,11 @@ def test_data_dependent_python_shows_the_line(mesh_2x4: DeviceMesh, function, li
     function(x)  # eagerly there is nothing wrong with it
 
 
-COUNTER = torch.zeros(())
+COUNTER = torch.zeros(1)
 
 
 def counts_on_the_cpu(x: torch.Tensor) -> torch.Tensor:
-    COUNTER.add_(1)
+    COUNTER[0].add_(1)
     return x
 
 
@@ -79,7 +79,7 @@ def draws_on_the_cpu(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("function", "line"),
-    [(counts_on_the_cpu, "COUNTER.add_(1)"), (draws_on_the_cpu, "return x + torch.rand(8)")],
+    [(counts_on_the_cpu, "COUNTER[0].add_(1)"), (draws_on_the_cpu, "return x + torch.rand(8)")],
     ids=["write", "random"],
 )
 def test_what_would_happen_on_the_cpu_only_once(mesh_2x4: DeviceMesh, function, line: str) -> None:

@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
+from xla_dtensor.base import thread_state
+from xla_dtensor.compilation import program
+from xla_dtensor.compilation.effects import Effect
+from xla_dtensor.forms.storage import Storage
 
 
 class Interrupt(BaseException):
@@ -122,6 +127,94 @@ def test_nothing_is_lost(
     for x, dx in rows[calls_before:]:
         torch.testing.assert_close(step(dx).cpu(), reference_step(x), rtol=1e-4, atol=1e-5)
     assert_same_parameters(reference, model)
+
+
+# What writing back calls, which is made to fail once.
+WRITING: dict[str, tuple[Any, str]] = {
+    "states": (program, "put"),
+    "counts": (Storage, "count_write"),
+    "arguments": (Storage, "write"),
+    "versions": (torch.autograd.graph, "increment_version"),
+    "gradients": (program.Program, "_tensor"),
+    "attributes": (Effect, "repeat"),
+    "results": (program.Program, "_result"),
+    "node": (program, "Kept"),
+}
+
+
+class Writer:
+    """A step that writes to everything there is: parameters, optimizer state, gradients, an
+    argument, an attribute; of its results one has a history."""
+
+    def __init__(self, model: nn.Module, gain: nn.Parameter, total: torch.Tensor) -> None:
+        self.model, self.gain, self.total = model, gain, total
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.last: torch.Tensor | None = None
+
+    def step(self, x: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.optimizer.zero_grad()
+        y = self.model(x)
+        y.pow(2).mean().backward()
+        self.optimizer.step()
+        self.last = y.detach().sum()
+        with torch.no_grad():
+            total.add_(self.last)
+        return (x * self.gain).sum(), y.detach()[0]
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        parameters = list(self.model.parameters())
+        states = [self.optimizer.state[p]["momentum_buffer"] for p in parameters]
+        grads = [p.grad for p in (*parameters, self.gain)]
+        return [*parameters, *states, *grads, self.total, self.last]
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 2])
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("place", WRITING)
+@pytest.mark.one_in(2)
+def test_a_failure_in_writing_back(
+    mesh_2x4: DeviceMesh, monkeypatch: pytest.MonkeyPatch, place: str, at: int, calls_before: int
+) -> None:
+    """The step has happened, and as a whole: everything is as after a call that succeeds."""
+    reference, model = twin_models(mesh_2x4)
+    placed = lambda t: distribute_tensor(t, mesh_2x4, [Replicate()] * 2)
+    right = Writer(reference, nn.Parameter(torch.ones(6)), torch.zeros(()))
+    mine = Writer(model, nn.Parameter(placed(torch.ones(6))), placed(torch.zeros(())))
+    step = xd.compile(mine.step)
+    local = next(model.parameters()).to_local()  # whose writes torch doesn't count with the others
+    owner, name = WRITING[place]
+    original, calls, failed = getattr(owner, name), 0, False
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls, failed
+        calls += thread_state.current() is None
+        if calls == at and not failed:
+            failed = True
+            raise MemoryError("on purpose")
+        return original(*args, **kwargs)
+
+    for i, (x, dx) in enumerate(batches(mesh_2x4, calls_before + 3)):
+        expected = right.step(x, right.total)
+        if i == calls_before:
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, failing)
+                try:
+                    step(dx, mine.total)
+                except MemoryError:
+                    assert failed
+        else:
+            actual = step(dx, mine.total)
+            for result in (expected, actual):
+                result[0].backward()
+            torch.testing.assert_close(actual[1].cpu(), expected[1], rtol=1e-4, atol=1e-5)
+            continue
+        right.gain.grad = mine.gain.grad = None
+        for a, b in zip(mine.tensors(), right.tensors(), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=1e-4, atol=1e-5)
+    assert failed or at == 2  # not each place comes twice
+    assert local is not None
 
 
 def test_an_error_in_a_schedulers_step_comes_after_the_step(mesh_2x4: DeviceMesh) -> None:

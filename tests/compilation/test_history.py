@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,129 @@ def test_as_torch(mesh_2x4: DeviceMesh, program: Callable[[Place, Compile], list
             torch.testing.assert_close(actual.cpu(), right, rtol=1e-4, atol=1e-5)
         else:
             assert actual is right or actual == right
+
+
+# --- values that are overwritten between forward and backward ------------------------------------
+
+
+@torch.no_grad()
+def in_place(tensor: torch.Tensor, compile: Compile) -> None:
+    tensor.mul_(2)
+
+
+@torch.no_grad()
+def copied(tensor: torch.Tensor, compile: Compile) -> None:
+    tensor.copy_(tensor * 2)  # what load_state_dict does
+
+
+@torch.no_grad()
+def through_a_view(tensor: torch.Tensor, compile: Compile) -> None:
+    tensor[0].zero_()
+
+
+def data_in_place(tensor: torch.Tensor, compile: Compile) -> None:
+    tensor.data.mul_(2)
+
+
+def data_assigned(tensor: torch.Tensor, compile: Compile) -> None:
+    tensor.data = tensor.detach() * 2
+
+
+def optimizer(tensor: torch.Tensor, compile: Compile, **options: Any) -> None:
+    same = tensor.detach()  # a leaf that shares its version with the tensor
+    same.grad = torch.ones_like(same)
+    torch.optim.AdamW([same], lr=0.5, **options).step()
+
+
+def fused_optimizer(tensor: torch.Tensor, compile: Compile) -> None:
+    optimizer(tensor, compile, fused=True)
+
+
+def compiled_optimizer(tensor: torch.Tensor, compile: Compile) -> None:
+    same = tensor.detach()
+    same.grad = torch.ones_like(same)
+    adam = torch.optim.AdamW([same], lr=0.5)
+    compile(lambda: adam.step())()
+
+
+@torch.no_grad()
+def donated(tensor: torch.Tensor, compile: Compile) -> None:
+    same = tensor.detach()
+    compile(lambda: same.mul_(2))()
+
+
+@torch.no_grad()
+def donated_argument(tensor: torch.Tensor, compile: Compile) -> None:
+    compile(lambda t: t.mul_(2))(tensor.detach())
+
+
+def only_read(tensor: torch.Tensor, compile: Compile) -> None:
+    """A trace, and a run, that write nothing."""
+    compile(lambda t: (t * tensor.detach()).sum())(tensor.detach())
+
+
+def traced_only(tensor: torch.Tensor, compile: Compile) -> None:
+    step = compile(lambda: tensor.detach().mul_(2))
+    if isinstance(step, xd.compilation.step.CompiledStep):
+        with torch.no_grad():
+            step.lower()
+
+
+WRITES: dict[str, Callable[[torch.Tensor, Compile], None]] = {
+    f.__name__: f
+    for f in (
+        *(in_place, copied, through_a_view, data_in_place, data_assigned, optimizer),
+        *(fused_optimizer, compiled_optimizer, donated, donated_argument, only_read, traced_only),
+    )
+}
+# torch doesn't notice these (fused kernels on the CPU count no writes), and computes with the new
+# value.
+SILENT = {"data_in_place", "data_assigned", "fused_optimizer"}
+USES: dict[str, Callable[..., torch.Tensor]] = {
+    "needed": lambda x, w, b: (x * w * b).exp(),
+    "through_a_residual": lambda x, w, b: ((x + 1) @ w.t() @ b.t()).exp(),
+    "not_needed": lambda x, w, b: x + w + b,
+}
+
+
+def gradients(
+    place: Place, compile: Compile, use: str, what: str, write: str
+) -> list[torch.Tensor] | str:
+    """The gradients after a value was overwritten, or the error that says so."""
+    w, b = parameter(place, 0, 4, 4), place(numbers(1, 4, 4))
+    x = place(numbers(2, 4, 4)).requires_grad_()
+    step = compile(lambda x: USES[use](x, w, b))
+    step(x)  # a call before, that nobody differentiates
+    y = step(x)
+    WRITES[write]({"weight": w, "input": x, "buffer": b, "result": y}[what], compile)
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        assert re.search("modified by an inplace operation|given other memory", str(error)), error
+        return "modified"
+    assert x.grad is not None and w.grad is not None
+    return [x.grad.cpu(), w.grad.cpu()]
+
+
+@pytest.mark.parametrize("what", ["weight", "input", "buffer", "result"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.one_in(3)
+def test_overwritten_before_the_backward_pass(
+    mesh_2x4: DeviceMesh, use: str, write: str, what: str
+) -> None:
+    expected = gradients(lambda t: t.clone(), lambda f: f, use, what, write)
+    placed = lambda t: distribute_tensor(t, mesh_2x4, [Shard(0), Replicate()])
+    actual = gradients(placed, xd.compile, use, what, write)
+    if write in SILENT and actual == "modified":
+        unwritten = gradients(lambda t: t.clone(), lambda f: f, use, what, "only_read")
+        # Raising is for values that matter.
+        assert not all(map(torch.equal, unwritten, expected))
+    elif isinstance(expected, str) or isinstance(actual, str):
+        assert actual == expected
+    else:
+        for ours, right in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
 
 
 def test_a_second_derivative_is_refused(mesh_2x4: DeviceMesh) -> None:

@@ -310,3 +310,35 @@ def test_copies_that_do_not_wait(mesh_2x4: DeviceMesh, compiled: bool) -> None:
         x = torch.arange(4.0) + i
         assert run(distribute_tensor(x, mesh_2x4, None)).cpu().tolist() == x.tolist()
         assert state.cpu().tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("audit", [0, 1])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_a_closure_of_an_optimizers_step(mesh_2x4: DeviceMesh, optimizer: str, audit: int) -> None:
+    """Its forward and backward pass aren't part of the optimizer's formula."""
+    makers = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, eps=1e-3),
+    }
+
+    def step_of(m: nn.Module):
+        opt = makers[optimizer](m.parameters())
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            def closure() -> torch.Tensor:
+                opt.zero_grad()
+                loss = m(x).pow(2).mean()
+                loss.backward()
+                return loss
+
+            return opt.step(closure).detach()
+
+        return step
+
+    reference, model = twin_models(mesh_2x4)
+    right, compiled = step_of(reference), xd.compile(step_of(model), audit=audit)
+    for x, dx in batches(mesh_2x4, 4):
+        torch.testing.assert_close(compiled(dx).cpu(), right(x), rtol=1e-4, atol=1e-5)
+    assert_same_parameters(reference, model)
+    assert compiled.compilations <= 2

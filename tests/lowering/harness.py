@@ -231,11 +231,10 @@ def run_lowering(func: Any, name: str, found: Lowering, args: Sequence, kwargs: 
     schema = func._schema
     values: list[tuple[Any, Any]] = list(zip(schema.arguments, args, strict=False))
     by_name = {a.name: a for a in schema.arguments}
-    positional = [_prepare(a, v, found.static_scalars) for a, v in values if a.name not in DROPPED]
+    static_scalars = bool(found.static_scalars)
+    positional = [_prepare(a, v, static_scalars) for a, v in values if a.name not in DROPPED]
     named = {
-        k: _prepare(by_name[k], v, found.static_scalars)
-        for k, v in kwargs.items()
-        if k not in DROPPED
+        k: _prepare(by_name[k], v, static_scalars) for k, v in kwargs.items() if k not in DROPPED
     }
     leaves, structure = jax.tree.flatten((positional, named))
     dynamic = [leaf.value for leaf in leaves if isinstance(leaf, _Dynamic)]

@@ -68,6 +68,16 @@ def atomic(function: _Function) -> _Function:
     return _mark(function, _Kind.ATOMIC)
 
 
+def atomic_methods(cls: type) -> type:
+    """Make all functions of a class `atomic`: C++ calls them, and takes an interrupt that is raised
+    in one for an error of what it was asked to do. (A decorator.)"""
+    for member in vars(cls).values():
+        for function in (member, getattr(member, "fget", None)):
+            if isinstance(function, types.FunctionType):
+                atomic(function)
+    return cls
+
+
 def completed(function: _Function) -> _Function:
     """Let a first interrupt wait until ``function`` is done. A second one may be raised in Python
     that ``function`` calls, so it must be able to deal with exceptions from there; but not in the

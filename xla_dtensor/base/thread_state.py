@@ -29,10 +29,14 @@ class Trace(Protocol):
     Attributes:
         scalars: what has been computed from scalars: (their arrays, the results), by the plan and
             the identity of the arrays.
+        stand_ins: the doubles that stand for numbers (`compilation.doubles.StandIns`), or None.
+        python_numbers: the numbers that Python code has been given, by weak references.
         wide: float32 scalars in double precision; None where they are computed as they are.
     """
 
     scalars: dict[Any, Any]
+    stand_ins: Any
+    python_numbers: list[Any]
 
     @property
     def wide(self) -> WideScalars | None: ...

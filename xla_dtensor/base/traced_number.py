@@ -18,10 +18,13 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base import interrupts
 from xla_dtensor.errors import UnsupportedOpError
 
 # What guards are told to: (compute the number from the inputs' values, predicate text, outcome).
 GuardSink = Callable[["NumberNode", str, Any], None]
+# What makes a number that was computed from inputs an input of the program itself.
+Feed = Callable[["NumberNode"], Any]
 
 
 class NumberNode:
@@ -33,7 +36,12 @@ class NumberNode:
         compute: the value from the values of the trace's number inputs, for guards.
         text: how it is written, for messages.
         known: whether it has a present value; otherwise ``value`` is NaN, and ``guard`` raises.
+        feed: makes a number that Python has computed from inputs an input, too: its JAX scalar.
+            ``traced`` is None of such a number until it is asked for.
+        over: whether the trace has failed: what it has left somewhere (in a cache) is a constant.
     """
+
+    over = False
 
     def __init__(
         self,
@@ -43,13 +51,28 @@ class NumberNode:
         text: str,
         guard: GuardSink,
         known: bool = True,
+        feed: Feed | None = None,
     ) -> None:
         self.known = known
         self.value = value
-        self.traced = traced
+        self._traced = traced
+        self.feed = feed
         self.compute = compute
         self.text = text
         self.guard = guard
+
+    @property
+    def traced(self) -> Any:
+        if self._traced is None:
+            assert self.feed is not None
+            self._traced = self.feed(self)
+        return self._traced
+
+    def end(self) -> None:
+        """The trace has failed; a number that is left of it is its value of then."""
+        value = self.value
+        self.over, self._traced, self.feed = True, value, None
+        self.compute, self.guard = lambda inputs: value, lambda *what: None
 
     def is_int(self) -> bool:
         return isinstance(self.value, int)
@@ -126,6 +149,12 @@ class NumberNode:
             self.known and other.known,
         )
 
+    def _divided(self, other: NumberNode, symbol: str, function: Callable[..., Any]) -> NumberNode:
+        """A quotient or a remainder. Python raises where the divisor is 0, and devices don't."""
+        if other.known and other.traced is not other.value:
+            other._compare(other.wrap_int(0), "!=", operator.ne)
+        return self._binary(other, symbol, function)
+
     def _guard_with(self, other: NumberNode) -> GuardSink:
         """Who decides about what is computed from both: it has a value only if both have."""
         return other.guard if self.known and not other.known else self.guard
@@ -139,14 +168,14 @@ class NumberNode:
         mine, theirs = self.compute, other.compute
         self.guard(
             NumberNode(
-                float(outcome),
+                outcome,
                 None,
-                lambda inputs: float(function(mine(inputs), theirs(inputs))),
+                lambda inputs: function(mine(inputs), theirs(inputs)),
                 f"({self.text} {symbol} {other.text})",
                 self.guard,
             ),
             "is",
-            float(outcome),
+            outcome,
         )
         return ComparisonNode(outcome)
 
@@ -205,7 +234,7 @@ class NumberNode:
         def fixed(*others: NumberNode) -> NumberNode:
             values = []
             for node in (self, *others):
-                if node.traced is not node.value:  # not a constant
+                if node._traced is None or node._traced is not node.value:  # not a constant
                     node.guard(node, "==", node.value)
                 values.append(node.value)
             return self.wrap_float(function(*values))
@@ -282,6 +311,13 @@ def _install_operators() -> None:
     ):
         setattr(NumberNode, name, lambda a, b, s=symbol, f=function: a._binary(b, s, f))
     for name, symbol, function in (
+        ("int_truediv", "/", operator.truediv),
+        ("mod", "%", operator.mod),
+        ("floordiv", "//", operator.floordiv),
+        ("int_floordiv", "//", operator.floordiv),
+    ):
+        setattr(NumberNode, name, lambda a, b, s=symbol, f=function: a._divided(b, s, f))
+    for name, symbol, function in (
         ("eq", "==", operator.eq),
         ("ne", "!=", operator.ne),
         ("lt", "<", operator.lt),
@@ -293,65 +329,17 @@ def _install_operators() -> None:
 
 
 _install_operators()
+for _node in (NumberNode, ComparisonNode, UndecidedNode):
+    interrupts.atomic_methods(_node)
 
 
-def input_number(value: float, traced: Any, index: int, name: str, guard: GuardSink) -> Any:
+def input_number(
+    value: float, traced: Any, index: int, name: str, guard: GuardSink, feed: Feed
+) -> Any:
     """The number that is input ``index`` of the trace, as a ``torch.SymFloat`` (``torch.SymInt`` of
     an int)."""
-    node = NumberNode(value, traced, lambda inputs: inputs[index], name, guard)
+    node = NumberNode(value, traced, operator.itemgetter(index), name, guard, feed=feed)
     return torch.SymInt(node) if isinstance(value, int) else torch.SymFloat(node)
-
-
-class _Float(torch.SymFloat):
-    """A symbolic number that Python code takes for a float."""
-
-    __class__ = property(lambda self: float)  # what isinstance asks
-
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec)
-
-
-class _Int(torch.SymInt):
-    """The same of an int."""
-
-    __class__ = property(lambda self: int)
-
-    def __format__(self, spec: str) -> str:
-        return format(int(self), spec)
-
-
-def _honest(number: Any) -> Any:
-    """The number as the class that it is: torch's arithmetic takes what says to be a float for a
-    constant."""
-    if type(number) is _Float:
-        return torch.SymFloat(number.node)
-    return torch.SymInt(number.node) if type(number) is _Int else number
-
-
-def _operate(name: str) -> Any:
-    def operate(self: Any, *others: Any) -> Any:
-        mine = _honest(self)
-        result = getattr(type(mine), name)(mine, *map(_honest, others))
-        if isinstance(result, torch.SymFloat | torch.SymInt):
-            return like_a_number(result)
-        return result
-
-    return operate
-
-
-for _name in (
-    *("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"),
-    *("radd", "rsub", "rmul", "rtruediv", "rpow", "rfloordiv", "rmod"),
-    *("neg", "pos", "eq", "ne", "lt", "le", "gt", "ge"),
-):
-    for _cls in (_Float, _Int):
-        if hasattr(_cls.__mro__[1], f"__{_name}__"):
-            setattr(_cls, f"__{_name}__", _operate(f"__{_name}__"))
-
-
-def like_a_number(number: Any) -> Any:
-    """A symbolic number for a user's code, which may ask ``isinstance(x, float)``."""
-    return (_Int if isinstance(number, torch.SymInt) else _Float)(number.node)
 
 
 def symbolic_number(traced: Any) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
+import weakref
 from collections import UserDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,27 +14,39 @@ import torch
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.base.keys import exact
-from xla_dtensor.compilation.watch import content_of, is_atom
+from xla_dtensor.compilation.carried import Carried, is_state
+from xla_dtensor.compilation.code_names import is_library
+from xla_dtensor.compilation.objects import opened_record
+from xla_dtensor.compilation.trace import hooks_of
+from xla_dtensor.compilation.watch import content_of, is_atom, is_strict
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 
 class Same:
-    """A part of a key that is equal only to that of the same object, which it keeps alive."""
+    """A part of a key that is equal only to that of the same object. It doesn't keep the object
+    alive, if that can be referred to weakly: what is gone is equal to nothing."""
 
-    __slots__ = ("value",)
+    __slots__ = ("_hash", "_object")
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._hash = id(value)
+        try:
+            self._object: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._object = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        if not isinstance(other, Same):
+            return False
+        value = self._object()
+        return value is not None and value is other._object()
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self._hash
 
     def __repr__(self) -> str:
-        return repr(self.value)
+        return repr(self._object())
 
 
 class Arguments:
@@ -45,9 +59,15 @@ class Arguments:
         objects: what is known by identity alone; the step's code may read from it.
         key: of everything but the numbers' values: calls with different keys have different
             programs.
+        carried: the same of what the step has kept from its last call (`carrying`), which comes
+            behind the arguments.
+        given: the arguments alone.
     """
 
-    __slots__ = ("_shape", "args", "key", "kwargs", "numbers", "objects", "tensors", "values")
+    __slots__ = (
+        *("_carried_names", "_shape", "args", "carried", "given", "key", "kwargs", "numbers"),
+        *("objects", "tensors", "values"),
+    )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
@@ -69,15 +89,19 @@ class Arguments:
                 parts.append(cls)
             else:
                 parts.append(self._part(value, f"argument {i}"))
+        self.key = (self._shape, tuple(parts), self._aliases(), global_state())
+        self.given = self
+        self.carried: tuple[Any, ...] = ()
+        self._carried_names: list[str] = []
+
+    def _aliases(self) -> tuple[int, ...]:
+        """Which of the tensors share memory: a write to one is a write to the other."""
+        if len(self.tensors) < 2:
+            return ()
         first: dict[int, int] = {}
-        aliases: tuple[int, ...] = ()
-        if len(self.tensors) > 1:
-            # Which of them share memory: a write to one is a write to the other.
-            aliases = tuple(
-                first.setdefault(id(getattr(t, "_storage_", t)), i)
-                for i, t in enumerate(self.tensors)
-            )
-        self.key = (self._shape, tuple(parts), aliases, global_state())
+        return tuple(
+            first.setdefault(id(getattr(t, "_storage_", t)), i) for i, t in enumerate(self.tensors)
+        )
 
     def _tensor(self, value: Any) -> tuple[Any, ...]:
         self.tensors.append(value)
@@ -88,11 +112,14 @@ class Arguments:
             value._steps,
             value.requires_grad,
             value.requires_grad and value.is_leaf,
-            tuple(map(Same, hooks.values())) if hooks else None,
+            tuple(map(Same, hooks_of(value))) if hooks else (),
         )
 
     def _part(self, value: Any, path: str) -> Any:
         """The part of the key for one leaf, or for something inside of one."""
+        if is_strict(type(value)):
+            self.objects.append((path, value))
+            return Same(value)
         if isinstance(value, XLAShardedTensor | XLATensor):
             return self._tensor(value)
         if isinstance(value, torch.Tensor):
@@ -132,13 +159,89 @@ class Arguments:
             (name, self._part(inner, f"{path}.{name}")) for name, inner in fields.items()
         )
 
+    # --- what the step keeps ------------------------------------------------------------------
+
+    def carrying(self, places: Sequence[Carried]) -> Arguments | None:
+        """These, and behind them what is in ``places`` now; None if it can't be an argument."""
+        given = self.given
+        if not places:
+            return given
+        more = Arguments.__new__(Arguments)
+        more.given, more._shape = given, given._shape
+        more.args, more.kwargs, more.objects = given.args, given.kwargs, given.objects
+        more.key = given.key
+        more.values, more.tensors = list(given.values), list(given.tensors)
+        more.numbers, more._carried_names = dict(given.numbers), []
+        parts = []
+        for place in places:
+            value = place.read()
+            if not is_state(value):
+                return None
+            parts.append(more._state(value, place.name))
+        more.carried = (*parts, more._aliases())
+        return more
+
+    def _state(self, value: Any, name: str) -> Any:
+        """The part of the key for what is in one place."""
+        if isinstance(value, torch.Tensor | int | float | str | None):
+            return self._state_leaf(value, name)
+        leaves, shape = pytree.tree_flatten(opened_record(value))
+        return shape, tuple(self._state_leaf(leaf, name) for leaf in leaves)
+
+    def _state_leaf(self, value: Any, name: str) -> Any:
+        cls = type(value)
+        position = len(self.values)
+        self.values.append(value)
+        self._carried_names.append(name)
+        if cls is float or cls is int:
+            self.numbers[position] = value
+            return cls
+        return self._part(value, name)
+
+    def carried_numbers(self) -> frozenset[int]:
+        """The numbers that are kept. They are always inputs: they hardly stay as they are."""
+        own = len(self.values) - len(self._carried_names)
+        return frozenset(i for i in self.numbers if i >= own)
+
+    def with_carried_numbers(
+        self, places: Sequence[Carried], numbers: dict[int, Any]
+    ) -> list[tuple[Carried, Any]]:
+        """The places that hold numbers, each with its content with others instead."""
+        position = len(self.values) - len(self._carried_names)
+        found = []
+        for place in places:
+            leaves, shape = pytree.tree_flatten(opened_record(place.read()))
+            inner = range(position, position + len(leaves))
+            position += len(leaves)
+            if any(i in numbers for i in inner):
+                leaves = [numbers.get(i, leaf) for i, leaf in zip(inner, leaves, strict=True)]
+                found.append((place, pytree.tree_unflatten(leaves, shape)))
+        return found
+
     # --- for the trace ------------------------------------------------------------------------
+
+    def classes(self) -> list[tuple[str, Any]]:
+        """The classes of the containers that torch's pytree has taken apart (named tuples), and the
+        functions that they keep, whose code may be the step's."""
+        found: dict[int, tuple[str, Any]] = {}
+        specs = [] if isinstance(self._shape, int) else [self._shape]
+        while specs:
+            spec = specs.pop()
+            specs += spec.children()
+            context = spec.context if isinstance(spec.context, list | tuple) else [spec.context]
+            for value in (spec.type, *context):
+                if isinstance(value, type | types.FunctionType) and not is_library(
+                    value.__module__
+                ):
+                    found[id(value)] = f"the class of an argument, {value.__qualname__}", value
+        return list(found.values())
 
     def with_numbers(self, numbers: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other numbers in the places of ``numbers``."""
         if not numbers:
             return self.args, self.kwargs
-        values = [numbers.get(i, value) for i, value in enumerate(self.values)]
+        own = len(self.values) - len(self._carried_names)
+        values = [numbers.get(i, value) for i, value in enumerate(self.values[:own])]
         if isinstance(self._shape, int):
             return tuple(values), {}
         args, kwargs = pytree.tree_unflatten(values, self._shape)
@@ -163,7 +266,7 @@ class Arguments:
         values, shape = pytree.tree_flatten((args, kwargs))
         return shape != self._shape or any(
             a is not b
-            for i, (a, b) in enumerate(zip(values, self.values, strict=True))
+            for i, (a, b) in enumerate(zip(values, self.values, strict=False))
             if i not in self.numbers
         )
 
@@ -172,14 +275,15 @@ class Arguments:
     def names(self) -> list[str]:
         """How to call the leaves."""
         tree = (self.args, self.kwargs)
-        return [_path_name(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+        own = [_path_name(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+        return own + self._carried_names
 
     def difference(self, other: Arguments) -> str | None:
         """What differs from another call, in words; None if nothing but numbers does."""
         if self._shape != other._shape:
             return "the arguments have another structure"
         for name, mine, theirs, now, before in zip(
-            self.names(), self.key[1], other.key[1], self.values, other.values, strict=True
+            self.names(), self.key[1], other.key[1], self.values, other.values, strict=False
         ):
             if mine != theirs:
                 return f"{name}: from {_text(before)} to {_text(now)}"
@@ -189,6 +293,12 @@ class Arguments:
             for name, now, before in zip(_STATE, self.key[3], other.key[3], strict=True):
                 if now != before:
                     return f"{name}: from {before} to {now}"
+        if self.carried != other.carried:
+            now, before = self.values[len(self.key[1]) :], other.values[len(self.key[1]) :]
+            for name, mine, theirs in zip(self._carried_names, now, before, strict=False):
+                if _text(mine) != _text(theirs):
+                    return f"{name}: from {_text(theirs)} to {_text(mine)}"
+            return "what the step keeps from one call to the next"
         return None
 
 
@@ -197,7 +307,7 @@ def _has_history(value: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, _LEAVES)
+    return issubclass(type(value), _LEAVES)
 
 
 _LEAVES = (torch.Tensor, int, float, str, types.NoneType)

@@ -10,7 +10,7 @@ from jax._src import source_info_util
 
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.compilation.traced import Traced, trace
 from xla_dtensor.errors import StaleStepError
 
 
@@ -20,7 +20,7 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
     Raises:
         StaleStepError: they differ.
     """
-    again = Traced(function, arguments, traced.dynamic, traced.ignored)
+    again = trace(function, arguments, traced.dynamic, traced.names_of_carried)
     again.undo()
     mine, now = traced.signature(), again.signature()
     for what, before in mine.items():
@@ -47,7 +47,7 @@ def _where(what: str, traced: Traced, again: Traced) -> str:
 
 def _operations(traced: Traced) -> list[tuple[str, str]]:
     found = []
-    for equation in traced.closed.jaxpr.eqns:
+    for equation in traced.jaxpr.eqns:
         outputs = ", ".join(str(v.aval) for v in equation.outvars)
         constants = [str(v) for v in equation.invars if hasattr(v, "val")]
         text = f"{equation.primitive.name}({', '.join(constants)}) -> {outputs}"

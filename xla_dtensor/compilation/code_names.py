@@ -81,7 +81,7 @@ def names_of(code: types.CodeType) -> Names:
         elif kind == "IMPORT_NAME":
             names.modules.add(name)
         if name in _MADE_UP and kind in _GLOBAL | _READ:
-            names.any_attribute |= name != "getattr" or not _has_constant(instructions, position)
+            names.any_attribute |= name not in _NAMED or not _has_constant(instructions, position)
         names.environment |= name in ("environ", "getenv")
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -96,16 +96,17 @@ def names_of(code: types.CodeType) -> Names:
     return names
 
 
-_MADE_UP = {"vars", "getattr", "__dict__", "attrgetter", "eval", "exec"}
+_NAMED = {"getattr", "hasattr", "setattr", "delattr"}  # the name is an argument
+_MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec"} | _NAMED
 
 
 def _has_constant(instructions: list[dis.Instruction], position: int) -> bool:
-    """Whether the call of ``getattr`` at ``position`` names the attribute."""
+    """Whether the call of ``getattr`` (or the like) at ``position`` names the attribute."""
     found = False
     for instruction in instructions[position + 1 : position + 16]:
         kind = instruction.opname
         if kind == "LOAD_CONST" and isinstance(instruction.argval, str):
-            found = True
+            found = instruction.argval.isidentifier()
         elif kind.startswith(("BUILD_STRING", "FORMAT", "BINARY_OP")):
             return False  # f"layer{i}"
         elif kind.startswith(("CALL", "PRECALL")):

@@ -9,13 +9,15 @@ counter) can't be had that way, and is refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Place, Slots
-from xla_dtensor.compilation.watch import Watch, same_atom
+from xla_dtensor.compilation.watch import Watch, is_atom, same_atom
 from xla_dtensor.errors import DataDependentError
 
 
@@ -27,12 +29,15 @@ class Effect:
         before, after: what it held and holds, by key; only what is not the same.
     """
 
-    __slots__ = ("_whole_after", "after", "before", "place")
+    __slots__ = ("_keys", "after", "before", "place")
 
     def __init__(self, place: Place, before: dict[Any, Any], after: dict[Any, Any]) -> None:
         self.place = place
         self.before, self.after = _different(before, after)
-        self._whole_after = after
+        # Of a list or a dict with other keys than before, or in another order: all of them.
+        self._keys = None if list(before) == list(after) else list(after)
+        if isinstance(place.owner, set):
+            self.after, self._keys = after, list(after)
 
     def name(self) -> str:
         """How to call what changed."""
@@ -41,8 +46,16 @@ class Effect:
     def changed(self) -> set[Any]:
         """What has changed, by identity: a list or a dict as a whole, an attribute."""
         if isinstance(self.place, Entries | Slots):
-            return {(id(self.place.owner), key) for key in {**self.before, **self.after}}
-        return {id(self.place.owner)}
+            return {(self.place.container, key) for key in {**self.before, **self.after}}
+        return {self.place.container}
+
+    def labels(self) -> set[str]:
+        """How to call everything that changed."""
+        return {self.place.label(key) for key in self.before}
+
+    def grows(self) -> bool:
+        """Whether a list or a dict has got other keys, or lost some."""
+        return self._keys is not None and not isinstance(self.place, Entries | Slots)
 
     def text(self) -> str:
         """From what to what."""
@@ -50,19 +63,18 @@ class Effect:
         before, after = self.before.get(key, MISSING), self.after.get(key, MISSING)
         return f"{self.place.label(key)} from {_short(before)} to {_short(after)}"
 
-    def repeat(self, replaced: Callable[[Any], Any]) -> None:
-        """Change the place as the step has, with ``replaced`` of each value."""
-        content = self._whole_after
-        if isinstance(self.place, Entries):
-            content = self.after
-        self.place.replace({key: replaced(value) for key, value in content.items()})
+    def repeat(self, made: Callable[[Any], Any]) -> None:
+        """Change the place as the step has: ``made`` of each value is put there."""
+        changes = {key: made(value) for key, value in self.after.items()}
+        if self._keys is None or isinstance(self.place, Entries | Slots):
+            self.place.put(changes)
+            return
+        now = self.place.content()
+        self.place.replace({k: changes[k] if k in changes else now[k] for k in self._keys})
 
     def convert(self, convert: Callable[[Any], Any]) -> None:
         """Keep ``convert`` of each value in place of it."""
         self.after = {key: convert(value) for key, value in self.after.items()}
-        self._whole_after = {
-            key: self.after.get(key, value) for key, value in self._whole_after.items()
-        }
 
 
 def _different(
@@ -88,12 +100,26 @@ class Surroundings:
 
     def __init__(self, watch: Watch) -> None:
         self._before = [(place, place.content()) for place in watch.places]
+        self._watch = watch
+        self._threads = len(sys._current_frames())
+        self._owners = {id(place.owner) for place in watch.places}
+        self._planted: dict[tuple[int, Any], Any] = {}
+
+    def plant(self, carried: Carried, value: Any) -> None:
+        """Let the step find ``value`` in a place. If it is there at the end, nothing is changed."""
+        self._planted[carried.where()] = value
+        carried.place.put({carried.key: value})
+
+    def holds(self, value: Any) -> bool:
+        """Whether a list or a dict was there before the step."""
+        return id(value) in self._owners
 
     def effects(self) -> list[Effect]:
         """What has changed by now."""
         found = []
         for place, before in self._before:
-            after = place.content()
+            after = self._but_for_planted(place, before, place.content())
+            after |= self._of_other_threads(place, before, after)
             if before.keys() == after.keys() and all(
                 a is b or _same(a, b) for a, b in zip(before.values(), after.values(), strict=True)
             ):
@@ -101,25 +127,49 @@ class Surroundings:
             found.append(Effect(place, before, after))
         return found
 
+    def _but_for_planted(
+        self, place: Place, before: dict[Any, Any], after: dict[Any, Any]
+    ) -> dict[Any, Any]:
+        planted = {key: v for (where, key), v in self._planted.items() if where == place.container}
+        return {
+            key: before[key] if key in planted and planted[key] is value else value
+            for key, value in after.items()
+        }
+
     def restore(self) -> None:
         """Put everything back."""
         for place, before in self._before:
             after = place.content()
-            if list(before) != list(after) or any(
-                a is not b for a, b in zip(before.values(), after.values(), strict=True)
-            ):
+            after |= self._of_other_threads(place, before, after)
+            if list(before) != list(after):
                 place.replace(before)
+                continue
+            # Key by key: the others are perhaps another thread's.
+            changed = {key: value for key, value in before.items() if after[key] is not value}
+            if isinstance(place.owner, set) and changed:
+                place.replace(before)
+            elif changed:
+                place.put(changed)
+        self._planted.clear()  # stand-ins for numbers, which end with the trace
+
+    def _of_other_threads(
+        self, place: Place, before: dict[Any, Any], after: dict[Any, Any]
+    ) -> dict[Any, Any]:
+        """Attributes that the step's code doesn't assign anywhere, but another thread has, as they
+        were before: they are none of the step's doing."""
+        names = self._watch.assigned_in(place)
+        if names is None or (self._threads == 1 and len(sys._current_frames()) == 1):
+            return {}
+        return {key: before[key] for key in after if key not in names and key in before}
 
 
 def _same(a: Any, b: Any) -> bool:
-    return isinstance(a, int | float | str | bytes | tuple | torch.Size) and same_atom(a, b)
+    return isinstance(a, int | float | str | bytes | tuple) and is_atom(a) and same_atom(a, b)
 
 
 def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)}"
-    if hasattr(value, "form"):  # what stands for a tensor of the step's
-        return f"a tensor {list(value.form.shape)}"
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."
 

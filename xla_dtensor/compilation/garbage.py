@@ -13,11 +13,17 @@ class NewObjects:
     (before a fork), and so inside of another such block, nothing is touched.
     """
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> NewObjects:
         self._frozen = gc.get_freeze_count() == 0
         if self._frozen:
             gc.freeze()
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._frozen:
             gc.unfreeze()
+
+    def made(self) -> set[int] | None:
+        """The ids of all objects made inside of the block that may hold others; None if nobody
+        knows."""
+        return {id(thing) for thing in gc.get_objects()} if self._frozen else None

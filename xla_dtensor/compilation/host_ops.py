@@ -18,8 +18,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.base.python_numbers import is_pythons
 from xla_dtensor.base.traced_number import NumberNode, plain_number
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.tensors.of_form import Ours
@@ -112,7 +114,12 @@ class HostOperations(TorchDispatchMode):
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], _Value]] = {}
         # Values that the step's Python has looked at: (how to compute one, what it was, text).
         self.looked_at: list[tuple[Callable[[Arguments, list[Any]], Any], Any, str]] = []
+        self.stand_ins = trace.stand_ins
         self._functions = _HostReads(self)
+        # Tensors from outside that the step writes: (the tensor, its value before).
+        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Memory of tensors from outside that operations have used.
+        self._outside: set[int] = set()
 
     def __enter__(self) -> HostOperations:
         self._functions.__enter__()
@@ -135,6 +142,11 @@ class HostOperations(TorchDispatchMode):
         )
         if not on_host:
             return func(*args, **kwargs)
+        if self._trace.stand_ins:
+            restore = self._trace.stand_ins.restore
+            args = tuple(map(restore, args))
+            kwargs = {name: restore(value) for name, value in kwargs.items()}
+            leaves = pytree.arg_tree_leaves(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._trace.refuse(
                 f"random numbers on the CPU ({func}; make them on device='xla'), which"
@@ -143,11 +155,8 @@ class HostOperations(TorchDispatchMode):
             return self._item(tensors[0])
         if func._schema.is_mutable:
             for x in tensors:
-                if self._made_here(x) is None and x is _written(func, args, kwargs):
-                    self._trace.refuse(
-                        f"{func} on a CPU tensor {list(x.shape)} from outside of the step, which "
-                        "would be written once, not in every call: it"
-                    )
+                if x is _written(func, args, kwargs):
+                    self._overwrite(x, func)
         symbolic = any(isinstance(x, _Symbolic) for x in leaves)
         plain_args, plain_kwargs = args, kwargs
         if symbolic:
@@ -169,6 +178,48 @@ class HostOperations(TorchDispatchMode):
             if on_cpu and self._made_here(x) is None:
                 self._made[id(x)] = weakref.ref(x), _Value(number, i)
         return result
+
+    # --- writes to tensors from outside -------------------------------------------------------
+
+    def _overwrite(self, tensor: torch.Tensor, func: Any) -> None:
+        """The step writes to a tensor. One from outside is a copy in the program, which each call
+        writes back when it has run; it gets its value back when the trace is over."""
+        memory = tensor.untyped_storage()._cdata
+        known = self._made_here(tensor)
+        if known is not None and (memory not in self._outside or self._is_overwritten(tensor)):
+            return
+        shared = any(
+            other is not None and other is not tensor and other.untyped_storage()._cdata == memory
+            for other in (reference() for reference, _ in self._made.values())
+        )
+        if known is not None or shared or tensor._is_view() or tensor.requires_grad:
+            self._trace.refuse(
+                f"{func} on a CPU tensor {list(tensor.shape)} whose memory is that of another from "
+                "outside of the step (a view), or which requires grad: it"
+            )
+        with _disable_current_modes():
+            self._overwritten.append((tensor, tensor.detach().clone()))
+        number = self.program.add(torch.ops.aten.clone.default, self._symbols((tensor,)), {}, True)
+        self._made[id(tensor)] = weakref.ref(tensor), _Value(number, 0)
+
+    def _is_overwritten(self, tensor: torch.Tensor) -> bool:
+        return any(known is tensor for known, _ in self._overwritten)
+
+    def writes(self) -> list[tuple[Any, Any]]:
+        """The tensors from outside that the step has written, and where their values come from."""
+        found = []
+        for tensor, _ in self._overwritten:
+            index = self._arguments.get(id(tensor))
+            found.append((_Input(tensor if index is None else None, index), self.use(tensor)))
+        return found
+
+    def undo(self) -> None:
+        """Give the tensors from outside the values that they had before the trace."""
+        with torch.no_grad(), _disable_current_modes(), thread_state.active(None):
+            for tensor, before in self._overwritten:
+                tensor.copy_(before)
+        self._overwritten = []
+        self._made.clear()  # torch swaps no tensor that has a weak reference
 
     # --- where values come from ---------------------------------------------------------------
 
@@ -206,6 +257,7 @@ class HostOperations(TorchDispatchMode):
                 made = self._made_here(x)
                 if made is not None:
                     return made
+                self._outside.add(x.untyped_storage()._cdata)
                 index = self._arguments.get(id(x))
                 return _Input(x if index is None else None, index)
             if isinstance(x, _Symbolic):
@@ -258,7 +310,8 @@ class HostOperations(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Sees what hands out a CPU tensor's memory without an operation."""
+    """Sees what hands out a CPU tensor's memory without an operation, and functions of torch's that
+    are given symbolic numbers."""
 
     def __init__(self, operations: HostOperations) -> None:
         super().__init__()
@@ -267,10 +320,18 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and args and type(args[0]) in _PLAIN and args[0].device.type == "cpu":
             self._operations.look(args[0], f"{func.__name__}()")
+        if func in _BACKWARD and not torch._C._len_torch_function_stack():
+            # Python that runs in it (recomputation, the user's functions and hooks) is seen, too.
+            with self:
+                return body_of(func)(*args, **(kwargs or {}))
+        numbers = any(map(is_pythons, args)) or (kwargs and any(map(is_pythons, kwargs.values())))
+        if (numbers or func in MAKERS) and set(types) <= {torch.Tensor}:  # which functorch names
+            return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
 
 

@@ -18,8 +18,9 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.compilation.doubles import plain
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
-from xla_dtensor.compilation.trace import StepTrace
+from xla_dtensor.compilation.trace import Changed, StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.host_values import to_numpy
@@ -37,10 +38,6 @@ _COMPUTED_WITH = frozenset(
 )
 
 
-class Changed(Exception):
-    """A hyperparameter is no longer of the kind that the program was made for."""
-
-
 class SteppedOptimizer:
     """An optimizer whose ``step`` runs in the compiled step.
 
@@ -48,6 +45,7 @@ class SteppedOptimizer:
         optimizer: the optimizer.
         name: how to call it in messages; two of one class are told apart.
         numbers: per param group the keys whose numbers are inputs of the program.
+        assigned: per param group the keys that the step has assigned before it steps.
         state: its state before the trace.
         groups: the param groups' values before the trace.
     """
@@ -56,6 +54,7 @@ class SteppedOptimizer:
         self.optimizer = optimizer
         self.name = name
         self.numbers: list[set[str]] = []
+        self.assigned: list[set[str]] = []
         self.state = {p: (s, dict(s)) for p, s in optimizer.state.items()}
         self.groups = [dict(group) for group in optimizer.param_groups]
 
@@ -86,8 +85,12 @@ class SteppedOptimizer:
         own = f"{cls.__module__}.".startswith("torch.optim.")
         return own and cls not in (torch.optim.SGD, torch.optim.Adafactor)
 
-    def check(self) -> None:
+    def check(self, settable: set[tuple[int, str]]) -> None:
         """Refuse what the step's Python has done to the optimizer, which would happen once.
+
+        Args:
+            settable: entries of param groups (their ``id``, the key) of which each call repeats
+                what has been done to them.
 
         Raises:
             DataDependentError: a hyperparameter has been changed, or a number in the state.
@@ -97,6 +100,8 @@ class SteppedOptimizer:
         ):
             for key in group:
                 was, now = before.get(key), group.get(key)
+                if key != "params" and (id(group), key) in settable:
+                    continue
                 if key != "params" and was is not now and not _equal(was, now):
                     raise DataDependentError(
                         f"the step changes {self.name}.param_groups[{index}][{key!r}] from {was!r} "
@@ -121,6 +126,7 @@ class OptimizerHooks:
 
     Args:
         known: the param groups before the step, of the optimizers that it is known to reach.
+        settable: entries of param groups that the step may assign (`SteppedOptimizer.check`).
         schedulers: the schedulers' steps that the step puts off.
 
     Attributes:
@@ -131,9 +137,11 @@ class OptimizerHooks:
         self,
         trace: StepTrace,
         known: dict[int, list[dict[str, Any]]],
+        settable: set[tuple[int, str]],
         schedulers: DeferredSchedulers,
     ) -> None:
         self._trace = trace
+        self._settable = settable
         self._known = known
         self._schedulers = schedulers
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -158,6 +166,11 @@ class OptimizerHooks:
             group, original = self._saved.pop()
             group.update(original)
 
+    def check(self) -> None:
+        """Refuse what the step has done to the optimizers, and each call can't."""
+        for stepped in self.stepped.values():
+            stepped.check(self._settable)
+
     def undo(self) -> None:
         """Give the optimizers the state that they had before the trace."""
         for stepped in self.stepped.values():
@@ -177,9 +190,9 @@ class OptimizerHooks:
 
         return seen
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if thread_state.current() is not self._trace:
-            return  # another thread's
+            return None  # another thread's
         stepped = self.stepped.get(id(optimizer))
         if stepped is None:
             name = type(optimizer).__name__
@@ -190,12 +203,31 @@ class OptimizerHooks:
             self.stepped[id(optimizer)] = stepped
             self._share_counters(optimizer)
         self._schedulers.check_optimizer(optimizer)
-        stepped.check()
+        stepped.check(self._settable)
+        stepped.assigned = [set() for _ in optimizer.param_groups]
         stepped.numbers = [
             self._trace_numbers(stepped, index, group)
             for index, group in enumerate(optimizer.param_groups)
         ]
         self._trace.in_optimizer += 1
+        # ``step(closure)``: what the closure computes is the user's, not the optimizer's.
+        return (
+            tuple(x if x is optimizer else self._apart(x) for x in args),
+            {name: self._apart(x) for name, x in kwargs.items()},
+        )
+
+    def _apart(self, closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        def apart() -> Any:
+            inside, self._trace.in_optimizer = self._trace.in_optimizer, 0
+            try:
+                return closure()
+            finally:
+                self._trace.in_optimizer = inside
+
+        return apart
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if thread_state.current() is not self._trace:
@@ -218,7 +250,13 @@ class OptimizerHooks:
             where = f"{stepped.name}.param_groups[{index}][{key!r}]"
             read = partial(_hyperparameter, stepped.optimizer, index, key)
             held = partial(_tensor_hyperparameter, stepped.optimizer, index, key)
-            if _is_number(key, value):
+            if self._is_assigned(stepped, index, key, value):
+                stepped.assigned[index].add(key)
+                if isinstance(value, torch.SymFloat | torch.SymInt):
+                    number = plain(value)
+                    fused = key == "lr" and group.get("fused")
+                    changed[key] = _as_tensor(number) if fused else number
+            elif _is_number(key, value):
                 number = self._trace.number(partial(read, None), float(value), where)
                 fused = key == "lr" and group.get("fused")
                 changed[key] = _as_tensor(number) if fused else number
@@ -241,12 +279,20 @@ class OptimizerHooks:
                     n if torchs_own else _as_tensor(n, v)
                     for n, v in zip(numbers, value, strict=True)
                 )
-        keys = set(changed)
+        keys = set(changed) - stepped.assigned[index]
         if "capturable" in group:
             changed["capturable"] = True  # the step count is a tensor on the devices
         self._saved.append((group, {key: group[key] for key in changed}))
         group.update(changed)
         return keys
+
+    def _is_assigned(self, stepped: SteppedOptimizer, index: int, key: str, value: Any) -> bool:
+        """Whether the step has given an entry another value, or each call takes it from there."""
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            return True
+        before = stepped.groups[index].get(key) if index < len(stepped.groups) else None
+        settable = (id(stepped.optimizer.param_groups[index]), key) in self._settable
+        return settable and value is not before and not _equal(value, before)
 
     def _share_counters(self, optimizer: Optimizer) -> None:
         """Step counts live on the devices from now on, and equal ones are one array."""

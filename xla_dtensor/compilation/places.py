@@ -36,6 +36,11 @@ class Place:
         self.path = path
         self.guarded = guarded
 
+    @property
+    def container(self) -> int:
+        """What is equal for two places of one container."""
+        return id(self.owner)
+
     def content(self) -> dict[Any, Any]:
         """What it holds now, by key."""
         raise NotImplementedError
@@ -43,6 +48,14 @@ class Place:
     def replace(self, content: dict[Any, Any]) -> None:
         """Let it hold ``content``, as `content` gave it."""
         raise NotImplementedError
+
+    def put(self, changes: dict[Any, Any]) -> None:
+        """Let it hold ``changes``, and what else it holds."""
+        self.replace(changes)
+
+    def at(self, key: Any) -> Any:
+        """What it holds now under ``key``."""
+        return self.content().get(key, MISSING)
 
     def label(self, key: Any) -> str:
         """How to call what it holds under ``key``."""
@@ -82,8 +95,15 @@ class Entries(Place):
         self.setter = setter
         self.grows = grows
 
+    @property
+    def container(self) -> int:
+        return id(self.owner if self.setter is None else self.setter)
+
     def content(self) -> dict[Any, Any]:
         return {key: self.owner.get(key, MISSING) for key in self.keys}
+
+    def at(self, key: Any) -> Any:
+        return self.owner.get(key, MISSING)
 
     def replace(self, content: dict[Any, Any]) -> None:
         for key, value in content.items():
@@ -118,9 +138,14 @@ class Slots(Place):
     __slots__ = ("names", "shown")
 
     def __init__(
-        self, owner: Any, names: Iterable[str], path: str, shown: str | None = None
+        self,
+        owner: Any,
+        names: Iterable[str],
+        path: str,
+        shown: str | None = None,
+        guarded: bool = True,
     ) -> None:
-        super().__init__(owner, path)
+        super().__init__(owner, path, guarded)
         self.names = tuple(names)
         self.shown = shown
 
@@ -158,9 +183,17 @@ _CONTAINERS = frozenset((list, tuple, set, frozenset, deque, dict, OrderedDict, 
 
 
 class Elements(Place):
-    """All elements of a list, tuple, deque or set."""
+    """All elements of a list, tuple, deque or set.
 
-    __slots__ = ()
+    Attributes:
+        carried: the positions whose elements aren't compared.
+    """
+
+    __slots__ = ("carried",)
+
+    def __init__(self, owner: Any, path: str, guarded: bool = True) -> None:
+        super().__init__(owner, path, guarded)
+        self.carried: frozenset[int] = frozenset()
 
     def is_empty(self) -> bool:
         return type(self.owner) in _CONTAINERS and not self.owner
@@ -179,21 +212,38 @@ class Elements(Place):
             self.owner.clear()
             self.owner.update(values)
 
+    def put(self, changes: dict[Any, Any]) -> None:
+        for position, value in changes.items():
+            self.owner[position] = value
+
+    def at(self, key: Any) -> Any:
+        return self.owner[key] if key < len(self.owner) else MISSING
+
     def label(self, key: Any) -> str:
         return f"{self.path}[{key}]"
 
     def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        if self.carried:
+            return [], _all_but(self.owner, range(len(self.owner)), self.carried)
         return [self.owner], []
+
+    def sized(self) -> Any:
+        return self.owner if self.carried else None
 
 
 class Items(Place):
-    """All items of a dict."""
+    """All items of a dict.
 
-    __slots__ = ("with_keys",)
+    Attributes:
+        carried: the keys whose values aren't compared.
+    """
 
-    def __init__(self, owner: Any, path: str, with_keys: bool = True) -> None:
-        super().__init__(owner, path)
+    __slots__ = ("carried", "with_keys")
+
+    def __init__(self, owner: Any, path: str, with_keys: bool = True, guarded: bool = True) -> None:
+        super().__init__(owner, path, guarded)
         self.with_keys = with_keys
+        self.carried: frozenset[Any] = frozenset()
 
     def is_empty(self) -> bool:
         return type(self.owner) in _CONTAINERS and not self.owner
@@ -208,9 +258,29 @@ class Items(Place):
             self.owner.clear()
             self.owner.update(content)
 
+    def put(self, changes: dict[Any, Any]) -> None:
+        self.owner.update(changes)
+
+    def at(self, key: Any) -> Any:
+        return self.owner.get(key, MISSING)
+
     def label(self, key: Any) -> str:
         return f"{self.path}[{key!r}]"
 
     def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        if self.carried:
+            return [self.owner.keys()], _all_but(self.owner, self.owner, self.carried)
         values = self.owner.values()
         return ([self.owner.keys(), values] if self.with_keys else [values]), []
+
+
+def _all_but(
+    owner: Any, keys: Iterable[Any], carried: frozenset[Any]
+) -> list[tuple[Callable[..., Any], Any]]:
+    """What gives the values of the keys that aren't among ``carried``."""
+    compared = [key for key in keys if key not in carried]
+    if not compared:
+        return []
+    if len(compared) == 1:
+        compared *= 2  # one key alone gives the value, not a tuple of it
+    return [(operator.itemgetter(*compared), owner)]

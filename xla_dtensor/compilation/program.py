@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,19 +20,29 @@ from torch.utils import _pytree as pytree
 from xla_dtensor.base import epoch, interrupts, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.history import Call, Split, WithHistory, cotangent
-from xla_dtensor.compilation.optimizers import Changed
-from xla_dtensor.compilation.trace import Decision
+from xla_dtensor.compilation.effects import Effect
+from xla_dtensor.compilation.history import (
+    Call,
+    History,
+    Kept,
+    OnHost,
+    Read,
+    Split,
+    WithHistory,
+    cotangent,
+)
+from xla_dtensor.compilation.trace import ARITHMETIC, Changed, Decision, Outside, values_of
 from xla_dtensor.compilation.traced import (
+    Built,
     Computed,
     Existing,
     GivenBack,
+    Gradient,
     Host,
-    Part,
+    Seen,
     Source,
     Template,
     Traced,
-    View,
 )
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
@@ -59,6 +71,39 @@ class Prepared:
         self.numbers, self.host = numbers, host
 
 
+class Run:
+    """One run of a program.
+
+    Attributes:
+        arguments, prepared: of the call.
+        arrays: what the program has computed; None before it has.
+        made: the tensors made of that, by what stands for them.
+        error: what has failed first in writing back, or None.
+    """
+
+    __slots__ = ("arguments", "arrays", "error", "made", "prepared")
+
+    def __init__(self, arguments: Arguments, prepared: Prepared) -> None:
+        self.arguments, self.prepared = arguments, prepared
+        self.arrays: Any = None
+        self.made: dict[int, Any] = {}
+        self.error: BaseException | None = None
+
+    def succeeds(self, piece: Callable[[Run], Any]) -> bool:
+        """Do a piece of the writing back; if it fails, that is raised when the rest is done."""
+        try:
+            piece(self)
+        except BaseException as error:
+            self.error = self.error or error
+            return False
+        return True
+
+    def insist(self, piece: Callable[[Run], Any]) -> None:
+        """Do a piece that may be done twice, again if it fails (for want of memory, say)."""
+        if not self.succeeds(piece):
+            self.succeeds(piece)
+
+
 class Program:
     """One traced and compiled form of the step, valid while its guards hold.
 
@@ -85,6 +130,7 @@ class Program:
         self.effects = traced.effects
         self.changed_path: str | None = None
         self.launched = False
+        self._anchor: Callable[[], Storage | None] = lambda: None
         trace = traced.trace
         self.watch = traced.watch
         self._frame = traced.frame
@@ -103,17 +149,20 @@ class Program:
         self._leaves = [o for o in self._outside if o.takes_gradient and not o.cleared]
         # Tensors that the step writes as autograd must see: what it saved is overwritten.
         counted = [o for o in self._outside if o.writes]
-        self._counted = [o.get() for o in counted if o.index is None]
+        self._counted = [o.get() for o in counted if o.is_fixed]
         self._counted = [t for t in self._counted if not t.is_inference()]
-        self._counted_arguments = [o.index for o in counted if o.index is not None]
+        self._counted_others = [o for o in counted if not o.is_fixed]
         grads = [o.grad for o in self._leaves if o.grad is not None]
         # Where none of them has a gradient when the step begins, asking is one loop in C.
         self._leaf_tensors: list[Any] | None = None
-        if not grads and all(o.index is None for o in self._leaves):
+        if not grads and all(o.is_fixed for o in self._leaves):
             self._leaf_tensors = [o.get() for o in self._leaves]
         self._no_grads = [None] * len(self._leaves)
         self._grads_share = self._sharing(grads, arguments) if grads else None
-        self._jaxpr = traced.closed.jaxpr
+        for outside in self._outside:  # gradients of before aren't kept alive
+            needed = outside.grad is not None and not outside.cleared
+            outside.grad = Layout(outside.grad) if needed else None
+        self._jaxpr = traced.jaxpr
         self._plan_inputs(arguments)
         self._compile(executables, compiler_options, arguments)
 
@@ -128,8 +177,8 @@ class Program:
             used.setdefault(id(source), source)
         self._arrays = [s for s in used.values() if s.kind in ("state", "argument", "grad")]
         # Not the counters: they are four bytes, and others may hold their array.
-        donated = [s for s in self._arrays if s.writes and len(s.storages) == 1]
-        kept = [s for s in self._arrays if not (s.writes and len(s.storages) == 1)]
+        donated = [s for s in self._arrays if s.writes and len(s.storages) <= 1]
+        kept = [s for s in self._arrays if not (s.writes and len(s.storages) <= 1)]
         self._donated, self._kept = _Arrays(donated), _Arrays(kept)
         self._hosts = [s for s in used.values() if s.kind == "host"]
         self._uses_words = any(s.kind in ("number", "rng") for s in used.values())
@@ -159,6 +208,27 @@ class Program:
         pairs = [(s, self._forms[index]) for index, s in alone]
         pairs += [(s, self._forms[index]) for index, many in counters for s in many]
         self._new_forms = [(s, form) for s, form in pairs if s.form is not form]
+
+    def _plan_reads(self, split: Split) -> None:
+        """Whose memory mustn't be written to before the backward pass, and for which results."""
+        sources = self._traced.sources
+        found = [(*self._traced.reads[mark], through) for mark, through in split.reads.items()]
+        found += [(sources[i], None, through) for i, through in split.reads_constants.items()]
+        self._reads: list[Read] = []
+        # Of arguments, gradients and results, which are others in each call.
+        self._reads_found: list[tuple[Any, set[int], Outside | None]] = []
+        for what, by, through in found:
+            if isinstance(what, list):
+                self._reads_found += [(template, through, None) for template in what]
+            elif isinstance(what, Source) and what.kind == "state":
+                tensor = None if by is None else by.get()
+                self._reads += [Read(storage, through, tensor) for storage in what.storages]
+            elif isinstance(what, torch.Tensor):
+                self._reads.append(Read(OnHost(what), through, None))
+            elif isinstance(what, int) or (
+                isinstance(what, Source) and what.kind in ("argument", "grad")
+            ):
+                self._reads_found.append((what, through, by))
 
     def _resolver(self) -> Callable[..., list[Any]]:
         """A function from the program's inputs to the constants of the jaxpr."""
@@ -202,18 +272,10 @@ class Program:
     ) -> None:
         jaxpr, evaluate, history = self._jaxpr, jaxpr_as_fun, self._traced.history
         constants, traced_sources = self._resolver(), self._traced.sources
-        traced_results = self._traced.results
         shardings = [self._sharding(form) for form in self._forms]
         self._outputs = list(range(len(self._forms)))
         self._split: Split | None = None
         if history is not None:
-            # A tensor that is several results is one of them for autograd.
-            firsts = {id(traced_results[i]): i for i in history.outputs}
-            self._repeated = [
-                (i, firsts[id(r)])
-                for i, r in enumerate(traced_results)
-                if id(r) in firsts and firsts[id(r)] != i
-            ]
             cotangents: list[int | None] = [None] * len(history.cotangents)
             for i, source in enumerate(self._traced.sources):
                 if source.kind == "cotangent":
@@ -222,7 +284,7 @@ class Program:
             late = set(gradients)
             self._outputs = [i for i in self._outputs if i not in late]
             self._split = Split(jaxpr, cotangents, gradients, self._outputs)
-            self._backward_uses = [i for i in cotangents if i is not None]
+            self._plan_reads(self._split)
             self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
             jaxpr = self._split.forward
             shardings = [shardings[i] for i in self._outputs]
@@ -250,7 +312,8 @@ class Program:
         jit_options: dict[str, Any] = {}
         if any(s is not None for s in shardings):
             jit_options["out_shardings"] = shardings
-        donate = 0 if history is None else ()
+        # The backward pass may need the old values; but there is none where torch's would raise.
+        donate = 0 if history is None or len(history.errors) == len(history.outputs) else ()
         with jax.enable_x64(True):
             jitted = jax.jit(step, donate_argnums=donate, **jit_options)
             prepared = self._prepared = self._prepare(arguments)
@@ -314,9 +377,13 @@ class Program:
             self._prepared = self._prepare(arguments)
         except Changed as changed:
             return str(changed)
-        for decision in self._decisions:
-            if decision.compute(self._prepared.numbers) != decision.outcome:
-                return f"the step decided {decision.text}, which holds no longer"
+        numbers = self._prepared.numbers
+        try:
+            for decision in self._decisions:
+                if decision.compute(numbers) != decision.outcome:
+                    return f"the step decided {decision.text}, which holds no longer"
+        except ARITHMETIC as error:
+            return f"the step decided {decision.text}: {error}"
         for look, was, text in self._looked_at:
             if look(arguments, self._prepared.host) != was:
                 return f"{text}, which is part of the program"
@@ -325,10 +392,14 @@ class Program:
     def _look_closer(self) -> str | None:
         """Compare by value what the step can read; None if nothing has changed."""
         now = self._traced.look_again()
+        if not self._traced.carries(now):
+            return "whether there is something that the step keeps from one call to the next"
         differences = self.watch.differences(now)
         if not differences:
-            places = {id(place.owner) for place in now.places}
-            if any(id(effect.place.owner) not in places for effect in self.effects):
+            places = {place.container for place in now.places}
+            changed = [effect.place for effect in self.effects]
+            changed += [carried.place for carried in self._traced.carried]
+            if any(place.container not in places for place in changed):
                 return "something that the step changes, which is another object now"
             self.watch = now
             return None
@@ -394,61 +465,66 @@ class Program:
         return source.storages[0]
 
     def _prepare(self, arguments: Arguments) -> Prepared:
-        numbers = [number.read(arguments) for number in self._numbers]
+        numbers = values_of(self._numbers, arguments)
         host = [] if self._host is None else self._host.run(arguments, numbers)
         return Prepared(numbers, host)
 
     # --- running -----------------------------------------------------------------------------
 
+    @interrupts.atomic
     def run(self, arguments: Arguments, prepared: Prepared | None = None) -> Any:
-        """Execute the program and put its effects in place."""
-        prepared = prepared or self._prepared
+        """Execute the program and put its effects in place.
+
+        Raises:
+            BaseException: it couldn't be launched, and nothing has happened; or something has
+                failed in writing back, and everything else that the step does has happened.
+        """
+        run = Run(arguments, prepared or self._prepared)
         history = self._traced.history
         if history is None or not torch.is_grad_enabled():
-            return self._results(self._execute(arguments, prepared)[0], arguments)
-        kept: dict[str, Any] = {}
-
-        def run() -> list[Any]:
-            arrays, kept["residuals"] = self._execute(arguments, prepared, True)
-            kept["versions"] = [(s, s.version) for s in self._needed_storages(arguments)]
-            kept["results"] = self._flat_results(arrays, arguments)
-            return [kept["results"][i] for i in history.outputs]
-
-        def backward(grads: list[Any]) -> list[Any]:
-            for storage, version in kept["versions"]:
-                if storage.version != version:
-                    raise RuntimeError(
-                        "one of the variables needed for gradient computation has been modified by "
-                        f"an inplace operation: a tensor of shape {list(storage.form.shape)}, "
-                        "since the compiled step ran whose result is differentiated"
-                    )
-            return self._run_backward(kept["residuals"], grads)
-
-        inputs = [outside.of(arguments) for outside in history.inputs]
-        differentiable = WithHistory.apply(Call(run, backward), *inputs)
-        results = kept["results"]
-        for i, result in zip(history.outputs, differentiable, strict=True):
-            results[i] = result
-        for i, first in self._repeated:
-            results[i] = results[first]
+            self._execute(run)
+        else:
+            try:
+                self._run_with_history(history, run)
+            except BaseException as error:
+                if run.arrays is None:
+                    raise
+                run.error = run.error or error
+        self._finish(run)
+        if run.error is not None:
+            raise run.error
+        results = [self._result(result, run) for result in self._traced.results]
         return pytree.tree_unflatten(results, self._traced.result_tree)
 
-    def _needed_storages(self, arguments: Arguments) -> list[Storage]:
-        """The memory from outside that the backward pass reads again."""
-        assert self._split is not None
-        sources = [self._traced.sources[i] for i in self._split.constants]
-        return [
-            self.storage_of(s, arguments)
-            for s in sources
-            if s.kind in ("state", "argument", "grad")
-        ]
+    def _run_with_history(self, history: History, run: Run) -> None:
+        """Execute the program as a node of the caller's history."""
 
-    @interrupts.atomic
-    def _execute(
-        self, arguments: Arguments, prepared: Prepared, history: bool = False
-    ) -> tuple[list[Any], Any]:
+        def execute(call: Call) -> list[Any]:
+            residuals = self._execute(run, history=True)
+            results = [self._tensor(template, run) for template in history.outputs]
+            call.kept = Kept(residuals, [*self._reads, *self._other_reads(run)])
+            return results
+
+        inputs = [outside.of(run.arguments) for outside in history.inputs]
+        # The node keeps none of what this call has: its own results among that would be a cycle.
+        found = WithHistory.apply(Call(execute, self._run_backward), *inputs)
+        made = zip(history.outputs, found, strict=True)
+        run.made.update((id(template), result) for template, result in made)
+
+    def _other_reads(self, run: Run) -> Iterator[Read]:
+        for what, through, by in self._reads_found:
+            if isinstance(what, Template):
+                storage = self._tensor(what, run)._storage_
+            elif isinstance(what, int):
+                storage = OnHost(run.arguments.tensors[what])
+            else:
+                storage = self.storage_of(what, run.arguments)
+            yield Read(storage, through, None if by is None else by.of(run.arguments))
+
+    def _execute(self, run: Run, history: bool = False) -> list[Any]:
+        """Launch, and write to what was there before; the backward pass's residuals."""
         with jax.enable_x64(True):
-            inputs = self._gather(arguments, prepared)
+            inputs = self._gather(run.arguments, run.prepared)
             try:
                 if _Losses.seen:
                     _refuse_deleted((*inputs[0], *inputs[1]))
@@ -458,19 +534,19 @@ class Program:
                     rng.give_back(inputs[3][-4:], self._random_operations)
                 _check_alive(inputs[0], error)
                 raise
-            residuals = None
+            residuals = []
             if self._split is not None:
                 count = len(arrays) - self._split.residuals
-                arrays, last = arrays[:count], arrays[count:]
+                arrays, residuals = arrays[:count], arrays[count:]
                 if history:
-                    residuals = [*last, *self._constants(inputs)]
+                    residuals = [*residuals, *self._constants(inputs)]
         self.launched = True
-        try:
-            self._put(arrays, arguments)
-        except BaseException:
-            _Losses.seen = _Losses.seen or any(array.is_deleted() for array in inputs[0])
-            raise
-        return arrays, residuals
+        run.arrays = arrays
+        self._put(run)
+        if run.error is not None:
+            left = [storage.value for storage in self._written_storages]
+            _Losses.seen = _Losses.seen or any(array.is_deleted() for array in left)
+        return residuals
 
     def _constants(self, inputs: Any) -> list[Any]:
         """The inputs that the backward pass needs, too: the very arrays, not copies."""
@@ -488,10 +564,17 @@ class Program:
                 found.append(next(computed))
         return found
 
-    def _put(self, arrays: list[Any], arguments: Arguments) -> None:
-        """Assign what the program has computed. Nothing here can fail but a scheduler's step, which
-        comes last."""
-        place_of, forms = self._place_of, self._forms
+    def _put(self, run: Run) -> None:
+        """Assign what the program has computed to what was there. None of this is expected to fail;
+        if one thing does, the rest is done all the same: half a step would be worse."""
+        for piece in (
+            *(self._put_states, self._put_arguments, self._put_gradients, self._put_left),
+            *(self._put_host, self._count_writes),
+        ):
+            run.insist(piece)
+
+    def _put_states(self, run: Run) -> None:
+        arrays, place_of = run.arrays, self._place_of
         counted = put(self._written_storages, map(arrays.__getitem__, self._written_places))
         for index, storages in self._written_counters:
             put(storages, itertools.repeat(arrays[place_of[index]]))
@@ -499,32 +582,55 @@ class Program:
             storage.reform(form)
         for storage in counted:
             storage.count_write()
+
+    def _put_arguments(self, run: Run) -> None:
         for index, source in self._written_arguments:
-            storage = self.storage_of(source, arguments)
-            storage.write(arrays[place_of[index]], forms[index])
+            storage = self.storage_of(source, run.arguments)
+            storage.write(run.arrays[self._place_of[index]], self._forms[index])
+
+    def _count_writes(self, run: Run) -> None:
+        """Tell autograd."""
         if self._counted:
             torch.autograd.graph.increment_version(self._counted)
-        for index in self._counted_arguments:
-            argument = arguments.tensors[index]
-            if not argument.is_inference():
-                torch.autograd.graph.increment_version(argument)
-        made: dict[int, Any] = {}
+        for outside in self._counted_others:
+            tensor = outside.of(run.arguments)
+            if tensor is not None and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+    def _put_gradients(self, run: Run) -> None:
         for outside, template in self._traced.grads:
-            leaf = outside.of(arguments)
+            leaf = outside.of(run.arguments)
             if leaf is not None:
-                leaf.grad = None if template is None else self._tensor(template, arrays, made)
+                leaf.grad = None if template is None else self._tensor(template, run)
+        for outside, requires_grad in self._traced.switched:
+            leaf = outside.of(run.arguments)
+            if leaf is not None:
+                leaf.requires_grad_(requires_grad)
+
+    def _put_left(self, run: Run) -> None:
         for storage, index in self._traced.left:
-            storage.write(arrays[place_of[index]], forms[index])
+            storage.write(run.arrays[self._place_of[index]], self._forms[index])
+
+    def _finish(self, run: Run) -> None:
+        """What else the step's Python has done. The schedulers' steps come last: they are the
+        user's code, and may fail."""
         for effect in self._traced.effects:
-            effect.repeat(lambda value: self._replaced(value, arrays, made))
-        self._made = made
-        for scheduler, step, args, kwargs in self._traced.schedulers.calls:
-            step(scheduler, *args, **kwargs)
+            run.insist(functools.partial(self._repeat, effect))
         if self._traced.left or not self._is_steady():
             # The next call traces again: it finds this state in place of making it, and may come to
             # another program.
             self.stale = "the first call made state that the step now finds in place"
             self._traced.left = []
+        for scheduler, step, args, kwargs in self._traced.schedulers.calls:
+            if run.error is None:
+                run.succeeds(functools.partial(_step_scheduler, step, scheduler, args, kwargs))
+
+    def _put_host(self, run: Run) -> None:
+        """Write back to CPU tensors what the host's program has made of them."""
+        with torch.no_grad():
+            for target, source in self._traced.host_writes:
+                value = self._traced.host.reader(source)(run.arguments, run.prepared.host)
+                target.read(run.arguments).copy_(value)
 
     def _is_steady(self) -> bool:
         return all(
@@ -532,61 +638,69 @@ class Program:
             for stepped in self._traced.hooks.stepped.values()
         )
 
-    def _replaced(self, value: Any, arrays: list[Any], made: dict[int, Any]) -> Any:
-        if isinstance(value, Template):
-            return self._tensor(value, arrays, made)
-        if isinstance(value, list | tuple | dict):
-            return pytree.tree_map_only(
-                Template, lambda template: self._tensor(template, arrays, made), value
-            )
-        return value
+    def _built(self, value: Any, run: Run) -> Any:
+        """What the step leaves somewhere in this call."""
+        if not isinstance(value, Built):
+            return value
+        if id(value) not in run.made:
+            parts = [self._result(part, run) for part in value.parts]
+            run.made[id(value)] = pytree.tree_unflatten(parts, value.tree)
+        return run.made[id(value)]
 
-    def _results(self, arrays: list[Any], arguments: Arguments) -> Any:
-        return pytree.tree_unflatten(
-            self._flat_results(arrays, arguments), self._traced.result_tree
-        )
+    def _repeat(self, effect: Effect, run: Run) -> None:
+        effect.repeat(lambda value: self._built(value, run))
 
-    def _flat_results(self, arrays: list[Any], arguments: Arguments) -> list[Any]:
-        made, self._made = self._made, {}
-        return [self._result(r, arrays, arguments, made) for r in self._traced.results]
-
-    def _result(
-        self, result: Any, arrays: list[Any], arguments: Arguments, made: dict[int, Any]
-    ) -> Any:
+    def _result(self, result: Any, run: Run) -> Any:
+        arguments = run.arguments
         if isinstance(result, Template):
-            return self._tensor(result, arrays, made)
-        if isinstance(result, Part):
-            whole = self._tensor(result.whole, arrays, made)
-            return result.cls(whole._storage_, result.form.placed(self._frame), result.steps)
+            return self._tensor(result, run)
+        if isinstance(result, Seen):
+            seen = run.made.get(id(result))
+            if seen is None:
+                base = result.of
+                if isinstance(base, Template):
+                    base = self._tensor(base, run)
+                elif isinstance(base, int):
+                    base = arguments.tensors[base]
+                seen = run.made[id(result)] = result.made(base)
+            return seen
         if isinstance(result, Existing):
             return result.value
+        if isinstance(result, Gradient):
+            return result.leaf.of(arguments).grad
         if isinstance(result, Computed):
-            return result.node.compute(self._prepared.numbers)
+            return result.node.compute(run.prepared.numbers)
         if isinstance(result, Host):
             if result.source is None:
                 return result.tensor.clone()
             read = self._traced.host.reader(result.source)
-            return read(arguments, self._prepared.host).clone()
-        if isinstance(result, View):
-            return result.cls(result.storage, result.form, result.steps)
+            return read(arguments, run.prepared.host).clone()
         assert isinstance(result, GivenBack)
-        argument = arguments.tensors[result.index]
-        if result.cls is None:
-            return argument
-        return result.cls(argument._storage_, result.form, result.steps)
+        return arguments.tensors[result.index]
 
-    def _tensor(self, template: Template, arrays: list[Any], made: dict[int, Any]) -> Any:
-        tensor = made.get(id(template))
+    def _tensor(self, template: Template, run: Run) -> Any:
+        tensor = run.made.get(id(template))
         if tensor is None:
             form = self._forms[template.index]
-            array = arrays[self._place_of[template.index]]
-            tensor = made[id(template)] = new_tensor(array, form)
+            array = run.arrays[self._place_of[template.index]]
+            tensor = run.made[id(template)] = new_tensor(array, form)
+            tensor._storage_.refuses_writes = template.refuses
+            if template.is_leaf:
+                tensor.requires_grad_()
+                if template.is_parameter:
+                    tensor = run.made[id(template)] = torch.nn.Parameter(tensor.detach())
+                if template.grad is not None:
+                    tensor.grad = self._tensor(template.grad, run)
         return tensor
 
-    def _run_backward(self, residuals: list[Any], grads: list[Any]) -> list[Any]:
+    def _run_backward(self, kept: Kept, grads: list[Any]) -> list[Any]:
         """The gradients of the inputs from those of the results."""
-        history = self._traced.history
+        history, residuals = self._traced.history, kept.residuals
         assert history is not None
+        for i, message in history.errors.items():
+            if grads[i] is not None:
+                raise RuntimeError(message)
+        kept.check(grads)
         with jax.enable_x64(True):
             forms = [form.placed(self._frame) for form in history.cotangent_forms]
             arrays = [cotangent(grads[n], forms[n]) for n in self._used_cotangents]
@@ -646,14 +760,36 @@ class Program:
         """The devices that the program runs on."""
         return self._frame
 
+    # --- how long it lives, see `Programs` ---------------------------------------------------
+
+    def anchored(self, other: Program) -> bool:
+        """Be held by memory that this program uses and ``other`` doesn't; whether there is any."""
+        if self._anchor() is not None:
+            return True
+        others = other._own_storages()
+        storages = [s for source in self._traced.slots for s in source.storages]
+        # The last: what an optimizer has made goes before the model does.
+        anchor = next((s for s in reversed(storages) if id(s) not in others), None)
+        if anchor is None:
+            return False
+        anchor.holds = [*getattr(anchor, "holds", ()), self]
+        self._anchor = weakref.ref(anchor)
+        return True
+
+    def release(self) -> None:
+        """Be held by no memory any more."""
+        anchor = self._anchor()
+        if anchor is not None:
+            anchor.holds = [program for program in anchor.holds if program is not self]
+
 
 class _Arrays:
     """Inputs that are the arrays of storages."""
 
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sources
-        self._storages = [s.storages[0] for s in sources]
         # Of arguments and gradients each call has its own; the others tell when they change.
+        self._storages: list[Any] = [s.storages[0] if s.storages else None for s in sources]
         self._special = [(i, s) for i, s in enumerate(sources) if s.kind != "state"]
         self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.kind == "state"]
         self._shared = [s for s in sources if len(s.storages) > 1]
@@ -751,15 +887,22 @@ def _refuse_deleted(arrays: Iterable[Any]) -> None:
             )
 
 
-def _same_grad(now: Any, before: Any) -> bool:
+class Layout:
+    """What a program needs to know of a gradient that it has found; a view can only be itself."""
+
+    __slots__ = ("cls", "form", "view")
+
+    def __init__(self, grad: Any) -> None:
+        self.cls, self.form = type(grad), grad._form
+        self.view = grad if grad._steps else None
+
+
+def _same_grad(now: Any, before: Layout | None) -> bool:
     if now is None or before is None:
         return now is before
-    return now is before or (
-        type(now) is type(before)
-        and now._form is before._form
-        and now._steps == before._steps
-        and not now._steps
-    )
+    if now._steps or before.view is not None:
+        return now is before.view
+    return type(now) is before.cls and now._form is before.form
 
 
 def _grad_text(leaf: Any, before: Any) -> str:
@@ -784,6 +927,10 @@ def _same_kind(a: Form, b: Form) -> bool:
         and a.varying == b.varying
         and (a.frame is None or b.frame is None)
     )
+
+
+def _step_scheduler(step: Any, scheduler: Any, args: Any, kwargs: Any, run: Run) -> None:
+    step(scheduler, *args, **kwargs)
 
 
 def _layouts(inputs: Any) -> tuple[Any, ...]:

@@ -8,7 +8,8 @@ import logging
 import os
 import threading
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from xla_dtensor.base import events, interrupts, thread_state
@@ -16,16 +17,16 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
+from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.programs import KEPT, Programs
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.compilation.traced import Traced, trace
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
 logger = logging.getLogger("xla_dtensor")
 
-# How many programs a step keeps for arguments of one kind; the one not used longest goes.
-KEPT = 16
 KINDS, PROGRAMS = 256, 256
 # Calls traced in a row of which one is told.
 MANY_TRACES = 5
@@ -98,17 +99,22 @@ class _Family:
     """The programs for one kind of arguments.
 
     Attributes:
-        programs: by the values of the numbers that are part of them.
+        programs: by the values of the numbers that are part of them, the places that they take more
+            arguments from, and the key of what is there.
+        carried: these places, by what tells them from others; those of the last trace come last.
         dynamic: the numbers that are inputs, because they have changed between calls.
         last: the numbers of the call that was traced last.
+        latest: gives the program that was made of it, if it still exists.
     """
 
-    __slots__ = ("_static", "dynamic", "last", "programs")
+    __slots__ = ("_static", "carried", "dynamic", "last", "latest", "programs")
 
     def __init__(self) -> None:
-        self.programs: dict[Any, list[Program]] = {}
+        self.programs: dict[Any, Programs] = {}
+        self.carried: dict[Any, list[Carried]] = {(): []}
         self.dynamic: frozenset[int] = frozenset()
         self.last: dict[int, int | float] | None = None
+        self.latest: Callable[[], Program | None] = lambda: None
         self._static = False
 
     def keep_static(self) -> None:
@@ -116,12 +122,42 @@ class _Family:
         self.dynamic, self._static = frozenset(), True
         self.programs.clear()
 
-    def programs_for(self, numbers: dict[int, int | float]) -> list[Program]:
-        """Those that may run with these numbers."""
-        if not numbers:
-            return self.programs.setdefault((), [])
-        fixed = tuple(exact(n) for i, n in numbers.items() if i not in self.dynamic)
-        return self.programs.setdefault(fixed, [])
+    def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, Programs]]:
+        """The programs that may run, with the arguments that each of them takes."""
+        for where in reversed(list(self.carried)):
+            call = arguments.carrying(self.carried[where])
+            if call is not None:
+                yield call, self.programs_for(call, where)
+
+    def programs_for(self, call: Arguments, where: Any = ()) -> Programs:
+        """Those that take their arguments from ``where``, too, and may run with ``call``."""
+        fixed: tuple[Any, ...] = ()
+        if call.numbers:
+            inputs = self.dynamic | call.carried_numbers()
+            fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in inputs)
+        return self.programs.get((fixed, where, call.carried)) or Programs()
+
+    def keep(self, program: Program, call: Arguments) -> None:
+        """Add a program that was made with these arguments."""
+        self.latest = weakref.ref(program)
+        places = program.traced.carried
+        where = tuple(place.where() for place in places)
+        self.carried.pop(where, None)
+        self.carried[where] = places
+        while len(self.carried) > KEPT:
+            self._forget(next(iter(self.carried)))
+        fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in program.traced.dynamic)
+        key = fixed, where, call.carried
+        programs = self.programs.pop(key, None) or Programs()
+        self.programs[key] = programs
+        programs.first(program)
+        while len(self.programs) > KINDS:
+            del self.programs[next(iter(self.programs))]
+
+    def _forget(self, where: Any) -> None:
+        del self.carried[where]
+        for key in [key for key in self.programs if key[1] == where]:
+            del self.programs[key]
 
     def varies(self, numbers: dict[int, int | float]) -> None:
         """Programs exist, but not for these numbers: from now on those that differ are inputs."""
@@ -160,7 +196,10 @@ class CompiledStep:
         self._families: Cache[Any, _Family] = Cache(f"{name}: kinds of arguments", KINDS)
         self._executables: Cache[Any, Any] = Cache(f"{name}: programs", PROGRAMS, size=code_bytes)
         self._last: tuple[Arguments, Program] | None = None
-        self._ignored: frozenset[str] = frozenset()
+        # What it keeps outside of itself and replaces in each call, as messages call it.
+        self._carried: frozenset[str] = frozenset()
+        # What of it can't be taken from there, because of an error of the trace.
+        self._not_carried: dict[str, Exception] = {}
         self.clear_cache()
         self.compilations = 0
         self.traces = 0
@@ -178,19 +217,21 @@ class CompiledStep:
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
         family = self._families.get_or_make(arguments.key, _Family)
-        programs = family.programs_for(arguments.numbers)
-        for position, program in enumerate(programs):
-            if program.mismatch(arguments) is None:
-                if position:
-                    programs.insert(0, programs.pop(position))
-                self._last = arguments, program
-                self._in_a_row = 0
-                if events.observer is not None:
-                    events.observer.compiled(self._name())
-                if self._audit:
-                    self._look_again(program, arguments)
-                return program.run(arguments)
-        return self._trace(arguments, family, programs)
+        tried: list[tuple[Program, Arguments]] = []
+        for call, programs in family.candidates(arguments):
+            for position, program in enumerate(programs):
+                if program.mismatch(call) is None:
+                    if position:
+                        programs.first(program)
+                    self._last = call, program
+                    self._in_a_row = 0
+                    if events.observer is not None:
+                        events.observer.compiled(self._name())
+                    if self._audit:
+                        self._look_again(program, call)
+                    return program.run(call)
+                tried.append((program, call))
+        return self._trace(arguments, family, tried)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -200,9 +241,9 @@ class CompiledStep:
         ``jax.stages.Lowered``, with ``as_text()`` and ``compile()``. Nothing changes."""
         arguments = Arguments(args, kwargs)
         with self._lock, _tracing:
-            traced = Traced(self._function, arguments, frozenset())
+            traced = trace(self._function, arguments, frozenset(), self._carried)
             try:
-                return Program(traced, arguments, None, self._options).lowered
+                return Program(traced, traced.call, None, self._options).lowered
             finally:
                 traced.undo()
 
@@ -211,7 +252,8 @@ class CompiledStep:
         self._families.clear()
         self._executables.clear()
         self._last = None
-        self._ignored = frozenset()
+        self._carried = frozenset()
+        self._not_carried = {}
         self._in_a_row = 0
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
@@ -219,14 +261,15 @@ class CompiledStep:
         it would run. Nothing is traced, and nothing changes."""
         arguments = Arguments(args, kwargs)
         with self._lock:
-            family = self._families.get(arguments.key)
-            programs = family.programs_for(arguments.numbers) if family is not None else []
-            reasons = [program.mismatch(arguments) for program in programs]
+            family = self._families.get(arguments.key) or _Family()
+            candidates = list(family.candidates(arguments))
+            tried = [(program, call) for call, programs in candidates for program in programs]
+            reasons = [program.mismatch(call) for program, call in tried]
             if None in reasons:
                 return None
             if self._last is None:
                 return "the step has not been called yet"
-            return reasons[0] if reasons else self._explain(arguments, family or _Family(), [])[0]
+            return reasons[0] if reasons else self._explain(arguments, family, [])[0]
 
     def compiled_programs(self) -> list[Any]:
         """The ``jax.stages.Compiled`` programs that exist, oldest first: their ``as_text()``,
@@ -235,23 +278,24 @@ class CompiledStep:
 
     # --- internals ---------------------------------------------------------------------------
 
-    def _trace(self, arguments: Arguments, family: _Family, programs: list[Program]) -> Any:
-        why, path = self._explain(arguments, family, programs)
-        if not programs and family.programs:
+    def _trace(
+        self, arguments: Arguments, family: _Family, tried: list[tuple[Program, Arguments]]
+    ) -> Any:
+        why, path = self._explain(arguments, family, tried)
+        if not tried and family.programs:
             family.varies(arguments.numbers)
-            programs = family.programs_for(arguments.numbers)
         with _tracing:
             traced = self._traced(arguments, family, path)
-        programs = family.programs_for(arguments.numbers)
+        call = traced.call
         program: Program | None = None
         try:
-            program = Program(traced, arguments, self._executables, self._options)
-            result = program.run(arguments)
+            program = Program(traced, call, self._executables, self._options)
+            result = program.run(call)
         except BaseException as error:
             if program is None or not program.launched:
                 traced.undo(error)
             else:  # a scheduler's step: the program has done what it had to
-                self._keep(program, arguments, programs)
+                self._keep(program, call, family)
             raise
         family.last = dict(arguments.numbers)
         self.traces += 1
@@ -260,7 +304,7 @@ class CompiledStep:
             if why is not None:
                 self.recompilations.append(why)
                 logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
-        self._keep(program, arguments, programs)
+        self._keep(program, call, family)
         self._in_a_row += 1
         if self._in_a_row == MANY_TRACES:
             logger.warning(
@@ -271,44 +315,67 @@ class CompiledStep:
             )
         return result
 
-    def _keep(self, program: Program, arguments: Arguments, programs: list[Program]) -> None:
-        programs[:] = [p for p in programs if p.stale is None][: KEPT - 1]
-        programs.insert(0, program)
-        self._last = arguments, program
+    def _keep(self, program: Program, call: Arguments, family: _Family) -> None:
+        family.keep(program, call)
+        for other in self._families.values():
+            for programs in other.programs.values():
+                programs.succeeded(program)
+        self._last = call, program
 
     def _traced(self, arguments: Arguments, family: _Family, path: str | None) -> Traced:
-        """A trace; with numbers as inputs if the step's Python can do with that."""
-        traced = self._trace_once(arguments, family)
-        again = [effect for effect in traced.effects if self._is_counter(effect, path)]
-        if not again:
-            return traced
-        traced.undo()
-        if all(
-            effect.place.label(key) in traced.overwritten
-            for effect in again
-            for key in effect.before
-        ):
-            # Each call puts a tensor in place of that of the last one.
-            self._ignored |= traced.overwritten
-            return self._trace_once(arguments, family)
-        raise counter_refused(again[0])
+        """A trace that takes what the step keeps and replaces from where it is in each call; with
+        numbers as inputs if the step's Python can do with that.
+
+        Raises:
+            DataDependentError: it changes in each call what the next one would have to be traced
+                for.
+        """
+        tried: set[str] = set()
+        while True:
+            try:
+                traced = self._trace_once(arguments, family)
+            except Exception as error:
+                if not tried:
+                    raise
+                # The step's Python can't do with numbers that are inputs.
+                self._carried -= tried
+                self._not_carried |= dict.fromkeys(tried, error)
+                tried = set()
+                continue
+            again = [e for e in traced.effects if _is_counted_on(e, traced, family.latest())]
+            counted = {label for effect in again for label in effect.labels()} & traced.counted
+            found = (traced.replaced | counted) - self._not_carried.keys() - self._carried
+            if found:
+                traced.undo()
+                self._carried |= found
+                tried |= found & counted
+                continue
+            again = [e for e in again if path is not None and path.startswith(e.place.path)]
+            if not again:
+                return traced
+            traced.undo()
+            failed = [self._not_carried.get(label) for label in again[0].labels()]
+            raise counter_refused(again[0]) from next(filter(None, failed), None)
 
     def _trace_once(self, arguments: Arguments, family: _Family) -> Traced:
-        if family.dynamic:
-            try:
-                return Traced(self._function, arguments, family.dynamic, self._ignored)
-            except Exception as error:
-                logger.info("%s: its numbers stay constants: %s", self._name(), error)
-                family.keep_static()
-        return Traced(self._function, arguments, frozenset(), self._ignored)
+        if not family.dynamic:
+            return trace(self._function, arguments, frozenset(), self._carried)
+        try:
+            return trace(self._function, arguments, family.dynamic, self._carried)
+        except Exception as error:
+            # If this raises, too, it is the step that does.
+            traced = trace(self._function, arguments, frozenset(), self._carried)
+            logger.info("%s: its numbers stay constants: %s", self._name(), error)
+            family.keep_static()
+            return traced
 
     def _explain(
-        self, arguments: Arguments, family: _Family, programs: list[Program]
+        self, arguments: Arguments, family: _Family, tried: list[tuple[Program, Arguments]]
     ) -> tuple[str | None, str | None]:
         """Why no program fits, and the name of what has changed if it is something in Python."""
-        if programs:
-            program = programs[0]
-            why = program.mismatch(arguments) or "the program was used up"
+        if tried:
+            program, call = tried[0]
+            why = program.mismatch(call) or "the program was used up"
             return why, program.changed_path
         if self._last is None:
             return None, None
@@ -317,18 +384,8 @@ class CompiledStep:
             for i, name in enumerate(arguments.names()):
                 if i in family.last and exact(family.last[i]) != exact(arguments.numbers[i]):
                     return f"{name}: from {family.last[i]!r} to {arguments.numbers[i]!r}", None
-        return arguments.difference(before), None
-
-    def _is_counter(self, effect: Effect, path: str | None) -> bool:
-        """Whether a step changes in every call what it reads itself: each call would be traced.
-
-        Args:
-            path: what had changed since the last call, which therefore was traced.
-        """
-        if path is None or self._last is None or not effect.place.guarded:
-            return False
-        before = {key for earlier in self._last[1].effects for key in earlier.changed()}
-        return path.startswith(effect.place.path) and bool(effect.changed() & before)
+        last = self._last[1].traced.carried
+        return (arguments.carrying(last) or arguments).difference(before), None
 
     def _look_again(self, program: Program, arguments: Arguments) -> None:
         """Every n-th call: the audit."""
@@ -339,6 +396,14 @@ class CompiledStep:
 
     def _name(self) -> str:
         return _name_of(self._function)
+
+
+def _is_counted_on(effect: Effect, traced: Traced, last: Program | None) -> bool:
+    """Whether a step changes what it reads itself, as it did when it was traced before."""
+    if last is None or not effect.place.guarded or effect.labels() <= traced.names_of_carried:
+        return False
+    before = {key for earlier in last.effects for key in earlier.changed()}
+    return bool(effect.changed() & before)
 
 
 def _name_of(function: Any) -> str:

@@ -16,16 +16,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base.keys import exact
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.traced_number import NumberNode, input_number, valueless_number
+from xla_dtensor.compilation.doubles import StandIns
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
+
+# What marks of reads are called, in front of their number.
+READ = "xla_dtensor reads "
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,55 @@ class Number:
         name: how to call it in messages, ``"AdamW.param_groups[0]['lr']"``.
         integer: whether it is an int.
         array: the constant that stands for it in the traced jaxpr.
+        compute: of a number that Python has computed from those before it: from their values.
     """
 
-    read: Callable[[Any], float]
+    read: Callable[[Any], float] | None
     name: str
     integer: bool
     array: Any
+    compute: Callable[[list[float]], float] | None = None
+
+    def computed(self, before: list[float]) -> float:
+        """The present value of one that is computed.
+
+        Args:
+            before: the values of the numbers before it.
+
+        Raises:
+            Changed: it can't be computed any more, or is another kind of number.
+        """
+        assert self.compute is not None
+        try:
+            value = self.compute(before)
+        except ARITHMETIC as error:
+            raise Changed(f"{self.name}: {error}") from None
+        if type(value) is not (int if self.integer else float) or (
+            self.integer and not -(2**63) <= value < 2**63
+        ):
+            raise Changed(f"{self.name}: now {value!r}")
+        return value
+
+
+class Changed(Exception):
+    """A number is no longer of the kind that the program was made for."""
+
+
+# What Python's arithmetic raises for other numbers than those of the trace.
+ARITHMETIC = (ArithmeticError, ValueError, TypeError)
+
+
+def values_of(numbers: list[Number], arguments: Any) -> list[float]:
+    """The present values of a trace's numbers.
+
+    Raises:
+        Changed: one has none of the kind that it had.
+    """
+    found: list[float] = []
+    for number in numbers:
+        read = number.read
+        found.append(number.computed(found) if read is None else read(arguments))
+    return found
 
 
 @dataclass(frozen=True)
@@ -50,8 +99,8 @@ class Decision:
     """Something that the step's Python decided by a number; it holds only while the outcome is the
     same."""
 
-    compute: Callable[[list[float]], float]
-    outcome: float
+    compute: Callable[[list[float]], Any]
+    outcome: Any
     text: str
 
 
@@ -61,7 +110,7 @@ class Captured:
     Attributes:
         storage: the storage; of state that the step's optimizer made in this trace only while
             somebody else holds it.
-        array, form: as they were before the trace.
+        array, form, version: as they were before the trace.
         first_use: when the step first used it. Unlike the order of capture, this doesn't depend on
             whether an optimizer made it in this trace.
         fill_value: of state that the step's optimizer made in this trace, its initial value; None
@@ -69,7 +118,10 @@ class Captured:
         written: whether the step overwrites it.
     """
 
-    __slots__ = ("_reference", "_strong", "array", "fill_value", "first_use", "form", "written")
+    __slots__ = (
+        *("_reference", "_strong", "array", "fill_value", "first_use", "form", "version"),
+        "written",
+    )
 
     def __init__(self, storage: Storage, fill_value: Any = None) -> None:
         # New state may be a temporary; only a weak reference can tell.
@@ -77,6 +129,7 @@ class Captured:
         self._reference = weakref.ref(storage)
         self.array = storage.array
         self.form = storage.form
+        self.version = storage.version
         self.written = False
         self.first_use: int | None = None
         self.fill_value = fill_value
@@ -87,10 +140,12 @@ class Captured:
         return self._reference()
 
     def restore(self) -> None:
-        """Undo what the trace did to the storage."""
+        """Undo what the trace did to the storage. It has its version again, too: a backward pass
+        that waits must not take a trace for a write, and those of the trace never come back."""
         storage = self.storage
         if storage is not None:
             storage.put_back(self.array, self.form)
+            storage.version = self.version
 
 
 class Outside:
@@ -100,64 +155,98 @@ class Outside:
         get: gives the tensor; None for a view that the step made and has dropped. Only during the
             trace by a weak reference: torch swaps no tensor that has one (``module.half()``).
         index: which argument of the step it is, if it is one and nothing else.
+        leaf: likewise, the leaf (an `Outside`) whose ``.grad`` it is.
         only_optimizer: whether it was an optimizer that first used it: state, which no graph saves.
         writes: how many writes autograd has counted during the trace; each call counts as many.
         grad: its ``.grad`` when the step began.
         cleared: whether the step has set that to None before it used the tensor, so that it doesn't
             matter what it was.
+        switched: whether the step has used it with another ``requires_grad`` than it had.
     """
 
     __slots__ = (
         *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
-        *("index", "only_optimizer", "version", "writes"),
+        *("index", "leaf", "only_optimizer", "switched", "version", "writes"),
     )
 
     def __init__(self, tensor: Any) -> None:
         self.get: Callable[[], Any] = weakref.ref(tensor)
         self.index: int | None = None
+        self.leaf: Outside | None = None
         self.only_optimizer = False
         self.version = _version(tensor)
         self.writes = 0
         self.requires_grad = tensor.requires_grad
         self.is_leaf = tensor.is_leaf
-        self.grad = tensor.grad if self.requires_grad and self.is_leaf else None
-        self.cleared = False
+        self.grad = tensor.grad if self.is_leaf else None
+        self.cleared = self.switched = False
         self.storage = getattr(tensor, "_storage_", None)
         self.steps = getattr(tensor, "_steps", ())
-        self.hooks = _hooks_of(tensor)
+        self.hooks = hooks_of(tensor)
 
     @property
     def takes_gradient(self) -> bool:
         """Whether gradients may reach its ``.grad``."""
-        return self.requires_grad and self.is_leaf
+        return self.is_leaf and (self.requires_grad or self.switched)
 
-    def keep(self, index: int | None) -> bool:
-        """Refer to the tensor as long as the program lives (or to the argument ``index``, which is
-        another tensor in each call); whether it is still there."""
+    def keep(self, index: int | None = None, leaf: Outside | None = None) -> bool:
+        """Refer to the tensor as long as the program lives (or to the argument ``index``, or the
+        gradient of ``leaf``, which are other tensors in each call); whether it is still there."""
         tensor = self.get()
-        self.index = index
-        self.get = (lambda: None) if index is not None else lambda: tensor
+        self.index, self.leaf = index, leaf
+        self.get = (lambda: tensor) if self.is_fixed else lambda: None
+        if tensor is None or not self.is_fixed:
+            self.storage = None  # not kept alive
+        return tensor is not None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is the same tensor in each call."""
+        return self.index is None and self.leaf is None
+
+    def count_writes(self) -> None:
+        """Note how many writes there have been since the trace found the tensor."""
+        tensor = self.get()
         if tensor is not None and not self.only_optimizer:
             self.writes = _version(tensor) - self.version
-        return tensor is not None
+
+    def forget_writes(self) -> None:
+        """The trace has not happened, and torch shall know nothing of its writes: a backward pass
+        may wait that compares its count."""
+        tensor = self.get()
+        if tensor is not None and _version(tensor) != self.version:
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
 
     def of(self, arguments: Any) -> Any:
         """The tensor in a call with ``arguments``."""
+        if self.leaf is not None:
+            leaf = self.leaf.of(arguments)
+            return None if leaf is None else leaf.grad
         return self.get() if self.index is None else arguments.tensors[self.index]
 
-    def changed(self) -> str | None:
+    def is_switched(self) -> bool:
+        """Whether the tensor has another ``requires_grad`` than the trace found."""
+        tensor = self.get()
+        return tensor is not None and tensor.is_leaf and tensor.requires_grad != self.requires_grad
+
+    def switch_back(self) -> None:
+        """Give it the one that the trace found."""
+        if self.is_switched():
+            self.get().requires_grad_(self.requires_grad)
+
+    def changed(self, but_requires_grad: bool = False) -> str | None:
         """What is no longer as the trace found it."""
         tensor = self.get()
         if tensor is None:
             return None
         name = f"a tensor of shape {list(tensor.shape)}"
-        if tensor.requires_grad != self.requires_grad:
+        if tensor.requires_grad != self.requires_grad and not but_requires_grad:
             return f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
         if getattr(tensor, "_storage_", None) is not self.storage:
             return f"the memory of {name}, which is another tensor's now (.data = or set_)"
         if getattr(tensor, "_steps", ()) != self.steps:
             return f"what of its memory {name} shows"
-        if _hooks_of(tensor) != self.hooks:
+        if hooks_of(tensor) != self.hooks:
             return f"the hooks of {name}"
         if tensor.is_leaf != self.is_leaf:
             return f"whether {name} has a history"
@@ -168,13 +257,15 @@ def _version(tensor: Any) -> int:
     return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version
 
 
-def _hooks_of(tensor: Any) -> tuple[Any, ...]:
-    """The functions that are called with the tensor's gradient."""
+def hooks_of(tensor: Any) -> tuple[Any, ...]:
+    """The functions that are called with the tensor's gradient, apart from our own."""
     found: tuple[Any, ...] = ()
+    own = getattr(getattr(tensor, "_landing", None), "id", None)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(tensor, name, None)
-        if hooks:
-            found = (*found, name, *hooks.values())
+        users = [hook for key, hook in hooks.items() if key != own] if hooks else None
+        if users:
+            found = (*found, name, *users)
     return found
 
 
@@ -192,6 +283,11 @@ class StepTrace:
         self.host_arrays: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self.numbers: list[Number] = []
         self.decisions: list[Decision] = []
+        # The scalars of numbers that Python has computed from the numbers, by their text.
+        self._computed_numbers: dict[str, Any] = {}
+        self.stand_ins = StandIns()
+        # The numbers that the step's Python has been given or has computed.
+        self.python_numbers: list[weakref.ref[Any]] = []
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.outside: dict[int, Outside] = {}
         self.frame: Frame | None = None
@@ -213,6 +309,11 @@ class StepTrace:
         self.history_begins = torch._C._autograd._get_sequence_nr()
         self.freed: set[int] = set()
         self.differentiating = False
+        # What the backward pass reads of memory that the user may write to until it runs: the
+        # storage, and the tensor from outside that it is read through, by the number of the mark.
+        self.reads: list[tuple[Storage | torch.Tensor | int, Outside | None]] = []
+        self.shown: set[int] = set()
+        self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.host: Any = None
 
     # --- what dispatch reports ---------------------------------------------------------------
@@ -245,9 +346,26 @@ class StepTrace:
             if tensor is not None:
                 self.touched(tensor)
         array = storage.array
+        if self.differentiating and (id(storage) in self.shown or not self.owns(storage)):
+            array = self._mark(storage, array, tensor)
         if self._recomputed:
             array = self._recomputed[-1].barred(storage, array)
         return array
+
+    def _mark(self, storage: Storage | torch.Tensor, array: Any, tensor: Any) -> Any:
+        """``array`` behind an equation that does nothing, and says that the backward pass reads
+        ``storage`` (a CPU tensor itself) through ``tensor``."""
+        outside = self.outside.get(id(tensor))
+        if outside is not None and outside.get() is not tensor:
+            outside = None  # a view: should the tensor that it is of move, it stays where it was
+        key = id(array), id(outside)
+        known = self._marked.get(key)
+        if known is None:
+            marked = checkpoint_name(array, f"{READ}{len(self.reads)}")
+            # The step's own memory by its id: what refers to it at the end, it has left there.
+            self.reads.append((id(storage) if self.owns(storage) else storage, outside))
+            known = self._marked[key] = array, marked
+        return known[1]
 
     def touched(self, tensor: Any) -> None:
         storage = getattr(tensor, "_storage_", None)
@@ -268,7 +386,9 @@ class StepTrace:
                 outside.cleared = True
             if self.in_optimizer:
                 outside.only_optimizer = True
-            self.outside[id(tensor)] = outside
+            self.outside[id(tensor)] = known = outside
+        if tensor.requires_grad != known.requires_grad:
+            known.switched = True
 
     def cleared(self, tensors: Iterable[Any]) -> None:
         """``zero_grad`` has run: of the tensors that the step hasn't used yet, it doesn't matter
@@ -308,7 +428,7 @@ class StepTrace:
             with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.asarray(to_numpy(tensor))
             known = self.host_arrays[key] = (tensor, array, source)
-        return known[1]
+        return self._mark(tensor, known[1], None) if self.differentiating else known[1]
 
     def item(self, tensor: Any) -> Any:
         """In the formulas of torch's optimizers a number without a present value, which goes into
@@ -345,19 +465,41 @@ class StepTrace:
         Args:
             value: what it is in this call.
         """
+        # Decisions are told apart by their text.
+        same = sum(number.name == name for number in self.numbers)
+        text = name if not same else f"{name} ({same + 1})"
+        index = len(self.numbers)
+        weak = self._number_input(read, name, value)
+        return input_number(value, weak, index, text, self._decided, self._fed)
+
+    def _number_input(
+        self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
+    ) -> Any:
+        """A new number among the inputs: the weakly typed JAX scalar."""
         integer = isinstance(value, int)
         dtype = jnp.int64 if integer else jnp.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
             array = jnp.array(value, dtype=dtype)
-        index = len(self.numbers)
-        self.numbers.append(Number(read, name, integer, array))
+        self.numbers.append(Number(read, name, integer, array, compute))
         with jax.enable_x64(True):
-            weak = jax._src.lax.lax._convert_element_type(array, weak_type=True)
-        return input_number(value, weak, index, name, self._decided)
+            return jax._src.lax.lax._convert_element_type(array, weak_type=True)
+
+    def _fed(self, node: NumberNode) -> Any:
+        """A number that Python has computed from others, as an input."""
+        known = self._computed_numbers.get(node.text)
+        if known is None:
+            known = self._number_input(None, node.text, node.value, node.compute)
+            self._computed_numbers[node.text] = known
+        return known
 
     def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
         text = f"{node.text} {what} {outcome}"
-        self.decisions.append(Decision(node.compute, float(outcome), text))
+        if what == "is":
+            self.decisions.append(Decision(node.compute, outcome, text))
+            return
+        compute = node.compute
+        decision = Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text)
+        self.decisions.append(decision)
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         if read not in self.settings:
@@ -465,10 +607,35 @@ class StepTrace:
             if not keeps_graph:
                 self.freed.add(number)
 
+    def switched(self) -> list[tuple[Outside, bool]]:
+        """The tensors that the step leaves with another ``requires_grad`` than they had, with it.
+        It doesn't have to have used them."""
+        used = {id(outside) for outside in self.outside.values()}
+        others = [known for _, known in self.before.values() if id(known) not in used]
+        found = [o for o in (*self.outside.values(), *others) if o.is_switched()]
+        return [(outside, not outside.requires_grad) for outside in found]
+
+    def forget(self) -> None:
+        """Keep alive nothing of what the trace has used: a program says itself what it needs."""
+        for kept in (
+            *(self.before, self._cleared, self._captured_by_id, self.host_arrays, self.scalars),
+            *(self._items, self._marked, self._counters, self._owned),
+        ):
+            kept.clear()
+        self.captured, self.reads, self._latest = [], [], None
+        self._wide = thread_state.WideScalars()
+
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
             captured.restore()
+        found = [*(outside for _, outside in self.before.values()), *self.outside.values()]
+        for outside in found:
+            outside.switch_back()
+            outside.count_writes()
+        # Of two that share torch's count, the one that came first knows what it was.
+        for outside in reversed(found):
+            outside.forget_writes()
         for outside in self.outside.values():
             tensor = outside.get()
             if tensor is not None and outside.takes_gradient and tensor.grad is not outside.grad:

@@ -12,20 +12,23 @@ same content is no change.
 
 from __future__ import annotations
 
+import abc
 import array
 import contextvars
 import enum
 import functools
+import gc
 import itertools
 import operator
 import os
 import random
 import re
 import sys
+import threading
 import types
 import weakref
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
     Names,
     describe,
@@ -45,6 +49,7 @@ from xla_dtensor.compilation.code_names import (
     names_of,
 )
 from xla_dtensor.compilation.identities import identities
+from xla_dtensor.compilation.objects import attributes_of, is_record
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
@@ -94,6 +99,22 @@ _Iterators: tuple[type, ...] = (
     *(map, zip, filter, enumerate, itertools.chain, itertools.count, itertools.cycle),
     *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
 )
+
+
+_TABLES: tuple[Any, ...] = ({}, OrderedDict())
+_VIEWS = frozenset(
+    type(view) for table in _TABLES for view in (table.keys(), table.values(), table.items())
+)
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+
+
+def is_strict(cls: type) -> bool:
+    """Whether objects of a class decide themselves what their attributes are: they can't be asked
+    with ``isinstance``, which asks for ``__class__``."""
+    return type(cls.__getattribute__) is types.FunctionType and not issubclass(cls, _WALKED_APART)
+
+
+_WALKED_APART = (dict, list, tuple, set, frozenset, deque, nn.Module, torch.Tensor, Optimizer)
 
 
 def is_atom(value: Any) -> bool:
@@ -161,7 +182,8 @@ class Watch:
     """What can be read from ``roots``, pairs of a name for messages and a thing.
 
     Args:
-        ignored: attributes (as messages call them) that the step overwrites before it reads them.
+        carried: what the step keeps from one call to the next and replaces, as messages call it:
+            each call takes it from there (`Carried`).
 
     Attributes:
         places: every container on the way.
@@ -170,12 +192,17 @@ class Watch:
         consumed: iterators found, with their paths: the step mustn't take from them.
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
+        settings: the entries of their param groups that the code names: (``id`` of the group, key).
+        carried: the places found of those that each call takes its values from.
+        inside: the lists, dicts and objects that are part of what is there (`Place.container`).
     """
 
-    def __init__(self, roots: list[tuple[str, Any]], ignored: frozenset[str] = frozenset()) -> None:
-        self._ignored = ignored
+    def __init__(self, roots: list[tuple[str, Any]], carried: frozenset[str] = frozenset()) -> None:
+        self._carried = carried
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
+        self._odd_classes: dict[type, bool] = {}
+        self._slot_names: dict[type, list[str]] = {}
         self._seen: dict[int, tuple[Any, str]] = {}
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         while True:
@@ -192,7 +219,7 @@ class Watch:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
-        self._seen = {}
+        self._seen, self._odd_classes, self._slot_names = {}, {}, {}
         self._arm()
 
     @property
@@ -205,6 +232,14 @@ class Watch:
         """Whether the step's code calls ``next``."""
         return any("next" in names for _, names in self._globals.values())
 
+    def assigned_in(self, place: Place) -> set[str] | None:
+        """The names of attributes that the step's code may assign in a place; None for any."""
+        if place.container not in self._plain or self._names.any_attribute:
+            return None
+        if any("setattr" in names or "delattr" in names for _, names in self._globals.values()):
+            return None
+        return self._names.assigned
+
     def _size(self) -> tuple[int, ...]:
         names = self._names
         return (
@@ -216,6 +251,10 @@ class Watch:
 
     def _start(self) -> None:
         self.places: list[Place] = []
+        self.carried: list[Carried] = []
+        self.inside: set[int] = set()
+        self._plain: set[int] = set()  # the attributes of objects that no library's code changes
+        self.settings: set[tuple[int, str]] = set()
         self.found: list[Found] = []
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.arrays: list[tuple[Any, Any]] = []
@@ -238,6 +277,17 @@ class Watch:
         self.found.append(Found(path if count == 1 else f"{path} ({count})", kind, value))
 
     def _walk(self, value: Any, path: str) -> None:
+        cls = type(value)
+        odd = self._odd_classes.get(cls)
+        if odd is None:
+            odd = self._odd_classes[cls] = cls in _PROXIES or is_strict(cls)
+        if odd:
+            if cls in _PROXIES:
+                self._walk(_referent(value), path)
+            elif id(value) not in self._seen:
+                self._seen[id(value)] = value, path
+                self._plain_object(value, path)
+            return
         if is_atom(value):
             self._note(path, "value", value)
             if not is_library_class(type(value)):  # an enum, a named tuple: it may have methods
@@ -272,6 +322,7 @@ class Watch:
         own = _dict_of(value)
         if own:
             self._entries(own, [n for n in own if self._is_read(n) or n == "_value_"], path, value)
+        self._slots(value, path)
         self._class(type(value))
 
     def _walk_parts(self, value: Any, path: str) -> None:
@@ -311,24 +362,30 @@ class Watch:
             self._note(path, "class", value)
             self._class(value)
             self._class(type(value))
+            if isinstance(value, abc.ABCMeta):
+                self._registry(value, path)
             if issubclass(value, enum.Enum):
                 for name, member in value.__members__.items():
                     self._walk(member, f"{path}.{name}")
         elif isinstance(value, types.ModuleType):
             self._note(path, "Python module", value)
             if not is_library(value.__name__):
-                self._attributes(value, path)
+                self._attributes(value, vars(value), path)
             else:  # somebody may put another function into it
                 names = sorted(self._names.attributes & vars(value).keys())
                 self._place(Entries(vars(value), names, path))
                 for name in names:
-                    inside = vars(value)[name]
-                    kind = "value" if is_atom(inside) else "opaque"
-                    self._note(f"{path}.{name}", kind, inside)
+                    self._in_library(vars(value)[name], f"{path}.{name}")
         elif isinstance(value, types.CellType):
             self._cell(value, path)
         elif isinstance(value, dict | types.MappingProxyType):
             self._dict(value, path)
+        elif cls in _VIEWS:
+            self._note(path, cls)
+            for table in gc.get_referents(value):
+                self._walk(table, path)
+        elif isinstance(value, threading.local):
+            self._thread_local(value, path)
         elif isinstance(value, types.BuiltinMethodType):  # table.get
             self._note(path, "opaque", value.__name__)
             if not isinstance(value.__self__, types.ModuleType | type):
@@ -349,8 +406,64 @@ class Watch:
         else:
             self._object(value, path)
 
+    def _in_library(self, value: Any, path: str) -> None:
+        """What a library's module has under a name that the code reads."""
+        own = isinstance(value, types.FunctionType) and not is_library(value.__module__)
+        if own or isinstance(value, types.ModuleType):
+            self._walk(value, path)
+        else:
+            self._note(path, "value" if is_atom(value) else "opaque", value)
+
+    def _registry(self, cls: abc.ABCMeta, path: str) -> None:
+        """Which classes have been registered with an abstract one."""
+        token = abc.get_cache_token()
+        self.probes.append((lambda: abc.get_cache_token() == token, True))
+        registered = {ref for each in (cls, *_subclasses(cls)) for ref in _registered_with(each)}
+        self._note(f"{path}'s registry", "registry", registered)
+
+    def _thread_local(self, local: threading.local, path: str) -> None:
+        """What it holds in this thread; each has a dict of its own."""
+        self._note(path, "object", type(local))
+        own = vars(local)
+        self.probes.append((functools.partial(vars, local), own))
+        self._entries(own, list(filter(self._is_read, own)), path, local)
+        self._class(type(local))
+
     def _place(self, place: Place) -> None:
         self.places.append(place)
+
+    def _taken(self, place: Place, keys: Iterable[Any]) -> frozenset[Any]:
+        """Those of a place's keys whose values each call takes from there."""
+        if not self._carried:
+            return frozenset()
+        taken = [
+            key for key in keys if place.label(key) in self._carried and is_state(place.at(key))
+        ]
+        for key in taken:
+            self.carried.append(Carried(place, key))
+            self._inside(place.at(key), place.label(key))
+        return frozenset(taken)
+
+    def _inside(self, value: Any, path: str) -> None:
+        """The lists, dicts and records in what a call takes like an argument: the step mustn't
+        change them, since it is given others in the next call."""
+        for name, inner in parts_of(value):
+            self._inside(inner, f"{path}{name}")
+        if not is_library_class(type(value)):  # its methods may be called
+            self._class(type(value))
+        place: Place
+        if isinstance(value, list):
+            place = Elements(value, path, guarded=False)
+        elif isinstance(value, dict):
+            place = Items(value, path, guarded=False)
+        elif is_record(value) and hasattr(value, "__dict__"):
+            place = Entries(vars(value), vars(value), path, guarded=False)
+        elif is_record(value):
+            place = Slots(value, attributes_of(value) or (), path, guarded=False)
+        else:
+            return
+        self._place(place)
+        self.inside.add(place.container)
 
     def _function(self, function: types.FunctionType, path: str) -> None:
         code = function.__code__
@@ -369,7 +482,8 @@ class Watch:
             if id(namespace) not in self._placed_globals:
                 # Once a walk: by then earlier walks have said which names matter.
                 self._placed_globals.add(id(namespace))
-                for name in sorted(known & namespace.keys()):
+                taken = self._taken(Entries(namespace, (), "", guarded=False), sorted(known))
+                for name in sorted((known & namespace.keys()) - taken):
                     self._walk(namespace[name], name)
             for name in names.modules:
                 self._imported(name)
@@ -400,12 +514,18 @@ class Watch:
         self._seen[id(cell)] = cell, name
         place = Slots(cell, ("cell_contents",), name, shown=name)
         self._place(place)
-        value = place.content()["cell_contents"]
+        if self._taken(place, place.names):
+            place.guarded = False
+            return
+        value = place.at("cell_contents")
         if value is not MISSING:
             self._walk(value, name)
 
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
-        self._place(Entries(namespace, sorted(names & namespace.keys()), ""))
+        taken = {c.key for c in self.carried if c.place.owner is namespace}
+        self._place(Entries(namespace, sorted((names - taken) & namespace.keys()), ""))
+        if taken:
+            self._place(Entries(namespace, sorted(taken), "", guarded=False))
 
     def _module(self, module: nn.Module, path: str) -> None:
         cls = type(module)
@@ -415,9 +535,12 @@ class Watch:
         for part in _MODULE_PARTS:
             inner = own.get(part)
             if inner:
-                self._place(Items(inner, path, with_keys=False))
+                place = Items(inner, path, with_keys=False)
+                self._place(place)
+                place.carried = self._taken(place, inner)
                 for name, value in inner.items():
-                    self._walk(value, f"{path}.{name}")
+                    if name not in place.carried:
+                        self._walk(value, f"{path}.{name}")
         for part in _MODULE_HOOKS:
             hooks = own.get(part)
             if hooks is None:
@@ -431,6 +554,7 @@ class Watch:
             names = [name for name in own if self._is_read(name) and name not in _MODULE_OWN]
             names += [n for n in ("_forward_hooks", "_forward_pre_hooks") if n not in names]
             self._assigned(module, path, names)
+            self._slots(module, path)
         self._entries(own, names, path, module)
         self._class(cls)
 
@@ -439,12 +563,13 @@ class Watch:
         return name in names.attributes or names.any_attribute or name in self._library_reads
 
     def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
-        if self._ignored:
-            skipped = [name for name in names if f"{path}.{name}" in self._ignored]
-            if skipped:
-                names = [name for name in names if name not in skipped]
-                self._place(Entries(own, skipped, path, guarded=False))
-        self._place(Entries(own, names, path))
+        place = Entries(own, names, path)
+        taken = self._taken(place, names)
+        if taken:
+            names = [name for name in names if name not in taken]
+            self._place(Entries(own, sorted(taken), path, guarded=False))
+            place = Entries(own, names, path)
+        self._place(place)
         for name in names:
             if name not in _MODULE_HOOKS and name in own:
                 self._walk(own[name], f"{path}.{name}")
@@ -452,17 +577,24 @@ class Watch:
     def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
         """Attributes that the code assigns without reading them."""
         names = [n for n in self._names.assigned - set(read) if n not in _MODULE_OWN]
-        if isinstance(owner, nn.Module):
-            taken = set().union(*(owner.__dict__.get(p) or () for p in _MODULE_PARTS))
+        own = _dict_of(owner)
+        if own is None:
+            return
+        if issubclass(type(owner), nn.Module):
+            taken = set().union(*(own.get(p) or () for p in _MODULE_PARTS))
             names = [n for n in names if n not in taken]
-        # Not hasattr, which would run a user's __getattr__.
-        inherited = {n for base in type(owner).__mro__ for n in vars(base)}
-        present = [n for n in sorted(names) if n in owner.__dict__ or n not in inherited]
+        # Not hasattr, which would run a user's __getattr__. A property keeps its value elsewhere.
+        inherited = {
+            n
+            for base in type(owner).__mro__
+            for n, value in vars(base).items()
+            if hasattr(type(value), "__set__")
+        }
+        present = [n for n in sorted(names) if n in own or n not in inherited]
         if present:
-            self._place(Entries(owner.__dict__, present, path, guarded=False))
+            self._place(Entries(own, present, path, guarded=False))
 
     def _object(self, value: Any, path: str) -> None:
-        cls = type(value)
         if isinstance(value, Optimizer):
             self._optimizer(value, path)
             return
@@ -478,7 +610,10 @@ class Watch:
             names = [name for name in vars(value) if name in read]
             self._entries(vars(value), names, path, value)
             return
-        own = _dict_of(value)
+        self._plain_object(value, path)
+
+    def _plain_object(self, value: Any, path: str) -> None:
+        cls, own = type(value), _dict_of(value)
         wrapped = (own or {}).get("__wrapped__")
         if wrapped is not None:  # functools.wraps, lru_cache, a compiled step
             self._note(path, cls)
@@ -490,16 +625,11 @@ class Watch:
             self._note(path, "object", cls)
             self._typed.append(value)
             self._library_methods(cls)
-            self._attributes(value, path)
+            self._attributes(value, own, path)
+            self._slots(value, path)
         elif getattr(cls, "__slots__", None) is not None and not is_library_class(cls):
             self._note(path, "object", cls)
-            names = [
-                name for base in cls.__mro__ for name in _slots_of(base) if self._is_read(name)
-            ]
-            place = Slots(value, names, path)
-            self._place(place)
-            for name, content in place.content().items():
-                self._walk(content, f"{path}.{name}")
+            self._slots(value, path)
         else:
             # Nothing is known of it but which one it is.
             self._note(path, "opaque", value)
@@ -515,12 +645,32 @@ class Watch:
                 continue
             for name, method in vars(base).items():
                 special = name.startswith("__") and name not in _NEVER_CALLED
-                if isinstance(method, types.FunctionType) and (special or self._is_read(name)):
-                    self._library_reads |= names_of(method.__code__).attributes
+                if special or self._is_read(name):
+                    code = _code_of(method)
+                    if code is not None:
+                        self._library_reads |= names_of(code).attributes
 
-    def _attributes(self, value: Any, path: str) -> None:
-        own = vars(value)
+    def _slots(self, value: Any, path: str) -> None:
+        """What an object holds in slots, those of its base classes too."""
+        cls = type(value)
+        known = self._slot_names.get(cls)
+        if known is None:
+            bases = () if is_library_class(cls) else cls.__mro__
+            known = self._slot_names[cls] = [name for base in bases for name in _slots_of(base)]
+        names = list(filter(self._is_read, known))
+        if names:
+            place = Slots(value, names, path)
+            self._place(place)
+            for name, content in place.content().items():
+                self._walk(content, f"{path}.{name}")
+
+    def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
         names = list(filter(self._is_read, own))
+        if isinstance(own.get("__getattr__"), types.FunctionType):  # a Python module's
+            names.append("__getattr__")
+        cls = type(value)
+        if cls is types.SimpleNamespace or not any(map(is_library_class, cls.__mro__[:-1])):
+            self._plain.add(id(own))
         self._assigned(value, path, names)
         self._entries(own, names, path, value)
 
@@ -538,6 +688,7 @@ class Watch:
         for i, group in enumerate(groups):
             names = [k for k in group if k == "params" or k in self._names.attributes]
             self._entries(group, names, f"{path}.param_groups[{i}]", optimizer)
+            self.settings |= {(id(group), name) for name in names}
 
     def _stepped(self, stepped: SteppedOptimizer, path: str) -> None:
         """What an optimizer's ``step`` reads: all of its param groups but the numbers that are
@@ -549,6 +700,8 @@ class Watch:
         for i, group in enumerate(groups):
             inputs = stepped.numbers[i] if i < len(stepped.numbers) else set()
             where = f"{path}.param_groups[{i}]"
+            if i < len(stepped.assigned):
+                inputs = inputs | stepped.assigned[i]  # what the step's code reads is found there
             names = [key for key in group if key not in inputs]
             self._place(Entries(group, names, where))
             for name in names:
@@ -570,8 +723,12 @@ class Watch:
             self._large.append(value)
             return
         self._note(path, type(value), tuple(k if is_atom(k) else id(k) for k in value))
-        self._place(Items(value, path))
+        place = Items(value, path)
+        self._place(place)
+        place.carried = self._taken(place, value)
         for key, item in value.items():
+            if key in place.carried:
+                continue
             if not is_atom(key):
                 self._walk(key, f"{path}'s key")
             self._walk(item, f"{path}[{key!r}]" if is_atom(key) else f"{path}[...]")
@@ -584,9 +741,13 @@ class Watch:
             self._large.append(value)
             return
         self._note(path, type(value), len(value))
-        self._place(Elements(value, path))
+        place = Elements(value, path)
+        self._place(place)
+        if isinstance(value, list | deque):
+            place.carried = self._taken(place, range(len(value)))
         for i, item in enumerate(value):
-            self._walk(item, f"{path}[{i}]")
+            if i not in place.carried:
+                self._walk(item, f"{path}[{i}]")
         if not is_library_class(type(value)):
             self._own_parts(value, path)
 
@@ -601,24 +762,29 @@ class Watch:
                 for name in base.__dict__
                 if (self._is_read(name) or (name.startswith("__") and name.endswith("__")))
                 and name not in _NEVER_CALLED
-                and (self._is_read(name) or callable(base.__dict__[name]))
+                and (self._is_read(name) or _is_callable(base.__dict__[name]))
                 and not isinstance(base.__dict__[name], _DESCRIPTORS)
             ]
-            self._place(Entries(base.__dict__, names, base.__qualname__, setter=base))
+            place = Entries(base.__dict__, names, base.__qualname__, setter=base)
+            taken = self._taken(place, names)
+            if taken:
+                where = base.__dict__, sorted(taken), base.__qualname__
+                self._place(Entries(*where, guarded=False, setter=base))
+                names = [name for name in names if name not in taken]
+                place = Entries(base.__dict__, names, base.__qualname__, setter=base)
+            self._place(place)
             for name in names:
                 self._walk(base.__dict__[name], f"{base.__qualname__}.{name}")
 
     def _global_hooks(self) -> None:
         from torch.nn.modules import module
 
-        for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        for kind in ("forward", "forward_pre", "backward", "backward_pre"):
+            name = f"_global_{kind}_hooks"
             hooks = getattr(module, name)
             self._place(Items(hooks, f"torch.nn.modules.module.{name}", with_keys=False))
             for number, hook in enumerate(hooks.values()):
                 self._walk(hook, f"{name}[{number}]")
-        for name in ("_global_backward_hooks", "_global_backward_pre_hooks"):
-            hooks = getattr(module, name)
-            self._place(Items(hooks, f"torch.nn.modules.module.{name}", with_keys=False))
 
     # --- comparing ----------------------------------------------------------------------------
 
@@ -682,9 +848,51 @@ class Watch:
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 
-def _slots_of(cls: type) -> tuple[str, ...]:
+def _slots_of(cls: type) -> list[str]:
+    """The names of a class's own slots, as attributes."""
     slots = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    prefix = f"_{cls.__name__.lstrip('_')}"
+    return [
+        f"{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+def _is_callable(value: Any) -> bool:
+    return callable(value) or isinstance(value, classmethod)
+
+
+def _code_of(method: Any) -> types.CodeType | None:
+    """The code of what a class has under a name: a function, a property, one that is computed
+    once."""
+    for name in ("fget", "func", "wrapped", "__func__"):
+        inner = getattr(method, name, None)
+        if isinstance(inner, types.FunctionType):
+            method = inner
+    return method.__code__ if isinstance(method, types.FunctionType) else None
+
+
+def _referent(proxy: Any) -> Any:
+    """What a weak proxy stands for; None if that is gone."""
+    try:
+        return proxy.__sizeof__.__self__  # a method knows the object itself
+    except ReferenceError:
+        return None
+
+
+def _registered_with(cls: abc.ABCMeta) -> set[Any]:
+    return abc._get_dump(cls)[0]  # type: ignore[attr-defined]
+
+
+def _subclasses(cls: type) -> list[Any]:
+    """The abstract classes that are derived from a class."""
+    found: list[Any] = []
+    inner: Any
+    for inner in type.__subclasses__(cls):
+        found += [inner, *_subclasses(inner)] if isinstance(inner, abc.ABCMeta) else []
+    return found
 
 
 def _dict_of(value: Any) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.base.python_numbers import is_number, like_a_number
 from xla_dtensor.dispatch.ops import DROPPED, OpInfo
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form
@@ -48,10 +49,9 @@ class Call:
         default_dtype = torch.get_default_dtype()
         if default_dtype is not torch.float32:
             key.append(default_dtype)  # what factories make, and what divisions of ints give
-        dynamic = info.dynamic_arguments
         new_args = []
         for name, value in zip(info.argument_names, args):  # noqa: B905  (fewer values)
-            new_args.append(self._take(value, name in dynamic, key))
+            new_args.append(self._take(value, name, key))
         self.args = tuple(new_args)
         self.kwargs = {}
         self.meta_kwargs: dict[str, Any] = {}
@@ -64,10 +64,10 @@ class Call:
                     self.meta_kwargs["memory_format"] = value
                 continue
             key.append(name)
-            self.kwargs[name] = self._take(value, name in dynamic, key)
+            self.kwargs[name] = self._take(value, name, key)
         self.key = tuple(key)
 
-    def _take(self, value: Any, dynamic: bool, key: list[Any]) -> Any:
+    def _take(self, value: Any, name: str, key: list[Any]) -> Any:
         cls = type(value)
         if cls is XLAShardedTensor or cls is XLATensor:
             steps = value._steps
@@ -81,9 +81,9 @@ class Call:
             return value
         if cls is list or cls is tuple:
             key.append(len(value))
-            return [self._take(item, dynamic, key) for item in value]
+            return [self._take(item, name, key) for item in value]
         if cls is float or cls is int or cls is complex:
-            if dynamic:
+            if name in self.info.dynamic_arguments:
                 key.append(cls)
                 return self._leaf(value, cls)
             key.append(value)
@@ -96,14 +96,24 @@ class Call:
         if isinstance(value, torch.Tensor):
             return self._take_foreign(value, key)
         if isinstance(value, torch.SymFloat | torch.SymInt):
-            if dynamic:
-                number_type = float if isinstance(value, torch.SymFloat) else int
+            number_type = float if isinstance(value, torch.SymFloat) else int
+            if name in self.info.dynamic_arguments or self._may_be_traced(value, name):
                 key.append(number_type)
                 return self._leaf(value, number_type)
-            number = float(value) if isinstance(value, torch.SymFloat) else int(value)
-            return self._take(number, False, key)
+            number = number_type(value)
+            key.append(number)
+            key.append(number_type)
+            return number
         key.append(value)
         return value
+
+    def _may_be_traced(self, value: Any, name: str) -> bool:
+        """Whether a symbolic number, which eagerly would be part of the executable, needn't be."""
+        if name not in self.info.symbolic_arguments or not is_number(value):
+            return False
+        assert self.info.lowering is not None
+        is_static = self.info.lowering.static_scalars
+        return not callable(is_static) or not is_static(name, like_a_number(value))
 
     def _take_foreign(self, value: torch.Tensor, key: list[Any]) -> Any:
         """A plain CPU tensor joins as if it were the same on every device."""

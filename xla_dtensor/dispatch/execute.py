@@ -16,7 +16,7 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.traced_number import number_value
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
-from xla_dtensor.dispatch.call import Call, fill
+from xla_dtensor.dispatch.call import Call, Slot, fill
 from xla_dtensor.dispatch.one_mesh import on_one_mesh
 from xla_dtensor.dispatch.ops import SPECIAL, info_of
 from xla_dtensor.dispatch.plan import Plan, mutated_leaves
@@ -43,6 +43,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Execute an aten overload on xla tensors (and numbers, and CPU tensors among them)."""
     if getsignal(SIGINT).__class__ is not interrupts.Handler:  # ready(), without a call
         interrupts.install()
+    trace = thread_state.current()
+    if trace is not None and trace.stand_ins:
+        args = [trace.stand_ins.restore(value) for value in args]
+        kwargs = {name: trace.stand_ins.restore(value) for name, value in kwargs.items()}
     info = info_of(func)
     special = SPECIAL.get(info.name)
     if special is not None:
@@ -73,7 +77,6 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if plan is None:
         plan = _plans.put(key, _make_plan(call))
     if isinstance(plan, ViewPlan):
-        trace = thread_state.current()
         if trace is not None:
             trace.touched(tensors[0])
         results = plan.make(tensors[0])
@@ -209,13 +212,18 @@ def _trace(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
     ]
     mutated = [call.leaves[i] for i in plan.mutated]
     bases = [trace.array_of(t._storage_) if t._steps else None for t in mutated]
-    key = None
+    key = alike = None
     if plan.of_scalars:
         # Of many parameters the step counts are one array; what is made of them is made once.
         key = (plan, *(repr(x) if isinstance(x, _NUMBERS) else id(x) for x in leaves))
         known = trace.scalars.get(key)
         if known is not None:
             return known[1]
+        alike = _of_one(call, leaves)
+        if alike is not None:
+            known = trace.scalars.get(alike)
+            if known is not None:
+                return known[1] * len(call.args[0])
     given = leaves
     with jax.enable_x64(True):
         if key is not None and trace.wide is not None:
@@ -223,7 +231,33 @@ def _trace(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
         arrays = plan.run(trace.random_key, given, bases, False)
     if key is not None:
         trace.scalars[key] = leaves, arrays  # the leaves, so that their ids stay theirs
+        one = list(arrays[:1])
+        same = all(array is one[0] for array in arrays)
+        if alike is not None and same and one and len(arrays) == len(call.args[0]):
+            trace.scalars[alike] = leaves, one
     return arrays
+
+
+def _of_one(call: Call, leaves: list[Any]) -> Any:
+    """What a call on lists does, if it does the same to one scalar again and again: the step counts
+    of two groups of parameters, whose lists have other lengths."""
+    is_list = call.args and isinstance(call.args[0], list)
+    if not is_list or call.kwargs or not call.info.name.startswith("aten::_foreach_"):
+        return None
+
+    def text(value: Any) -> Any:
+        if not isinstance(value, Slot):
+            return repr(value)
+        leaf = leaves[value.index]
+        return repr(leaf) if isinstance(leaf, _NUMBERS) else id(leaf)
+
+    parts: list[Any] = []
+    for value in call.args:
+        texts = set(map(text, value)) if isinstance(value, list) else {text(value)}
+        if len(texts) != 1:
+            return None
+        parts.append((isinstance(value, list), *texts))
+    return (call.info.name, *parts)
 
 
 _NUMBERS = (bool, int, float, complex)

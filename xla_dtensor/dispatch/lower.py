@@ -94,12 +94,13 @@ def _core_table(make: Callable[[], Any]) -> dict[Any, Any]:
 class NestedTrace:
     """Operations of a decomposition run on tracers inside the executable that is being built."""
 
-    wide = None
+    wide = stand_ins = None
 
     def __init__(self, keys: Callable[[], Any], name: str) -> None:
         self._keys = keys
         self._name = name
         self.scalars: dict[Any, Any] = {}
+        self.python_numbers: list[Any] = []
 
     def created(self, storage: Storage) -> None:
         pass

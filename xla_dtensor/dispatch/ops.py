@@ -44,6 +44,7 @@ class OpInfo:
         argument_names: all of the schema's.
         dynamic_arguments: names of those whose tensors and numbers are inputs of the executable;
             the others' numbers are part of it.
+        symbolic_arguments: of these those whose symbolic numbers are inputs, too.
         returns_mutated: per schema return, the position in ``mutated`` that it aliases, or None.
         returns_lists: per schema return, whether it is a list of tensors.
         is_out: whether the arguments written are ``out=`` ones, which torch resizes.
@@ -63,6 +64,7 @@ class OpInfo:
     shapes: Callable[..., Any] | None
     argument_names: tuple[str, ...]
     dynamic_arguments: frozenset[str]
+    symbolic_arguments: frozenset[str]
     returns_mutated: tuple[int | None, ...]
     returns_lists: tuple[bool, ...]
     is_out: bool
@@ -123,6 +125,7 @@ def _make(func: Any) -> OpInfo:
         shapes=shapes,
         argument_names=tuple(argument.name for argument in schema.arguments),
         dynamic_arguments=frozenset(n for n, t in types.items() if _is_dynamic(t, lowering)),
+        symbolic_arguments=frozenset(n for n, t in types.items() if _is_symbolic(t, lowering)),
         returns_mutated=returns_mutated,
         returns_lists=tuple("List[" in str(r.type) for r in schema.returns),
         is_out=any(map(_is_out, schema.arguments)),
@@ -149,6 +152,14 @@ def _is_dynamic(type_name: str, lowering: Lowering | None) -> bool:
     if type_name == "float":
         return lowering is not None and lowering.traced_floats
     return "Tensor" in type_name
+
+
+def _is_symbolic(type_name: str, lowering: Lowering | None) -> bool:
+    if lowering is None:
+        return False
+    if "number" in type_name.lower():
+        return callable(lowering.static_scalars)
+    return type_name in ("float", "Optional[float]") and lowering.symbolic_floats
 
 
 def _is_aliasing_composite(func: Any) -> bool:

@@ -56,7 +56,8 @@ class ViewPlan:
         for index, meta in enumerate(metas):
             assert meta is not None
             which = index if self.returns_list else None
-            self.steps.append(ViewStep(info.view, args, kwargs, which, meta.shape))
+            op = None if self.of_memory else info.func
+            self.steps.append(ViewStep(info.view, args, kwargs, which, meta.shape, op))
 
     def make(self, base: Any) -> Any:
         """The view or views of ``base``."""

@@ -121,12 +121,15 @@ class Storage:
             tensor, whichever) or the `_Viewers`.
         refuses_writes: what a write would be, of a copy where torch has a view; None if writes are
             torch's.
+        holds: what lives as long as the storage, and may itself refer to it: programs of compiled
+            steps, see `Programs`; not there before there is one.
     """
 
     __slots__ = (
         "__weakref__",
         "counters",
         "form",
+        "holds",
         "recipe",
         "refuses_writes",
         "value",
@@ -137,6 +140,7 @@ class Storage:
     recipe: Callable[[], Any] | None
     counters: tuple[weakref.ref[torch.Tensor], ...]
     refuses_writes: str | None
+    holds: list[Any]
     value: Any
     viewers: Any
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xla_dtensor.base.keys import thaw
@@ -12,6 +12,7 @@ from xla_dtensor.lowering import ViewLowering
 
 if TYPE_CHECKING:
     import jax
+    import torch
 
     from xla_dtensor.forms.form import Form
 
@@ -26,6 +27,8 @@ class ViewStep:
         kwargs: its keyword arguments as pairs.
         index: which result, of a view with several (``split``, ``unbind``).
         shape: the view's logical shape.
+        op: torch's overload, which makes the view of a tensor; None of a step that is only part of
+            one (``as_strided``).
     """
 
     lowering: ViewLowering
@@ -33,6 +36,7 @@ class ViewStep:
     kwargs: tuple[tuple[str, Any], ...]
     index: int | None
     shape: tuple[int, ...]
+    op: Any = field(default=None, compare=False)
 
     def get(self, base: jax.Array) -> jax.Array:
         """The view's value from its base's."""
@@ -43,6 +47,11 @@ class ViewStep:
         """The base's value after ``value`` was written to the view."""
         which = () if self.index is None else (self.index,)
         return self.lowering.put(base, value, *which, *map(thaw, self.args), **self._kwargs())
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of ``tensor`` that torch makes, with a history if that has one."""
+        view = self.op(tensor, *map(thaw, self.args), **self._kwargs())
+        return view if self.index is None else view[self.index]
 
     def _kwargs(self) -> dict[str, Any]:
         return {name: thaw(value) for name, value in self.kwargs}

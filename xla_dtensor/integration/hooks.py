@@ -11,10 +11,13 @@ import types
 from typing import Any
 
 import torch
+import torch.nn.utils.clip_grad
 import torch.utils.hooks
 from torch.distributed import device_mesh as torch_device_mesh
+from torch.optim import swa_utils
 
 from xla_dtensor.base import epoch
+from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import device, loading, observers, optimizers, recomputation
 from xla_dtensor.tensors import backend
 
@@ -36,6 +39,8 @@ def install() -> None:
     loading.install()
     observers.install()
     backend.bind(_backend)
+    _hook_clipping()
+    _hook_averages()
     _installed = True
 
 
@@ -43,6 +48,20 @@ def _backend() -> backend.Backend:
     from xla_dtensor.movement import backend as found
 
     return found
+
+
+def _hook_averages() -> None:
+    """``AveragedModel`` without a function of the user's averages tensor by tensor, as on the CPU:
+    torch's loop over lists gives a tensor for a number, and refuses buffers of ints."""
+    original = getattr(swa_utils, "_get_foreach_kernels_supported_devices", None)
+    if original is None:  # an older torch, which asks nobody
+        return
+
+    @functools.wraps(original)
+    def supported() -> list[str]:
+        return [name for name in original() if name != "xla"]
+
+    swa_utils._get_foreach_kernels_supported_devices = supported
 
 
 def _hook_synchronize() -> None:
@@ -77,6 +96,13 @@ def _hook_handles() -> None:
         remove(self)
 
     handle.__init__, handle.remove = made, removed
+
+
+def _hook_clipping() -> None:
+    """``clip_grad_norm_`` and its siblings make a float of their limit, which in a compiled step
+    may be an input."""
+    clip_grad: Any = torch.nn.utils.clip_grad
+    clip_grad.float = as_float
 
 
 @functools.cache

@@ -243,7 +243,7 @@ def glu_backward(grad, x, dim):
     return jnp.concatenate([grad * gate, grad * value * gate * (1 - gate)], axis=dim)
 
 
-@lowers("logit")
+@lowers("logit", symbolic_floats=True)
 def logit(x, eps=None):
     (x,) = promote_for_math(x)
     if np.dtype(x.dtype).kind in "biu":
@@ -253,7 +253,7 @@ def logit(x, eps=None):
     return jnp.log(x / (1 - x))
 
 
-@lowers("logit_backward")
+@lowers("logit_backward", symbolic_floats=True)
 def logit_backward(grad, x, eps=None):
     grad, x = promote_for_math(grad, x)
     slope = grad / (x * (1 - x))

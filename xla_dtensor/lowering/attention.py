@@ -100,7 +100,7 @@ def _refuse_dropout(dropout_p: float) -> None:
         )
 
 
-@lowers("scaled_dot_product_attention")
+@lowers("scaled_dot_product_attention", symbolic_floats=True)
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -207,7 +207,7 @@ def flash_attention_backward(
     return attention_backward(grad_out, query, key, value, attn_mask, is_causal, scale, gqa)[:3]
 
 
-@lowers("xla_dtensor::attention_backward")
+@lowers("xla_dtensor::attention_backward", symbolic_floats=True)
 def attention_backward_op(
     grad_out: jax.Array,
     query: jax.Array,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.lowering.meta import meta_of
-from xla_dtensor.lowering.promotion import promote_for_math
+from xla_dtensor.lowering.promotion import is_exactly, promote_for_math
 from xla_dtensor.lowering.registry import lowers
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
@@ -87,12 +87,12 @@ def nll_loss_backward(grad, x, target, weight, reduction, ignore_index, total_we
 def _difference_loss(name: str, loss: Callable, slope: Callable, **defaults: float) -> None:
     """Register ``reduce(loss(x - y, *options))`` and its backward: ``grad * slope(x - y)``."""
 
-    @lowers(name)
+    @lowers(name, symbolic_floats=True)
     def forward(x, y, reduction=MEAN, *options):
         x, y = promote_for_math(x, y)
         return _reduce(loss(x - y, *(options or defaults.values())), reduction)
 
-    @lowers(f"{name}_backward")
+    @lowers(f"{name}_backward", symbolic_floats=True)
     def backward(grad, x, y, reduction, *options):
         grad, x, y = promote_for_math(grad, x, y)
         difference = x - y
@@ -102,7 +102,13 @@ def _difference_loss(name: str, loss: Callable, slope: Callable, **defaults: flo
 
 def _smooth_l1(d: jax.Array, beta: float) -> jax.Array:
     size = jnp.abs(d)
-    return jnp.where(size < beta, 0.5 * d * d / (beta or 1.0), size - 0.5 * beta)
+    width = 1.0 if is_exactly(beta, 0) else beta
+    return jnp.where(size < beta, 0.5 * d * d / width, size - 0.5 * beta)
+
+
+def _smooth_l1_slope(d: jax.Array, beta: float) -> jax.Array:
+    width = 1.0 if is_exactly(beta, 0) else beta
+    return jnp.where(jnp.abs(d) < beta, d / width, jnp.sign(d))
 
 
 def _huber(d: jax.Array, delta: float) -> jax.Array:
@@ -114,7 +120,7 @@ _difference_loss("mse_loss", jnp.square, lambda d: 2 * d)
 _difference_loss(
     "smooth_l1_loss",
     _smooth_l1,
-    lambda d, beta: jnp.where(jnp.abs(d) < beta, d / (beta or 1.0), jnp.sign(d)),
+    _smooth_l1_slope,
     beta=1.0,
 )
 _difference_loss("huber_loss", _huber, lambda d, delta: jnp.clip(d, -delta, delta), delta=1.0)
@@ -200,12 +206,12 @@ def _(x, target, reduction):
     return (out if x.ndim == 2 else out.new_empty(())), is_target
 
 
-@lowers("multi_margin_loss", static_scalars=True)
+@lowers("multi_margin_loss", static_scalars=lambda name, value: name == "p")
 def multi_margin_loss(x, target, p=1, margin=1, weight=None, reduction=MEAN):
     return _multi_margin(x, target, p, margin, weight, reduction)
 
 
-@lowers("multi_margin_loss_backward", static_scalars=True)
+@lowers("multi_margin_loss_backward", static_scalars=lambda name, value: name == "p")
 def multi_margin_loss_backward(grad, x, target, p, margin, weight=None, reduction=MEAN):
     (x,) = promote_for_math(x)
     loss, pullback = jax.vjp(lambda v: _multi_margin(v, target, p, margin, weight, reduction), x)

@@ -11,7 +11,7 @@ import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.kinds import Kind, are
-from xla_dtensor.lowering.promotion import math_dtype, promote_for_math
+from xla_dtensor.lowering.promotion import is_exactly, math_dtype, promote_for_math
 from xla_dtensor.lowering.registry import lowers
 
 _PRECISION = {
@@ -62,13 +62,22 @@ _BATCHED = (((2,), (1,)), ((0,), (0,)))
 def _scaled_sum(x: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
     """``beta * x + alpha * product``; ``x`` is not read at all where beta is 0."""
     if np.dtype(product.dtype).kind in "iu":
-        beta, alpha = int(beta), int(alpha)  # torch truncates them
-    if alpha != 1:
+        beta, alpha = _truncated(beta), _truncated(alpha)
+    if not is_exactly(alpha, 1):
         product = product * alpha
-    if beta == 0:
+    if is_exactly(beta, 0):
         return product
     (x,) = promote_for_math(x)
-    return product + (x if beta == 1 else x * beta)
+    return product + (x if is_exactly(beta, 1) else x * beta)
+
+
+def _truncated(scale: Any) -> Any:
+    """As torch has it for integers."""
+    return jnp.trunc(scale).astype(np.int64) if isinstance(scale, jax.core.Tracer) else int(scale)
+
+
+def _scales_specially(name: str, scale: Any) -> bool:
+    return scale == 0 or scale == 1
 
 
 @lowers("mm", "mm.dtype")
@@ -101,43 +110,43 @@ def vdot(x, y):
     return dot(jnp.conj(x), y, ((0,), (0,)))
 
 
-@lowers("addmm", static_scalars=True)
+@lowers("addmm", static_scalars=_scales_specially)
 def addmm(x, a, b, *, beta=1, alpha=1):
     return _scaled_sum(x, mm(a, b), beta, alpha)
 
 
-@lowers("addmm.dtype", static_scalars=True)
+@lowers("addmm.dtype", static_scalars=_scales_specially)
 def addmm_dtype(x, a, b, out_dtype, *, beta=1, alpha=1):
     return _scaled_sum(x, mm(a, b, out_dtype), beta, alpha)
 
 
-@lowers("_addmm_activation", static_scalars=True)
+@lowers("_addmm_activation", static_scalars=_scales_specially)
 def addmm_activation(x, a, b, *, beta=1, alpha=1, use_gelu=False):
     result = addmm(x, a, b, beta=beta, alpha=alpha)
     return jax.nn.gelu(result, approximate=False) if use_gelu else jax.nn.relu(result)
 
 
-@lowers("baddbmm", static_scalars=True)
+@lowers("baddbmm", static_scalars=_scales_specially)
 def baddbmm(x, a, b, *, beta=1, alpha=1):
     return _scaled_sum(x, bmm(a, b), beta, alpha)
 
 
-@lowers("baddbmm.dtype", static_scalars=True)
+@lowers("baddbmm.dtype", static_scalars=_scales_specially)
 def baddbmm_dtype(x, a, b, out_dtype, *, beta=1, alpha=1):
     return _scaled_sum(x, bmm(a, b, out_dtype), beta, alpha)
 
 
-@lowers("addbmm", static_scalars=True)
+@lowers("addbmm", static_scalars=_scales_specially)
 def addbmm(x, a, b, *, beta=1, alpha=1):
     return _scaled_sum(x, dot(a, b, ((0, 2), (0, 1))), beta, alpha)
 
 
-@lowers("addmv", static_scalars=True)
+@lowers("addmv", static_scalars=_scales_specially)
 def addmv(x, matrix, vector, *, beta=1, alpha=1):
     return _scaled_sum(x, mv(matrix, vector), beta, alpha)
 
 
-@lowers("addr", static_scalars=True)
+@lowers("addr", static_scalars=_scales_specially)
 def addr(x, a, b, *, beta=1, alpha=1):
     x, a, b = promote_for_math(x, a, b)
     return _scaled_sum(x, a[:, None] * b[None, :], beta, alpha)

@@ -182,7 +182,7 @@ def erfcx(x):
     return jnp.where(large, 1 / (tail * math.sqrt(math.pi)), near)
 
 
-@lowers("nan_to_num")
+@lowers("nan_to_num", symbolic_floats=True)
 def nan_to_num(x, nan=None, posinf=None, neginf=None):
     if is_integral(x):
         return x
@@ -190,7 +190,7 @@ def nan_to_num(x, nan=None, posinf=None, neginf=None):
         parts = (nan_to_num(part, nan, posinf, neginf) for part in (x.real, x.imag))
         return jax.lax.complex(*parts)
     limits = jnp.finfo(x.dtype)
-    x = jnp.where(jnp.isnan(x), jnp.asarray(nan or 0.0, x.dtype), x)
+    x = jnp.where(jnp.isnan(x), jnp.asarray(0.0 if nan is None else nan, x.dtype), x)
     high = limits.max if posinf is None else posinf
     low = limits.min if neginf is None else neginf
     x = jnp.where(x == jnp.inf, jnp.asarray(high, x.dtype), x)
@@ -288,10 +288,20 @@ def pow_tensor(x, y):
     return jnp.where(y < 0, inverse, jnp.power(x, jnp.maximum(y, 0))).astype(x.dtype)
 
 
-@lowers("pow.Tensor_Scalar", static_scalars=True)
+def _has_own_power(name: str, exponent: Any) -> bool:
+    """Whether a power is computed in another way than the general one."""
+    return isinstance(exponent, int) or any(exponent == y for y in _OWN_POWERS)
+
+
+_OWN_POWERS = (2.0, 0.5, -0.5, 1.0, 0.0, -1.0, 3.0, -2.0, -3.0)
+
+
+@lowers("pow.Tensor_Scalar", static_scalars=_has_own_power)
 def pow_scalar(x, y):
-    """The exponent is static: ``x**2`` is a multiplication, far cheaper than a general power."""
+    """``x**2`` is a multiplication, far cheaper than a general power."""
     base, _ = promote_for_math(x, y)
+    if isinstance(y, jax.core.Tracer):
+        return pow_tensor(x, y)
     if isinstance(y, bool | int) or (isinstance(y, float) and y.is_integer() and abs(y) <= 3):
         if is_integral(base) and y < 0:
             raise RuntimeError("Integers to negative integer powers are not allowed.")
@@ -304,7 +314,7 @@ def pow_scalar(x, y):
 
 
 # torch's decomposition calls the above, with numbers that must be static here, too.
-@lowers("_foreach_pow.Scalar", static_scalars=True)
+@lowers("_foreach_pow.Scalar", static_scalars=_has_own_power)
 def foreach_pow(xs, exponent):
     return [pow_scalar(x, exponent) for x in xs]
 

@@ -95,6 +95,12 @@ def promote(*operands: Any) -> tuple[jax.Array, ...]:
     return _as(result_type(*operands), operands)
 
 
+def is_exactly(number: Any, value: float) -> bool:
+    """Whether a number argument is ``value``. One that is traced is of a value for which no code
+    of its own is needed."""
+    return isinstance(number, bool | int | float | complex) and number == value
+
+
 def promote_for_math(*operands: Any) -> tuple[jax.Array, ...]:
     """As `promote`, with half-precision results computed in float32, as torch does: only the
     operation's result is rounded, and numbers such as 0.1 keep their precision."""

@@ -19,6 +19,7 @@ from jax import lax
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.factory import factory_dtype
 from xla_dtensor.lowering.per_slice import per_slice
+from xla_dtensor.lowering.promotion import is_exactly
 from xla_dtensor.lowering.registry import lowers
 
 Shape = Sequence[int]
@@ -139,7 +140,7 @@ def randperm(key: jax.Array, n: int, *, dtype: torch.dtype | None = torch.int64)
     return jax.random.permutation(key, n).astype(to_jax_dtype(dtype or torch.int64))
 
 
-@lowers("normal.float_float", random=True)
+@lowers("normal.float_float", random=True, symbolic_floats=True)
 def normal_float_float(
     key: jax.Array, mean: float, std: float, size: Shape, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
@@ -157,7 +158,7 @@ def uniform(key: jax.Array, x: jax.Array, from_: float = 0.0, to: float = 1.0) -
     return _uniform(key, x.shape, x.dtype) * x.dtype.type(to - from_) + x.dtype.type(low)
 
 
-@lowers("normal_functional", random=True)
+@lowers("normal_functional", random=True, symbolic_floats=True)
 def normal(key: jax.Array, x: jax.Array, mean: float = 0.0, std: float = 1.0) -> jax.Array:
     return _normal(key, x.shape, _float(x.dtype)) * std + mean
 
@@ -179,7 +180,7 @@ def cauchy(key: jax.Array, x: jax.Array, median: float = 0.0, sigma: float = 1.0
     return jax.random.cauchy(key, x.shape, _float(x.dtype)) * sigma + median
 
 
-@lowers("exponential", random=True)
+@lowers("exponential", random=True, symbolic_floats=True)
 def exponential(key: jax.Array, x: jax.Array, lambd: float = 1.0) -> jax.Array:
     return jax.random.exponential(key, x.shape, _float(x.dtype)) / lambd
 
@@ -226,7 +227,7 @@ def bernoulli(key: jax.Array, p: jax.Array) -> jax.Array:
     return jax.random.bernoulli(key, p.astype(_float(p.dtype))).astype(p.dtype)
 
 
-@lowers("bernoulli.p", "bernoulli.Tensor", random=True)
+@lowers("bernoulli.p", "bernoulli.Tensor", random=True, symbolic_floats=True)
 def bernoulli_p(key: jax.Array, x: jax.Array, p: Any = 0.5) -> jax.Array:
     p = jnp.broadcast_to(jnp.asarray(p), x.shape)
     return jax.random.bernoulli(key, p.astype(_float(p.dtype))).astype(x.dtype)
@@ -278,26 +279,28 @@ def multinomial(
 # Dropout -------------------------------------------------------------------------------------
 
 
-@lowers("native_dropout", random=True)
+@lowers("native_dropout", random=True, symbolic_floats=True)
 def native_dropout(
     key: jax.Array, x: jax.Array, p: float, train: bool | None
 ) -> tuple[jax.Array, jax.Array]:
-    if train is False or p == 0:
+    if train is False or is_exactly(p, 0):
         return x, jnp.ones(x.shape, bool)
-    if p == 1:
+    if is_exactly(p, 1):
         return jnp.zeros_like(x), jnp.zeros(x.shape, bool)
-    mask = jax.random.bernoulli(key, np.float32(1 - p), x.shape)
-    return jnp.where(mask, x * x.dtype.type(1 / (1 - p)), jnp.zeros((), x.dtype)), mask
+    mask = jax.random.bernoulli(key, jnp.asarray(1 - p, np.float32), x.shape)
+    scaled = x * jnp.asarray(1 / (1 - p), x.dtype)
+    return jnp.where(mask, scaled, jnp.zeros((), x.dtype)), mask
 
 
-@lowers("native_dropout_backward")
+@lowers("native_dropout_backward", symbolic_floats=True)
 def native_dropout_backward(grad: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
     # torch's kernel multiplies a bool or integer gradient by the number it was given.
-    number = grad.dtype.type(scale) if jnp.issubdtype(grad.dtype, jnp.inexact) else scale
+    inexact = jnp.issubdtype(grad.dtype, jnp.inexact)
+    number = jnp.asarray(scale, grad.dtype) if inexact else scale
     return grad * (mask.astype(grad.dtype) * number)
 
 
-@lowers("dropout", random=True)
+@lowers("dropout", random=True, symbolic_floats=True)
 def dropout(key: jax.Array, x: jax.Array, p: float, train: bool) -> jax.Array:
     return native_dropout(key, x, p, train)[0]
 

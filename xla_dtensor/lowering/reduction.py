@@ -313,7 +313,7 @@ def dist(x, y, p=2):
     return vector_norm(jnp.subtract(*promote_to_float(x, y)), p)
 
 
-@lowers("renorm", static_scalars=True)
+@lowers("renorm", static_scalars=lambda name, value: name == "p")
 def renorm(x, p, dim, maxnorm):
     """Slices along ``dim`` whose norm exceeds ``maxnorm``, scaled down to it."""
     others = [d for d in range(x.ndim) if d != dim % x.ndim]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from xla_dtensor.base.registry import Changes, Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
+StaticScalars = bool | Callable[[str, Any], bool]
 
 
 @dataclass(frozen=True)
@@ -19,14 +20,18 @@ class Lowering:
         function: takes the overload's arguments, tensors as JAX arrays, and returns its results.
         random: ``function`` takes a JAX PRNG key before the overload's own arguments.
         static_scalars: ``Scalar`` arguments must be Python numbers (they decide shapes or the
-            code path); otherwise they may be traced, so that a new value compiles nothing.
+            code path); otherwise they may be traced, so that a new value compiles nothing. Or a
+            function of the argument's name and value: whether this one must be. Then what others
+            do may be traced where it is a number of a compiled step that changes.
         traced_floats: ``float`` arguments may be traced, too.
+        symbolic_floats: only those may that are numbers of a compiled step.
     """
 
     function: Callable[..., Any]
     random: bool = False
-    static_scalars: bool = False
+    static_scalars: StaticScalars = False
     traced_floats: bool = False
+    symbolic_floats: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,9 @@ _VIEWS: Registry[ViewLowering] = Registry("lowering as a view", changes)
 def lowers(
     *overloads: str,
     random: bool = False,
-    static_scalars: bool = False,
+    static_scalars: StaticScalars = False,
     traced_floats: bool = False,
+    symbolic_floats: bool = False,
 ) -> Callable[[F], F]:
     """Register the decorated function as the lowering of ``overloads`` (``"add.Tensor"``,
     ``"mylib::op.default"``; the ``aten`` namespace is implied).
@@ -67,7 +73,9 @@ def lowers(
     def register(function: F) -> F:
         for name in map(qualified_name, overloads):
             _check_new(name)
-            _LOWERINGS.add(name, Lowering(function, random, static_scalars, traced_floats))
+            _LOWERINGS.add(
+                name, Lowering(function, random, static_scalars, traced_floats, symbolic_floats)
+            )
         return function
 
     return register

@@ -103,7 +103,7 @@ def _split_axes(ndim: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]
     return tuple(range(ndim - inner)), tuple(range(ndim - inner, ndim))
 
 
-@lowers("native_layer_norm")
+@lowers("native_layer_norm", symbolic_floats=True)
 def layer_norm(x, normalized_shape, weight, bias, eps):
     x, weight, bias = _wide(x, weight, bias)
     _, inner = _split_axes(x.ndim, len(normalized_shape))
@@ -126,7 +126,15 @@ def layer_norm_backward(grad, x, normalized_shape, mean, rstd, weight, bias, out
     )
 
 
-@lowers("_fused_rms_norm")
+@lowers("_weight_norm_interface_backward")
+def weight_norm_backward(grad, v, g, norms, dim):
+    rest = tuple(d for d in range(v.ndim) if d != dim % v.ndim)
+    grad, v, g, norms = _wide(grad, v, g, norms)
+    grad_g = jnp.sum(grad * v, rest, keepdims=True) / norms
+    return (grad - v * grad_g / norms) * g / norms, grad_g
+
+
+@lowers("_fused_rms_norm", symbolic_floats=True)
 def rms_norm(x, normalized_shape, weight, eps):
     x, weight = _wide(x, weight)
     _, inner = _split_axes(x.ndim, len(normalized_shape))
@@ -149,7 +157,7 @@ def rms_norm_backward(grad, x, normalized_shape, rstd, weight, output_mask):
     )
 
 
-@lowers("rms_norm")
+@lowers("rms_norm", symbolic_floats=True)
 def rms_norm_forward(x, normalized_shape, weight=None, eps=None):
     return rms_norm(x, normalized_shape, weight, eps)[0]
 
@@ -162,7 +170,7 @@ def _by_channel(v: jax.Array | None, ndim: int) -> jax.Array | None:
     return None if v is None else v.reshape((1, -1) + (1,) * (ndim - 2))
 
 
-@lowers("native_group_norm")
+@lowers("native_group_norm", symbolic_floats=True)
 def group_norm(x, weight, bias, N, C, HxW, group, eps):
     shape = x.shape
     x, weight, bias = _wide(x, weight, bias)
@@ -259,23 +267,23 @@ def _(x, weight, bias, running_mean, running_var, training, momentum, eps):
     return (result, mean, rstd) if training else (result, mean.new_empty(0), rstd.new_empty(0))
 
 
-@lowers("_native_batch_norm_legit_functional")
+@lowers("_native_batch_norm_legit_functional", symbolic_floats=True)
 def batch_norm_functional(x, weight, bias, running_mean, running_var, training, momentum, eps):
     return _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
-@lowers("native_batch_norm")
+@lowers("native_batch_norm", symbolic_floats=True)
 def native_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps):
     """Without the update of the running statistics: see `FUNCTIONAL_BATCH_NORM`."""
     return _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
 
 
-@lowers("_native_batch_norm_legit.no_stats")
+@lowers("_native_batch_norm_legit.no_stats", symbolic_floats=True)
 def batch_norm_no_stats(x, weight, bias, training, momentum, eps):
     return _batch_norm(x, weight, bias, None, None, True, momentum, eps)[:3]
 
 
-@lowers("_native_batch_norm_legit_no_training")
+@lowers("_native_batch_norm_legit_no_training", symbolic_floats=True)
 def batch_norm_no_training(x, weight, bias, running_mean, running_var, momentum, eps):
     return _batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
 
@@ -299,7 +307,7 @@ def batch_norm_no_update(x, weight, bias, running_mean, running_var, momentum, e
     return *results[:3], _reserve()
 
 
-@lowers("native_batch_norm_backward")
+@lowers("native_batch_norm_backward", symbolic_floats=True)
 def native_batch_norm_backward(
     grad, x, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
 ):
@@ -324,7 +332,7 @@ def native_batch_norm_backward(
     )
 
 
-@lowers("batch_norm_backward")
+@lowers("batch_norm_backward", symbolic_floats=True)
 def batch_norm_backward(
     grad,
     x,

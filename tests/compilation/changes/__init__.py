@@ -12,9 +12,11 @@ from tests.compilation.changes import (
     effects,
     functions,
     host,
+    kept,
     leaves,
     modules,
     optimizers,
+    reads,
     structure,
 )
 from tests.compilation.changes._refused import REFUSED
@@ -42,10 +44,12 @@ __all__ = [
     "effects",
     "functions",
     "host",
+    "kept",
     "leaves",
     "modules",
     "observe",
     "optimizers",
+    "reads",
     "same",
     "structure",
 ]

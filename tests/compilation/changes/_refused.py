@@ -12,29 +12,19 @@ MODE = r"(train|eval)\(\)|training"
 REFUSED: dict[str, str] = {
     # Values of CPU tensors in the step's Python, and arithmetic with CPU tensors.
     "host-cpu_numbers_drawn": CPU,
-    "host-cpu_tensor_written_in_the_step": CPU,
+    "host-cpu_argument_written": CPU,
+    "host-cpu_view_written": CPU,
+    "host-cpu_tensor_written_after_a_view": CPU,
     # Modes around the call that see, or change, every operation.
     "host-autocast_around_the_call": r"(?i)autocast",
     # What the step's Python does besides computing.
-    "effects-mode_toggled_in_the_step": MODE,
-    "effects-attribute_counted": r"count",
-    "effects-attribute_of_a_module_counted": r"count",
-    "effects-nonlocal_counted": r"count",
-    "effects-global_counted": r"COUNT",
-    "effects-counter_decides": r"count",
     "effects-left_behind-list_append": r"list|holder",
     "effects-left_behind-list_append_number": r"list|holder",
     "effects-left_behind-list_extend": r"list|holder",
     "effects-left_behind-list_pop": r"list|holder",
     "effects-left_behind-dict_item": r"dict|holder",
-    "effects-left_behind-dict_number": r"dict|holder",
     "effects-left_behind-dict_deleted": r"dict|holder",
-    "effects-left_behind-attribute_summed": r"total",
     "effects-cpu_tensor_appended": r"list|log",
-    "effects-buffer_replaced_in_forward": r"mean",
-    "effects-hidden_state_kept": r"state",
-    "effects-rebound_in_the_step": r"average",
-    "effects-setting_written_in_the_step": r"lr",
     "effects-hook_registered_in_the_step": r"(?i)hook",
     "effects-hook_for_the_time_of_the_step": r"(?i)hook|seen",
     "effects-drawn_on_the_host-iterator": r"(?i)counter|count|next",
@@ -43,8 +33,10 @@ REFUSED: dict[str, str] = {
     "effects-drawn_on_the_host-numpy": r"(?i)random",
     "effects-drawn_on_the_host-numpy_generator": r"(?i)generator",
     "effects-prepared_iterator": r"(?i)iterator|loader|next",
+    # Places that a step keeps and replaces.
+    "kept-list_of_states_written_and_replaced": r"states",
+    "kept-state_with_its_history": r"history",
     # History from outside of the step, and what torch itself looks at.
     "leaves-leaf_becomes_part_of_a_graph": r"backward\(\)",
     "modules-parametrization_cached": r"cached\(\)",
-    "modules-attribute_of_torch_module-batch_norm_cumulative": r"item",
 }

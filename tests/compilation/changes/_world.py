@@ -52,6 +52,9 @@ class World:
     def at_most(self, programs: int, step: Callable[..., Any]) -> None:
         """Fails where ``step`` was compiled more often."""
 
+    def traced_at_most(self, traces: int, step: Callable[..., Any]) -> None:
+        """Fails where the Python of ``step`` was run more often."""
+
     def change(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``function``, in a run that makes its changes."""
         return function(*args, **kwargs) if self.changes else None
@@ -86,6 +89,9 @@ class Mesh(World):
     def at_most(self, programs: int, step: Callable[..., Any]) -> None:
         assert step.compilations <= programs, step.recompilations
 
+    def traced_at_most(self, traces: int, step: Callable[..., Any]) -> None:
+        assert step.traces <= traces, (step.traces, step.recompilations)
+
 
 class EagerMesh(Mesh):
     """Tensors and parameters on a mesh; steps called as they are."""
@@ -94,6 +100,9 @@ class EagerMesh(Mesh):
         return step
 
     def at_most(self, programs: int, step: Callable[..., Any]) -> None:
+        pass
+
+    def traced_at_most(self, traces: int, step: Callable[..., Any]) -> None:
         pass
 
 

@@ -539,3 +539,55 @@ def structure_of_arguments(world: World) -> Program:
     yield step([world.batch(0)])
     yield step({"a": world.batch(1)} if world.changes else [world.batch(0)])
     yield step([world.batch(2), world.batch(3)])
+
+
+ARITHMETIC: dict[str, Callable[[int], float]] = {
+    "remainder": lambda n: n % 4,
+    "negative_remainder": lambda n: n % -3,
+    "quotient": lambda n: n // 2,
+    "negative_quotient": lambda n: n // -3,
+    "fraction": lambda n: n / 3,
+    "remainder_by": lambda n: 20 % n,
+    "quotient_by": lambda n: 20 // n,
+    "fraction_by": lambda n: 20 / n,
+    "remainder_of_a_float": lambda n: (n * 0.5) % 1.5,
+    "mixed": lambda n: (n % 3) * 0.5 + n // 2 / 4,
+}
+
+
+@rows(ARITHMETIC)
+def arithmetic_of_ints(world: World, compute: Callable) -> Program:
+    """With Python's signs, exactly, and with its error where there is no result."""
+
+    def function(x: torch.Tensor, n: int) -> tuple[torch.Tensor, float]:
+        value = compute(n)
+        return x * value, value
+
+    step = world.compile(function)
+    for n in (7, 9, -4, 3, 12, -7):
+        yield step(world.batch(1), n if world.changes else 7)
+    world.traced_at_most(2, step)
+    try:
+        yield step(world.batch(1), 0)
+    except ZeroDivisionError as error:
+        yield str(error)
+
+
+@row()
+def another_leaf_in_every_call(world: World) -> Program:
+    """Each has a hook of ours, which makes no difference, and may have one of the user's."""
+    weight = world.parameter(numbers(1, 4, 6))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        (x * x * weight).sum().backward()
+        weight.grad = None
+        return x.detach() * 2
+
+    step = world.compile(function)
+    for i in range(4):
+        x = world.batch(i).requires_grad_()
+        yield step(x), x.grad
+    world.traced_at_most(1, step)
+    x = world.batch(5).requires_grad_()
+    world.change(x.register_hook, lambda grad: grad * 2)
+    yield step(x), x.grad

@@ -5,6 +5,7 @@ Every call does it under torch. Random numbers of the host are drawn anew in eve
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable
@@ -357,6 +358,94 @@ def requires_grad_set_in_the_step(world: World) -> Program:
     step = world.compile(function)
     yield step(world.batch(0))
     yield step(world.batch(1))
+
+
+def _switch(module: nn.Module, requires_grad: bool) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(requires_grad)
+
+
+FROZEN: dict[str, tuple[Callable, Callable, Callable]] = {
+    "frozen_last": (lambda d: _switch(d, True), lambda d: _switch(d, False), lambda d: None),
+    "back": (lambda d: None, lambda d: d.requires_grad_(False), lambda d: d.requires_grad_(True)),
+    "in_part": (
+        lambda d: d[0].requires_grad_(True),
+        lambda d: d[0].requires_grad_(False),
+        lambda d: d[2].bias.requires_grad_(False),
+    ),
+}
+
+
+@rows(FROZEN, unseen=True)
+def frozen_in_the_step(world: World, case: tuple[Callable, Callable, Callable]) -> Program:
+    """A GAN's step: the discriminator learns, then the generator, through it."""
+    learns, rests, last = case
+    generator, discriminator = (
+        mlp(world),
+        world.module(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))),
+    )
+    optimizers = [Adam(m.parameters(), lr=0.01) for m in (generator, discriminator)]
+    world.watch(generator=generator, discriminator=discriminator, optimizer=optimizers[1])
+
+    def function(x: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+        learns(discriminator)
+        optimizers[1].zero_grad()
+        fake = discriminator(generator(x).detach()).mean() - discriminator(real).mean()
+        fake.backward()
+        optimizers[1].step()
+        rests(discriminator)
+        optimizers[0].zero_grad()
+        loss = -discriminator(generator(x)).mean()
+        loss.backward()
+        optimizers[0].step()
+        last(discriminator)
+        state = [p.requires_grad for p in discriminator.parameters()]
+        return [fake.detach(), loss.detach(), *map(torch.tensor, state)]
+
+    step = world.compile(function)
+    for i in range(6):
+        yield step(world.batch(i), world.batch(i + 9, (4, 4)))
+    world.traced_at_most(2, step)
+
+
+@row()
+def argument_made_a_leaf_in_the_step(world: World) -> Program:
+    """A gradient penalty: each call's argument requires grad afterwards, and has one."""
+    weight = world.parameter(numbers(1, 4, 6))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if world.changes:
+            x.requires_grad_()
+        (x * x * weight).sum().backward()
+        weight.grad = None
+        return x.detach() * 2
+
+    step = world.compile(function)
+    for i in range(3):
+        x = world.batch(i)
+        yield step(x), x, x.requires_grad, x.grad
+    world.traced_at_most(1, step)
+
+
+@row(unseen=True)
+def frozen_by_a_step_that_raises(world: World) -> Program:
+    model = mlp(world)
+    world.watch(model=model)
+
+    def function(x: torch.Tensor, bad: bool) -> torch.Tensor:
+        model.requires_grad_(False)
+        out = model(x)
+        if bad:
+            raise ValueError("as asked for")
+        model.requires_grad_(True)
+        return out
+
+    step = world.compile(function)
+    for i in range(3):
+        if world.device != "cpu":
+            with contextlib.suppress(ValueError):
+                step(world.batch(i), True)
+        yield step(world.batch(i), False)
 
 
 @row()

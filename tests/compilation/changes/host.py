@@ -146,6 +146,72 @@ def cpu_tensor_written_in_the_step(world: World) -> Program:
     yield step(world.batch(0)), count
 
 
+@row()
+def cpu_counter(world: World) -> Program:
+    """Written twice, read in between; the user sets it; a call that fails doesn't count."""
+    count = torch.zeros(())
+
+    def function(x: torch.Tensor, bad: bool) -> torch.Tensor:
+        count.add_(1)
+        out = x * count
+        count.mul_(1.5)
+        if bad:
+            raise ValueError("as asked for")
+        return out + count
+
+    step = world.compile(function)
+    for i in range(3):
+        if world.device != "cpu":
+            with contextlib.suppress(ValueError):
+                step(world.batch(i), True)
+        yield step(world.batch(i), False), count.clone()
+    world.change(count.zero_)
+    yield step(world.batch(3), False), count.clone()
+    world.traced_at_most(1, step)
+
+
+@row(unseen=True)
+def cpu_argument_written(world: World) -> Program:
+    def function(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        n[0] += 1
+        n.mul_(2)
+        return x * n.sum()
+
+    step = world.compile(function)
+    n = torch.ones(3)
+    for i in range(3):
+        yield step(world.batch(i), n), n.clone()
+    other = torch.full((3,), 5.0)
+    yield step(world.batch(3), other), other, n
+
+
+@row(unseen=True)
+def cpu_view_written(world: World) -> Program:
+    table = torch.zeros(3)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        table[1].add_(1)
+        return x * table.sum()
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)), table.clone()
+
+
+@row(unseen=True)
+def cpu_tensor_written_after_a_view(world: World) -> Program:
+    table = torch.zeros(3)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        part = table[1]
+        table.add_(1)
+        return x * part
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)), table.clone()
+
+
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from tests.compilation.changes._table import Program, forward, mlp, row, rows, trainer
 from tests.compilation.changes._world import World, numbers
@@ -687,3 +688,48 @@ def checkpointing_switched(world: World) -> Program:
     yield step(world.batch(0))
     world.change(setattr, model, "recompute", True)
     yield step(world.batch(0))
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "mean_with_buffers": {"use_buffers": True},
+    "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "ema_with_buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+    "ema_one_by_one": {"avg_fn": get_ema_avg_fn(0.9), "use_buffers": True},
+    "of_the_user": {"avg_fn": lambda average, new, n: average + (new - average) / (n + 2)},
+}
+
+
+@rows(AVERAGES, unseen=True)
+def averaged_in_the_step(world: World, options: dict) -> Program:
+    """``AveragedModel`` counts in a CPU tensor, and copies in the first call."""
+    model = world.module(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+    average = AveragedModel(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world.watch(model=model, average=average)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        average.update_parameters(model)
+        return loss.detach()
+
+    step = world.compile(function)
+    for i in range(5):
+        yield step(world.batch(i)), int(average.n_averaged)
+    world.traced_at_most(2, step)
+
+
+@row()
+def cumulative_norm(world: World) -> Program:
+    model = world.module(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None)))
+    world.watch(model=model)
+    step = world.compile(lambda x: model(x).sum(1).detach())
+    for i in range(4):
+        yield step(world.batch(i)), [b.clone() for b in model.buffers()]
+    world.traced_at_most(1, step)
+    world.change(model[1].reset_running_stats)
+    for i in range(2):
+        yield step(world.batch(i)), [b.clone() for b in model.buffers()]

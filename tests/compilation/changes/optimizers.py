@@ -564,3 +564,104 @@ def clipping_threshold(world: World) -> Program:
         most = 1.0
     yield compiled(world.batch(0))
     yield compiled(world.batch(0))
+
+
+class Warmup:
+    """A schedule as users write them: it counts, and sets the learning rate."""
+
+    def __init__(self, optimizer: Optimizer, changes: bool) -> None:
+        self.optimizer, self.count, self.changes = optimizer, 0, changes
+
+    def step(self) -> None:
+        self.count += self.changes
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.count + 1) / 4)
+
+
+SETTING: dict[str, Callable[[Optimizer, Warmup, float], None]] = {
+    "constant": lambda o, w, lr: o.param_groups[0].update(lr=0.05),
+    "argument": lambda o, w, lr: o.param_groups[0].update(lr=lr),
+    "decayed": lambda o, w, lr: o.param_groups[0].update(lr=o.param_groups[0]["lr"] * 0.5),
+    "warmup": lambda o, w, lr: w.step(),
+    "weight_decay": lambda o, w, lr: o.param_groups[0].update(weight_decay=lr),
+    "tensor": lambda o, w, lr: o.param_groups[0].update(lr=torch.tensor(0.05)),
+}
+
+
+def _setting(world: World, case: tuple[bool, str, Callable, dict]) -> Program:
+    first, name, make, options = case
+    model = mlp(world)
+    optimizer = make(model.parameters(), lr=0.1, **options)
+    warmup = Warmup(optimizer, world.changes)
+    world.watch(model=model, optimizer=optimizer)
+    setting = SETTING[name]
+
+    def function(x: torch.Tensor, lr: float) -> torch.Tensor:
+        if first and world.changes:
+            setting(optimizer, warmup, lr)
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        if not first and world.changes:
+            setting(optimizer, warmup, lr)
+        return loss.detach()
+
+    step = world.compile(function)
+    for i in range(6):
+        yield step(world.batch(0), 0.1 / (i + 1 if world.changes else 1))
+    if name != "weight_decay" or not options:  # torch's fused Adam takes a float
+        world.traced_at_most(4, step)
+    world.change(optimizer.param_groups[0].update, lr=0.2)
+    for i in range(2):
+        yield step(world.batch(0), 0.1 / (i + 1 if world.changes else 1))
+
+
+@rows(
+    {
+        f"{name}-{when}-{make.__name__}{'-fused' if options else ''}": (when == "first", name, *how)
+        for name in SETTING
+        for when in ("first", "last")
+        for how in ((SGD, {}), (AdamW, {}), (Adam, {"fused": True}))
+        for make, options in (how,)
+    }
+)
+def setting_in_the_step(world: World, case: tuple[bool, str, Callable, dict]) -> Program:
+    """The step sets what its optimizer goes by."""
+    yield from _setting(world, case)
+
+
+@rows(
+    {
+        f"{make.__name__}{'-fused' if options else ''}": (make, options)
+        for make, options in (
+            *((Adam, {}), (AdamW, {"fused": True}), (RMSprop, {}), (Adagrad, {})),
+            *((Adamax, {}), (Adadelta, {}), (SGD, {"momentum": 0.9})),
+        )
+    },
+    unseen=True,
+)
+def groups_of_other_sizes(world: World, case: tuple[Callable, dict]) -> Program:
+    """Two groups, and a second optimizer: their step counts are equal, and stay so."""
+    make, options = case
+    first, second = mlp(world), world.module(nn.Linear(4, 2))
+    groups = [
+        {"params": [first[0].weight, first[0].bias, first[2].weight]},
+        {"params": [first[2].bias], "weight_decay": 0.1},
+    ]
+    optimizers = [make(groups, lr=0.01, **options), make(second.parameters(), lr=0.02, **options)]
+    world.watch(first=first, second=second, one=optimizers[0], two=optimizers[1])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = second(first(x)).pow(2).mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    step = world.compile(function)
+    for i in range(5):
+        yield step(world.batch(i))
+    world.traced_at_most(2, step)

@@ -1,0 +1,122 @@
+"""Steps that are traced while other threads draw random numbers and change what the step reads."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import xla_dtensor as xd
+
+GENERATOR = np.random.default_rng(0)
+PYTHON = random.Random(0)
+
+
+@contextmanager
+def thread(work: Callable[[], Any]) -> Iterator[None]:
+    """Another thread, which does ``work`` again and again, at least once inside of the block."""
+    stop, worked = threading.Event(), threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            work()
+            worked.set()
+            time.sleep(1e-4)
+
+    other = threading.Thread(target=run)
+    other.start()
+    try:
+        worked.wait()
+        yield
+    finally:
+        stop.set()
+        other.join()
+
+
+def draw() -> None:
+    random.random()
+    PYTHON.random()
+    np.random.rand()
+    GENERATOR.random()
+
+
+@pytest.fixture
+def x(mesh_2x4: DeviceMesh) -> torch.Tensor:
+    return distribute_tensor(torch.arange(8.0), mesh_2x4, [Shard(0), Replicate()])
+
+
+def test_another_thread_draws(x: torch.Tensor) -> None:
+    """As a data loader's does: that isn't the step's doing."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if GENERATOR is not PYTHON else x
+
+    with thread(draw):
+        step = xd.compile(function)
+        for _ in range(3):
+            torch.testing.assert_close(step(x).full_tensor().cpu(), torch.arange(8.0) * 2)
+    assert step.traces == 1
+
+
+DRAWS: dict[str, tuple[Callable[[], float], str]] = {
+    "random": (random.random, "Python's random module"),
+    "choice": (lambda: random.choice([1.0, 2.0]), "Python's random module"),
+    "own": (lambda: PYTHON.gauss(0, 1), "a random.Random"),
+    "numpy": (lambda: float(np.random.rand()), "numpy.random"),
+    "normal": (lambda: float(np.random.normal()), "numpy.random"),
+    "generator": (lambda: float(GENERATOR.random()), "a numpy Generator"),
+}
+
+
+@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_step_draws(x: torch.Tensor, name: str, idle: bool) -> None:
+    """It is refused, whatever other threads do."""
+    number, where = DRAWS[name]
+    step = xd.compile(lambda x: x * number())
+    other = thread(threading.Event().is_set if idle else draw)
+    with other, pytest.raises(xd.DataDependentError, match=where):
+        step(x)
+
+
+def test_drawn_numbers_are_kept(x: torch.Tensor) -> None:
+    """What another thread has drawn isn't drawn again."""
+    drawn: list[float] = []
+    step = xd.compile(lambda x: x * 2)
+    with thread(lambda: drawn.append(random.random())):
+        step(x)
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_another_thread_counts(x: torch.Tensor) -> None:
+    """In an attribute that the step reads, and one that it doesn't: it changes others."""
+    metrics = SimpleNamespace(calls=0, seen=0, last=None)
+
+    def work() -> None:
+        metrics.calls += 1
+        metrics.seen += 1
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        metrics.last = x.sum()
+        return x * 2 if metrics.calls >= 0 else x
+
+    step = xd.compile(function)
+    counted = []
+    with thread(work):
+        for _ in range(3):
+            before = metrics.calls
+            step(x)
+            counted.append(before <= metrics.calls)
+    assert metrics.calls == metrics.seen > 0
+    assert all(counted)
+    assert metrics.last.item() == 28.0

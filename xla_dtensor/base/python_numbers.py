@@ -1,0 +1,294 @@
+"""Numbers that are inputs of a trace, as the Python of a compiled step sees them.
+
+They are `torch.SymFloat` and `torch.SymInt` that say to be a float and an int. What Python computes
+with them it computes again in each call, on the host, with the operators and functions of Python
+itself: a result that meets a tensor is one more input of the program. A comparison is decided by
+the present values, and its outcome is what the program depends on: ``n % 4 == 0`` makes two
+programs. Where Python needs the number itself (``float(n)``, ``x[:n]``, ``f"{n}"``), it depends on
+the value.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base.traced_number import NumberNode
+
+
+class Float(torch.SymFloat):
+    """A symbolic number that Python code takes for a float."""
+
+    __class__ = property(lambda self: float)  # what isinstance asks
+
+    def __hash__(self) -> int:
+        return hash(float(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+
+class Int(torch.SymInt):
+    """The same of an int."""
+
+    __class__ = property(lambda self: int)
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self), spec)
+
+    def __float__(self) -> float:
+        return float(int(self))
+
+
+def like_a_number(number: Any) -> Any:
+    """A symbolic number for Python code, which may ask ``isinstance(x, float)``."""
+    return _of(number.node)
+
+
+def _of(node: NumberNode) -> Any:
+    number = Int(node) if node.is_int() else Float(node)
+    trace = thread_state.current()
+    if trace is not None:
+        trace.python_numbers.append(weakref.ref(number))
+    return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a symbolic number of a trace, with a present value."""
+    return (
+        isinstance(value, torch.SymFloat | torch.SymInt)
+        and isinstance(value.node, NumberNode)
+        and value.node.known
+    )
+
+
+def is_pythons(value: Any) -> bool:
+    """Whether it is a number that the user's Python has been given. (Optimizers' formulas have
+    plain symbolic numbers, with which torch computes on the devices.)"""
+    return type(value) is Float or type(value) is Int
+
+
+def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
+    """``function`` of numbers, symbolic ones among them.
+
+    Args:
+        function: of Python's numbers; pure.
+        text: how it is written, with a ``{}`` for each operand.
+
+    Returns:
+        a symbolic number, or what ``function`` decides (a bool), which the program then depends on.
+
+    Raises:
+        TypeError: the result is neither (Python's ``(-2.0) ** 0.5`` is complex).
+    """
+    values = [x.node.value if is_number(x) else x for x in operands]
+    nodes = [x.node if is_number(x) and not x.node.over else None for x in operands]
+    first = next((node for node in nodes if node is not None), None)
+    if first is None:
+        return function(*values)
+    text = text.format(
+        *(repr(v) if n is None else n.text for n, v in zip(nodes, values, strict=True))
+    )
+    value = function(*values)
+    compute = _from_inputs(function, nodes, values)
+    if isinstance(value, bool):
+        first.guard(NumberNode(value, None, compute, text, first.guard), "is", value)
+        return value
+    if type(value) not in (int, float):
+        raise TypeError(f"{text} is a {type(value).__name__}, which can't be an input of a program")
+    node = NumberNode(value, None, compute, text, first.guard, feed=first.feed)
+    return _of(node)
+
+
+def _from_inputs(
+    function: Callable[..., Any], nodes: list[Any], values: list[Any]
+) -> Callable[[list[Any]], Any]:
+    """``function`` of the operands, from the values of the trace's inputs."""
+    reads: list[Any] = [None if node is None else node.compute for node in nodes]
+    if len(reads) == 1:
+        (read,) = reads
+        return lambda inputs: function(read(inputs))
+    if len(reads) == 2:
+        left, right = reads
+        a, b = values
+        if right is None:
+            return lambda inputs: function(left(inputs), b)
+        if left is None:
+            return lambda inputs: function(a, right(inputs))
+    return lambda inputs: function(
+        *(v if read is None else read(inputs) for read, v in zip(reads, values, strict=True))
+    )
+
+
+def _operand(value: Any) -> Any:
+    """A number that can be computed with; NotImplemented for anything else."""
+    cls = type(value)
+    if cls is int or cls is float or cls is bool or cls is Float or cls is Int or is_number(value):
+        return value
+    return float(value) if isinstance(value, float) else NotImplemented  # np.float64
+
+
+def _binary(function: Callable[..., Any], symbol: str) -> Callable[[Any, Any], Any]:
+    text = f"({{}} {symbol} {{}})"
+
+    def operate(self: Any, other: Any) -> Any:
+        other = _operand(other)
+        return other if other is NotImplemented else computed(function, text, self, other)
+
+    return operate
+
+
+def _reflected(function: Callable[..., Any], symbol: str) -> Callable[[Any, Any], Any]:
+    text = f"({{}} {symbol} {{}})"
+
+    def operate(self: Any, other: Any) -> Any:
+        other = _operand(other)
+        return other if other is NotImplemented else computed(function, text, other, self)
+
+    return operate
+
+
+def _function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def operate(self: Any, *others: Any) -> Any:
+        text = f"{name}({', '.join(['{}'] * (1 + len(others)))})"
+        return computed(function, text, self, *others)
+
+    return operate
+
+
+def _divmod(self: Any, other: Any) -> Any:
+    return self // other, self % other
+
+
+def _rdivmod(self: Any, other: Any) -> Any:
+    return other // self, other % self
+
+
+_BOTH: dict[str, tuple[Callable[..., Any], str]] = {
+    "add": (operator.add, "+"),
+    "sub": (operator.sub, "-"),
+    "mul": (operator.mul, "*"),
+    "truediv": (operator.truediv, "/"),
+    "floordiv": (operator.floordiv, "//"),
+    "mod": (operator.mod, "%"),
+    "pow": (operator.pow, "**"),
+}
+_INTEGERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "and": (operator.and_, "&"),
+    "or": (operator.or_, "|"),
+    "xor": (operator.xor, "^"),
+    "lshift": (operator.lshift, "<<"),
+    "rshift": (operator.rshift, ">>"),
+}
+_COMPARISONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "eq": (operator.eq, "=="),
+    "ne": (operator.ne, "!="),
+    "lt": (operator.lt, "<"),
+    "le": (operator.le, "<="),
+    "gt": (operator.gt, ">"),
+    "ge": (operator.ge, ">="),
+}
+_UNARY: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": abs,
+    "round": round,
+    "trunc": math.trunc,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "bool": bool,
+}
+
+
+# Functions of NumPy's that ask an object for a method of their name.
+_UFUNCS = (
+    *("arccos", "arcsin", "arctan", "cbrt", "cos", "cosh", "exp", "exp2", "expm1", "log", "log10"),
+    *("log1p", "log2", "rint", "sin", "sinh", "sqrt", "square", "tan", "tanh"),
+)
+
+
+def _of_numpy(function: Any) -> Callable[[Any], float]:
+    return lambda number: float(function(number))
+
+
+def _install() -> None:
+    for cls, names in ((Float, _BOTH), (Int, _BOTH | _INTEGERS)):
+        for name, (function, symbol) in names.items():
+            setattr(cls, f"__{name}__", _binary(function, symbol))
+            setattr(cls, f"__r{name}__", _reflected(function, symbol))
+        for name, (function, symbol) in _COMPARISONS.items():
+            setattr(cls, f"__{name}__", _binary(function, symbol))
+        for name, function in _UNARY.items():
+            setattr(cls, f"__{name}__", _function(function, name))
+        cls.__divmod__, cls.__rdivmod__ = _divmod, _rdivmod
+        cls.conjugate = cls.__pos__
+        cls.real = property(cls.__pos__)
+        for name in _UFUNCS:
+            setattr(cls, name, _function(_of_numpy(getattr(np, name)), f"numpy.{name}"))
+    Int.__invert__ = _function(operator.invert, "invert")
+    Int.bit_length = _function(int.bit_length, "bit_length")
+    Float.is_integer = _function(float.is_integer, "is_integer")
+
+
+_install()
+
+
+# Functions of Python's `math` whose arguments are numbers.
+_MATH = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "copysign", "cos"),
+    *("cosh", "degrees", "erf", "erfc", "exp", "exp2", "expm1", "fabs", "fmod", "gamma", "gcd"),
+    *("hypot", "isfinite", "isinf", "isnan", "isqrt", "ldexp", "lgamma", "log", "log10", "log1p"),
+    *("log2", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh"),
+)
+
+
+def _of_math(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    text = f"math.{name}({{}})"
+
+    @functools.wraps(function)
+    def of_numbers(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs and any(type(x) is Float or type(x) is Int for x in args):
+            return computed(function, text.replace("{}", ", ".join(["{}"] * len(args))), *args)
+        return function(*args, **kwargs)
+
+    return of_numbers
+
+
+class MathOfNumbers:
+    """While it is entered, the functions of Python's ``math`` take symbolic numbers, which C code
+    can't compute with."""
+
+    def __enter__(self) -> None:
+        self._before = {name: getattr(math, name) for name in _MATH if hasattr(math, name)}
+        for name, function in self._before.items():
+            setattr(math, name, _of_math(function, name))
+
+    def __exit__(self, *exc_info: object) -> None:
+        for name, function in self._before.items():
+            setattr(math, name, function)
+
+
+def as_float(value: Any = 0.0) -> Any:
+    """Python's ``float``, which of a symbolic number is one."""
+    if not is_number(value):
+        return float(value)
+    number = like_a_number(value)
+    return number if number.node.is_float() else computed(float, "float({})", number)
+
+
+for _cls in (Float, Int, MathOfNumbers):
+    interrupts.atomic_methods(_cls)

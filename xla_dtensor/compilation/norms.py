@@ -1,0 +1,58 @@
+"""``BatchNorm(momentum=None)`` inside a compiled step: the average over all batches so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _BatchNorm
+
+from xla_dtensor.base import thread_state
+
+_CLASSES = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
+
+
+class CumulativeNorms:
+    """While it is entered, these layers compute with the number of batches as a tensor: torch asks
+    for it as a Python number, which doesn't exist while a step is traced."""
+
+    def __enter__(self) -> CumulativeNorms:
+        self._forward = forward = _BatchNorm.forward
+        trace = thread_state.current()
+
+        def tracing(module: Any, x: torch.Tensor) -> torch.Tensor:
+            if thread_state.current() is trace and _is_cumulative(module):
+                return _normalized(module, x)
+            return forward(module, x)
+
+        _BatchNorm.forward = tracing
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _BatchNorm.forward = self._forward
+
+
+def _is_cumulative(module: Any) -> bool:
+    return (
+        isinstance(module, _CLASSES)
+        and module.momentum is None
+        and module.training
+        and module.track_running_stats
+        and module.num_batches_tracked is not None
+    )
+
+
+def _normalized(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module._check_input_dim(x)
+    running = module.running_mean, module.running_var
+    latest = tuple(statistic.detach().clone() for statistic in running)
+    # With a momentum of 1 they become those of this batch.
+    out = functional.batch_norm(x, *latest, module.weight, module.bias, True, 1.0, module.eps)
+    with torch.no_grad():
+        module.num_batches_tracked.add_(1)
+        for statistic, new in zip(running, latest, strict=True):
+            wide = torch.promote_types(statistic.dtype, torch.float32)
+            share = 1.0 / module.num_batches_tracked.to(wide)
+            statistic.copy_(new * share + statistic * (1.0 - share))
+    return out
