@@ -10,7 +10,6 @@ remembered as a guard.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from xla_dtensor.errors import UnsupportedOpError
 
 # What guards are told to: (compute the number from the inputs' values, predicate text, outcome).
 GuardSink = Callable[["NumberNode", str, Any], None]
+
 # What makes a number that was computed from inputs an input of the program itself.
 Feed = Callable[["NumberNode"], Any]
 
@@ -329,6 +329,8 @@ def _install_operators() -> None:
 
 
 _install_operators()
+
+
 for _node in (NumberNode, ComparisonNode, UndecidedNode):
     interrupts.atomic_methods(_node)
 
@@ -370,53 +372,3 @@ def valueless_number(traced: Any, text: str, refuse: Callable[[], None]) -> Any:
 
     node = NumberNode(math.nan, traced, compute, text, lambda *what: refuse(), known=False)
     return torch.SymFloat(node)
-
-
-def larger(*values: Any, **options: Any) -> Any:
-    """Python's ``max``, which of traced numbers is one, in place of a decision."""
-    return _extreme(max, ">", values, options)
-
-
-def smaller(*values: Any, **options: Any) -> Any:
-    """Python's ``min``, which of traced numbers is one, in place of a decision."""
-    return _extreme(min, "<", values, options)
-
-
-def _extreme(
-    function: Callable[..., Any], symbol: str, values: tuple[Any, ...], options: dict[str, Any]
-) -> Any:
-    node = next((x.node for x in values if isinstance(x, torch.SymFloat)), None)
-    if not isinstance(node, NumberNode):
-        return function(*values, **options)
-
-    def choose(a: Any, b: Any) -> Any:
-        """Of two tracers what ``function`` returns, also of NaN."""
-        import jax.numpy as jnp
-
-        return jnp.where(b > a if symbol == ">" else b < a, b, a)
-
-    def of_two(x: Any, y: Any) -> Any:
-        first, second = (
-            v.node.sym_float()
-            if isinstance(v, torch.SymFloat | torch.SymInt)
-            else node.wrap_float(float(v))
-            for v in (x, y)
-        )
-        return torch.SymFloat(first._binary(second, symbol, function, choose))
-
-    return functools.reduce(of_two, values)
-
-
-def number_value(leaf: Any) -> Any:
-    """The traced JAX scalar of a symbolic number; anything else as it is."""
-    if isinstance(leaf, torch.SymFloat | torch.SymInt) and isinstance(leaf.node, NumberNode):
-        return leaf.node.traced
-    return leaf
-
-
-def plain_number(leaf: Any) -> Any:
-    """A symbolic number as its present Python number, which it then must keep; anything else as it
-    is."""
-    if isinstance(leaf, torch.SymFloat):
-        return float(leaf)
-    return int(leaf) if isinstance(leaf, torch.SymInt) else leaf

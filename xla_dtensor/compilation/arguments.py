@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.carried import Carried, is_state
 from xla_dtensor.compilation.code_names import is_library
+from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.objects import opened_record
-from xla_dtensor.compilation.trace import hooks_of
-from xla_dtensor.compilation.watch import content_of, is_atom, is_strict
+from xla_dtensor.compilation.outside import hooks_of
+from xla_dtensor.compilation.reflection import is_strict
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from xla_dtensor.compilation.carried import Carried
+from xla_dtensor.compilation.found import is_atom, same_atom
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Place, Slots
-from xla_dtensor.compilation.watch import Watch, is_atom, same_atom
+from xla_dtensor.compilation.watch import Watch
 from xla_dtensor.errors import DataDependentError
 
 

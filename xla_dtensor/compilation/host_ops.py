@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.base.number_functions import plain_number
 from xla_dtensor.base.python_numbers import is_pythons
-from xla_dtensor.base.traced_number import NumberNode, plain_number
+from xla_dtensor.base.traced_number import NumberNode
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.compilation.trace import StepTrace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,22 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.compilation.doubles import plain
+from xla_dtensor.compilation.hyperparameters import (
+    _item,
+    as_tensor,
+    holds_number,
+    hyperparameter,
+    is_a_number,
+    same_number,
+    tensor_hyperparameter,
+)
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
-from xla_dtensor.compilation.trace import Changed, StepTrace
+from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import device_form
-from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
@@ -102,7 +108,7 @@ class SteppedOptimizer:
                 was, now = before.get(key), group.get(key)
                 if key != "params" and (id(group), key) in settable:
                     continue
-                if key != "params" and was is not now and not _equal(was, now):
+                if key != "params" and was is not now and not same_number(was, now):
                     raise DataDependentError(
                         f"the step changes {self.name}.param_groups[{index}][{key!r}] from {was!r} "
                         f"to {now!r}, which would happen when the step is "
@@ -248,35 +254,35 @@ class OptimizerHooks:
             if key == "params":
                 continue
             where = f"{stepped.name}.param_groups[{index}][{key!r}]"
-            read = partial(_hyperparameter, stepped.optimizer, index, key)
-            held = partial(_tensor_hyperparameter, stepped.optimizer, index, key)
+            read = partial(hyperparameter, stepped.optimizer, index, key)
+            held = partial(tensor_hyperparameter, stepped.optimizer, index, key)
             if self._is_assigned(stepped, index, key, value):
                 stepped.assigned[index].add(key)
                 if isinstance(value, torch.SymFloat | torch.SymInt):
                     number = plain(value)
                     fused = key == "lr" and group.get("fused")
-                    changed[key] = _as_tensor(number) if fused else number
-            elif _is_number(key, value):
+                    changed[key] = as_tensor(number) if fused else number
+            elif is_a_number(key, value):
                 number = self._trace.number(partial(read, None), float(value), where)
                 fused = key == "lr" and group.get("fused")
-                changed[key] = _as_tensor(number) if fused else number
-            elif type(value) is tuple and value and all(_is_number(None, v) for v in value):
+                changed[key] = as_tensor(number) if fused else number
+            elif type(value) is tuple and value and all(is_a_number(None, v) for v in value):
                 changed[key] = tuple(
                     self._trace.number(partial(read, i), float(v), f"{where}[{i}]")
                     for i, v in enumerate(value)
                 )
-            elif _holds_number(value):
+            elif holds_number(value):
                 # lr=torch.tensor(0.1), which a scheduler fills: the number that it holds.
                 number = self._trace.number(partial(held, None), _item(value), where)
                 as_number = torchs_own and not (key == "lr" and group.get("fused"))
-                changed[key] = number if as_number else _as_tensor(number, value)
-            elif type(value) is tuple and value and all(map(_holds_number, value)):
+                changed[key] = number if as_number else as_tensor(number, value)
+            elif type(value) is tuple and value and all(map(holds_number, value)):
                 numbers = [
                     self._trace.number(partial(held, i), _item(v), f"{where}[{i}]")
                     for i, v in enumerate(value)
                 ]
                 changed[key] = tuple(
-                    n if torchs_own else _as_tensor(n, v)
+                    n if torchs_own else as_tensor(n, v)
                     for n, v in zip(numbers, value, strict=True)
                 )
         keys = set(changed) - stepped.assigned[index]
@@ -292,7 +298,7 @@ class OptimizerHooks:
             return True
         before = stepped.groups[index].get(key) if index < len(stepped.groups) else None
         settable = (id(stepped.optimizer.param_groups[index]), key) in self._settable
-        return settable and value is not before and not _equal(value, before)
+        return settable and value is not before and not same_number(value, before)
 
     def _share_counters(self, optimizer: Optimizer) -> None:
         """Step counts live on the devices from now on, and equal ones are one array."""
@@ -322,80 +328,3 @@ class OptimizerHooks:
                     form = device_form(None, (), dtype=tensor.dtype)
                     array = trace.counter(form, _item(tensor))
                     state[key] = XLATensor(Storage(array, form), form)
-
-
-def _is_number(key: str | None, value: Any) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return False
-    if isinstance(value, float | np.floating):
-        return True
-    return key in _COMPUTED_WITH and isinstance(value, int | np.integer)
-
-
-def _hyperparameter(
-    optimizer: Optimizer, index: int, key: str, element: int | None, arguments: Any
-) -> float:
-    """The present value of a number in a param group.
-
-    Raises:
-        Changed: there is no number any more.
-    """
-    try:
-        value = optimizer.param_groups[index][key]
-        if element is not None:
-            value = value[element]
-    except (LookupError, TypeError):
-        raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]") from None
-    if type(value) is float:
-        return value
-    if not _is_number(None if element is not None else key, value):
-        raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}")
-    return float(value)
-
-
-def _tensor_hyperparameter(
-    optimizer: Optimizer, index: int, key: str, element: int | None, arguments: Any
-) -> float:
-    """The same of a number in a CPU tensor."""
-    try:
-        value = optimizer.param_groups[index][key]
-        if element is not None:
-            value = value[element]
-    except (LookupError, TypeError):
-        value = None
-    if not _holds_number(value):
-        raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}")
-    return _item(value)
-
-
-def _holds_number(value: Any) -> bool:
-    """Whether it is a CPU tensor with one float."""
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, TensorMethods)
-        and value.device.type == "cpu"
-        and value.numel() == 1
-        and value.is_floating_point()
-    )
-
-
-def _item(tensor: torch.Tensor) -> float:
-    """The value of a CPU tensor, unseen by the trace, which would take it for the user's look."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return float(to_numpy(tensor).item())
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return False
-    return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a)))
-
-
-def _as_tensor(number: Any, like: torch.Tensor | None = None) -> XLATensor:
-    """A traced number as a tensor (fused optimizers take the learning rate so), of the shape and
-    dtype of another one."""
-    shape = () if like is None else tuple(like.shape)
-    form = device_form(None, shape, dtype=torch.float64 if like is None else like.dtype)
-    with jax.enable_x64(True):
-        array = jax.numpy.full(shape, number.node.traced, dtype=form.jax_dtype)
-    return XLATensor(Storage(array, form), form)

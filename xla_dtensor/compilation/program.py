@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,18 +21,13 @@ from xla_dtensor.base import epoch, interrupts, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.effects import Effect
-from xla_dtensor.compilation.history import (
-    Call,
-    History,
-    Kept,
-    OnHost,
-    Read,
-    Split,
-    WithHistory,
-    cotangent,
-)
-from xla_dtensor.compilation.trace import ARITHMETIC, Changed, Decision, Outside, values_of
-from xla_dtensor.compilation.traced import (
+from xla_dtensor.compilation.gradients import Layout, grad_text, same_grad
+from xla_dtensor.compilation.history import History
+from xla_dtensor.compilation.inputs import Arrays, Losses, check_alive, refuse_deleted
+from xla_dtensor.compilation.node import Call, Kept, OnHost, Read, WithHistory, cotangent
+from xla_dtensor.compilation.numbers import ARITHMETIC, Changed, Decision, values_of
+from xla_dtensor.compilation.outside import Outside
+from xla_dtensor.compilation.recipes import (
     Built,
     Computed,
     Existing,
@@ -42,66 +37,19 @@ from xla_dtensor.compilation.traced import (
     Seen,
     Source,
     Template,
-    Traced,
 )
+from xla_dtensor.compilation.run import Prepared, Run
+from xla_dtensor.compilation.split import Split
+from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
-from xla_dtensor.forms.storage import Pending, Storage, put
+from xla_dtensor.forms.storage import Storage, put
 from xla_dtensor.tensors.of_form import new_tensor
 
-_value = operator.attrgetter("value")
 _grad = operator.attrgetter("grad")
-
 
 # Sources that are inputs of the program as they are.
 _ARRAY_KINDS = ("state", "argument", "grad", "host")
-
-
-class Prepared:
-    """What the checks of a call have computed, and its launch needs.
-
-    Attributes:
-        numbers: the values of the program's numbers.
-        host: the results of the host's operations.
-    """
-
-    __slots__ = ("host", "numbers")
-
-    def __init__(self, numbers: list[float], host: list[Any]) -> None:
-        self.numbers, self.host = numbers, host
-
-
-class Run:
-    """One run of a program.
-
-    Attributes:
-        arguments, prepared: of the call.
-        arrays: what the program has computed; None before it has.
-        made: the tensors made of that, by what stands for them.
-        error: what has failed first in writing back, or None.
-    """
-
-    __slots__ = ("arguments", "arrays", "error", "made", "prepared")
-
-    def __init__(self, arguments: Arguments, prepared: Prepared) -> None:
-        self.arguments, self.prepared = arguments, prepared
-        self.arrays: Any = None
-        self.made: dict[int, Any] = {}
-        self.error: BaseException | None = None
-
-    def succeeds(self, piece: Callable[[Run], Any]) -> bool:
-        """Do a piece of the writing back; if it fails, that is raised when the rest is done."""
-        try:
-            piece(self)
-        except BaseException as error:
-            self.error = self.error or error
-            return False
-        return True
-
-    def insist(self, piece: Callable[[Run], Any]) -> None:
-        """Do a piece that may be done twice, again if it fails (for want of memory, say)."""
-        if not self.succeeds(piece):
-            self.succeeds(piece)
 
 
 class Program:
@@ -179,7 +127,7 @@ class Program:
         # Not the counters: they are four bytes, and others may hold their array.
         donated = [s for s in self._arrays if s.writes and len(s.storages) <= 1]
         kept = [s for s in self._arrays if not (s.writes and len(s.storages) <= 1)]
-        self._donated, self._kept = _Arrays(donated), _Arrays(kept)
+        self._donated, self._kept = Arrays(donated), Arrays(kept)
         self._hosts = [s for s in used.values() if s.kind == "host"]
         self._uses_words = any(s.kind in ("number", "rng") for s in used.values())
         # Written without having been read: not inputs, but their storages get outputs.
@@ -423,8 +371,8 @@ class Program:
             leaf = outside.of(arguments)
             if leaf is not None:
                 grad = leaf.grad
-                if not _same_grad(grad, outside.grad):
-                    return _grad_text(leaf, outside.grad)
+                if not same_grad(grad, outside.grad):
+                    return grad_text(leaf, outside.grad)
                 if grad is not None:
                     grads.append(grad)
         if grads and self._sharing(grads, arguments) != self._grads_share:
@@ -526,13 +474,13 @@ class Program:
         with jax.enable_x64(True):
             inputs = self._gather(run.arguments, run.prepared)
             try:
-                if _Losses.seen:
-                    _refuse_deleted((*inputs[0], *inputs[1]))
+                if Losses.seen:
+                    refuse_deleted((*inputs[0], *inputs[1]))
                 arrays = self.compiled(*inputs)
             except BaseException as error:
                 if self._random_operations:
                     rng.give_back(inputs[3][-4:], self._random_operations)
-                _check_alive(inputs[0], error)
+                check_alive(inputs[0], error)
                 raise
             residuals = []
             if self._split is not None:
@@ -545,7 +493,7 @@ class Program:
         self._put(run)
         if run.error is not None:
             left = [storage.value for storage in self._written_storages]
-            _Losses.seen = _Losses.seen or any(array.is_deleted() for array in left)
+            Losses.seen = Losses.seen or any(array.is_deleted() for array in left)
         return residuals
 
     def _constants(self, inputs: Any) -> list[Any]:
@@ -781,152 +729,6 @@ class Program:
         anchor = self._anchor()
         if anchor is not None:
             anchor.holds = [program for program in anchor.holds if program is not self]
-
-
-class _Arrays:
-    """Inputs that are the arrays of storages."""
-
-    def __init__(self, sources: list[Source]) -> None:
-        self.sources = sources
-        # Of arguments and gradients each call has its own; the others tell when they change.
-        self._storages: list[Any] = [s.storages[0] if s.storages else None for s in sources]
-        self._special = [(i, s) for i, s in enumerate(sources) if s.kind != "state"]
-        self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.kind == "state"]
-        self._shared = [s for s in sources if len(s.storages) > 1]
-        self._forms = [s.form for s in sources]
-        self._epoch = -1
-        self._placed = False
-
-    def mismatch(self, program: Program, arguments: Arguments) -> str | None:
-        """Whether a storage no longer lies as the program was compiled for."""
-        moved = epoch.forms.value
-        if self._epoch != moved:
-            difference = self._differ(self._fixed)
-            if difference is not None:
-                return difference
-            self._epoch = moved
-        if self._special:
-            now = [(i, program.storage_of(source, arguments)) for i, source in self._special]
-            difference = self._differ(now)
-            if difference is not None:
-                return difference
-        for source in self._shared:
-            first = source.storages[0].value
-            values = map(_value, source.storages)
-            if not all(map(operator.is_, values, itertools.repeat(first))):
-                return "step counts that were equal"
-        return None
-
-    def _differ(self, storages: Iterable[tuple[int, Storage]]) -> str | None:
-        for i, storage in storages:
-            before = self._forms[i]
-            if storage.form is before:
-                continue
-            if before is None or not _same_kind(storage.form, before):
-                return f"captured state: from {before!r} to {storage.form!r}"
-            self._forms[i] = storage.form
-            self._placed = False
-        return None
-
-    def _place(self, program: Program, storages: list[Storage]) -> None:
-        """Copy what is on the default device alone to all devices of the program."""
-        self._placed = True
-        if program.frame is None:
-            return
-        for i, storage in enumerate(storages):
-            if storage.form.frame is None:
-                storage.place(program.frame)
-                self._forms[i] = storage.form
-                for other in self.sources[i].storages[1:]:
-                    other.array = storage.array
-                    other.reform(storage.form)
-
-    def gather(self, program: Program, arguments: Arguments) -> list[Any]:
-        """The arrays of this call."""
-        storages = self._storages
-        if self._special:
-            storages = list(storages)
-            for i, source in self._special:
-                storages[i] = program.storage_of(source, arguments)
-        if not self._placed or self._special:
-            self._place(program, storages)
-        arrays = list(map(_value, storages))
-        if Pending in set(map(type, arrays)):
-            arrays = [storage.array for storage in storages]
-        return arrays
-
-
-class _Losses:
-    """Whether a launch has ever failed after it had taken over what it was to overwrite. XLA may
-    end the process when it is given such an array again, so from then on each is looked at."""
-
-    seen = False
-
-
-def _check_alive(arrays: list[Any], error: BaseException) -> None:
-    """Say it if a launch that failed has used up the arrays that it was to overwrite.
-
-    Raises:
-        RuntimeError: it has.
-    """
-    lost = sum(array.is_deleted() for array in arrays)
-    if lost:
-        _Losses.seen = True
-        raise RuntimeError(
-            f"the compiled step failed on the devices after it had taken over the memory of {lost} "
-            "tensors that it overwrites; their values are lost: load the last checkpoint"
-        ) from error
-
-
-def _refuse_deleted(arrays: Iterable[Any]) -> None:
-    for array in arrays:
-        if array.is_deleted():
-            raise RuntimeError(
-                f"a tensor of shape {list(array.shape)} has lost its value, because a compiled "
-                "step failed on the devices while it overwrote it: load the last checkpoint"
-            )
-
-
-class Layout:
-    """What a program needs to know of a gradient that it has found; a view can only be itself."""
-
-    __slots__ = ("cls", "form", "view")
-
-    def __init__(self, grad: Any) -> None:
-        self.cls, self.form = type(grad), grad._form
-        self.view = grad if grad._steps else None
-
-
-def _same_grad(now: Any, before: Layout | None) -> bool:
-    if now is None or before is None:
-        return now is before
-    if now._steps or before.view is not None:
-        return now is before.view
-    return type(now) is before.cls and now._form is before.form
-
-
-def _grad_text(leaf: Any, before: Any) -> str:
-    def text(grad: Any) -> str:
-        return "None" if grad is None else "a tensor"
-
-    if (leaf.grad is None) == (before is None):
-        return f"the layout of the .grad of a parameter of shape {list(leaf.shape)}"
-    return (
-        f"the .grad of a parameter of shape {list(leaf.shape)}: from {text(before)} to "
-        f"{text(leaf.grad)}"
-    )
-
-
-def _same_kind(a: Form, b: Form) -> bool:
-    """Whether a per-device tensor only moved from one device to all of them, or back."""
-    return (
-        a.mesh is None
-        and b.mesh is None
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and a.varying == b.varying
-        and (a.frame is None or b.frame is None)
-    )
 
 
 def _step_scheduler(step: Any, scheduler: Any, args: Any, kwargs: Any, run: Run) -> None:

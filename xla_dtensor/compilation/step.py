@@ -8,8 +8,7 @@ import logging
 import os
 import threading
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.base import events, interrupts, thread_state
@@ -17,10 +16,9 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
-from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.effects import Effect, counter_refused
+from xla_dtensor.compilation.family import Family
 from xla_dtensor.compilation.program import Program
-from xla_dtensor.compilation.programs import KEPT, Programs
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced, trace
 from xla_dtensor.runtime.jax_runtime import code_bytes
@@ -28,10 +26,13 @@ from xla_dtensor.runtime.jax_runtime import code_bytes
 logger = logging.getLogger("xla_dtensor")
 
 KINDS, PROGRAMS = 256, 256
+
 # Calls traced in a row of which one is told.
 MANY_TRACES = 5
+
 # The hooks of a trace are the process's (torch knows no others): one trace at a time.
 _tracing = threading.RLock()
+
 AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
 
 
@@ -95,80 +96,6 @@ def compile(
     return CompiledStep(function, compiler_options, audit)
 
 
-class _Family:
-    """The programs for one kind of arguments.
-
-    Attributes:
-        programs: by the values of the numbers that are part of them, the places that they take more
-            arguments from, and the key of what is there.
-        carried: these places, by what tells them from others; those of the last trace come last.
-        dynamic: the numbers that are inputs, because they have changed between calls.
-        last: the numbers of the call that was traced last.
-        latest: gives the program that was made of it, if it still exists.
-    """
-
-    __slots__ = ("_static", "carried", "dynamic", "last", "latest", "programs")
-
-    def __init__(self) -> None:
-        self.programs: dict[Any, Programs] = {}
-        self.carried: dict[Any, list[Carried]] = {(): []}
-        self.dynamic: frozenset[int] = frozenset()
-        self.last: dict[int, int | float] | None = None
-        self.latest: Callable[[], Program | None] = lambda: None
-        self._static = False
-
-    def keep_static(self) -> None:
-        """The step does with its numbers what only Python numbers can do (formatting them)."""
-        self.dynamic, self._static = frozenset(), True
-        self.programs.clear()
-
-    def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, Programs]]:
-        """The programs that may run, with the arguments that each of them takes."""
-        for where in reversed(list(self.carried)):
-            call = arguments.carrying(self.carried[where])
-            if call is not None:
-                yield call, self.programs_for(call, where)
-
-    def programs_for(self, call: Arguments, where: Any = ()) -> Programs:
-        """Those that take their arguments from ``where``, too, and may run with ``call``."""
-        fixed: tuple[Any, ...] = ()
-        if call.numbers:
-            inputs = self.dynamic | call.carried_numbers()
-            fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in inputs)
-        return self.programs.get((fixed, where, call.carried)) or Programs()
-
-    def keep(self, program: Program, call: Arguments) -> None:
-        """Add a program that was made with these arguments."""
-        self.latest = weakref.ref(program)
-        places = program.traced.carried
-        where = tuple(place.where() for place in places)
-        self.carried.pop(where, None)
-        self.carried[where] = places
-        while len(self.carried) > KEPT:
-            self._forget(next(iter(self.carried)))
-        fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in program.traced.dynamic)
-        key = fixed, where, call.carried
-        programs = self.programs.pop(key, None) or Programs()
-        self.programs[key] = programs
-        programs.first(program)
-        while len(self.programs) > KINDS:
-            del self.programs[next(iter(self.programs))]
-
-    def _forget(self, where: Any) -> None:
-        del self.carried[where]
-        for key in [key for key in self.programs if key[1] == where]:
-            del self.programs[key]
-
-    def varies(self, numbers: dict[int, int | float]) -> None:
-        """Programs exist, but not for these numbers: from now on those that differ are inputs."""
-        if self.last is None or self._static:
-            return
-        differ = {i for i, n in numbers.items() if exact(n) != exact(self.last[i])}
-        if differ - self.dynamic:
-            self.dynamic |= differ
-            self.programs.clear()
-
-
 class CompiledStep:
     """A compiled step; call it like the function.
 
@@ -193,7 +120,7 @@ class CompiledStep:
         # Threads may share a step; its calls come one after another.
         self._lock = threading.RLock()
         name = f"compiled step {self._name()}"
-        self._families: Cache[Any, _Family] = Cache(f"{name}: kinds of arguments", KINDS)
+        self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS)
         self._executables: Cache[Any, Any] = Cache(f"{name}: programs", PROGRAMS, size=code_bytes)
         self._last: tuple[Arguments, Program] | None = None
         # What it keeps outside of itself and replaces in each call, as messages call it.
@@ -216,7 +143,7 @@ class CompiledStep:
 
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
-        family = self._families.get_or_make(arguments.key, _Family)
+        family = self._families.get_or_make(arguments.key, Family)
         tried: list[tuple[Program, Arguments]] = []
         for call, programs in family.candidates(arguments):
             for position, program in enumerate(programs):
@@ -261,7 +188,7 @@ class CompiledStep:
         it would run. Nothing is traced, and nothing changes."""
         arguments = Arguments(args, kwargs)
         with self._lock:
-            family = self._families.get(arguments.key) or _Family()
+            family = self._families.get(arguments.key) or Family()
             candidates = list(family.candidates(arguments))
             tried = [(program, call) for call, programs in candidates for program in programs]
             reasons = [program.mismatch(call) for program, call in tried]
@@ -279,7 +206,7 @@ class CompiledStep:
     # --- internals ---------------------------------------------------------------------------
 
     def _trace(
-        self, arguments: Arguments, family: _Family, tried: list[tuple[Program, Arguments]]
+        self, arguments: Arguments, family: Family, tried: list[tuple[Program, Arguments]]
     ) -> Any:
         why, path = self._explain(arguments, family, tried)
         if not tried and family.programs:
@@ -315,14 +242,14 @@ class CompiledStep:
             )
         return result
 
-    def _keep(self, program: Program, call: Arguments, family: _Family) -> None:
+    def _keep(self, program: Program, call: Arguments, family: Family) -> None:
         family.keep(program, call)
         for other in self._families.values():
             for programs in other.programs.values():
                 programs.succeeded(program)
         self._last = call, program
 
-    def _traced(self, arguments: Arguments, family: _Family, path: str | None) -> Traced:
+    def _traced(self, arguments: Arguments, family: Family, path: str | None) -> Traced:
         """A trace that takes what the step keeps and replaces from where it is in each call; with
         numbers as inputs if the step's Python can do with that.
 
@@ -357,7 +284,7 @@ class CompiledStep:
             failed = [self._not_carried.get(label) for label in again[0].labels()]
             raise counter_refused(again[0]) from next(filter(None, failed), None)
 
-    def _trace_once(self, arguments: Arguments, family: _Family) -> Traced:
+    def _trace_once(self, arguments: Arguments, family: Family) -> Traced:
         if not family.dynamic:
             return trace(self._function, arguments, frozenset(), self._carried)
         try:
@@ -370,7 +297,7 @@ class CompiledStep:
             return traced
 
     def _explain(
-        self, arguments: Arguments, family: _Family, tried: list[tuple[Program, Arguments]]
+        self, arguments: Arguments, family: Family, tried: list[tuple[Program, Arguments]]
     ) -> tuple[str | None, str | None]:
         """Why no program fits, and the name of what has changed if it is something in Python."""
         if tried:

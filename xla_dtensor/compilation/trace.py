@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,6 +22,9 @@ from xla_dtensor.base.keys import exact
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.traced_number import NumberNode, input_number, valueless_number
 from xla_dtensor.compilation.doubles import StandIns
+from xla_dtensor.compilation.numbers import Decision, Number
+from xla_dtensor.compilation.outside import Outside
+from xla_dtensor.compilation.recomputation import Recomputation
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
@@ -32,76 +34,6 @@ from xla_dtensor.mesh import Frame
 
 # What marks of reads are called, in front of their number.
 READ = "xla_dtensor reads "
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number of a Python object that is an input of the program.
-
-    Attributes:
-        read: its present value, from a call's arguments.
-        name: how to call it in messages, ``"AdamW.param_groups[0]['lr']"``.
-        integer: whether it is an int.
-        array: the constant that stands for it in the traced jaxpr.
-        compute: of a number that Python has computed from those before it: from their values.
-    """
-
-    read: Callable[[Any], float] | None
-    name: str
-    integer: bool
-    array: Any
-    compute: Callable[[list[float]], float] | None = None
-
-    def computed(self, before: list[float]) -> float:
-        """The present value of one that is computed.
-
-        Args:
-            before: the values of the numbers before it.
-
-        Raises:
-            Changed: it can't be computed any more, or is another kind of number.
-        """
-        assert self.compute is not None
-        try:
-            value = self.compute(before)
-        except ARITHMETIC as error:
-            raise Changed(f"{self.name}: {error}") from None
-        if type(value) is not (int if self.integer else float) or (
-            self.integer and not -(2**63) <= value < 2**63
-        ):
-            raise Changed(f"{self.name}: now {value!r}")
-        return value
-
-
-class Changed(Exception):
-    """A number is no longer of the kind that the program was made for."""
-
-
-# What Python's arithmetic raises for other numbers than those of the trace.
-ARITHMETIC = (ArithmeticError, ValueError, TypeError)
-
-
-def values_of(numbers: list[Number], arguments: Any) -> list[float]:
-    """The present values of a trace's numbers.
-
-    Raises:
-        Changed: one has none of the kind that it had.
-    """
-    found: list[float] = []
-    for number in numbers:
-        read = number.read
-        found.append(number.computed(found) if read is None else read(arguments))
-    return found
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Something that the step's Python decided by a number; it holds only while the outcome is the
-    same."""
-
-    compute: Callable[[list[float]], Any]
-    outcome: Any
-    text: str
 
 
 class Captured:
@@ -148,127 +80,6 @@ class Captured:
             storage.version = self.version
 
 
-class Outside:
-    """A tensor from outside of the step, as the trace found it.
-
-    Attributes:
-        get: gives the tensor; None for a view that the step made and has dropped. Only during the
-            trace by a weak reference: torch swaps no tensor that has one (``module.half()``).
-        index: which argument of the step it is, if it is one and nothing else.
-        leaf: likewise, the leaf (an `Outside`) whose ``.grad`` it is.
-        only_optimizer: whether it was an optimizer that first used it: state, which no graph saves.
-        writes: how many writes autograd has counted during the trace; each call counts as many.
-        grad: its ``.grad`` when the step began.
-        cleared: whether the step has set that to None before it used the tensor, so that it doesn't
-            matter what it was.
-        switched: whether the step has used it with another ``requires_grad`` than it had.
-    """
-
-    __slots__ = (
-        *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
-        *("index", "leaf", "only_optimizer", "switched", "version", "writes"),
-    )
-
-    def __init__(self, tensor: Any) -> None:
-        self.get: Callable[[], Any] = weakref.ref(tensor)
-        self.index: int | None = None
-        self.leaf: Outside | None = None
-        self.only_optimizer = False
-        self.version = _version(tensor)
-        self.writes = 0
-        self.requires_grad = tensor.requires_grad
-        self.is_leaf = tensor.is_leaf
-        self.grad = tensor.grad if self.is_leaf else None
-        self.cleared = self.switched = False
-        self.storage = getattr(tensor, "_storage_", None)
-        self.steps = getattr(tensor, "_steps", ())
-        self.hooks = hooks_of(tensor)
-
-    @property
-    def takes_gradient(self) -> bool:
-        """Whether gradients may reach its ``.grad``."""
-        return self.is_leaf and (self.requires_grad or self.switched)
-
-    def keep(self, index: int | None = None, leaf: Outside | None = None) -> bool:
-        """Refer to the tensor as long as the program lives (or to the argument ``index``, or the
-        gradient of ``leaf``, which are other tensors in each call); whether it is still there."""
-        tensor = self.get()
-        self.index, self.leaf = index, leaf
-        self.get = (lambda: tensor) if self.is_fixed else lambda: None
-        if tensor is None or not self.is_fixed:
-            self.storage = None  # not kept alive
-        return tensor is not None
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether it is the same tensor in each call."""
-        return self.index is None and self.leaf is None
-
-    def count_writes(self) -> None:
-        """Note how many writes there have been since the trace found the tensor."""
-        tensor = self.get()
-        if tensor is not None and not self.only_optimizer:
-            self.writes = _version(tensor) - self.version
-
-    def forget_writes(self) -> None:
-        """The trace has not happened, and torch shall know nothing of its writes: a backward pass
-        may wait that compares its count."""
-        tensor = self.get()
-        if tensor is not None and _version(tensor) != self.version:
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
-
-    def of(self, arguments: Any) -> Any:
-        """The tensor in a call with ``arguments``."""
-        if self.leaf is not None:
-            leaf = self.leaf.of(arguments)
-            return None if leaf is None else leaf.grad
-        return self.get() if self.index is None else arguments.tensors[self.index]
-
-    def is_switched(self) -> bool:
-        """Whether the tensor has another ``requires_grad`` than the trace found."""
-        tensor = self.get()
-        return tensor is not None and tensor.is_leaf and tensor.requires_grad != self.requires_grad
-
-    def switch_back(self) -> None:
-        """Give it the one that the trace found."""
-        if self.is_switched():
-            self.get().requires_grad_(self.requires_grad)
-
-    def changed(self, but_requires_grad: bool = False) -> str | None:
-        """What is no longer as the trace found it."""
-        tensor = self.get()
-        if tensor is None:
-            return None
-        name = f"a tensor of shape {list(tensor.shape)}"
-        if tensor.requires_grad != self.requires_grad and not but_requires_grad:
-            return f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
-        if getattr(tensor, "_storage_", None) is not self.storage:
-            return f"the memory of {name}, which is another tensor's now (.data = or set_)"
-        if getattr(tensor, "_steps", ()) != self.steps:
-            return f"what of its memory {name} shows"
-        if hooks_of(tensor) != self.hooks:
-            return f"the hooks of {name}"
-        if tensor.is_leaf != self.is_leaf:
-            return f"whether {name} has a history"
-        return None
-
-
-def _version(tensor: Any) -> int:
-    return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version
-
-
-def hooks_of(tensor: Any) -> tuple[Any, ...]:
-    """The functions that are called with the tensor's gradient, apart from our own."""
-    found: tuple[Any, ...] = ()
-    own = getattr(getattr(tensor, "_landing", None), "id", None)
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(tensor, name, None)
-        users = [hook for key, hook in hooks.items() if key != own] if hooks else None
-        if users:
-            found = (*found, name, *users)
-    return found
-
-
 class StepTrace:
     """The trace of one step; see `thread_state.Trace` for the methods that dispatch calls."""
 
@@ -296,7 +107,7 @@ class StepTrace:
         self._owned: dict[int, weakref.ref[Storage]] = {}
         self._array_ids: set[int] = set()
         self._counters: dict[Any, Any] = {}
-        self._recomputed: list[_Recomputation] = []
+        self._recomputed: list[Recomputation] = []
         self._latest: Any = None
         self.in_optimizer = 0
         self.random_operations_done = 0
@@ -508,7 +319,7 @@ class StepTrace:
     # --- recomputation ------------------------------------------------------------------------
 
     def begin_recomputation(self) -> None:
-        self._recomputed.append(_Recomputation(self._latest))
+        self._recomputed.append(Recomputation(self._latest))
 
     def end_recomputation(self) -> None:
         self._recomputed.pop()
@@ -657,26 +468,3 @@ def nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         seen.add(number)
         yield number, node
         stack += [n for n, _ in node.next_functions]
-
-
-class _Recomputation:
-    """One recomputation: what it reads from outside goes through a barrier, or XLA would merge the
-    recomputed values with the first ones and keep those alive after all."""
-
-    def __init__(self, latest: Any) -> None:
-        self.made: set[int] = set()
-        self._latest = latest
-        self._barred: dict[int, tuple[Any, Any]] = {}
-
-    def barred(self, storage: Storage, array: Any) -> Any:
-        if id(storage) in self.made:
-            return array
-        known = self._barred.get(id(array))
-        if known is None:
-            if self._latest is None:
-                result = jax.lax.optimization_barrier(array)
-            else:
-                # Tied to the newest value of the backward pass: not to be computed before it.
-                result, _ = jax.lax.optimization_barrier((array, self._latest))
-            known = self._barred[id(array)] = (array, result)
-        return known[1]

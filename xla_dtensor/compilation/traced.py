@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import operator
-import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,194 +15,34 @@ import torch.utils.checkpoint
 from torch.nn.utils import parametrize
 
 from xla_dtensor.base import interrupts, thread_state
-from xla_dtensor.base.python_numbers import MathOfNumbers, is_number, like_a_number
+from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import Carried, is_state, tensors_in
 from xla_dtensor.compilation.code_names import is_library
+from xla_dtensor.compilation.consumed import nothing_consumed
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.garbage import NewObjects
-from xla_dtensor.compilation.history import History, is_view_by_torch
+from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread, none_drawn
+from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
+from xla_dtensor.compilation.recipes import Built, Existing, Source, Template
 from xla_dtensor.compilation.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.trace import Captured, StepTrace
-from xla_dtensor.compilation.watch import Watch, content_of
+from xla_dtensor.compilation.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.forms.views import Step, ViewStep
 from xla_dtensor.tensors.of_form import Ours
-
-
-class Source:
-    """Where an input of the program comes from.
-
-    Attributes:
-        kind: ``"state"`` (a storage, or several that hold one array), ``"argument"`` (the storage
-            of one), ``"grad"`` (of a leaf's gradient), ``"fill"`` (a constant array), ``"number"``,
-            ``"rng"``, ``"host"`` (a CPU tensor), ``"cotangent"`` or ``"constant"``.
-        what: the storages; the argument's index; the leaf; the captured state;
-            the number's index; the host's source; the cotangent's index; the array.
-        storages: of ``"state"``: the storages, which are the same in each call.
-        form: their form before the step.
-        writes: (output, the storages that get it), where the step overwrites them.
-    """
-
-    __slots__ = ("form", "kind", "storages", "what", "writes")
-
-    def __init__(
-        self, kind: str, what: Any, storages: tuple[Storage, ...] = (), form: Form | None = None
-    ) -> None:
-        self.kind, self.what, self.storages, self.form = kind, what, storages, form
-        self.writes: list[tuple[int, tuple[Storage, ...]]] = []
-
-    def forget(self) -> None:
-        """Let go of storages that are others in each call."""
-        if self.kind == "argument" or (self.kind == "grad" and not self.what.cleared):
-            self.storages = ()
-            self.writes = [(index, ()) for index, _ in self.writes]
-
-    def signature(self) -> Any:
-        """What tells that two traces' sources are the same."""
-        written = [index for index, _ in self.writes]
-        if self.kind == "state":
-            return self.kind, sorted(map(id, self.storages)), written
-        if self.kind == "constant":
-            return self.kind
-        if self.kind in ("grad", "host"):
-            return self.kind, written
-        if self.kind == "fill":
-            return self.kind, self.what.fill_value, self.what.form
-        return self.kind, self.what, written
-
-
-class Template:
-    """A tensor that each call makes anew: output ``index`` in ``form``.
-
-    Attributes:
-        is_leaf: whether it requires grad, and has no history.
-        is_parameter: whether it is an ``nn.Parameter``.
-        grad: of a leaf, the template of its gradient.
-        refuses: why it can't be written to, see `Storage.refuses_writes`.
-    """
-
-    __slots__ = ("form", "grad", "index", "is_leaf", "is_parameter", "refuses")
-
-    def __init__(self, index: int, form: Form) -> None:
-        self.index, self.form = index, form
-        self.is_leaf = self.is_parameter = False
-        self.grad: Template | None = None
-        self.refuses: str | None = None
-
-
-class Seen:
-    """A tensor that shows memory of another one, as in torch: of one that each call makes, of an
-    argument, or of one that is there.
-
-    Attributes:
-        of: the `Template`, the argument's index, or the tensor.
-        detached: whether it is no view to autograd.
-    """
-
-    __slots__ = ("_further", "cls", "detached", "form", "of", "requires_grad", "steps")
-
-    def __init__(self, of: Any, further: tuple[Step, ...], detached: bool, view: Any) -> None:
-        self.of, self.detached, self.requires_grad = of, detached, view.requires_grad
-        self.cls, self.form, self.steps = type(view), view._form, view._steps
-        self._further = further
-
-    def made(self, base: Any) -> Any:
-        """The view of ``base``."""
-        detached = self.detached or (base.requires_grad and not self.requires_grad)
-        tensor = base.detach() if detached else base
-        if not all(isinstance(step, ViewStep) and step.op is not None for step in self._further):
-            frame = base._storage_.form.frame
-            base._storage_.introduce(base)
-            tensor = self.cls(base._storage_, self.form.placed(frame), self.steps)
-            base._storage_.share_writes(base, tensor)
-            return tensor
-        for step in self._further:
-            tensor = step.of(tensor)  # type: ignore[union-attr]
-        return torch.ops.aten.alias.default(base) if tensor is base else tensor
-
-
-class Existing:
-    """A result that is the same object in each call."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class GivenBack:
-    """A result that is one of the arguments, the one with ``index``."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class Gradient:
-    """A result that is the gradient which a leaf has after the call."""
-
-    __slots__ = ("leaf",)
-
-    def __init__(self, leaf: Any) -> None:
-        self.leaf = leaf
 
 
 class NumberLeft(Exception):
     """A symbolic number is still there after the step: in an object that it returns, in a cache."""
-
-
-class Computed:
-    """A result, or what the step leaves somewhere, that is a Python number computed from numbers
-    that are inputs."""
-
-    __slots__ = ("node",)
-
-    def __init__(self, node: Any) -> None:
-        self.node = node
-
-    def __repr__(self) -> str:
-        return f"{self.node.value!r} ({self.node.text})"
-
-
-class Host:
-    """A result that is a CPU tensor which the step made.
-
-    Attributes:
-        source: where its value comes from in the host's program; None for a constant.
-        tensor: the constant.
-    """
-
-    __slots__ = ("source", "tensor")
-
-    def __init__(self, source: Any, tensor: torch.Tensor) -> None:
-        self.source, self.tensor = source, tensor
-
-
-class Built:
-    """What the step leaves in an attribute, a list or a dict: parts like results, and how they make
-    it up."""
-
-    __slots__ = ("parts", "tree")
-
-    def __init__(self, parts: list[Any], tree: Any) -> None:
-        self.parts, self.tree = parts, tree
-
-    def __repr__(self) -> str:
-        part = self.parts[0] if len(self.parts) == 1 else None
-        if isinstance(part, Template):
-            return f"a tensor {list(part.form.shape)}"
-        return "what each call makes anew"
 
 
 def trace(
@@ -313,7 +150,7 @@ class Traced:
         try:
             with (
                 none_drawn(watch.random_sources),
-                _nothing_consumed(watch),
+                nothing_consumed(watch),
                 NewObjects() as new,
                 _unseen_by_checkpoint(),
                 thread_state.active(trace),
@@ -700,188 +537,6 @@ def _each_once(carried: list[Carried]) -> list[Carried]:
     return list({one.where(): one for one in carried}.values())
 
 
-class Made:
-    """How later calls make the tensors that a step gives away: its results, and what it leaves in
-    attributes and the like.
-
-    Attributes:
-        shown: the memory that the caller gets to see, by id: the templates with it.
-    """
-
-    def __init__(
-        self, traced: Traced, arguments: Arguments, watch: Watch, history: History
-    ) -> None:
-        self._traced, self._trace = traced, traced.trace
-        self._arguments, self._watch, self._history = arguments, watch, history
-        self.shown: dict[int, list[Template]] = {}
-        self._wholes: dict[int, Template] = {}
-        self._known: dict[int, tuple[Any, Any]] = {}
-        self._leaves: list[Any] = []
-
-    def result(self, value: Any) -> Any:
-        """How later calls make one of the step's results."""
-        for i, tensor in enumerate(self._arguments.tensors):
-            if tensor is value:
-                return GivenBack(i)
-        if is_number(value):
-            return Computed(value.node)
-        if isinstance(value, Ours):
-            return self.tensor(value)
-        host = self._traced.host
-        if isinstance(value, torch.Tensor) and host.made(value):
-            return Host(host.use(value), value)
-        return Existing(value)
-
-    def tensor(self, value: Any) -> Any:
-        """The same of a tensor on the devices."""
-        known = self._known.get(id(value))
-        if known is None:
-            make = self._made_by_the_step if self._trace.owns(value._storage_) else self._outside
-            known = self._known[id(value)] = value, make(value)
-        return known[1]
-
-    def gradient(self, grad: Any) -> Template:
-        """The same of what a leaf's ``.grad`` is when the step ends."""
-        known = self._known.get(id(grad))
-        if known is not None and isinstance(known[1], Template):
-            return known[1]
-        whole = None if grad._steps else self._wholes.get(id(grad._storage_))
-        if whole is not None:
-            return whole
-        form = grad._form.reduced()
-        return Template(self._traced.emit(logical_value(grad), form), form)
-
-    def finish(self) -> None:
-        """When all are known."""
-        self._history.check_leaves(self._leaves)
-        for templates in self.shown.values():
-            if len(templates) > 1:
-                for template in templates:
-                    template.refuses = (
-                        "results of a compiled step that are one memory under torch, but copies "
-                        "here, because they aren't torch's own views of each other (to_local(), a "
-                        "torch.autograd.Function that gives back its input): clone() the one that "
-                        "you write to"
-                    )
-
-    # --- memory of the step's ------------------------------------------------------------------
-
-    def _made_by_the_step(self, value: Any) -> Any:
-        storage = value._storage_
-        if value.requires_grad and value.is_leaf:
-            return self._leaf(value)
-        if value.requires_grad:
-            root = value._base if value._is_view() else value
-            further = _further(value, root)
-            if further is None or not is_view_by_torch(value, root):
-                root, further = value, ()
-            template = self._with_history(root)
-            return Seen(template, further, False, value) if root is not value else template
-        if not _is_plain(value) and value._steps:
-            return self._copy(value)
-        # What it is a view of to autograd; or itself.
-        root = value._base if value._is_view() else None if value._steps else value
-        if root is not None and (root._storage_ is not storage or root._steps):
-            root = None
-        if root is not None and id(storage) not in self._wholes:
-            self._known[id(root)] = root, self._whole(storage)
-        whole = self._whole(storage)
-        connected = root is not None and self._known.get(id(root), (None, None))[1] is whole
-        if connected and root is value:
-            return whole
-        return Seen(whole, value._steps, not connected, value)
-
-    def _whole(self, storage: Storage) -> Template:
-        template = self._wholes.get(id(storage))
-        if template is None:
-            form = storage.form.reduced()
-            index = self._traced.emit(logical(storage.array, storage.form), form)
-            template = self._wholes[id(storage)] = Template(index, form)
-            self.shown.setdefault(id(storage), []).append(template)
-        return template
-
-    def _copy(self, value: Any) -> Template:
-        template = self._traced.template(value)
-        self.shown.setdefault(id(value._storage_), []).append(template)
-        return template
-
-    def _with_history(self, root: Any) -> Template:
-        known = self._known.get(id(root))
-        if known is not None and isinstance(known[1], Template):
-            return known[1]
-        own = root._steps or root._is_view()
-        template = self._copy(root) if own else self._whole(root._storage_)
-        self._known[id(root)] = root, template
-        if self._history.takes(root):
-            self._history.add(template, root)
-        return template
-
-    def _leaf(self, value: Any) -> Template:
-        template = self._copy(value)
-        template.is_leaf = True
-        template.is_parameter = isinstance(value, torch.nn.Parameter)
-        self._leaves.append(value)
-        if value.grad is not None:
-            template.grad = self._traced.template(value.grad)
-        return template
-
-    # --- memory from outside -------------------------------------------------------------------
-
-    def _outside(self, value: Any) -> Any:
-        if id(value) in self._watch.tensors or (value.requires_grad and value.is_leaf):
-            return Existing(value)
-        for outside in self._trace.outside.values():
-            leaf = outside.get()
-            if leaf is not None and outside.takes_gradient and leaf.grad is value:
-                return Gradient(outside)
-        found = self._base(value)
-        if found is None and value.requires_grad:
-            # A function of the user's has given back its input, and has a gradient of its own.
-            template = self._traced.template(value)
-            template.refuses = _REFUSES_COPY
-            if self._history.takes(value):
-                self._history.add(template, value)
-            return template
-        of, base = found or (value, value)
-        detached = not value.requires_grad and (
-            base.requires_grad
-            or not (value._is_view() and any(value._base is t for t in (base, base._base)))
-        )
-        return Seen(of, value._steps[len(base._steps) :], detached, value)
-
-    def _base(self, value: Any) -> tuple[Any, Any] | None:
-        """The tensor from outside that shows the same memory, or most of it: what finds it in a
-        later call, and itself."""
-        candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if isinstance(t, Ours)]
-        kept = (outside.get() for outside in self._trace.outside.values())
-        candidates += [(t, t) for t in kept if isinstance(t, Ours)]
-        best = None
-        for of, tensor in candidates:
-            if tensor is value or _further(value, tensor) is None:
-                continue
-            if value.requires_grad and not (
-                tensor.requires_grad and is_view_by_torch(value, tensor)
-            ):
-                continue
-            if best is None or len(tensor._steps) > len(best[1]._steps):
-                best = of, tensor
-        return best
-
-
-_REFUSES_COPY = (
-    "a result of a compiled step that is a copy of a tensor from outside, where torch has the same "
-    "memory (of a torch.autograd.Function that gives back its input): clone() it first"
-)
-
-
-def _further(view: Any, base: Any) -> tuple[Step, ...] | None:
-    """The steps from ``base`` to ``view``, or None if it doesn't show more of the same memory."""
-    count = len(base._steps)
-    if base._storage_ is not view._storage_ or view._steps[:count] != base._steps:
-        return None
-    return view._steps[count:]
-
-
 @interrupts.interruptible
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
@@ -901,12 +556,6 @@ def _number_of(index: int, arguments: Arguments) -> int | float:
 
 # What a scheduler's step changes.
 SCHEDULE = frozenset({"get_last_lr", "_last_lr", "last_epoch", "_step_count"})
-
-
-def _is_plain(view: Any) -> bool:
-    """Whether a view's memory can be a result of the program as it is."""
-    form = view._storage_.form
-    return not form.unreduced and all(isinstance(step, ViewStep) for step in view._steps)
 
 
 def _leaves(watch: Watch) -> list[torch.Tensor]:
@@ -932,62 +581,3 @@ def _unseen_by_checkpoint() -> Iterator[None]:
         yield
     finally:
         autograd._push_saved_tensors_default_hooks(*hooks)
-
-
-@contextlib.contextmanager
-def _nothing_consumed(watch: Watch) -> Iterator[None]:
-    """Refuse a step that takes elements from an iterator, or writes to an array of NumPy's: that
-    would happen once.
-
-    Raises:
-        DataDependentError: it has taken some.
-    """
-    iterators = watch.consumed
-    before = [_iterator_state(iterator) for iterator, _ in iterators]
-    yield
-    for value, content in watch.arrays:
-        if content_of(value) != content:
-            raise DataDependentError(
-                f"the step writes to a {type(value).__name__} outside of it, on the host: that "
-                "would happen when it is traced, not in every call; use a tensor on the device"
-            )
-    for (iterator, path), state in zip(iterators, before, strict=True):
-        if _iterator_state(iterator) != state or (state is UNKNOWN and watch.takes_next):
-            raise DataDependentError(
-                f"the step takes the next element of {path}, a {type(iterator).__name__}: that "
-                "would happen when it is traced, not in every call; take it outside, and pass it "
-                "as an argument"
-            )
-
-
-UNKNOWN = object()
-
-
-def _iterator_state(iterator: Any) -> Any:
-    """How far an iterator has come, without moving it."""
-    if isinstance(iterator, types.GeneratorType):
-        frame = iterator.gi_frame
-        return None if frame is None else frame.f_lasti
-    hint = getattr(iterator, "__length_hint__", None)
-    if hint is not None:
-        return hint()
-    yielded = getattr(iterator, "_num_yielded", None)  # a DataLoader's
-    if yielded is not None:
-        return yielded
-    if isinstance(iterator, itertools.count):
-        return repr(iterator)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.14 can't copy or pickle them any more
-        try:
-            parts = iterator.__reduce__()
-        except TypeError:
-            return UNKNOWN
-    if isinstance(parts, str):
-        return UNKNOWN
-    states = [
-        _iterator_state(x) if hasattr(x, "__next__") else repr(x)
-        for part in parts[1:]
-        if isinstance(part, tuple)
-        for x in part
-    ]
-    return UNKNOWN if UNKNOWN in states else states

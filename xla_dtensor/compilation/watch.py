@@ -35,11 +35,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
     Names,
@@ -48,50 +46,42 @@ from xla_dtensor.compilation.code_names import (
     is_library_class,
     names_of,
 )
+from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.identities import identities
 from xla_dtensor.compilation.objects import attributes_of, is_record
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES
-
-# Compared by value.
-ATOMS = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    types.NoneType,
-    types.EllipsisType,
-    types.NotImplementedType,
-    range,
-    slice,
-    enum.Enum,
-    np.generic,
-    np.dtype,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
-    Placement,
-    type(MISSING),
+from xla_dtensor.compilation.reflection import (
+    DESCRIPTORS,
+    code_of,
+    dict_of,
+    is_callable,
+    is_strict,
+    referent,
+    registered_with,
+    slots_of,
+    subclasses,
 )
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 # Content beyond this is compared by length: vocabularies, data sets.
 MANY = 10_000
 
 # Methods that torch and Python call under no name in the user's code.
 _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "__wrapped__"}
+
 _NEVER_CALLED = {
     *("__del__", "__repr__", "__str__", "__format__", "__reduce__"),
     *("__reduce_ex__", "__getstate__", "__setstate__", "__init_subclass__"),
     *("__hash__", "__dir__", "__sizeof__", "__deepcopy__", "__copy__", "__doc__", "__module__"),
 }
+
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+
 _MODULE_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
 )
+
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 
 _Iterators: tuple[type, ...] = (
@@ -100,82 +90,15 @@ _Iterators: tuple[type, ...] = (
     *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
 )
 
-
 _TABLES: tuple[Any, ...] = ({}, OrderedDict())
+
 _VIEWS = frozenset(
     type(view) for table in _TABLES for view in (table.keys(), table.values(), table.items())
 )
+
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
-
-def is_strict(cls: type) -> bool:
-    """Whether objects of a class decide themselves what their attributes are: they can't be asked
-    with ``isinstance``, which asks for ``__class__``."""
-    return type(cls.__getattribute__) is types.FunctionType and not issubclass(cls, _WALKED_APART)
-
-
 _WALKED_APART = (dict, list, tuple, set, frozenset, deque, nn.Module, torch.Tensor, Optimizer)
-
-
-def is_atom(value: Any) -> bool:
-    """Whether a value is compared by value as a whole."""
-    if isinstance(value, tuple) and type(value) is tuple:
-        return all(map(is_atom, value))
-    return isinstance(value, ATOMS)
-
-
-def same_atom(a: Any, b: Any) -> bool:
-    """Whether two atoms are the same for a program: of one type, 0.0 apart from -0.0."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, np.generic):
-        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
-    if type(a) is tuple:
-        return len(a) == len(b) and all(map(same_atom, a, b))
-    if isinstance(a, complex):
-        return same_atom(a.real, b.real) and same_atom(a.imag, b.imag)
-    return bool(exact(a) == exact(b))
-
-
-class Found:
-    """One thing that the walk came by.
-
-    Attributes:
-        path: how to call it.
-        kind: what it is: ``"value"``, ``"tensor"``, or the type of a thing that consists of others.
-        value: the atom; the tensor; what else tells two things apart.
-    """
-
-    __slots__ = ("kind", "path", "value")
-
-    def __init__(self, path: str, kind: Any, value: Any) -> None:
-        self.path, self.kind, self.value = path, kind, value
-
-    def same(self, other: Found) -> bool:
-        """Whether a program can't tell this from ``other``."""
-        if self.kind is not other.kind and self.kind != other.kind:
-            return False
-        if self.kind == "value":
-            return same_atom(self.value, other.value)
-        if self.kind == "array":
-            return bool(self.value == other.value)
-        if self.kind in ("opaque", "tensor", "optimizer"):
-            return self.value is other.value
-        return self.value is other.value or bool(self.value == other.value)
-
-    def text(self) -> str:
-        """Its value, for a message."""
-        if self.kind == "value":
-            return repr(self.value)
-        if self.kind == "tensor":
-            return f"a tensor {list(self.value.shape)}"
-        if self.kind == "array":
-            return f"an array of {self.value[1]}"
-        if isinstance(self.kind, type):
-            return f"a {self.kind.__name__}"
-        return f"another {self.kind}"
 
 
 class Watch:
@@ -283,7 +206,7 @@ class Watch:
             odd = self._odd_classes[cls] = cls in _PROXIES or is_strict(cls)
         if odd:
             if cls in _PROXIES:
-                self._walk(_referent(value), path)
+                self._walk(referent(value), path)
             elif id(value) not in self._seen:
                 self._seen[id(value)] = value, path
                 self._plain_object(value, path)
@@ -319,7 +242,7 @@ class Watch:
 
     def _own_parts(self, value: Any, path: str) -> None:
         """The methods and attributes of an object of a user's class, apart from its content."""
-        own = _dict_of(value)
+        own = dict_of(value)
         if own:
             self._entries(own, [n for n in own if self._is_read(n) or n == "_value_"], path, value)
         self._slots(value, path)
@@ -418,7 +341,7 @@ class Watch:
         """Which classes have been registered with an abstract one."""
         token = abc.get_cache_token()
         self.probes.append((lambda: abc.get_cache_token() == token, True))
-        registered = {ref for each in (cls, *_subclasses(cls)) for ref in _registered_with(each)}
+        registered = {ref for each in (cls, *subclasses(cls)) for ref in registered_with(each)}
         self._note(f"{path}'s registry", "registry", registered)
 
     def _thread_local(self, local: threading.local, path: str) -> None:
@@ -577,7 +500,7 @@ class Watch:
     def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
         """Attributes that the code assigns without reading them."""
         names = [n for n in self._names.assigned - set(read) if n not in _MODULE_OWN]
-        own = _dict_of(owner)
+        own = dict_of(owner)
         if own is None:
             return
         if issubclass(type(owner), nn.Module):
@@ -613,7 +536,7 @@ class Watch:
         self._plain_object(value, path)
 
     def _plain_object(self, value: Any, path: str) -> None:
-        cls, own = type(value), _dict_of(value)
+        cls, own = type(value), dict_of(value)
         wrapped = (own or {}).get("__wrapped__")
         if wrapped is not None:  # functools.wraps, lru_cache, a compiled step
             self._note(path, cls)
@@ -646,7 +569,7 @@ class Watch:
             for name, method in vars(base).items():
                 special = name.startswith("__") and name not in _NEVER_CALLED
                 if special or self._is_read(name):
-                    code = _code_of(method)
+                    code = code_of(method)
                     if code is not None:
                         self._library_reads |= names_of(code).attributes
 
@@ -656,7 +579,7 @@ class Watch:
         known = self._slot_names.get(cls)
         if known is None:
             bases = () if is_library_class(cls) else cls.__mro__
-            known = self._slot_names[cls] = [name for base in bases for name in _slots_of(base)]
+            known = self._slot_names[cls] = [name for base in bases for name in slots_of(base)]
         names = list(filter(self._is_read, known))
         if names:
             place = Slots(value, names, path)
@@ -762,8 +685,8 @@ class Watch:
                 for name in base.__dict__
                 if (self._is_read(name) or (name.startswith("__") and name.endswith("__")))
                 and name not in _NEVER_CALLED
-                and (self._is_read(name) or _is_callable(base.__dict__[name]))
-                and not isinstance(base.__dict__[name], _DESCRIPTORS)
+                and (self._is_read(name) or is_callable(base.__dict__[name]))
+                and not isinstance(base.__dict__[name], DESCRIPTORS)
             ]
             place = Entries(base.__dict__, names, base.__qualname__, setter=base)
             taken = self._taken(place, names)
@@ -843,69 +766,3 @@ class Watch:
         order = {found.path: i for i, found in enumerate((*self.found, *other.found))}
         result.sort(key=lambda pair: order[(pair[0] or pair[1]).path])  # type: ignore[union-attr]
         return result
-
-
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-
-
-def _slots_of(cls: type) -> list[str]:
-    """The names of a class's own slots, as attributes."""
-    slots = cls.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    prefix = f"_{cls.__name__.lstrip('_')}"
-    return [
-        f"{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name
-        for name in names
-        if name not in ("__dict__", "__weakref__")
-    ]
-
-
-def _is_callable(value: Any) -> bool:
-    return callable(value) or isinstance(value, classmethod)
-
-
-def _code_of(method: Any) -> types.CodeType | None:
-    """The code of what a class has under a name: a function, a property, one that is computed
-    once."""
-    for name in ("fget", "func", "wrapped", "__func__"):
-        inner = getattr(method, name, None)
-        if isinstance(inner, types.FunctionType):
-            method = inner
-    return method.__code__ if isinstance(method, types.FunctionType) else None
-
-
-def _referent(proxy: Any) -> Any:
-    """What a weak proxy stands for; None if that is gone."""
-    try:
-        return proxy.__sizeof__.__self__  # a method knows the object itself
-    except ReferenceError:
-        return None
-
-
-def _registered_with(cls: abc.ABCMeta) -> set[Any]:
-    return abc._get_dump(cls)[0]  # type: ignore[attr-defined]
-
-
-def _subclasses(cls: type) -> list[Any]:
-    """The abstract classes that are derived from a class."""
-    found: list[Any] = []
-    inner: Any
-    for inner in type.__subclasses__(cls):
-        found += [inner, *_subclasses(inner)] if isinstance(inner, abc.ABCMeta) else []
-    return found
-
-
-def _dict_of(value: Any) -> dict[str, Any] | None:
-    """The object's own attributes, without asking its ``__getattr__``."""
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
-    return own if isinstance(own, dict) else None
-
-
-def content_of(value: Any) -> tuple[Any, ...]:
-    """The content of an array or a buffer, to be compared."""
-    if isinstance(value, np.ndarray):
-        return "ndarray", f"{value.dtype} {list(value.shape)}", value.tobytes()
-    return type(value).__name__, f"{len(value)} elements", bytes(value)

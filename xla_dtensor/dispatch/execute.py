@@ -13,7 +13,7 @@ import torch
 from xla_dtensor import rules
 from xla_dtensor.base import events, interrupts, rng, thread_state
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.base.traced_number import number_value
+from xla_dtensor.base.number_functions import number_value
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, Slot, fill

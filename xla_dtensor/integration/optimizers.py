@@ -22,7 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from xla_dtensor.base import interrupts, thread_state
-from xla_dtensor.base.traced_number import larger, smaller
+from xla_dtensor.base.number_functions import larger, smaller
 
 # The modules of torch.optim, and the functions in them that take lists of tensors.
 _FUNCTIONS = {

@@ -1,0 +1,88 @@
+"""The programs of a step for one kind of arguments."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.carried import Carried
+from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.programs import KEPT, Programs
+from xla_dtensor.compilation.step import KINDS
+
+
+class Family:
+    """The programs for one kind of arguments.
+
+    Attributes:
+        programs: by the values of the numbers that are part of them, the places that they take more
+            arguments from, and the key of what is there.
+        carried: these places, by what tells them from others; those of the last trace come last.
+        dynamic: the numbers that are inputs, because they have changed between calls.
+        last: the numbers of the call that was traced last.
+        latest: gives the program that was made of it, if it still exists.
+    """
+
+    __slots__ = ("_static", "carried", "dynamic", "last", "latest", "programs")
+
+    def __init__(self) -> None:
+        self.programs: dict[Any, Programs] = {}
+        self.carried: dict[Any, list[Carried]] = {(): []}
+        self.dynamic: frozenset[int] = frozenset()
+        self.last: dict[int, int | float] | None = None
+        self.latest: Callable[[], Program | None] = lambda: None
+        self._static = False
+
+    def keep_static(self) -> None:
+        """The step does with its numbers what only Python numbers can do (formatting them)."""
+        self.dynamic, self._static = frozenset(), True
+        self.programs.clear()
+
+    def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, Programs]]:
+        """The programs that may run, with the arguments that each of them takes."""
+        for where in reversed(list(self.carried)):
+            call = arguments.carrying(self.carried[where])
+            if call is not None:
+                yield call, self.programs_for(call, where)
+
+    def programs_for(self, call: Arguments, where: Any = ()) -> Programs:
+        """Those that take their arguments from ``where``, too, and may run with ``call``."""
+        fixed: tuple[Any, ...] = ()
+        if call.numbers:
+            inputs = self.dynamic | call.carried_numbers()
+            fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in inputs)
+        return self.programs.get((fixed, where, call.carried)) or Programs()
+
+    def keep(self, program: Program, call: Arguments) -> None:
+        """Add a program that was made with these arguments."""
+        self.latest = weakref.ref(program)
+        places = program.traced.carried
+        where = tuple(place.where() for place in places)
+        self.carried.pop(where, None)
+        self.carried[where] = places
+        while len(self.carried) > KEPT:
+            self._forget(next(iter(self.carried)))
+        fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in program.traced.dynamic)
+        key = fixed, where, call.carried
+        programs = self.programs.pop(key, None) or Programs()
+        self.programs[key] = programs
+        programs.first(program)
+        while len(self.programs) > KINDS:
+            del self.programs[next(iter(self.programs))]
+
+    def _forget(self, where: Any) -> None:
+        del self.carried[where]
+        for key in [key for key in self.programs if key[1] == where]:
+            del self.programs[key]
+
+    def varies(self, numbers: dict[int, int | float]) -> None:
+        """Programs exist, but not for these numbers: from now on those that differ are inputs."""
+        if self.last is None or self._static:
+            return
+        differ = {i for i, n in numbers.items() if exact(n) != exact(self.last[i])}
+        if differ - self.dynamic:
+            self.dynamic |= differ
+            self.programs.clear()

@@ -1,0 +1,77 @@
+"""Numbers that are inputs of a program, and what it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a Python object that is an input of the program.
+
+    Attributes:
+        read: its present value, from a call's arguments.
+        name: how to call it in messages, ``"AdamW.param_groups[0]['lr']"``.
+        integer: whether it is an int.
+        array: the constant that stands for it in the traced jaxpr.
+        compute: of a number that Python has computed from those before it: from their values.
+    """
+
+    read: Callable[[Any], float] | None
+    name: str
+    integer: bool
+    array: Any
+    compute: Callable[[list[float]], float] | None = None
+
+    def computed(self, before: list[float]) -> float:
+        """The present value of one that is computed.
+
+        Args:
+            before: the values of the numbers before it.
+
+        Raises:
+            Changed: it can't be computed any more, or is another kind of number.
+        """
+        assert self.compute is not None
+        try:
+            value = self.compute(before)
+        except ARITHMETIC as error:
+            raise Changed(f"{self.name}: {error}") from None
+        if type(value) is not (int if self.integer else float) or (
+            self.integer and not -(2**63) <= value < 2**63
+        ):
+            raise Changed(f"{self.name}: now {value!r}")
+        return value
+
+
+class Changed(Exception):
+    """A number is no longer of the kind that the program was made for."""
+
+
+# What Python's arithmetic raises for other numbers than those of the trace.
+ARITHMETIC = (ArithmeticError, ValueError, TypeError)
+
+
+def values_of(numbers: list[Number], arguments: Any) -> list[float]:
+    """The present values of a trace's numbers.
+
+    Raises:
+        Changed: one has none of the kind that it had.
+    """
+    found: list[float] = []
+    for number in numbers:
+        read = number.read
+        found.append(number.computed(found) if read is None else read(arguments))
+    return found
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Something that the step's Python decided by a number; it holds only while the outcome is the
+    same."""
+
+    compute: Callable[[list[float]], Any]
+    outcome: Any
+    text: str

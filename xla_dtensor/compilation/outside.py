@@ -1,0 +1,130 @@
+"""Tensors from outside of a step, as they were before it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Outside:
+    """A tensor from outside of the step, as the trace found it.
+
+    Attributes:
+        get: gives the tensor; None for a view that the step made and has dropped. Only during the
+            trace by a weak reference: torch swaps no tensor that has one (``module.half()``).
+        index: which argument of the step it is, if it is one and nothing else.
+        leaf: likewise, the leaf (an `Outside`) whose ``.grad`` it is.
+        only_optimizer: whether it was an optimizer that first used it: state, which no graph saves.
+        writes: how many writes autograd has counted during the trace; each call counts as many.
+        grad: its ``.grad`` when the step began.
+        cleared: whether the step has set that to None before it used the tensor, so that it doesn't
+            matter what it was.
+        switched: whether the step has used it with another ``requires_grad`` than it had.
+    """
+
+    __slots__ = (
+        *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
+        *("index", "leaf", "only_optimizer", "switched", "version", "writes"),
+    )
+
+    def __init__(self, tensor: Any) -> None:
+        self.get: Callable[[], Any] = weakref.ref(tensor)
+        self.index: int | None = None
+        self.leaf: Outside | None = None
+        self.only_optimizer = False
+        self.version = _version(tensor)
+        self.writes = 0
+        self.requires_grad = tensor.requires_grad
+        self.is_leaf = tensor.is_leaf
+        self.grad = tensor.grad if self.is_leaf else None
+        self.cleared = self.switched = False
+        self.storage = getattr(tensor, "_storage_", None)
+        self.steps = getattr(tensor, "_steps", ())
+        self.hooks = hooks_of(tensor)
+
+    @property
+    def takes_gradient(self) -> bool:
+        """Whether gradients may reach its ``.grad``."""
+        return self.is_leaf and (self.requires_grad or self.switched)
+
+    def keep(self, index: int | None = None, leaf: Outside | None = None) -> bool:
+        """Refer to the tensor as long as the program lives (or to the argument ``index``, or the
+        gradient of ``leaf``, which are other tensors in each call); whether it is still there."""
+        tensor = self.get()
+        self.index, self.leaf = index, leaf
+        self.get = (lambda: tensor) if self.is_fixed else lambda: None
+        if tensor is None or not self.is_fixed:
+            self.storage = None  # not kept alive
+        return tensor is not None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is the same tensor in each call."""
+        return self.index is None and self.leaf is None
+
+    def count_writes(self) -> None:
+        """Note how many writes there have been since the trace found the tensor."""
+        tensor = self.get()
+        if tensor is not None and not self.only_optimizer:
+            self.writes = _version(tensor) - self.version
+
+    def forget_writes(self) -> None:
+        """The trace has not happened, and torch shall know nothing of its writes: a backward pass
+        may wait that compares its count."""
+        tensor = self.get()
+        if tensor is not None and _version(tensor) != self.version:
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
+
+    def of(self, arguments: Any) -> Any:
+        """The tensor in a call with ``arguments``."""
+        if self.leaf is not None:
+            leaf = self.leaf.of(arguments)
+            return None if leaf is None else leaf.grad
+        return self.get() if self.index is None else arguments.tensors[self.index]
+
+    def is_switched(self) -> bool:
+        """Whether the tensor has another ``requires_grad`` than the trace found."""
+        tensor = self.get()
+        return tensor is not None and tensor.is_leaf and tensor.requires_grad != self.requires_grad
+
+    def switch_back(self) -> None:
+        """Give it the one that the trace found."""
+        if self.is_switched():
+            self.get().requires_grad_(self.requires_grad)
+
+    def changed(self, but_requires_grad: bool = False) -> str | None:
+        """What is no longer as the trace found it."""
+        tensor = self.get()
+        if tensor is None:
+            return None
+        name = f"a tensor of shape {list(tensor.shape)}"
+        if tensor.requires_grad != self.requires_grad and not but_requires_grad:
+            return f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
+        if getattr(tensor, "_storage_", None) is not self.storage:
+            return f"the memory of {name}, which is another tensor's now (.data = or set_)"
+        if getattr(tensor, "_steps", ()) != self.steps:
+            return f"what of its memory {name} shows"
+        if hooks_of(tensor) != self.hooks:
+            return f"the hooks of {name}"
+        if tensor.is_leaf != self.is_leaf:
+            return f"whether {name} has a history"
+        return None
+
+
+def _version(tensor: Any) -> int:
+    return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version
+
+
+def hooks_of(tensor: Any) -> tuple[Any, ...]:
+    """The functions that are called with the tensor's gradient, apart from our own."""
+    found: tuple[Any, ...] = ()
+    own = getattr(getattr(tensor, "_landing", None), "id", None)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name, None)
+        users = [hook for key, hook in hooks.items() if key != own] if hooks else None
+        if users:
+            found = (*found, name, *users)
+    return found

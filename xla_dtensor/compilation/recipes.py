@@ -1,0 +1,174 @@
+"""Where the inputs of a program come from, and how later calls make what a step gives away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.forms.views import Step, ViewStep
+
+
+class Source:
+    """Where an input of the program comes from.
+
+    Attributes:
+        kind: ``"state"`` (a storage, or several that hold one array), ``"argument"`` (the storage
+            of one), ``"grad"`` (of a leaf's gradient), ``"fill"`` (a constant array), ``"number"``,
+            ``"rng"``, ``"host"`` (a CPU tensor), ``"cotangent"`` or ``"constant"``.
+        what: the storages; the argument's index; the leaf; the captured state;
+            the number's index; the host's source; the cotangent's index; the array.
+        storages: of ``"state"``: the storages, which are the same in each call.
+        form: their form before the step.
+        writes: (output, the storages that get it), where the step overwrites them.
+    """
+
+    __slots__ = ("form", "kind", "storages", "what", "writes")
+
+    def __init__(
+        self, kind: str, what: Any, storages: tuple[Storage, ...] = (), form: Form | None = None
+    ) -> None:
+        self.kind, self.what, self.storages, self.form = kind, what, storages, form
+        self.writes: list[tuple[int, tuple[Storage, ...]]] = []
+
+    def forget(self) -> None:
+        """Let go of storages that are others in each call."""
+        if self.kind == "argument" or (self.kind == "grad" and not self.what.cleared):
+            self.storages = ()
+            self.writes = [(index, ()) for index, _ in self.writes]
+
+    def signature(self) -> Any:
+        """What tells that two traces' sources are the same."""
+        written = [index for index, _ in self.writes]
+        if self.kind == "state":
+            return self.kind, sorted(map(id, self.storages)), written
+        if self.kind == "constant":
+            return self.kind
+        if self.kind in ("grad", "host"):
+            return self.kind, written
+        if self.kind == "fill":
+            return self.kind, self.what.fill_value, self.what.form
+        return self.kind, self.what, written
+
+
+class Template:
+    """A tensor that each call makes anew: output ``index`` in ``form``.
+
+    Attributes:
+        is_leaf: whether it requires grad, and has no history.
+        is_parameter: whether it is an ``nn.Parameter``.
+        grad: of a leaf, the template of its gradient.
+        refuses: why it can't be written to, see `Storage.refuses_writes`.
+    """
+
+    __slots__ = ("form", "grad", "index", "is_leaf", "is_parameter", "refuses")
+
+    def __init__(self, index: int, form: Form) -> None:
+        self.index, self.form = index, form
+        self.is_leaf = self.is_parameter = False
+        self.grad: Template | None = None
+        self.refuses: str | None = None
+
+
+class Seen:
+    """A tensor that shows memory of another one, as in torch: of one that each call makes, of an
+    argument, or of one that is there.
+
+    Attributes:
+        of: the `Template`, the argument's index, or the tensor.
+        detached: whether it is no view to autograd.
+    """
+
+    __slots__ = ("_further", "cls", "detached", "form", "of", "requires_grad", "steps")
+
+    def __init__(self, of: Any, further: tuple[Step, ...], detached: bool, view: Any) -> None:
+        self.of, self.detached, self.requires_grad = of, detached, view.requires_grad
+        self.cls, self.form, self.steps = type(view), view._form, view._steps
+        self._further = further
+
+    def made(self, base: Any) -> Any:
+        """The view of ``base``."""
+        detached = self.detached or (base.requires_grad and not self.requires_grad)
+        tensor = base.detach() if detached else base
+        if not all(isinstance(step, ViewStep) and step.op is not None for step in self._further):
+            frame = base._storage_.form.frame
+            base._storage_.introduce(base)
+            tensor = self.cls(base._storage_, self.form.placed(frame), self.steps)
+            base._storage_.share_writes(base, tensor)
+            return tensor
+        for step in self._further:
+            tensor = step.of(tensor)  # type: ignore[union-attr]
+        return torch.ops.aten.alias.default(base) if tensor is base else tensor
+
+
+class Existing:
+    """A result that is the same object in each call."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class GivenBack:
+    """A result that is one of the arguments, the one with ``index``."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class Gradient:
+    """A result that is the gradient which a leaf has after the call."""
+
+    __slots__ = ("leaf",)
+
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
+
+
+class Computed:
+    """A result, or what the step leaves somewhere, that is a Python number computed from numbers
+    that are inputs."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+    def __repr__(self) -> str:
+        return f"{self.node.value!r} ({self.node.text})"
+
+
+class Host:
+    """A result that is a CPU tensor which the step made.
+
+    Attributes:
+        source: where its value comes from in the host's program; None for a constant.
+        tensor: the constant.
+    """
+
+    __slots__ = ("source", "tensor")
+
+    def __init__(self, source: Any, tensor: torch.Tensor) -> None:
+        self.source, self.tensor = source, tensor
+
+
+class Built:
+    """What the step leaves in an attribute, a list or a dict: parts like results, and how they make
+    it up."""
+
+    __slots__ = ("parts", "tree")
+
+    def __init__(self, parts: list[Any], tree: Any) -> None:
+        self.parts, self.tree = parts, tree
+
+    def __repr__(self) -> str:
+        part = self.parts[0] if len(self.parts) == 1 else None
+        if isinstance(part, Template):
+            return f"a tensor {list(part.form.shape)}"
+        return "what each call makes anew"

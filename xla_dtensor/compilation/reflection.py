@@ -1,0 +1,74 @@
+"""What Python objects consist of, without running code of theirs."""
+
+from __future__ import annotations
+
+import abc
+import types
+from typing import Any
+
+from xla_dtensor.compilation.watch import _WALKED_APART
+
+
+def is_strict(cls: type) -> bool:
+    """Whether objects of a class decide themselves what their attributes are: they can't be asked
+    with ``isinstance``, which asks for ``__class__``."""
+    return type(cls.__getattribute__) is types.FunctionType and not issubclass(cls, _WALKED_APART)
+
+
+DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+def slots_of(cls: type) -> list[str]:
+    """The names of a class's own slots, as attributes."""
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    prefix = f"_{cls.__name__.lstrip('_')}"
+    return [
+        f"{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+def is_callable(value: Any) -> bool:
+    return callable(value) or isinstance(value, classmethod)
+
+
+def code_of(method: Any) -> types.CodeType | None:
+    """The code of what a class has under a name: a function, a property, one that is computed
+    once."""
+    for name in ("fget", "func", "wrapped", "__func__"):
+        inner = getattr(method, name, None)
+        if isinstance(inner, types.FunctionType):
+            method = inner
+    return method.__code__ if isinstance(method, types.FunctionType) else None
+
+
+def referent(proxy: Any) -> Any:
+    """What a weak proxy stands for; None if that is gone."""
+    try:
+        return proxy.__sizeof__.__self__  # a method knows the object itself
+    except ReferenceError:
+        return None
+
+
+def registered_with(cls: abc.ABCMeta) -> set[Any]:
+    return abc._get_dump(cls)[0]  # type: ignore[attr-defined]
+
+
+def subclasses(cls: type) -> list[Any]:
+    """The abstract classes that are derived from a class."""
+    found: list[Any] = []
+    inner: Any
+    for inner in type.__subclasses__(cls):
+        found += [inner, *subclasses(inner)] if isinstance(inner, abc.ABCMeta) else []
+    return found
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """The object's own attributes, without asking its ``__getattr__``."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return own if isinstance(own, dict) else None
