@@ -11,7 +11,9 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.programs import KEPT, Programs
-from xla_dtensor.compilation.step import KINDS
+
+# How many kinds of arguments a step keeps programs for, and how many places that it keeps state in.
+KINDS = 256
 
 
 class Family:

@@ -8,7 +8,6 @@ also returns what the second one needs.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -222,9 +221,6 @@ def _landed(leaf: Any, grad: Any) -> Any:
         return grad
     landed = hooks[landing.id](grad)
     return grad if landed is None else landed
-
-
-_version, _storage = operator.attrgetter("version"), operator.attrgetter("storage")
 
 
 def _gradient_form(form: Form) -> Form:

@@ -14,12 +14,20 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.compilation.numbers import Changed
-from xla_dtensor.compilation.optimizers import _COMPUTED_WITH
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
+
+# Numbers of param groups that torch's formulas only compute with, whatever their Python type:
+# `weight_decay=0` may become 0.1 later. Other ints decide something and are part of the program.
+_COMPUTED_WITH = frozenset(
+    {
+        *("lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "rho", "lambd", "t0"),
+        *("lr_decay", "initial_accumulator_value", "momentum_decay", "beta2_decay", "d"),
+    }
+)
 
 
 def is_a_number(key: str | None, value: Any) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.recipes import (
     Source,
 )
@@ -17,6 +16,17 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Pending, Storage
 
 _value = operator.attrgetter("value")
+
+
+class Owner(Protocol):
+    """What this needs of a `Program`."""
+
+    @property
+    def frame(self) -> Any:
+        """The devices that the program runs on."""
+
+    def storage_of(self, source: Source, arguments: Arguments) -> Storage:
+        """The storage of an input in this call."""
 
 
 class Arrays:
@@ -33,7 +43,7 @@ class Arrays:
         self._epoch = -1
         self._placed = False
 
-    def mismatch(self, program: Program, arguments: Arguments) -> str | None:
+    def mismatch(self, program: Owner, arguments: Arguments) -> str | None:
         """Whether a storage no longer lies as the program was compiled for."""
         moved = epoch.forms.value
         if self._epoch != moved:
@@ -64,7 +74,7 @@ class Arrays:
             self._placed = False
         return None
 
-    def _place(self, program: Program, storages: list[Storage]) -> None:
+    def _place(self, program: Owner, storages: list[Storage]) -> None:
         """Copy what is on the default device alone to all devices of the program."""
         self._placed = True
         if program.frame is None:
@@ -77,7 +87,7 @@ class Arrays:
                     other.array = storage.array
                     other.reform(storage.form)
 
-    def gather(self, program: Program, arguments: Arguments) -> list[Any]:
+    def gather(self, program: Owner, arguments: Arguments) -> list[Any]:
         """The arrays of this call."""
         storages = self._storages
         if self._special:

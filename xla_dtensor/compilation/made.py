@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 from xla_dtensor.base.python_numbers import is_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.history import History, is_view_by_torch
+from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.recipes import (
     Computed,
     Existing,
@@ -19,13 +20,27 @@ from xla_dtensor.compilation.recipes import (
     Seen,
     Template,
 )
-from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.watch import Watch
+from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import Step, ViewStep
 from xla_dtensor.tensors.of_form import Ours
+
+
+class Outputs(Protocol):
+    """What this needs of a trace (`Traced`)."""
+
+    trace: StepTrace
+    host: HostOperations
+
+    def emit(self, array: Any, form: Form) -> int:
+        """Make an array an output; its index."""
+
+    def template(self, tensor: Any) -> Template:
+        """An output that is the tensor's value; memory of its own."""
 
 
 class Made:
@@ -37,7 +52,7 @@ class Made:
     """
 
     def __init__(
-        self, traced: Traced, arguments: Arguments, watch: Watch, history: History
+        self, traced: Outputs, arguments: Arguments, watch: Watch, history: History
     ) -> None:
         self._traced, self._trace = traced, traced.trace
         self._arguments, self._watch, self._history = arguments, watch, history

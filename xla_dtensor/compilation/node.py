@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import torch
 
-from xla_dtensor.compilation.history import _storage, _version
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.movement.redistribute import as_sharded, move
@@ -16,6 +16,7 @@ from xla_dtensor.movement.vary import vary
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 # Torch's error for a value that a backward pass needs and that isn't there any more.
+_version, _storage = operator.attrgetter("version"), operator.attrgetter("storage")
 MODIFIED = "modified by an inplace operation"
 
 

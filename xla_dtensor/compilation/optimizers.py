@@ -34,15 +34,6 @@ from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
 
-# Numbers of param groups that torch's formulas only compute with, whatever their Python type:
-# `weight_decay=0` may become 0.1 later. Other ints decide something and are part of the program.
-_COMPUTED_WITH = frozenset(
-    {
-        *("lr", "weight_decay", "momentum", "dampening", "eps", "alpha", "rho", "lambd", "t0"),
-        *("lr_decay", "initial_accumulator_value", "momentum_decay", "beta2_decay", "d"),
-    }
-)
-
 
 class SteppedOptimizer:
     """An optimizer whose ``step`` runs in the compiled step.

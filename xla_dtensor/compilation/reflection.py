@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import abc
 import types
+from collections import deque
 from typing import Any
 
-from xla_dtensor.compilation.watch import _WALKED_APART
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+_WALKED_APART = (dict, list, tuple, set, frozenset, deque, nn.Module, torch.Tensor, Optimizer)
 
 
 def is_strict(cls: type) -> bool:

@@ -17,7 +17,7 @@ from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.effects import Effect, counter_refused
-from xla_dtensor.compilation.family import Family
+from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced, trace
@@ -25,7 +25,7 @@ from xla_dtensor.runtime.jax_runtime import code_bytes
 
 logger = logging.getLogger("xla_dtensor")
 
-KINDS, PROGRAMS = 256, 256
+PROGRAMS = 256
 
 # Calls traced in a row of which one is told.
 MANY_TRACES = 5

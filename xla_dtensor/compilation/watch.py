@@ -98,8 +98,6 @@ _VIEWS = frozenset(
 
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
-_WALKED_APART = (dict, list, tuple, set, frozenset, deque, nn.Module, torch.Tensor, Optimizer)
-
 
 class Watch:
     """What can be read from ``roots``, pairs of a name for messages and a thing.
