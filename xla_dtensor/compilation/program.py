@@ -603,7 +603,7 @@ class Program:
     def _leaf(self, leaf: Leaf, arrays: list[Any], made: dict[int, Any]) -> Any:
         tensor = made.get(id(leaf))
         if tensor is None:
-            tensor = self._tensor(leaf.value, arrays, made).requires_grad_()
+            tensor = self._tensor(leaf.whole, arrays, made).requires_grad_()
             if leaf.is_parameter:
                 tensor = torch.nn.Parameter(tensor.detach())
             if leaf.grad is not None:

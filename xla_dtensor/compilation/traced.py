@@ -101,15 +101,15 @@ class Leaf:
     """A result that requires grad and was computed from nothing: ``x.detach().requires_grad_()``.
 
     Attributes:
-        value: its value.
+        whole: its value.
         grad: its gradient, or None.
         is_parameter: whether it is an ``nn.Parameter``.
     """
 
-    __slots__ = ("grad", "is_parameter", "value")
+    __slots__ = ("grad", "is_parameter", "whole")
 
-    def __init__(self, value: Template, grad: Template | None, is_parameter: bool) -> None:
-        self.value, self.grad, self.is_parameter = value, grad, is_parameter
+    def __init__(self, whole: Template, grad: Template | None, is_parameter: bool) -> None:
+        self.whole, self.grad, self.is_parameter = whole, grad, is_parameter
 
 
 class Existing:
@@ -270,6 +270,7 @@ class Traced:
             args, kwargs = arguments.with_numbers(numbers)
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
+                self.hooks.carried.add(place.where())
             del numbers
             with self.host, self.schedulers, self.hooks, CumulativeNorms():
                 out = _call(function, args, kwargs)
