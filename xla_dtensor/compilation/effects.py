@@ -121,6 +121,7 @@ class Surroundings:
         for place, before in self._before:
             after = self._but_for_planted(place, before, place.content())
             after |= self._of_other_threads(place, before, after)
+            before = before | dict.fromkeys(self._assigned(place) & before.keys(), MISSING)
             if before.keys() == after.keys() and all(
                 a is b or _same(a, b) for a, b in zip(before.values(), after.values(), strict=True)
             ):
@@ -135,6 +136,15 @@ class Surroundings:
         return {
             key: before[key] if key in planted and planted[key] is value else value
             for key, value in after.items()
+        }
+
+    def _assigned(self, place: Place) -> set[Any]:
+        """The keys of planted values that the step has replaced, be it by what was there before: in
+        a later call that may be something else."""
+        return {
+            key
+            for (where, key), value in self._planted.items()
+            if where == place.container and place.at(key) is not value
         }
 
     def restore(self) -> None:

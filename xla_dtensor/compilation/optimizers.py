@@ -139,6 +139,8 @@ class OptimizerHooks:
     ) -> None:
         self._trace = trace
         self._settable = settable
+        # Entries that each call takes from there: what is there now, the step has assigned.
+        self.carried: set[tuple[int, Any]] = set()
         self._known = known
         self._schedulers = schedulers
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -285,7 +287,8 @@ class OptimizerHooks:
 
     def _is_assigned(self, stepped: SteppedOptimizer, index: int, key: str, value: Any) -> bool:
         """Whether the step has given an entry another value, or each call takes it from there."""
-        if isinstance(value, torch.SymFloat | torch.SymInt):
+        where = id(stepped.optimizer.param_groups[index]), key
+        if isinstance(value, torch.SymFloat | torch.SymInt) or where in self.carried:
             return True
         before = stepped.groups[index].get(key) if index < len(stepped.groups) else None
         settable = (id(stepped.optimizer.param_groups[index]), key) in self._settable

@@ -132,6 +132,7 @@ class Traced:
             args, kwargs = arguments.with_numbers(numbers)
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
+                self.hooks.carried.add(place.where())
             del numbers
             computing = MathOfNumbers() if self.dynamic else contextlib.nullcontext()
             with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing:
