@@ -1,0 +1,110 @@
+"""Whether a program is still the step."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from xla_dtensor.base import epoch
+from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.gradients import grad_text, same_grad
+from xla_dtensor.compilation.lowered import Lowered
+from xla_dtensor.compilation.numbers import ARITHMETIC, Changed
+
+_grad = operator.attrgetter("grad")
+
+
+class Guarded(Lowered):
+    """What is compared before each call; see `Program`."""
+
+    def mismatch(self, arguments: Arguments) -> str | None:
+        """Why this program can't run now, or None."""
+        self.changed_path = None
+        if self.stale is not None:
+            return self.stale
+        if not self.watch.untouched():
+            difference = self._look_closer()
+            if difference is not None:
+                return difference
+        if self._epoch != epoch.tensors.value:
+            for outside in (*self._outside, *self._traced.others):
+                changed = outside.changed()
+                if changed is not None:
+                    return changed
+            self._epoch = epoch.tensors.value
+        difference = self._grads_differ(arguments)
+        if difference is not None:
+            return difference
+        for index, storage in self._traced.bound_arguments:
+            if arguments.tensors[index]._storage_ is not storage:
+                return "an argument, which was a tensor that the step uses anyway"
+        if self._traced.free_arguments:
+            own = self._own_storages()
+            for index in self._traced.free_arguments:
+                if id(arguments.tensors[index]._storage_) in own:
+                    return "an argument, which is a tensor that the step uses anyway"
+        difference = self._donated.mismatch(self, arguments)
+        difference = difference or self._kept.mismatch(self, arguments)
+        if difference is not None:
+            return difference
+        for read, (value, text) in self._settings.items():
+            if read() != value:
+                return f"{text}: from {value!r} to {read()!r}"
+        try:
+            self._prepared = self._prepare(arguments)
+        except Changed as changed:
+            return str(changed)
+        numbers = self._prepared.numbers
+        try:
+            for decision in self._decisions:
+                if decision.compute(numbers) != decision.outcome:
+                    return f"the step decided {decision.text}, which holds no longer"
+        except ARITHMETIC as error:
+            return f"the step decided {decision.text}: {error}"
+        for look, was, text in self._looked_at:
+            if look(arguments, self._prepared.host) != was:
+                return f"{text}, which is part of the program"
+        return None
+
+    def _look_closer(self) -> str | None:
+        """Compare by value what the step can read; None if nothing has changed."""
+        now = self._traced.look_again()
+        if not self._traced.carries(now):
+            return "whether there is something that the step keeps from one call to the next"
+        differences = self.watch.differences(now)
+        if not differences:
+            places = {place.container for place in now.places}
+            changed = [effect.place for effect in self.effects]
+            changed += [carried.place for carried in self._traced.carried]
+            if any(place.container not in places for place in changed):
+                return "something that the step changes, which is another object now"
+            self.watch = now
+            return None
+        before, after = differences[0]
+        self.changed_path = (after or before).path  # type: ignore[union-attr]
+        return (
+            f"{self.changed_path}: from {before.text() if before else 'nothing'} to "
+            f"{after.text() if after else 'nothing'}"
+        )
+
+    def _grads_differ(self, arguments: Arguments) -> str | None:
+        leaves = self._leaf_tensors
+        if leaves is not None:
+            # torch asks each for a __torch_function__, which takes as long as reading .grad.
+            with torch._C.DisableTorchFunctionSubclass():
+                none = all(map(operator.is_, map(_grad, leaves), self._no_grads))
+            if none:
+                return None  # none had a gradient, and none has
+        grads = []
+        for outside in self._leaves:
+            leaf = outside.of(arguments)
+            if leaf is not None:
+                grad = leaf.grad
+                if not same_grad(grad, outside.grad):
+                    return grad_text(leaf, outside.grad)
+                if grad is not None:
+                    grads.append(grad)
+        if grads and self._sharing(grads, arguments) != self._grads_share:
+            return "which memory the gradients are in"
+        return None

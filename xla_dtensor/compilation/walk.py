@@ -1,0 +1,427 @@
+"""The walk from a step through all that its code names."""
+
+from __future__ import annotations
+
+import abc
+import array
+import contextvars
+import enum
+import functools
+import gc
+import itertools
+import operator
+import os
+import random
+import re
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from xla_dtensor.compilation.carried import Carried, is_state, parts_of
+from xla_dtensor.compilation.code_names import (
+    Names,
+    describe,
+    is_library,
+    is_library_class,
+    names_of,
+)
+from xla_dtensor.compilation.found import Found, content_of, is_atom
+from xla_dtensor.compilation.objects import attributes_of, is_record
+from xla_dtensor.compilation.optimizers import SteppedOptimizer
+from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
+from xla_dtensor.compilation.reflection import (
+    dict_of,
+    is_strict,
+    referent,
+    registered_with,
+    subclasses,
+)
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+
+_Iterators: tuple[type, ...] = (
+    types.GeneratorType,
+    *(map, zip, filter, enumerate, itertools.chain, itertools.count, itertools.cycle),
+    *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
+)
+_TABLES: tuple[Any, ...] = ({}, OrderedDict())
+_VIEWS = frozenset(
+    type(view) for table in _TABLES for view in (table.keys(), table.values(), table.items())
+)
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+
+
+# Methods that torch and Python call under no name in the user's code.
+_CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "__wrapped__"}
+
+
+class Walk:
+    """What is found on the way; see `Watch`."""
+
+    def __init__(self, roots: list[tuple[str, Any]], carried: frozenset[str] = frozenset()) -> None:
+        self._carried = carried
+        self._names = Names(attributes=set(_CALLED_BY_TORCH))
+        self._library_reads: set[str] = set()
+        self._odd_classes: dict[type, bool] = {}
+        self._slot_names: dict[type, list[str]] = {}
+        self._seen: dict[int, tuple[Any, str]] = {}
+        self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        while True:
+            before = self._size()
+            self._start()
+            for path, value in roots:
+                self._walk(value, path)
+            if self._size() == before:
+                break
+        for namespace, names in self._globals.values():
+            self._globals_place(namespace, names)
+        self._global_hooks()
+        if self._names.environment:
+            self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
+            for key, value in os.environ.items():
+                self._note(f"os.environ[{key!r}]", "value", value)
+        self._seen, self._odd_classes, self._slot_names = {}, {}, {}
+
+    # --- what `WalkObjects` knows --------------------------------------------------------------
+
+    def _module(self, module: nn.Module, path: str) -> None:
+        raise NotImplementedError
+
+    def _stepped(self, stepped: SteppedOptimizer, path: str) -> None:
+        raise NotImplementedError
+
+    def _object(self, value: Any, path: str) -> None:
+        raise NotImplementedError
+
+    def _plain_object(self, value: Any, path: str) -> None:
+        raise NotImplementedError
+
+    def _slots(self, value: Any, path: str) -> None:
+        raise NotImplementedError
+
+    def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
+        raise NotImplementedError
+
+    def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
+        raise NotImplementedError
+
+    def _dict(self, value: Any, path: str) -> None:
+        raise NotImplementedError
+
+    def _sequence(self, value: Any, path: str) -> None:
+        raise NotImplementedError
+
+    def _class(self, cls: type) -> None:
+        raise NotImplementedError
+
+    def _global_hooks(self) -> None:
+        raise NotImplementedError
+
+    # --- the walk ------------------------------------------------------------------------------
+
+    @property
+    def reads(self) -> set[str]:
+        """The names of all attributes that the step's code reads."""
+        return self._names.attributes
+
+    @property
+    def takes_next(self) -> bool:
+        """Whether the step's code calls ``next``."""
+        return any("next" in names for _, names in self._globals.values())
+
+    def _size(self) -> tuple[int, ...]:
+        names = self._names
+        return (
+            len(names.attributes),
+            len(names.assigned),
+            len(self._library_reads),
+            sum(len(found) for _, found in self._globals.values()),
+        )
+
+    def _start(self) -> None:
+        self.places: list[Place] = []
+        self.carried: list[Carried] = []
+        self.inside: set[int] = set()
+        self._plain: set[int] = set()  # the attributes of objects that no library's code changes
+        self.settings: set[tuple[int, str]] = set()
+        self.found: list[Found] = []
+        self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
+        self.arrays: list[tuple[Any, Any]] = []
+        self.random_sources: list[Any] = []
+        self.optimizers: dict[int, Optimizer] = {}
+        self._typed: list[Any] = []
+        self.probes: list[tuple[Any, Any]] = []
+        self._large: list[Any] = []
+        self._seen = {}
+        self._placed_globals: set[int] = set()
+        self._seen_classes: set[type] = set()
+        self.consumed: list[tuple[Any, str]] = []
+        self._used_paths: dict[str, int] = {}
+
+    def _note(self, path: str, kind: Any, value: Any = None) -> None:
+        # Two closures may both have a cell called "model".
+        count = self._used_paths[path] = self._used_paths.get(path, 0) + 1
+        self.found.append(Found(path if count == 1 else f"{path} ({count})", kind, value))
+
+    def _walk(self, value: Any, path: str) -> None:
+        cls = type(value)
+        odd = self._odd_classes.get(cls)
+        if odd is None:
+            odd = self._odd_classes[cls] = cls in _PROXIES or is_strict(cls)
+        if odd:
+            if cls in _PROXIES:
+                self._walk(referent(value), path)
+            elif id(value) not in self._seen:
+                self._seen[id(value)] = value, path
+                self._plain_object(value, path)
+            return
+        if is_atom(value):
+            self._note(path, "value", value)
+            if not is_library_class(type(value)):  # an enum, a named tuple: it may have methods
+                self._own_parts(value, path)
+            return
+        seen = self._seen.get(id(value))
+        if seen is not None:
+            self._note(path, "same as", seen[1])
+            return
+        self._seen[id(value)] = value, path
+        if isinstance(value, torch.Tensor):
+            self.tensors[id(value)] = value, path
+            self._note(path, "tensor", value)
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                # Which hooks there are the step's guards know; here it is what they read.
+                for number, hook in enumerate((getattr(value, name, None) or {}).values()):
+                    self._walk(hook, f"{path}.{name}[{number}]")
+            own = vars(value)
+            names = [n for n in own if n not in OWN_ATTRIBUTES and self._is_read(n)]
+            if names:  # what the user has put on it
+                self._entries(own, names, path, value)
+            return
+        if isinstance(value, np.ndarray | bytearray | memoryview | array.array):
+            content = content_of(value)
+            self.arrays.append((value, content))
+            self._note(path, "array", content)
+            return
+        self._walk_parts(value, path)
+
+    def _own_parts(self, value: Any, path: str) -> None:
+        """The methods and attributes of an object of a user's class, apart from its content."""
+        own = dict_of(value)
+        if own:
+            self._entries(own, [n for n in own if self._is_read(n) or n == "_value_"], path, value)
+        self._slots(value, path)
+        self._class(type(value))
+
+    def _walk_parts(self, value: Any, path: str) -> None:
+        cls = type(value)
+        if isinstance(value, types.FunctionType):
+            self._function(value, path)
+        elif isinstance(value, types.MethodType):
+            self._note(path, cls)
+            self._walk(value.__func__, path)
+            self._walk(value.__self__, f"{path}.__self__")
+        elif isinstance(value, functools.partial):
+            self._note(path, cls)
+            self._place(Slots(value, ("func", "args", "keywords"), path))
+            self._walk(value.func, f"{path}.func")
+            self._walk(value.args, f"{path}.args")
+            self._walk(value.keywords, f"{path}.keywords")
+        elif isinstance(value, staticmethod | classmethod):
+            self._walk(value.__func__, path)
+        elif isinstance(value, property):
+            self._walk(value.fget, path)
+        elif isinstance(value, functools.cached_property | functools.partialmethod):
+            self._walk(value.func, path)
+        elif isinstance(value, functools.singledispatchmethod):
+            self._walk(value.func, path)
+            self._walk(value.dispatcher, path)
+        elif isinstance(value, contextvars.ContextVar):
+            self._note(path, "opaque", value)
+            content = value.get(MISSING)
+            self.probes.append((functools.partial(value.get, MISSING), content))
+            self._walk(content, f"{path}.get()")
+        elif isinstance(value, operator.attrgetter | operator.methodcaller):
+            self._note(path, "value", repr(value))
+            self._names.attributes |= set(re.findall(r"\w+", repr(value)))
+        elif isinstance(value, nn.Module):
+            self._module(value, path)
+        elif isinstance(value, type):
+            self._note(path, "class", value)
+            self._class(value)
+            self._class(type(value))
+            if isinstance(value, abc.ABCMeta):
+                self._registry(value, path)
+            if issubclass(value, enum.Enum):
+                for name, member in value.__members__.items():
+                    self._walk(member, f"{path}.{name}")
+        elif isinstance(value, types.ModuleType):
+            self._note(path, "Python module", value)
+            if not is_library(value.__name__):
+                self._attributes(value, vars(value), path)
+            else:  # somebody may put another function into it
+                names = sorted(self._names.attributes & vars(value).keys())
+                self._place(Entries(vars(value), names, path))
+                for name in names:
+                    self._in_library(vars(value)[name], f"{path}.{name}")
+        elif isinstance(value, types.CellType):
+            self._cell(value, path)
+        elif isinstance(value, dict | types.MappingProxyType):
+            self._dict(value, path)
+        elif cls in _VIEWS:
+            self._note(path, cls)
+            for table in gc.get_referents(value):
+                self._walk(table, path)
+        elif isinstance(value, threading.local):
+            self._thread_local(value, path)
+        elif isinstance(value, types.BuiltinMethodType):  # table.get
+            self._note(path, "opaque", value.__name__)
+            if not isinstance(value.__self__, types.ModuleType | type):
+                self._walk(value.__self__, f"{path}.__self__")
+        elif isinstance(value, weakref.ref):
+            self._note(path, "opaque", value)
+            self._walk(value(), f"{path}()")
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            self._sequence(value, path)
+        elif isinstance(value, _Iterators):
+            self._note(path, "opaque", value)
+            self.consumed.append((value, path))
+        elif isinstance(value, SteppedOptimizer):
+            self._stepped(value, path)
+        elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+            self.random_sources.append(value)
+            self._note(path, "random generator", value)
+        else:
+            self._object(value, path)
+
+    def _in_library(self, value: Any, path: str) -> None:
+        """What a library's module has under a name that the code reads."""
+        own = isinstance(value, types.FunctionType) and not is_library(value.__module__)
+        if own or isinstance(value, types.ModuleType):
+            self._walk(value, path)
+        else:
+            self._note(path, "value" if is_atom(value) else "opaque", value)
+
+    def _registry(self, cls: abc.ABCMeta, path: str) -> None:
+        """Which classes have been registered with an abstract one."""
+        token = abc.get_cache_token()
+        self.probes.append((lambda: abc.get_cache_token() == token, True))
+        registered = {ref for each in (cls, *subclasses(cls)) for ref in registered_with(each)}
+        self._note(f"{path}'s registry", "registry", registered)
+
+    def _thread_local(self, local: threading.local, path: str) -> None:
+        """What it holds in this thread; each has a dict of its own."""
+        self._note(path, "object", type(local))
+        own = vars(local)
+        self.probes.append((functools.partial(vars, local), own))
+        self._entries(own, list(filter(self._is_read, own)), path, local)
+        self._class(type(local))
+
+    def _place(self, place: Place) -> None:
+        self.places.append(place)
+
+    def _taken(self, place: Place, keys: Iterable[Any]) -> frozenset[Any]:
+        """Those of a place's keys whose values each call takes from there."""
+        if not self._carried:
+            return frozenset()
+        taken = [
+            key for key in keys if place.label(key) in self._carried and is_state(place.at(key))
+        ]
+        for key in taken:
+            self.carried.append(Carried(place, key))
+            self._inside(place.at(key), place.label(key))
+        return frozenset(taken)
+
+    def _inside(self, value: Any, path: str) -> None:
+        """The lists, dicts and records in what a call takes like an argument: the step mustn't
+        change them, since it is given others in the next call."""
+        for name, inner in parts_of(value):
+            self._inside(inner, f"{path}{name}")
+        if not is_library_class(type(value)):  # its methods may be called
+            self._class(type(value))
+        place: Place
+        if isinstance(value, list):
+            place = Elements(value, path, guarded=False)
+        elif isinstance(value, dict):
+            place = Items(value, path, guarded=False)
+        elif is_record(value) and hasattr(value, "__dict__"):
+            place = Entries(vars(value), vars(value), path, guarded=False)
+        elif is_record(value):
+            place = Slots(value, attributes_of(value) or (), path, guarded=False)
+        else:
+            return
+        self._place(place)
+        self.inside.add(place.container)
+
+    def _function(self, function: types.FunctionType, path: str) -> None:
+        code = function.__code__
+        self._note(path, "function", code)
+        module = function.__globals__.get("__name__")
+        if module is not None and module.startswith("xla_dtensor."):
+            return  # our own hooks: what they depend on has guards of its own
+        library = is_library(module)
+        if not library:
+            names = names_of(code)
+            self._names.update(names)
+            self._place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
+            namespace = function.__globals__
+            _, known = self._globals.setdefault(id(namespace), (namespace, set()))
+            known |= names.globals
+            if id(namespace) not in self._placed_globals:
+                # Once a walk: by then earlier walks have said which names matter.
+                self._placed_globals.add(id(namespace))
+                taken = self._taken(Entries(namespace, (), "", guarded=False), sorted(known))
+                for name in sorted((known & namespace.keys()) - taken):
+                    self._walk(namespace[name], name)
+            for name in names.modules:
+                self._imported(name)
+            for name, default in zip(
+                reversed(code.co_varnames[: code.co_argcount]),
+                reversed(function.__defaults__ or ()),
+                strict=False,
+            ):
+                self._walk(default, f"{describe(function)}'s default {name}")
+            if function.__kwdefaults__:
+                self._walk(function.__kwdefaults__, f"{describe(function)}'s defaults")
+            own = function.__dict__
+            self._entries(own, [n for n in own if self._is_read(n)], path, function)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._cell(cell, name)
+        wrapped = function.__dict__.get("__wrapped__")
+        if wrapped is not None:
+            self._walk(wrapped, path)
+
+    def _imported(self, name: str) -> None:
+        module = sys.modules.get(name)
+        if module is not None and not is_library(name):
+            self._walk(module, name)
+
+    def _cell(self, cell: types.CellType, name: str) -> None:
+        if id(cell) in self._seen:
+            return
+        self._seen[id(cell)] = cell, name
+        place = Slots(cell, ("cell_contents",), name, shown=name)
+        self._place(place)
+        if self._taken(place, place.names):
+            place.guarded = False
+            return
+        value = place.at("cell_contents")
+        if value is not MISSING:
+            self._walk(value, name)
+
+    def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
+        taken = {c.key for c in self.carried if c.place.owner is namespace}
+        self._place(Entries(namespace, sorted((names - taken) & namespace.keys()), ""))
+        if taken:
+            self._place(Entries(namespace, sorted(taken), "", guarded=False))
+
+    def _is_read(self, name: str) -> bool:
+        names = self._names
+        return name in names.attributes or names.any_attribute or name in self._library_reads
