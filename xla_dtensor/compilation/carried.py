@@ -87,3 +87,8 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
     if is_record(value):
         return [(f".{name}", inner) for name, inner in (attributes_of(value) or {}).items()]
     return []
+
+
+def each_once(carried: list[Carried]) -> list[Carried]:
+    """Without those that are another one's place."""
+    return list({one.where(): one for one in carried}.values())

@@ -17,8 +17,9 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.compilation.graph import nodes_of
 from xla_dtensor.compilation.node import MODIFIED
-from xla_dtensor.compilation.trace import StepTrace, nodes_of
+from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.tensors.of_form import new_tensor

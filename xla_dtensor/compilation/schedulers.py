@@ -12,6 +12,9 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DataDependentError
 
+# What a scheduler's step changes.
+SCHEDULE = frozenset({"get_last_lr", "_last_lr", "last_epoch", "_step_count"})
+
 
 class DeferredSchedulers:
     """While it is entered, ``scheduler.step()`` of torch's learning rate schedulers is put off.

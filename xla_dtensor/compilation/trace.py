@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,13 +18,15 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor.base import rng, thread_state
-from xla_dtensor.base.keys import exact
 from xla_dtensor.base.source_line import user_line
-from xla_dtensor.base.traced_number import NumberNode, input_number, valueless_number
+from xla_dtensor.base.traced_number import valueless_number
+from xla_dtensor.compilation.captured import Captured
 from xla_dtensor.compilation.doubles import StandIns
+from xla_dtensor.compilation.graph import nodes_of
 from xla_dtensor.compilation.numbers import Decision, Number
 from xla_dtensor.compilation.outside import Outside
 from xla_dtensor.compilation.recomputation import Recomputation
+from xla_dtensor.compilation.trace_numbers import TraceNumbers
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
@@ -36,51 +38,7 @@ from xla_dtensor.mesh import Frame
 READ = "xla_dtensor reads "
 
 
-class Captured:
-    """A storage from outside of the trace that the step uses.
-
-    Attributes:
-        storage: the storage; of state that the step's optimizer made in this trace only while
-            somebody else holds it.
-        array, form, version: as they were before the trace.
-        first_use: when the step first used it. Unlike the order of capture, this doesn't depend on
-            whether an optimizer made it in this trace.
-        fill_value: of state that the step's optimizer made in this trace, its initial value; None
-            for storages that existed before.
-        written: whether the step overwrites it.
-    """
-
-    __slots__ = (
-        *("_reference", "_strong", "array", "fill_value", "first_use", "form", "version"),
-        "written",
-    )
-
-    def __init__(self, storage: Storage, fill_value: Any = None) -> None:
-        # New state may be a temporary; only a weak reference can tell.
-        self._strong = storage if fill_value is None else None
-        self._reference = weakref.ref(storage)
-        self.array = storage.array
-        self.form = storage.form
-        self.version = storage.version
-        self.written = False
-        self.first_use: int | None = None
-        self.fill_value = fill_value
-
-    @property
-    def storage(self) -> Storage | None:
-        """The storage; None if it was a temporary of the optimizer."""
-        return self._reference()
-
-    def restore(self) -> None:
-        """Undo what the trace did to the storage. It has its version again, too: a backward pass
-        that waits must not take a trace for a write, and those of the trace never come back."""
-        storage = self.storage
-        if storage is not None:
-            storage.put_back(self.array, self.form)
-            storage.version = self.version
-
-
-class StepTrace:
+class StepTrace(TraceNumbers):
     """The trace of one step; see `thread_state.Trace` for the methods that dispatch calls."""
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
@@ -269,53 +227,6 @@ class StepTrace:
 
     # --- numbers ------------------------------------------------------------------------------
 
-    def number(self, read: Callable[[Any], float], value: float, name: str) -> Any:
-        """The number that ``read`` gives of later calls, as an input of the program (a
-        ``torch.SymFloat``, or ``SymInt`` of an int).
-
-        Args:
-            value: what it is in this call.
-        """
-        # Decisions are told apart by their text.
-        same = sum(number.name == name for number in self.numbers)
-        text = name if not same else f"{name} ({same + 1})"
-        index = len(self.numbers)
-        weak = self._number_input(read, name, value)
-        return input_number(value, weak, index, text, self._decided, self._fed)
-
-    def _number_input(
-        self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
-    ) -> Any:
-        """A new number among the inputs: the weakly typed JAX scalar."""
-        integer = isinstance(value, int)
-        dtype = jnp.int64 if integer else jnp.float64
-        with jax.ensure_compile_time_eval(), jax.enable_x64(True):
-            array = jnp.array(value, dtype=dtype)
-        self.numbers.append(Number(read, name, integer, array, compute))
-        with jax.enable_x64(True):
-            return jax._src.lax.lax._convert_element_type(array, weak_type=True)
-
-    def _fed(self, node: NumberNode) -> Any:
-        """A number that Python has computed from others, as an input."""
-        known = self._computed_numbers.get(node.text)
-        if known is None:
-            known = self._number_input(None, node.text, node.value, node.compute)
-            self._computed_numbers[node.text] = known
-        return known
-
-    def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
-        text = f"{node.text} {what} {outcome}"
-        if what == "is":
-            self.decisions.append(Decision(node.compute, outcome, text))
-            return
-        compute = node.compute
-        decision = Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text)
-        self.decisions.append(decision)
-
-    def depends_on(self, read: Callable[[], Any], text: str) -> None:
-        if read not in self.settings:
-            self.settings[read] = read(), text
-
     # --- recomputation ------------------------------------------------------------------------
 
     def begin_recomputation(self) -> None:
@@ -451,20 +362,3 @@ class StepTrace:
             tensor = outside.get()
             if tensor is not None and outside.takes_gradient and tensor.grad is not outside.grad:
                 tensor.grad = outside.grad
-
-
-def nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """The nodes of the tensors' history: (number, node), each once."""
-    seen: set[int] = set()
-    stack = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in tensors]
-    while stack:
-        node = stack.pop()
-        if node is None:
-            continue
-        number = node._sequence_nr()
-        # Those of leaves all have the same number.
-        if number in seen or number >= 2**63:
-            continue
-        seen.add(number)
-        yield number, node
-        stack += [n for n, _ in node.next_functions]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ from torch.nn.utils import parametrize
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.carried import Carried, is_state, tensors_in
+from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
-from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
+from xla_dtensor.compilation.effects import Surroundings
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
@@ -29,17 +29,17 @@ from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
-from xla_dtensor.compilation.recipes import Built, Existing, Template
-from xla_dtensor.compilation.schedulers import DeferredSchedulers
+from xla_dtensor.compilation.recipes import Template
+from xla_dtensor.compilation.saving import unseen_by_checkpoint
+from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.compilation.traced_inputs import TracedInputs
+from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.tensors.of_form import Ours
 
 
 class NumberLeft(Exception):
@@ -63,7 +63,7 @@ def trace(
             OWN.reset(token)
 
 
-class Traced(TracedInputs):
+class Traced(TracedEffects):
     """One trace of a step; making one runs the step's Python and changes nothing.
 
     Attributes:
@@ -115,13 +115,13 @@ class Traced(TracedInputs):
         ]
         self.names_of_carried = carried
         watch = self.look_again()
-        self.carried = _each_once(watch.carried)
+        self.carried = each_once(watch.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
         self.call, arguments = call, now
         self.dynamic = dynamic | arguments.carried_numbers()
         surroundings = Surroundings(watch)
-        self.trace = trace = StepTrace([*_leaves(watch), *arguments.tensors])
+        self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         self.schedulers = DeferredSchedulers()
         known = {key: [dict(g) for g in o.param_groups] for key, o in watch.optimizers.items()}
         self.hooks = OptimizerHooks(trace, known, watch.settings, self.schedulers)
@@ -154,7 +154,7 @@ class Traced(TracedInputs):
                 none_drawn(watch.random_sources),
                 nothing_consumed(watch),
                 NewObjects() as new,
-                _unseen_by_checkpoint(),
+                unseen_by_checkpoint(),
                 thread_state.active(trace),
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
@@ -316,7 +316,7 @@ class Traced(TracedInputs):
         gc.collect()  # what only cycles still hold isn't left behind
         self.captured = sorted(
             (c for c in trace.captured if c.first_use is not None),
-            key=lambda c: c.first_use,
+            key=lambda c: c.first_use,  # type: ignore[arg-type, return-value]
         )
         self._written: dict[int, int] = {}
         counters: dict[tuple[int, int], int] = {}
@@ -350,79 +350,6 @@ class Traced(TracedInputs):
         form = (tensor._form if tensor._steps else tensor._storage_.form).reduced()
         return Template(self.emit(logical_value(tensor), form), form)
 
-    def _effects(self, surroundings: Surroundings, watch: Watch, made: Made) -> None:
-        """What the step's Python has changed, as what each call makes anew; the changes are
-        undone."""
-        trace = self.trace
-        built: dict[int, tuple[Any, Any]] = {}
-
-        def is_new(value: Any) -> bool:
-            return isinstance(value, Ours) and trace.owns(value._storage_)
-
-        def convert(value: Any) -> Any:
-            known = built.get(id(value))
-            if known is None:
-                known = built[id(value)] = value, self._built(value, surroundings, made)
-            return known[1]
-
-        self.effects: list[Effect] = surroundings.effects()
-        for effect in self.effects:
-            if effect.place.container in watch.inside:
-                raise DataDependentError(
-                    f"the step changes {effect.place.path}, a {type(effect.place.owner).__name__} "
-                    "that it finds in another place in every call (it puts another one there): "
-                    "either change it, or replace it"
-                )
-            self._find_replaced(effect)
-            check_replayable(effect, is_new)
-            effect.convert(convert)
-        surroundings.restore()
-
-    def _built(self, value: Any, surroundings: Surroundings, made: Made) -> Any:
-        """How later calls make what the step leaves somewhere; the value itself where it is the
-        same in each."""
-        leaves, tree = self._made.flatten(value, is_leaf=surroundings.holds)
-        parts = list(map(made.result, leaves))
-        if tree.is_leaf() and isinstance(parts[0], Existing):
-            return value
-        return Built(parts, tree)
-
-    def _goes_on(self, tensor: torch.Tensor) -> bool:
-        """Whether a backward pass of the next call would come to what this one has computed."""
-        if not tensor.requires_grad:
-            return False
-        made = isinstance(tensor, Ours) and self.trace.owns(tensor._storage_)
-        return made or not tensor.is_leaf
-
-    def _find_replaced(self, effect: Effect) -> None:
-        """Note where a step has put other tensors in place of those that were there, for its next
-        call.
-
-        Raises:
-            DataDependentError: the next call would go on with their history.
-        """
-        for key, before in effect.before.items():
-            after, name = effect.after[key], effect.place.label(key)
-            tensors = tensors_in(before)
-            carried = name in self.names_of_carried
-            if not (is_state(before) and (carried or effect.place.guarded)):
-                continue
-            if effect.grows():  # it is another place in every call
-                continue
-            if not tensors:
-                if not carried and is_state(after, symbolic=True):
-                    self.counted.add(name)
-                continue
-            used = [t for t in tensors if isinstance(t, Ours) and self.trace.uses(t._storage_)]
-            if used and any(self._goes_on(t) for t in tensors_in(after)):
-                raise DataDependentError(
-                    f"the step reads {name}, and leaves there a tensor that has a history (or "
-                    "requires grad), which its next call would go on with: detach it "
-                    f"({name} = new.detach()), or give it as an argument and return the new one"
-                )
-            if not carried and tensors_in(after):
-                self.replaced.add(name)
-
     # --- inputs -------------------------------------------------------------------------------
 
     # --- for the audit ------------------------------------------------------------------------
@@ -448,10 +375,6 @@ class Traced(TracedInputs):
         }
 
 
-def _each_once(carried: list[Carried]) -> list[Carried]:
-    return list({one.where(): one for one in carried}.values())
-
-
 @interrupts.interruptible
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
@@ -467,32 +390,3 @@ _CACHED = type(functools.cache(lambda: None))
 
 def _number_of(index: int, arguments: Arguments) -> int | float:
     return arguments.numbers[index]
-
-
-# What a scheduler's step changes.
-SCHEDULE = frozenset({"get_last_lr", "_last_lr", "last_epoch", "_step_count"})
-
-
-def _leaves(watch: Watch) -> list[torch.Tensor]:
-    """The tensors that the step is known to reach."""
-    found = [tensor for tensor, _ in watch.tensors.values()]
-    for optimizer in watch.optimizers.values():
-        for group in optimizer.param_groups:
-            found += group["params"]
-    return found
-
-
-@contextlib.contextmanager
-def _unseen_by_checkpoint() -> Iterator[None]:
-    """Tensors that the trace saves aren't saved through the hooks of a ``torch.utils.checkpoint``
-    around the call: it counts them, and finds less when it calls the step again."""
-    autograd = torch._C._autograd
-    hooks = autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or hooks[0].__module__ != torch.utils.checkpoint.__name__:
-        yield
-        return
-    autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        autograd._push_saved_tensors_default_hooks(*hooks)

@@ -8,10 +8,11 @@ import torch
 import torch.utils.checkpoint
 
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.captured import Captured
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.recipes import Source, Template
-from xla_dtensor.compilation.trace import Captured, StepTrace
+from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.watch import Watch
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.of_form import Ours

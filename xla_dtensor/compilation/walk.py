@@ -13,7 +13,6 @@ import operator
 import os
 import random
 import re
-import sys
 import threading
 import types
 import weakref
@@ -29,10 +28,8 @@ from torch.optim import Optimizer
 from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
     Names,
-    describe,
     is_library,
     is_library_class,
-    names_of,
 )
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.objects import attributes_of, is_record
@@ -90,7 +87,16 @@ class Walk:
                 self._note(f"os.environ[{key!r}]", "value", value)
         self._seen, self._odd_classes, self._slot_names = {}, {}, {}
 
-    # --- what `WalkObjects` knows --------------------------------------------------------------
+    # --- what `WalkCode` and `WalkObjects` know -----------------------------------------------
+
+    def _function(self, value: types.FunctionType, path: str) -> None:
+        raise NotImplementedError
+
+    def _cell(self, cell: types.CellType, name: str) -> None:
+        raise NotImplementedError
+
+    def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
+        raise NotImplementedError
 
     def _module(self, module: nn.Module, path: str) -> None:
         raise NotImplementedError
@@ -359,68 +365,6 @@ class Walk:
             return
         self._place(place)
         self.inside.add(place.container)
-
-    def _function(self, function: types.FunctionType, path: str) -> None:
-        code = function.__code__
-        self._note(path, "function", code)
-        module = function.__globals__.get("__name__")
-        if module is not None and module.startswith("xla_dtensor."):
-            return  # our own hooks: what they depend on has guards of its own
-        library = is_library(module)
-        if not library:
-            names = names_of(code)
-            self._names.update(names)
-            self._place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
-            namespace = function.__globals__
-            _, known = self._globals.setdefault(id(namespace), (namespace, set()))
-            known |= names.globals
-            if id(namespace) not in self._placed_globals:
-                # Once a walk: by then earlier walks have said which names matter.
-                self._placed_globals.add(id(namespace))
-                taken = self._taken(Entries(namespace, (), "", guarded=False), sorted(known))
-                for name in sorted((known & namespace.keys()) - taken):
-                    self._walk(namespace[name], name)
-            for name in names.modules:
-                self._imported(name)
-            for name, default in zip(
-                reversed(code.co_varnames[: code.co_argcount]),
-                reversed(function.__defaults__ or ()),
-                strict=False,
-            ):
-                self._walk(default, f"{describe(function)}'s default {name}")
-            if function.__kwdefaults__:
-                self._walk(function.__kwdefaults__, f"{describe(function)}'s defaults")
-            own = function.__dict__
-            self._entries(own, [n for n in own if self._is_read(n)], path, function)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._cell(cell, name)
-        wrapped = function.__dict__.get("__wrapped__")
-        if wrapped is not None:
-            self._walk(wrapped, path)
-
-    def _imported(self, name: str) -> None:
-        module = sys.modules.get(name)
-        if module is not None and not is_library(name):
-            self._walk(module, name)
-
-    def _cell(self, cell: types.CellType, name: str) -> None:
-        if id(cell) in self._seen:
-            return
-        self._seen[id(cell)] = cell, name
-        place = Slots(cell, ("cell_contents",), name, shown=name)
-        self._place(place)
-        if self._taken(place, place.names):
-            place.guarded = False
-            return
-        value = place.at("cell_contents")
-        if value is not MISSING:
-            self._walk(value, name)
-
-    def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
-        taken = {c.key for c in self.carried if c.place.owner is namespace}
-        self._place(Entries(namespace, sorted((names - taken) & namespace.keys()), ""))
-        if taken:
-            self._place(Entries(namespace, sorted(taken), "", guarded=False))
 
     def _is_read(self, name: str) -> bool:
         names = self._names

@@ -26,7 +26,7 @@ from xla_dtensor.compilation.reflection import (
     is_callable,
     slots_of,
 )
-from xla_dtensor.compilation.walk import Walk
+from xla_dtensor.compilation.walk_code import WalkCode
 
 # Content beyond this is compared by length: vocabularies, data sets.
 MANY = 10_000
@@ -42,7 +42,7 @@ _MODULE_HOOKS = (
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 
 
-class WalkObjects(Walk):
+class WalkObjects(WalkCode):
     """What is found in them; see `Watch`."""
 
     def _module(self, module: nn.Module, path: str) -> None:

@@ -17,6 +17,8 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from xla_dtensor.compilation.found import Found, content_of
 from xla_dtensor.compilation.identities import identities
 from xla_dtensor.compilation.places import Place
@@ -45,6 +47,15 @@ class Watch(WalkObjects):
     def __init__(self, roots: list[tuple[str, Any]], carried: frozenset[str] = frozenset()) -> None:
         super().__init__(roots, carried)
         self._arm()
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The tensors that the step is known to reach."""
+        found = [tensor for tensor, _ in self.tensors.values()]
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                found += group["params"]
+        return found
 
     def assigned_in(self, place: Place) -> set[str] | None:
         """The names of attributes that the step's code may assign in a place; None for any."""

@@ -1,0 +1,52 @@
+"""Storages from outside of a step, as they were before it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from xla_dtensor.forms.storage import Storage
+
+
+class Captured:
+    """A storage from outside of the trace that the step uses.
+
+    Attributes:
+        storage: the storage; of state that the step's optimizer made in this trace only while
+            somebody else holds it.
+        array, form, version: as they were before the trace.
+        first_use: when the step first used it. Unlike the order of capture, this doesn't depend on
+            whether an optimizer made it in this trace.
+        fill_value: of state that the step's optimizer made in this trace, its initial value; None
+            for storages that existed before.
+        written: whether the step overwrites it.
+    """
+
+    __slots__ = (
+        *("_reference", "_strong", "array", "fill_value", "first_use", "form", "version"),
+        "written",
+    )
+
+    def __init__(self, storage: Storage, fill_value: Any = None) -> None:
+        # New state may be a temporary; only a weak reference can tell.
+        self._strong = storage if fill_value is None else None
+        self._reference = weakref.ref(storage)
+        self.array = storage.array
+        self.form = storage.form
+        self.version = storage.version
+        self.written = False
+        self.first_use: int | None = None
+        self.fill_value = fill_value
+
+    @property
+    def storage(self) -> Storage | None:
+        """The storage; None if it was a temporary of the optimizer."""
+        return self._reference()
+
+    def restore(self) -> None:
+        """Undo what the trace did to the storage. It has its version again, too: a backward pass
+        that waits must not take a trace for a write, and those of the trace never come back."""
+        storage = self.storage
+        if storage is not None:
+            storage.put_back(self.array, self.form)
+            storage.version = self.version

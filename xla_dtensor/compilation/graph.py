@@ -1,0 +1,25 @@
+"""The nodes of autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """The nodes of the tensors' history: (number, node), each once."""
+    seen: set[int] = set()
+    stack = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in tensors]
+    while stack:
+        node = stack.pop()
+        if node is None:
+            continue
+        number = node._sequence_nr()
+        # Those of leaves all have the same number.
+        if number in seen or number >= 2**63:
+            continue
+        seen.add(number)
+        yield number, node
+        stack += [n for n, _ in node.next_functions]

@@ -1,0 +1,69 @@
+"""Numbers of a trace: inputs of the program, and what it decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xla_dtensor.base.keys import exact
+from xla_dtensor.base.traced_number import NumberNode, input_number
+from xla_dtensor.compilation.numbers import Decision, Number
+
+
+class TraceNumbers:
+    """The numbers of a trace; see `StepTrace`."""
+
+    numbers: list[Number]
+    decisions: list[Decision]
+    settings: dict[Callable[[], Any], tuple[Any, str]]
+    _computed_numbers: dict[Any, Any]
+
+    def number(self, read: Callable[[Any], float], value: float, name: str) -> Any:
+        """The number that ``read`` gives of later calls, as an input of the program (a
+        ``torch.SymFloat``, or ``SymInt`` of an int).
+
+        Args:
+            value: what it is in this call.
+        """
+        # Decisions are told apart by their text.
+        same = sum(number.name == name for number in self.numbers)
+        text = name if not same else f"{name} ({same + 1})"
+        index = len(self.numbers)
+        weak = self._number_input(read, name, value)
+        return input_number(value, weak, index, text, self._decided, self._fed)
+
+    def _number_input(
+        self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
+    ) -> Any:
+        """A new number among the inputs: the weakly typed JAX scalar."""
+        integer = isinstance(value, int)
+        dtype = jnp.int64 if integer else jnp.float64
+        with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            array = jnp.array(value, dtype=dtype)
+        self.numbers.append(Number(read, name, integer, array, compute))
+        with jax.enable_x64(True):
+            return jax._src.lax.lax._convert_element_type(array, weak_type=True)
+
+    def _fed(self, node: NumberNode) -> Any:
+        """A number that Python has computed from others, as an input."""
+        known = self._computed_numbers.get(node.text)
+        if known is None:
+            known = self._number_input(None, node.text, node.value, node.compute)
+            self._computed_numbers[node.text] = known
+        return known
+
+    def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
+        text = f"{node.text} {what} {outcome}"
+        if what == "is":
+            self.decisions.append(Decision(node.compute, outcome, text))
+            return
+        compute = node.compute
+        decision = Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text)
+        self.decisions.append(decision)
+
+    def depends_on(self, read: Callable[[], Any], text: str) -> None:
+        if read not in self.settings:
+            self.settings[read] = read(), text
