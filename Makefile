@@ -29,7 +29,7 @@ test-slow: env ## the slow tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-audit: env ## the tests of compiled steps, each call audited (about three minutes)
-	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 -m 'not slow' tests/compilation tests/dfunction/test_compiled.py \
+	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 -m 'not slow' tests/compilation tests/custom_ops/test_compiled.py \
 	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
 
 test-all: check test test-slow test-audit rules-check conformance ## everything there is (about three hours on two cores)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .torch_truth import Case, T
+from tests.rules.torch_truth import Case, T
 
 aten = torch.ops.aten
 X = T((16, 8))

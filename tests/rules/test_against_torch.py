@@ -10,10 +10,9 @@ import pytest
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _MaskPartial
 
+from tests.rules.cases import CASES
+from tests.rules.torch_truth import Case, layouts, our_arguments, torch_says
 from xla_dtensor.rules import infer_placements
-
-from .cases import CASES
-from .torch_truth import Case, layouts, our_arguments, torch_says
 
 Layouts = Sequence[tuple[Placement, ...]]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.rules.devices import devices, piece
 from xla_dtensor.base.registry import Registry
 from xla_dtensor.rules import (
     Call,
@@ -22,8 +23,6 @@ from xla_dtensor.rules.dim_transforms import Flatten, InputDim, Split, reshape
 from xla_dtensor.rules.notation import alternatives
 from xla_dtensor.rules.paddle import TensorSpec, spmd_rule
 from xla_dtensor.rules.view_propagation import propagate
-
-from .devices import devices, piece
 
 R, S = Replicate(), Shard
 

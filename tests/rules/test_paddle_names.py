@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from tests.rules.devices import assemble, devices, parts
 from xla_dtensor.rules import rules
 from xla_dtensor.rules.paddle import TensorSpec, spmd_rule
 from xla_dtensor.rules.paddle.names import NAMES, rule_of_name
-
-from .devices import assemble, devices, parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

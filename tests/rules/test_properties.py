@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
+from tests.rules.devices import assemble, devices, parts, piece
 from xla_dtensor.rules import (
     DimSharding,
     Merged,
@@ -28,8 +29,6 @@ from xla_dtensor.rules import (
 )
 from xla_dtensor.rules.merging import shard_dim, split_factor
 from xla_dtensor.rules.notation import ONE, expand_ellipsis
-
-from .devices import assemble, devices, parts, piece
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
-from tests.per_device.test_local_view import check
+from tests.movement.test_local_view import check
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from tests.per_device.test_local_view import check, parts
+from tests.movement.test_local_view import check, parts
 
 R = Replicate()
 LAYOUTS: list[tuple[Placement, ...]] = [

@@ -279,11 +279,11 @@ def _train(*arguments: str) -> str:
     """What `interrupted_training.py` says; sends the interrupts it asks for."""
     command = [sys.executable, "-W", "error", "-X", "faulthandler"]
     with subprocess.Popen(
-        [*command, "-m", "tests.interrupted_training", *arguments],
+        [*command, "-m", "tests.base.interrupted_training", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         env=os.environ | {"JAX_NUM_CPU_DEVICES": "8"},
     ) as process:
         lines = []

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import xla_dtensor as xd
-from tests.per_device.test_collectives import communication
-from tests.per_device.test_local_view import check
+from tests.movement.test_collectives import communication
+from tests.movement.test_local_view import check
 
 
 def pool_gradient(x: torch.Tensor) -> torch.Tensor:

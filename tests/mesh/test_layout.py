@@ -12,9 +12,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
+from tests.conftest import make_mesh
 from xla_dtensor import Layout
-
-from .conftest import make_mesh
 
 R, S = Replicate(), Shard
 
