@@ -1,6 +1,6 @@
 """The docstrings of what users can name: each says what its arguments are, and its example runs.
 
-An ``Example::`` block is run as it is pasted, in a namespace of its own. That of an error raises it.
+An ``Example::`` block runs as it is pasted, in a namespace of its own. That of an error raises it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
                     yield name, member if isinstance(member, property) else function
 
 
-PUBLIC = {name: value for name, value in names() if is_ours(value)}
+FOUND = [(name, value) for name, value in names() if is_ours(value)]
+# Some have two names.
+PUBLIC = {n: v for i, (n, v) in enumerate(FOUND) if v not in [w for _, w in FOUND[:i]]}
 CLASSES = {
     name: value
     for name, value in PUBLIC.items()

@@ -19,10 +19,28 @@ from xla_dtensor.mesh.saving import reduce_mesh
 
 
 class XLADeviceMesh(DeviceMesh):
-    """A mesh over XLA devices; the numbers in ``mesh`` are positions in ``jax.devices()``.
+    """What torch's ``DeviceMesh`` is over XLA devices; ``init_device_mesh("xla", ...)`` and
+    ``DeviceMesh("xla", ...)`` make it. The numbers in ``mesh`` are positions in ``jax.devices()``.
 
     Every device is driven by this process, so what torch defines per rank (``get_rank``,
     ``get_local_rank``, ``get_coordinate``) has no value here and raises ``PerDeviceValueError``.
+
+    Args:
+        device_type: "xla".
+        mesh: the device numbers, a tensor or nested lists of any number of dims.
+        kwargs: torch's; ``mesh_dim_names`` is the one for users.
+
+    Raises:
+        MeshError: no devices, or a number that occurs twice.
+        DeviceCountError: more devices than the XLA backend has.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        assert isinstance(mesh, xd.XLADeviceMesh) and mesh["tp"].shape == (4,)
+        assert mesh["tp", "dp"].mesh.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
 
     # torch's slicing and concatenation carry group names along; an xla mesh has no process groups.
