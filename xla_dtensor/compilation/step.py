@@ -42,12 +42,11 @@ def compile(
 ) -> CompiledStep:
     """Make ``function``, a training step in ordinary torch code, run as one XLA program.
 
-    The first call traces it: forward, ``loss.backward()``, clipping, ``optimizer.step()``. Tensors
-    that it uses are found by identity, wherever its Python has them from, and become inputs
-    (donated where the step overwrites them); those that it leaves behind (``.grad``, optimizer
-    state) become outputs. What else its Python reads (attributes, globals, closures, modes) is
-    watched: later calls run the program, and what has changed is traced again, and said in
-    ``recompilations``. The contract, with all that is watched and what isn't: ``docs/compile.md``.
+    The first call traces it: forward, backward, clipping, ``optimizer.step()``. Tensors that it
+    uses are found by identity, wherever its Python has them from, and become inputs (donated where
+    it overwrites them); those that it leaves behind (``.grad``, optimizer state) become outputs.
+    What else its Python reads is watched: later calls run the program, or trace again what has
+    changed and say so in ``recompilations``. The whole contract is in ``docs/compile.md``.
 
     The Python in ``function`` runs when it is traced, and not in every call, as under ``jax.jit``.
     A result with a history under torch has one here: its backward pass is a second program.
@@ -55,8 +54,7 @@ def compile(
 
     Args:
         function: the step; a method, too (``@xd.compile`` in a class).
-        compiler_options: XLA's flags by name, as of ``jax.jit``: ``{"xla_cpu_enable_fast_math":
-            True}``.
+        compiler_options: passed to XLA's compiler, by name, as ``jax.jit``'s are.
         audit: in every ``audit``-th call, run the step's Python again and compare what it would do
             with the program. Default: the environment variable ``XLA_DTENSOR_AUDIT``, or never.
 
@@ -67,11 +65,13 @@ def compile(
         TypeError: ``function`` can't be called, or is a generator or a coroutine.
         ValueError: ``audit`` is no number of calls.
         DataDependentError: (when called) the step needs a value in Python, or can't be one program.
+        MeshMismatchError: (when called) it uses tensors on different sets of devices.
         StaleStepError: (when called) an audit has found a difference.
 
     Example::
 
         import torch, xla_dtensor as xd
+
         model = torch.nn.Linear(16, 4).to("xla")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         @xd.compile

@@ -109,16 +109,40 @@ class XLADeviceMesh(DeviceMesh):
         return True
 
     def get_rank(self) -> NoReturn:
+        """Has another value on each device; use `axis_index`.
+
+        Raises:
+            PerDeviceValueError: always.
+        """
         self._no_rank("get_rank()")
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> NoReturn:
+        """Has another value on each device; use `axis_index`.
+
+        Args:
+            mesh_dim: name or number.
+
+        Raises:
+            PerDeviceValueError: always.
+        """
         self._no_rank(f"get_local_rank({mesh_dim!r})")
 
     def get_coordinate(self) -> NoReturn:
+        """Has another value on each device; use `axis_index`.
+
+        Raises:
+            PerDeviceValueError: always.
+        """
         self._no_rank("get_coordinate()")
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """What stands for the process group of a mesh dim in torch's functional collectives.
+
+        Args:
+            mesh_dim: name or number; not needed with one dim.
+
+        Returns:
+            a str, the group's name, which torch's and our collectives take.
 
         Raises:
             MeshError: the mesh has no such dim, or several and none is named.
@@ -130,10 +154,13 @@ class XLADeviceMesh(DeviceMesh):
         return [self.get_group(dim) for dim in range(self.ndim)]
 
     def get_device_num_along_axis(self, name: str) -> int:
-        """The number of devices along the mesh dim called ``name``.
+        """The number of devices along a mesh dim.
+
+        Args:
+            name: of the mesh dim.
 
         Raises:
-            MeshDimError: there is none.
+            MeshDimError: there is none of that name.
         """
         names = self.mesh_dim_names or ()
         if name not in names:
