@@ -25,6 +25,7 @@ class CacheTable:
 
         import torch, xla_dtensor as xd
 
+        xd.debug.clear_caches()
         (torch.ones(3, device="xla") * 2).tolist()
         table = xd.debug.caches()
         assert table["plans"].entries > 0 and table.programs > 0
