@@ -17,9 +17,8 @@ class XlaDTensorError(Exception):
 
 
 class PlacementError(XlaDTensorError, ValueError, RuntimeError):
-    """Raised for placements that fit neither the tensor nor the mesh: give one placement per mesh
-    dim, each of a tensor dim that exists. (torch raises a ValueError or a RuntimeError; it is
-    both.)
+    """Raised for placements that don't fit the tensor or the mesh: give one placement per mesh dim,
+    each of a tensor dim that exists. (torch raises a ValueError or a RuntimeError; it is both.)
 
     Example::
 

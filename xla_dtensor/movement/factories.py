@@ -55,7 +55,7 @@ def distribute_tensor(
 
     Raises:
         RuntimeError: ``tensor`` isn't a leaf (as in torch), or there is no mesh.
-        PlacementError: the placements fit neither mesh nor tensor, or a sharded tensor has others.
+        PlacementError: the placements don't fit mesh or tensor, or a sharded tensor has others.
         MeshMismatchError: ``tensor`` is sharded over another mesh.
         UnsupportedOpError: ``tensor`` has a sparse layout.
 

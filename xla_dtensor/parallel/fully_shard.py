@@ -46,8 +46,9 @@ def fully_shard(
 
     The parameters are new objects, as under torch: make optimizers after it, since those made
     before keep the old ones and change nothing in the module. ``parameter.data = x`` takes a
-    sharded ``x``, which the next forward gathers; a whole tensor there raises
-    (``distribute_tensor`` it first). What is written to the whole tensors is lost in `reshard`.
+    ``DTensor`` (give it the parameter's layout, with ``distribute_tensor``), which the next forward
+    gathers; a plain tensor raises. What is written to the whole tensors is lost in
+    `FSDPModule.reshard`. ``docs/parallel.md`` has what differs from torch.
 
     Args:
         module: a module, or a list of modules that are to be one group.
