@@ -5,46 +5,144 @@ from __future__ import annotations
 
 
 class XlaDTensorError(Exception):
-    """Base of all exceptions raised on purpose by xla_dtensor."""
+    """Base of all exceptions that xla_dtensor raises on purpose: catch it to catch any of them.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(1)])  # raises a subclass of it
+    """
 
 
 class PlacementError(XlaDTensorError, ValueError, RuntimeError):
-    """Placements that don't fit the tensor or the mesh (torch raises one or the other)."""
+    """Raised for placements that don't fit the tensor or the mesh: give one placement per mesh dim,
+    each of a tensor dim that exists. (torch raises a ValueError or a RuntimeError; it is both.)
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(1)])  # a tensor of one dim
+    """
 
 
 class MeshError(XlaDTensorError, RuntimeError):
-    """A mesh that cannot be made or cut as asked."""
+    """Raised for a mesh that cannot be made or cut as asked: the message says what of its shape,
+    names or devices to change.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.DeviceMesh("xla", [0, 0])  # one device twice
+    """
 
 
 class MeshDimError(MeshError, KeyError):
-    """A mesh dim name that the mesh doesn't have."""
+    """Raised for the name of a mesh dim that the mesh doesn't have: take one of those that the
+    message lists.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        mesh["pp"]
+    """
 
     __str__ = Exception.__str__  # KeyError's would quote the whole message
 
 
 class DeviceCountError(MeshError):
-    """A mesh that wants more devices than the XLA backend has."""
+    """Raised for a mesh that wants more devices than the XLA backend has: make it smaller, or, of
+    simulated devices, make the largest mesh first or set ``JAX_NUM_CPU_DEVICES``.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.init_device_mesh("xla", (8,))  # starts JAX with 8 simulated devices, if it has no others
+        xd.init_device_mesh("xla", (4096,))
+    """
 
 
 class MeshMismatchError(XlaDTensorError, RuntimeError, ValueError):
-    """Tensors of different meshes in one operation."""
+    """Raised for tensors of different meshes in one operation: bring one to the other's mesh with
+    ``redistribute(mesh, placements)``.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        line = xd.init_device_mesh("xla", (8,))
+        grid = xd.init_device_mesh("xla", (2, 4))
+        xd.distribute_tensor(torch.ones(8), line) + xd.distribute_tensor(torch.ones(8), grid)
+    """
 
 
 class LayoutRuleError(XlaDTensorError, ValueError, RuntimeError):
-    """A layout rule that contradicts the operation, its tensors or the mesh."""
+    """Raised for a layout rule that is malformed, registered twice, or contradicts the operation,
+    its tensors or the mesh: correct the rule, or pass ``override=True``.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.DistributedOp("Project", rule="b h")  # a notation has one ->
+    """
 
 
 class UnsupportedOpError(XlaDTensorError, NotImplementedError):
-    """An operation without lowering and decomposition, or an unsupported form of one."""
+    """Raised for an operation without lowering and decomposition, or an unsupported form of one:
+    the message says what to use instead.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        torch.ones(8, device="xla").to_sparse()  # XLA has dense arrays only
+    """
 
 
 class DataDependentError(XlaDTensorError, RuntimeError):
-    """Python that needs a tensor's value inside a compiled step."""
+    """Raised for Python that needs a tensor's value inside a compiled step, where there is none
+    yet: compute with tensors (``torch.where``), or return the tensor and look at it outside.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        step = xd.compile(lambda x: x * 2 if x.sum() > 0 else x)
+        step(torch.ones(8, device="xla"))
+    """
 
 
 class PerDeviceValueError(XlaDTensorError, RuntimeError):
-    """A call whose result would be a different Python value on each device of the one process."""
+    """Raised for a call whose result would be a different Python value on each device, though one
+    process drives them all: look at ``local_values()``, or make it one value by a collective.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        xd.axis_index(mesh).item()
+    """
 
 
 class StaleStepError(XlaDTensorError, RuntimeError):
-    """A compiled step whose audit finds that its Python would now do something else."""
+    """Raised by a compiled step whose audit finds that its Python would now do something else: make
+    what has changed an argument, or call ``clear_cache()`` when it changes. The call in which it is
+    raised has computed nothing.
+
+    Example::
+
+        import time, torch, xla_dtensor as xd
+
+        step = xd.compile(lambda x: x * time.process_time(), audit=1)  # reads what nobody watches
+        step(torch.ones(8, device="xla"))
+        step(torch.ones(8, device="xla"))
+    """

@@ -44,42 +44,47 @@ def compile(
 ) -> CompiledStep:
     """Make ``function``, a training step in ordinary torch code, run as one XLA program.
 
-    The first call traces it: forward, ``loss.backward()``, clipping, ``optimizer.step()``. Tensors
-    that it uses are found by themselves and become inputs (donated where the step overwrites them);
-    tensors that it leaves behind (``.grad``, optimizer state) become outputs. Later calls run the
-    program, as long as nothing has changed that the step's Python reads; what has changed is traced
-    again, and said in ``recompilations``. ``docs/compile.md`` has the whole contract.
+    The first call traces it: forward, backward, clipping, ``optimizer.step()``. Tensors that it
+    uses are found by identity, wherever its Python has them from, and become inputs (donated where
+    it overwrites them); those that it leaves behind (``.grad``, optimizer state) become outputs.
+    What else its Python reads is watched: later calls run the program, or trace again what has
+    changed and say so in ``recompilations``. The whole contract is in ``docs/compile.md``.
 
-    As under ``jax.jit``, the Python in ``function`` runs when it is traced, not in every call: what
-    it prints happens then. A result that has a history under torch has one here: its backward pass
-    is a second program.
+    The Python in ``function`` runs when it is traced, and not in every call, as under ``jax.jit``.
+    A result with a history under torch has one here: its backward pass is a second program.
+    Threads may share a step: its calls come one after another, and one trace runs at a time.
 
     Args:
         function: the step; a method, too (``@xd.compile`` in a class).
-        compiler_options: passed to XLA's compiler, as ``jax.jit``'s are
-            (``{"xla_tpu_enable_async_collective_fusion": True}``).
+        compiler_options: passed to XLA's compiler, by name, as ``jax.jit``'s are.
         audit: in every ``audit``-th call, run the step's Python again and compare what it would do
             with the program. Default: the environment variable ``XLA_DTENSOR_AUDIT``, or never.
 
     Returns:
-        the compiled step, called like ``function``.
+        the `CompiledStep`, called like ``function``.
 
     Raises:
-        TypeError: ``function`` can't be called.
-        DataDependentError: (when called) the step needs a tensor's value in Python, or does in
-            Python what would have to happen in every call.
+        TypeError: ``function`` can't be called, or is a generator or a coroutine.
+        ValueError: ``audit`` is no number of calls.
+        DataDependentError: (when called) the step needs a value in Python, or can't be one program.
         MeshMismatchError: (when called) it uses tensors on different sets of devices.
         StaleStepError: (when called) an audit has found a difference.
 
     Example::
 
+        import torch, xla_dtensor as xd
+
+        model = torch.nn.Linear(16, 4).to("xla")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         @xd.compile
-        def step(x, y):
-            loss = torch.nn.functional.mse_loss(model(x), y)
+        def step(x):
+            loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            return loss
+            return loss.detach()
+        losses = [step(torch.ones(8, 16, device="xla")).item() for _ in range(3)]
+        assert losses[2] < losses[0] and step.compilations == 1
     """
     if not callable(function):
         raise TypeError(f"xd.compile takes a function (the step), not {function!r}")
@@ -97,13 +102,19 @@ def compile(
 
 
 class CompiledStep:
-    """A compiled step; call it like the function.
+    """A compiled step, which `compile` makes; call it like the function.
 
     Attributes:
         compilations: how many programs were compiled so far.
         traces: how many times the step's Python was run to make a program.
-        recompilations: one line for each trace after the first that came to another program, or
-            came to the same one for a reason worth knowing: why it happened.
+        recompilations: a line for each trace after the first that came to another program: why.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+        step = xd.compile(lambda x: x * 2)
+        step(torch.ones(4, device="xla")), step(torch.ones(8, device="xla"))
+        assert step.traces == step.compilations == 2 and len(step.recompilations) == 1
     """
 
     def __init__(
@@ -164,8 +175,20 @@ class CompiledStep:
         return self if instance is None else types.MethodType(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The step's program for these arguments, not compiled and not run: a
-        ``jax.stages.Lowered``, with ``as_text()`` and ``compile()``. Nothing changes."""
+        """The step's program for these arguments, not compiled and not run; nothing changes.
+
+        Args:
+            args, kwargs: as of a call.
+
+        Returns:
+            a ``jax.stages.Lowered``, with ``as_text()`` and ``compile()``.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x.sin())
+            assert "sine" in step.lower(torch.ones(4, device="xla")).as_text() and step.traces == 0
+        """
         arguments = Arguments(args, kwargs)
         with self._lock, _tracing:
             traced = trace(self._function, arguments, frozenset(), self._carried)
@@ -175,7 +198,16 @@ class CompiledStep:
                 traced.undo()
 
     def clear_cache(self) -> None:
-        """Forget all programs; the next call traces and compiles."""
+        """Forget all programs; the next call traces and compiles. The counts stay.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            step(torch.ones(4, device="xla"))
+            step.clear_cache()
+            assert step.compiled_programs() == []
+        """
         self._families.clear()
         self._executables.clear()
         self._last = None
@@ -184,8 +216,21 @@ class CompiledStep:
         self._in_a_row = 0
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why a call with these arguments would trace the step, or None if a program is there that
-        it would run. Nothing is traced, and nothing changes."""
+        """Why a call with these arguments would trace the step; nothing is traced, and nothing
+        changes.
+
+        Args:
+            args, kwargs: as of a call.
+
+        Returns:
+            the reason in words, or None if a program is there that the call would run.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            assert step.why_not(torch.ones(4, device="xla")) == "the step has not been called yet"
+        """
         arguments = Arguments(args, kwargs)
         with self._lock:
             family = self._families.get(arguments.key) or Family()
@@ -199,8 +244,18 @@ class CompiledStep:
             return reasons[0] if reasons else self._explain(arguments, family, [])[0]
 
     def compiled_programs(self) -> list[Any]:
-        """The ``jax.stages.Compiled`` programs that exist, oldest first: their ``as_text()``,
-        ``memory_analysis()`` and ``cost_analysis()`` say what XLA made of the step."""
+        """The programs that exist, and what XLA made of the step.
+
+        Returns:
+            ``jax.stages.Compiled``, oldest first: ``as_text()``, ``memory_analysis()`` and others.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            step(torch.ones(4, device="xla"))
+            assert "f32[4]" in step.compiled_programs()[-1].as_text()
+        """
         return list(self._executables.values())
 
     # --- internals ---------------------------------------------------------------------------

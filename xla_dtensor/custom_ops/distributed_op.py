@@ -55,12 +55,8 @@ class DistributedOp:
     """The layouts of a custom op. Making an instance registers it under ``op_name``, for the
     `DFunction` with that ``_op_name``.
 
-    Either give a notation:
-
-        DistributedOp("Project", rule="b s h, h o -> b s o")
-
-    or write a subclass with `infer_layout`, and if needed `preprocess` and `get_expand_impl`, whose
-    meanings are those of HyperParallel's class of this name.
+    Either give a notation, or write a subclass with `infer_layout`, and if needed `preprocess` and
+    `get_expand_impl`, whose meanings are those of HyperParallel's class of this name.
 
     Args:
         op_name: the name; one op has it.
@@ -70,12 +66,32 @@ class DistributedOp:
             argument makes a partial result (with ``allow_partial_inputs``).
         override: replace an op that has the name already.
 
+    Attributes:
+        allow_partial_inputs: of the class: whether sharded inputs may be ``Partial``, a promise
+            that the op is linear in them.
+
     Raises:
         LayoutRuleError: the name is taken (the message says where), or the notation is malformed.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        class Project(xd.DFunction):
+            _op_name = "Project"
+
+            @staticmethod
+            def forward(ctx, x, w):
+                return x @ w
+
+        xd.DistributedOp("Project", rule="b h, h o -> b o")
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = xd.distribute_tensor(torch.ones(8, 16), mesh, [xd.Shard(0), xd.Replicate()])
+        w = xd.distribute_tensor(torch.ones(16, 32), mesh, [xd.Replicate(), xd.Shard(1)])
+        assert Project.apply(x, w).placements == (xd.Shard(0), xd.Shard(1))
     """
 
     allow_partial_inputs: ClassVar[bool] = False
-    """Whether sharded inputs may be ``Partial``: a promise that the op is linear in them."""
 
     def __init__(
         self,
@@ -106,24 +122,65 @@ class DistributedOp:
         OPS.add(op_name, self, override=override)
 
     def preprocess(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Prepare a call; ``args`` and ``kwargs`` are the user's, sharded tensors as such.
+        """Prepare a call; a subclass may implement it.
+
+        Args:
+            args: the user's positional arguments, sharded tensors as such.
+            kwargs: the user's keyword arguments.
 
         Returns:
             None, and `infer_layout` gets the layouts; or ``(local_args, local_kwargs,
             cache_values)``: what to call ``forward`` with (``x.to_local()`` for a sharded ``x``),
             and hashable values (layouts, numbers, ...) that decide the result's layout, which
             `infer_layout` gets and the layout cache is keyed on.
+
+        Example::
+
+            import xla_dtensor as xd
+
+            class Rows(xd.DistributedOp):
+                def preprocess(self, args, kwargs):
+                    (x,) = args
+                    return (x.to_local(),), {}, [x.layout]
+
+                def infer_layout(self, cache_values):
+                    return (cache_values[0],), None
+
+            assert Rows("Rows").infer_layout(["a layout"]) == (("a layout",), None)
         """
         return None
 
     def infer_layout(self, layouts_or_cache: Any, extra_args: Any = None) -> Any:
-        """The layouts of the results.
+        """The layouts of the results; a subclass without a notation implements it.
 
-        Called as ``infer_layout(layouts, extra_args)`` with the layout of every tensor argument
-        (a plain tensor is replicated) and the list of the other arguments, and returns a `Layout`,
-        or a tuple of one per tensor result. If `preprocess` returned values, called as
-        ``infer_layout(cache_values)``, and returns ``(layouts, inputs)``: a tuple of one per
-        result, and None or the layouts in which the sharded inputs are used, in their order.
+        Args:
+            layouts_or_cache: the `Layout` of every tensor argument (a plain tensor is replicated);
+                if `preprocess` returned values, these.
+            extra_args: the list of the other arguments; absent with values of `preprocess`.
+
+        Returns:
+            a `Layout`, or a tuple of one per tensor result. With values of `preprocess`
+            ``(layouts, inputs)``: a tuple of one per result, and None or the layouts in which the
+            sharded inputs are used, in their order.
+
+        Raises:
+            LayoutRuleError: the class doesn't implement it.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            class LikeFirst(xd.DistributedOp):
+                def infer_layout(self, layouts, extra_args=None):
+                    return layouts[0]
+
+            class Double(xd.DFunction):
+                _op_name = LikeFirst("Double").op_name
+                forward = staticmethod(lambda ctx, x: x * 2)
+
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            x = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0)])
+            assert Double.apply(x).placements == (xd.Shard(0),)
         """
         raise LayoutRuleError(
             f"{type(self).__name__} ({self.op_name!r}) says nothing of its layouts: implement "
@@ -133,22 +190,58 @@ class DistributedOp:
     def get_expand_impl(
         self, func: Callable[..., Any], infer_result: Any, layouts: Any, extra_args: Any = None
     ) -> Callable[..., Any] | None:
-        """What to call with the per-device arguments in place of ``func``; None to call ``func``.
+        """What to call with the per-device arguments in place of ``func``; a subclass may implement
+        it.
 
         Args:
             func: runs the function on per-device arguments.
             infer_result: what `infer_layout` returned.
             layouts: what it was called with: layouts or cache values.
             extra_args: the same; absent with cache values.
+
+        Returns:
+            a function of the per-device arguments, or None to call ``func``.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            class Halved(xd.DistributedOp):
+                def get_expand_impl(self, func, infer_result, layouts, extra_args=None):
+                    return lambda x: func(x / 2)
+
+            halved = Halved("Halved", rule="... -> ...").get_expand_impl(torch.abs, None, None)
+            assert halved(torch.tensor(-4.0)) == 2
         """
         return None
 
     def cache_info(self) -> CacheInfo:
-        """How often layouts were known already."""
+        """How often layouts were known already.
+
+        Returns:
+            ``hits`` and ``misses``, the calls whose layouts were known and those of the rule, and
+            ``currsize``, the number of layouts kept.
+
+        Example::
+
+            import xla_dtensor as xd
+
+            op = xd.DistributedOp("Copy", rule="... -> ...")
+            assert op.cache_info() == (0, 0, 0) and op.cache_info().hits == 0
+        """
         return CacheInfo(self._layouts.hits, self._layouts.misses, len(self._layouts))
 
     def cache_clear(self) -> None:
-        """Forget inferred layouts and the counts."""
+        """Forget inferred layouts and the counts: after a change of what `infer_layout` reads.
+
+        Example::
+
+            import xla_dtensor as xd
+
+            op = xd.DistributedOp("Copy", rule="... -> ...")
+            op.cache_clear()
+            assert op.cache_info().currsize == 0
+        """
         self._layouts.clear()
         self._layouts.hits = self._layouts.misses = 0
 

@@ -32,7 +32,21 @@ class DFunction(torch.autograd.Function):
     ``backward`` run on what each device holds (per-device tensors), and the results are sharded
     tensors. What the devices contribute to the gradient of something that they share is summed.
 
-        class Scale(DFunction):
+    The semantics are those of HyperParallel's class of this name. ``apply`` takes keyword
+    arguments as well: those of parameters that ``forward`` also takes by position are passed by
+    position (``backward`` returns a gradient for each), keyword-only ones get no gradient.
+
+    Attributes:
+        _op_name: the name of its `DistributedOp`; needed for sharded tensors alone.
+        view: "local", or "global": then ``forward`` and ``backward`` see the sharded tensors
+            themselves, with single-device semantics, and the rule says how the results are laid
+            out and nothing else.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        class Scale(xd.DFunction):
             _op_name = "Scale"
 
             @staticmethod
@@ -44,15 +58,12 @@ class DFunction(torch.autograd.Function):
             def backward(ctx, grad):
                 return grad * ctx.scale, None
 
-    The semantics are those of HyperParallel's class of this name. ``apply`` takes keyword
-    arguments as well: those of parameters that ``forward`` also takes by position are passed by
-    position (``backward`` returns a gradient for each), keyword-only ones get no gradient.
-
-    Attributes:
-        _op_name: the name of its `DistributedOp`; needed for sharded tensors alone.
-        view: "local", or "global": then ``forward`` and ``backward`` see the sharded tensors
-            themselves, with single-device semantics, and the rule says how the results are laid
-            out and nothing else.
+        xd.DistributedOp("Scale", rule="... -> ...")
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0)]).requires_grad_()
+        y = Scale.apply(x, 3.0)
+        y.sum().backward()
+        assert y.placements == (xd.Shard(0),) and x.grad.full_tensor().cpu()[0, 0] == 3
     """
 
     _op_name: ClassVar[str | None] = None
@@ -70,10 +81,30 @@ class DFunction(torch.autograd.Function):
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the function; the results are sharded tensors if any argument is.
 
+        Args:
+            args, kwargs: those of ``forward`` behind ``ctx``.
+
+        Returns:
+            what ``forward`` returns; for per-device tensors in it sharded tensors with the layouts
+            that the op's rule says, if any argument is a sharded tensor.
+
         Raises:
-            ValueError: sharded tensors, and no op is registered under ``_op_name``.
-            LayoutRuleError: the op's rule contradicts the arguments or the results.
+            LayoutRuleError: sharded tensors, and no op is registered under ``_op_name``; or the
+                op's rule contradicts the arguments or the results.
             UnsupportedOpError: called with sharded tensors from a ``forward`` or ``backward``.
+            TypeError: arguments that ``forward`` doesn't take, or a tensor that requires grad
+                inside a list or dict, where autograd doesn't see it.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            class Square(xd.DFunction):
+                @staticmethod
+                def forward(ctx, x):
+                    return x * x
+
+            assert Square.apply(torch.full((2,), 3.0)).tolist() == [9, 9]  # torch's, without an op
         """
         sharded = sharded_tensors(args, kwargs)
         if not sharded:

@@ -223,13 +223,30 @@ def jax_function(
         vjp: the gradients, where JAX can't differentiate the function (a Pallas kernel) or
             shouldn't: ``vjp(arrays, out, cotangent)`` with the tuple of the arrays among the
             arguments, what ``function`` returned, and a cotangent of the same structure; returns a
-            gradient or None per array. It is written in JAX.
+            gradient or None per array, of the array's shape. It is written in JAX.
         rule: of sharded tensors, an einsum notation of the layouts ("b h, h o -> b o"); without it
             the compiler chooses the results' layouts.
 
+    Returns:
+        a callable, which returns ``function``'s results with tensors for arrays, of their shapes
+        and dtypes: of the kind of its arguments, sharded tensors laid out as ``rule`` says.
+
     Raises:
-        TypeError: called without a tensor.
-        LayoutRuleError: ``rule`` doesn't fit a call.
+        ValueError: ``rule`` is no notation; (in backward) ``vjp`` returns gradients that don't fit.
+        TypeError: (when called) no tensor among the arguments, an array that is none, or an
+            argument that can't be hashed.
+        LayoutRuleError: (when called) ``rule`` doesn't fit a call.
+
+    Example::
+
+        import jax, torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        swish = xd.jax_function(lambda x: x * jax.nn.sigmoid(x), rule="... -> ...")
+        x = xd.distribute_tensor(torch.randn(8, 4), mesh, [xd.Shard(0)]).requires_grad_()
+        y = swish(x)
+        y.sum().backward()
+        assert y.placements == x.grad.placements == (xd.Shard(0),)
     """
     if rule is not None:
         validate(rule)

@@ -14,9 +14,23 @@ _HEAD = ("cache", "entries", "limit", "code", "hits", "misses", "note")
 class CacheTable:
     """Caches by name, as they were when the table was made; printed as a table.
 
+    Each is a record with ``name``, ``entries``, ``limit`` (None: no limit, and ``note`` says why),
+    ``bytes``, ``hits`` and ``misses`` (None where nobody counts them).
+
     Attributes:
         programs: how many XLA programs the process has, whoever made them.
-        program_bytes: their code; None where the backend doesn't say.
+        program_bytes: their code in bytes; None where the backend doesn't say.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        xd.debug.clear_caches()
+        (torch.ones(3, device="xla") * 2).tolist()
+        table = xd.debug.caches()
+        assert table["plans"].entries > 0 and table.programs > 0
+        table.clear("plans")
+        assert xd.debug.caches()["plans"].entries == 0
     """
 
     def __init__(self, records: list[CacheRecord]) -> None:
@@ -36,7 +50,14 @@ class CacheTable:
         raise KeyError(name)
 
     def clear(self, name: str | None = None) -> None:
-        """Empty all caches, or those called ``name``; see `clear_caches`."""
+        """Empty caches; see `clear_caches`. The table stays what it is.
+
+        Args:
+            name: of one cache; all by default.
+
+        Raises:
+            ValueError: no cache is called so.
+        """
         clear_caches(name)
 
     def __str__(self) -> str:
@@ -55,7 +76,18 @@ class CacheTable:
 def caches() -> CacheTable:
     """What the library keeps from one call to the next: of each cache its name, how many entries it
     has and keeps at most, how large they are where that is known, and how often something was
-    found in it."""
+    found in it.
+
+    Returns:
+        a `CacheTable`: iterable, by name (``caches()["plans"]``), and printed as a table.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        assert "plans" in [record.name for record in xd.debug.caches()]
+        assert xd.debug.caches()["plans"].limit == 2048
+    """
     return CacheTable(cache.caches())
 
 
@@ -68,6 +100,13 @@ def clear_caches(name: str | None = None) -> None:
 
     Raises:
         ValueError: no cache is called so.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.debug.clear_caches("plans")
+        assert xd.debug.caches()["plans"].entries == 0
     """
     cache.clear(name)
 

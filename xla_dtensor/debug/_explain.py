@@ -23,12 +23,22 @@ _NOTHING = "No operation on xla tensors."
 
 
 class Explanation:
-    """What `explain` saw; printed as a listing.
+    """What `explain` saw; printed as a listing. It is a sequence of its operations.
 
     Attributes:
-        ops: an `Operation` for each, in order.
+        ops: an `xla_dtensor.debug.Operation` for each, in order.
         result: what the function returned.
         moved_bytes: the bytes that each device sends, and receives, for all redistributions.
+
+    Example::
+
+        import io, torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        x = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0)])
+        seen = xd.explain(lambda: x * 2, file=io.StringIO())
+        assert isinstance(seen, xd.Explanation) and len(seen) == 1 and seen.moved_bytes == 0
+        assert seen.result.placements == (xd.Shard(0),)
     """
 
     def __init__(self, name: str) -> None:
@@ -66,8 +76,6 @@ def explain(
     """Run ``fn(*args, **kwargs)``, and print for each operation on xla tensors the layouts of its
     inputs and outputs, the rule that said so, and what is redistributed.
 
-        xd.explain(lambda: model(x).sum().backward())
-
     Listed are operations of aten and custom ones, backward passes included; `redistribute`,
     ``full_tensor``, ``to_local`` and ``from_local``; collectives on per-device tensors; and
     `DFunction` calls, with the operations inside them indented. A layout is written by tensor dim,
@@ -82,7 +90,8 @@ def explain(
     by its layout, though XLA may have reduced it in the operation that made it. A view that needs
     data of other devices is counted once, where it is made.
 
-    A step of `xla_dtensor.compile` is explained while it is traced, in its first call.
+    A step of `xla_dtensor.compile` is explained while it is traced, in its first call. Operations
+    that other threads run meanwhile are listed too.
 
     Args:
         fn: is called once, with all its effects (gradients, optimizer steps).
@@ -90,10 +99,21 @@ def explain(
         file: where to print; standard output by default, as of ``print``.
 
     Returns:
-        the listing (``str()`` gives what was printed), its operations, and what ``fn`` returned.
+        an `Explanation`: the listing (``str()`` gives what was printed), its operations, and what
+        ``fn`` returned.
 
     Raises:
         whatever ``fn`` raises; what was seen until then is printed.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = xd.distribute_tensor(torch.ones(8, 16), mesh, [xd.Shard(0), xd.Shard(1)])
+        seen = xd.explain(lambda: x.sum(1).reduce_partial())  # prints two operations
+        assert [op.op for op in seen.ops] == ["aten::sum.dim_IntList", "redistribute"]
+        assert "all-reduce over tp" in str(seen)
     """
     explanation = Explanation(_name_of(fn))
     sink = explanation.ops.append

@@ -65,15 +65,32 @@ _ARTIFACTS = {name: _Artifact(name) for name in ("layouts",)}
 
 
 def set_logs(**artifacts: bool) -> None:
-    """Switch log lines on or off; those that aren't named stay as they are.
+    """Switch log lines on or off, for the whole process; those that aren't named stay as they are.
 
     ``set_logs(layouts=True)``, or ``XLA_DTENSOR_LOGS=layouts`` in the environment (several are
     separated by commas), logs what `explain` prints as the operations run: one line each, to the
     logger "xla_dtensor.layouts" at level INFO. Without any logging handler the lines go to standard
-    error.
+    error. Lines of all threads are logged; switch while no other thread runs operations.
+
+    Args:
+        artifacts: by name whether to log; ``layouts`` is the one that there is.
 
     Raises:
         ValueError: no such artifact.
+
+    Example::
+
+        import logging, torch, xla_dtensor as xd
+
+        lines = logging.Handler()
+        lines.emit = lambda record: seen.append(record.getMessage())
+        seen = []
+        logging.getLogger("xla_dtensor.layouts").addHandler(lines)
+        xd.debug.set_logs(layouts=True)
+        torch.ones(3, device="xla") * 2
+        xd.debug.set_logs(layouts=False)
+        logging.getLogger("xla_dtensor.layouts").removeHandler(lines)
+        assert any("aten::mul" in line for line in seen)
     """
     _check(artifacts, "set_logs")
     for name, on in artifacts.items():

@@ -23,13 +23,24 @@ AnyLayout: TypeAlias = Layout | str
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective.
+    """One collective that `explain` has seen.
 
     Attributes:
         kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute", "copy" (to
             other devices), or "cut": a replicated value is cut where it is.
         along: the names of the mesh dims that it runs along.
         nbytes: the bytes that each device sends, and receives.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        x = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0)])
+        (op,) = xd.explain(lambda: x.redistribute(placements=[xd.Replicate()]))
+        (transfer,) = op.redistributions[0].transfers
+        assert isinstance(transfer, xd.debug.Transfer)
+        assert (transfer.kind, transfer.along, transfer.nbytes) == ("all-gather", "dp", 28)
     """
 
     kind: str
@@ -45,10 +56,21 @@ class Redistribution:
     """A tensor that is used in, or ends in, another layout than it has.
 
     Attributes:
-        argument: which one: the name of an argument of the operation, "result", or
-            `ITSELF`.
-        source, target: the layouts.
+        argument: which one: the name of an argument of the operation, "result", or "" of what is
+            nothing but a redistribution.
+        source, target: the layouts: a `Layout`, or a word (see `Operation`).
         transfers: what brings it from one to the other, in order.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        x = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0)])
+        (op,) = xd.explain(lambda: x.redistribute(placements=[xd.Replicate()]))
+        (moved,) = op.redistributions
+        assert isinstance(moved, xd.debug.Redistribution) and moved.source == x.layout
+        assert moved.kind == "all-gather over dp" and moved.nbytes == 7 * 4
     """
 
     argument: str
@@ -73,7 +95,7 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation on xla tensors.
+    """One operation on xla tensors, as `explain` lists it and logs have it.
 
     Attributes:
         op: its name: an aten or custom overload, "redistribute", "to_local", "from_local",
@@ -93,6 +115,18 @@ class Operation:
         traced: whether it is part of a compiled step.
         depth: how many `DFunction` calls it is inside of.
         mesh: the mesh of its sharded tensors, None without any.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0)])
+        w = torch.ones(4, 2, device="xla")
+        (op,) = xd.explain(lambda: x @ w)
+        assert isinstance(op, xd.debug.Operation) and op.op == "aten::mm.default"
+        assert op.layouts_text == "[dp, None], per-device -> [dp, None]" and not op.is_move
+        assert op.how == op.rule_text == 'family matmul "m k, k n -> m n"' and op.moved_bytes == 0
     """
 
     op: str

@@ -17,13 +17,20 @@ Besides, ops have a rule by their kind: "{ELEMENTWISE}" those that torch tags po
 
 @dataclass(frozen=True)
 class RegisteredRule:
-    """One rule.
+    """One rule, as `rules` lists it.
 
     Attributes:
         name: of the op, "aten::mm", the overload, "aten::max.dim", or the `DFunction`'s op.
         kind: "user", "torch" (``register_sharding``), "family" (the library's own), or "DFunction".
         text: what it says, in a few words or as a notation.
         where: the line that registered it, or the module of a family.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        (rule,) = [r for r in xd.debug.rules("aten::mm") if r.name == "aten::mm"]
+        assert (rule.kind, rule.text, rule.where) == ("family", "m k, k n -> m n", "matmul")
     """
 
     name: str
@@ -33,7 +40,15 @@ class RegisteredRule:
 
 
 class RuleTable:
-    """Rules by name; printed as a table."""
+    """Rules by name, which `rules` makes: iterable, and printed as a table.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        table = xd.debug.rules("softmax")
+        assert len(table) == len(list(table)) and "aten::_softmax" in str(table)
+    """
 
     def __init__(self, rules: list[RegisteredRule]) -> None:
         self._rules = rules
@@ -62,6 +77,15 @@ def rules(name: str | None = None) -> RuleTable:
 
     Args:
         name: only those with this in their name.
+
+    Returns:
+        a `RuleTable` of `RegisteredRule`s, by name.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        assert "aten::mm" in [rule.name for rule in xd.debug.rules("mm")]
     """
     found = [RegisteredRule(r.name, r.kind, r.text, r.where) for r in registrations()]
     for op in distributed_op.OPS.values():

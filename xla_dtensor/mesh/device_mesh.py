@@ -19,10 +19,28 @@ from xla_dtensor.mesh.saving import reduce_mesh
 
 
 class XLADeviceMesh(DeviceMesh):
-    """A mesh over XLA devices; the numbers in ``mesh`` are positions in ``jax.devices()``.
+    """What torch's ``DeviceMesh`` is over XLA devices; ``init_device_mesh("xla", ...)`` and
+    ``DeviceMesh("xla", ...)`` make it. The numbers in ``mesh`` are positions in ``jax.devices()``.
 
     Every device is driven by this process, so what torch defines per rank (``get_rank``,
     ``get_local_rank``, ``get_coordinate``) has no value here and raises ``PerDeviceValueError``.
+
+    Args:
+        device_type: "xla".
+        mesh: the device numbers, a tensor or nested lists of any number of dims.
+        kwargs: torch's; ``mesh_dim_names`` is the one for users.
+
+    Raises:
+        MeshError: no devices, or a number that occurs twice.
+        DeviceCountError: more devices than the XLA backend has.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        assert isinstance(mesh, xd.XLADeviceMesh) and mesh["tp"].shape == (4,)
+        assert mesh["tp", "dp"].mesh.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
 
     # torch's slicing and concatenation carry group names along; an xla mesh has no process groups.
@@ -91,16 +109,40 @@ class XLADeviceMesh(DeviceMesh):
         return True
 
     def get_rank(self) -> NoReturn:
+        """Has another value on each device; use `axis_index`.
+
+        Raises:
+            PerDeviceValueError: always.
+        """
         self._no_rank("get_rank()")
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> NoReturn:
+        """Has another value on each device; use `axis_index`.
+
+        Args:
+            mesh_dim: name or number.
+
+        Raises:
+            PerDeviceValueError: always.
+        """
         self._no_rank(f"get_local_rank({mesh_dim!r})")
 
     def get_coordinate(self) -> NoReturn:
+        """Has another value on each device; use `axis_index`.
+
+        Raises:
+            PerDeviceValueError: always.
+        """
         self._no_rank("get_coordinate()")
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """What stands for the process group of a mesh dim in torch's functional collectives.
+
+        Args:
+            mesh_dim: name or number; not needed with one dim.
+
+        Returns:
+            a str, the group's name, which torch's and our collectives take.
 
         Raises:
             MeshError: the mesh has no such dim, or several and none is named.
@@ -112,10 +154,13 @@ class XLADeviceMesh(DeviceMesh):
         return [self.get_group(dim) for dim in range(self.ndim)]
 
     def get_device_num_along_axis(self, name: str) -> int:
-        """The number of devices along the mesh dim called ``name``.
+        """The number of devices along a mesh dim.
+
+        Args:
+            name: of the mesh dim.
 
         Raises:
-            MeshDimError: there is none.
+            MeshDimError: there is none of that name.
         """
         names = self.mesh_dim_names or ()
         if name not in names:

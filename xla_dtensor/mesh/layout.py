@@ -9,7 +9,6 @@ made from any of them, and from JAX's ``PartitionSpec``, and gives all of them.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from xla_dtensor.errors import MeshDimError, PlacementError
-from xla_dtensor.mesh.dim_names import NONE, has_placements, name_of, names_of
+from xla_dtensor.errors import PlacementError
+from xla_dtensor.mesh.dim_names import alias_of, has_placements, layout_text, mesh_dim_of, names_of
 from xla_dtensor.mesh.placements import (
     REDUCE_OPS,
     dim_mesh_dims,
     from_partition_spec,
     normalize_placements,
-    placements_of,
+    of_dims,
+    pieces_of,
     to_partition_spec,
 )
 
@@ -36,16 +36,9 @@ class Layout:
     """How a tensor is laid out over a mesh.
 
     ``Layout((2, 4), ("dp", "tp"))`` is *empty*: it has a mesh and says nothing of a tensor yet.
-    Calling it makes a *concrete* one:
-
-        layout = Layout((2, 4), ("dp", "tp"))
-        layout("dp", "None")                # per tensor dim the mesh dims that shard it, by name
-        layout("None", ("tp", "dp"))        # two of them: tp cuts first
-        layout(Shard(0), Replicate())       # per mesh dim, torch's placements
-        Layout.from_dims_mapping(mesh, [0, -1])
-
-    A layout made from placements alone fits a tensor of any rank (``ndim`` is None); what counts
-    tensor dims then raises. Layouts are equal if their meshes, placements and ranks are.
+    Calling it makes a *concrete* one. A layout made from placements alone fits a tensor of any rank
+    (``ndim`` is None); what counts tensor dims then raises. Layouts are immutable, and equal if
+    their meshes, placements and ranks are.
 
     Args:
         mesh_shape: the number of devices along each mesh dim.
@@ -54,6 +47,19 @@ class Layout:
 
     Raises:
         MeshError: not as many names as mesh dims, or not enough devices.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        empty = xd.Layout((2, 4), ("dp", "tp"))
+        rows = empty("dp", "None")  # per tensor dim the mesh dims that shard it, by name
+        assert rows == empty(xd.Shard(0), xd.Replicate(), ndim=2)  # torch's placements
+        assert rows.is_concrete and rows.ndim == 2 and rows.mesh is empty.mesh
+        assert rows.placements == (xd.Shard(0), xd.Replicate()) and rows.dims_mapping == [0, -1]
+        assert rows.alias_tensor_map == ("dp", "None") and rows.tensor_map == (1, -1)
+        assert rows.partial == (None, None) and tuple(rows.partition_spec) == ("dp", None)
+        assert empty("None", ("tp", "dp")).dims_mapping == [-1, [1, 0]]  # tp cuts first
     """
 
     __slots__ = ("_mesh", "_ndim", "_placements")
@@ -96,17 +102,38 @@ class Layout:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> Layout:
-        """The empty layout over ``mesh``."""
+        """The empty layout over ``mesh``.
+
+        Args:
+            mesh: an xla mesh.
+
+        Example::
+
+            import xla_dtensor as xd
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            assert xd.Layout.from_device_mesh(mesh)("dp").placements[0] == xd.Shard(0)
+        """
         return cls._make(mesh, None, None)
 
     @classmethod
     def from_placements(
         cls, mesh: DeviceMesh, placements: Sequence[Placement], ndim: int | None = None
     ) -> Layout:
-        """The layout that ``placements`` are of a tensor of ``ndim`` dims (of any rank if None).
+        """The layout that torch's placements are.
+
+        Args:
+            mesh: an xla mesh.
+            placements: one per mesh dim.
+            ndim: of the tensor; of any rank if None.
 
         Raises:
             PlacementError: they don't fit the mesh or the rank.
+
+        Example::
+
+            import xla_dtensor as xd
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            assert xd.Layout.from_placements(mesh, [xd.Shard(1)], 2).dims_mapping == [-1, 0]
         """
         placements = tuple(placements)
         highest = max((getattr(p, "dim", -1) for p in placements), default=-1)
@@ -117,49 +144,51 @@ class Layout:
     def from_dims_mapping(
         cls, mesh: DeviceMesh, dims_mapping: Sequence[int | Sequence[int]]
     ) -> Layout:
-        """The layout with tensor dim ``i`` sharded by mesh dim ``dims_mapping[i]``: by none if it
-        is -1, by several if it is a list, the first one cutting first.
+        """The layout of a tensor by the numbers of the mesh dims that shard its dims.
+
+        Args:
+            mesh: an xla mesh.
+            dims_mapping: per tensor dim a mesh dim, -1 for none, or a list, major first.
 
         Raises:
             PlacementError: a mesh dim doesn't exist or is used twice.
+
+        Example::
+
+            import xla_dtensor as xd
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            assert xd.Layout.from_dims_mapping(mesh, [1, -1]).placements[1] == xd.Shard(0)
         """
         orders = [
             (() if entry == -1 else (entry,)) if isinstance(entry, int) else tuple(entry)
             for entry in dims_mapping
         ]
-        return cls._of_orders(mesh, orders, f"dims_mapping {list(dims_mapping)}")
+        what = f"dims_mapping {list(dims_mapping)}"
+        return cls._make(mesh, of_dims(orders, mesh, what), len(orders))
 
     @classmethod
     def from_partition_spec(
         cls, mesh: DeviceMesh, spec: PartitionSpec, ndim: int | None = None
     ) -> Layout:
-        """The layout that JAX's ``spec`` is of a tensor of ``ndim`` dims (as many as it has
-        entries if None).
+        """The layout that JAX's ``PartitionSpec`` is.
+
+        Args:
+            mesh: an xla mesh.
+            spec: over the axes of the root mesh, which are called as its dims.
+            ndim: of the tensor; as many as ``spec`` has entries if None.
 
         Raises:
             PlacementError: ``spec`` names what is no whole mesh dim, or uses one twice.
+
+        Example::
+
+            import jax, xla_dtensor as xd
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            layout = xd.Layout.from_partition_spec(mesh, jax.sharding.PartitionSpec("dp"), ndim=2)
+            assert layout.alias_tensor_map == ("dp", "None")
         """
         ndim = len(tuple(spec)) if ndim is None else ndim
         return cls._make(mesh, from_partition_spec(spec, mesh, ndim), ndim)
-
-    @classmethod
-    def _of_orders(cls, mesh: DeviceMesh, orders: Sequence[Sequence[int]], what: str) -> Layout:
-        used: dict[int, int] = {}
-        for dim, order in enumerate(orders):
-            for mesh_dim in order:
-                if not 0 <= mesh_dim < mesh.ndim:
-                    raise PlacementError(
-                        f"Layout: {what}: {mesh!r} has no mesh dim {mesh_dim}; -1 is for a tensor "
-                        "dim that isn't sharded"
-                    )
-                if mesh_dim in used:
-                    raise PlacementError(
-                        f"Layout: {what} uses mesh dim {name_of(mesh, mesh_dim)!r} of {mesh!r} for "
-                        f"tensor dim {used[mesh_dim]} and again for tensor dim {dim}; a mesh dim "
-                        "shards one tensor dim"
-                    )
-                used[mesh_dim] = dim
-        return cls._make(mesh, placements_of(orders, tuple(mesh.shape)), len(orders))
 
     def __call__(self, *dims: Any, ndim: int | None = None) -> Layout:
         """A concrete layout over this one's mesh.
@@ -179,18 +208,29 @@ class Layout:
             return Layout.from_placements(self._mesh, dims, ndim)
         if ndim is not None and ndim != len(dims):
             raise PlacementError(f"Layout: {len(dims)} alias names for a tensor of {ndim} dims")
-        orders = [tuple(self._mesh_dim(name) for name in names_of(entry)) for entry in dims]
-        return self._of_orders(self._mesh, orders, f"alias names {dims}")
+        orders = [tuple(mesh_dim_of(self._mesh, n) for n in names_of(entry)) for entry in dims]
+        placements = of_dims(orders, self._mesh, f"alias names {dims}")
+        return self._make(self._mesh, placements, len(orders))
 
     def with_partial(self, mesh_dim: str | int, reduce_op: str = "sum") -> Layout:
-        """This layout with the value pending a reduction over ``mesh_dim``: each device along it
-        holds a part.
+        """This layout with a reduction pending: each device along ``mesh_dim`` holds a part.
+
+        Args:
+            mesh_dim: name or number.
+            reduce_op: sum, avg, max, min or product.
 
         Raises:
+            MeshDimError: no such mesh dim.
             PlacementError: the mesh dim shards a tensor dim, or torch has no such reduction.
+
+        Example::
+
+            import xla_dtensor as xd
+            layout = xd.Layout((2, 4), ("dp", "tp"))("dp", "None").with_partial("tp")
+            assert layout.partial == (None, "sum") and layout.placements[1] == xd.Partial()
         """
         placements = list(self._concrete("with_partial"))
-        index = self._mesh_dim(mesh_dim)
+        index = mesh_dim_of(self._mesh, mesh_dim)
         if not isinstance(placements[index], Replicate | Partial):
             raise PlacementError(
                 f"{self!r}.with_partial({mesh_dim!r}): that mesh dim shards the tensor already "
@@ -236,11 +276,7 @@ class Layout:
     def alias_tensor_map(self) -> tuple[str | tuple[str, ...], ...]:
         """Per tensor dim: ``"None"``, the name of the mesh dim that shards it, or a tuple of
         names, major first."""
-        named = (
-            tuple(name_of(self._mesh, m) for m in order)
-            for order in self._orders("alias_tensor_map")
-        )
-        return tuple(NONE if not n else n[0] if len(n) == 1 else n for n in named)
+        return tuple(alias_of(self._mesh, order) for order in self._orders("alias_tensor_map"))
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
@@ -257,7 +293,13 @@ class Layout:
         )
 
     def is_partial(self) -> bool:
-        """Whether a reduction is pending over any mesh dim."""
+        """Whether a reduction is pending over any mesh dim.
+
+        Example::
+
+            import xla_dtensor as xd
+            assert not xd.Layout((8,), ("dp",))(xd.Shard(0)).is_partial()
+        """
         return any(isinstance(p, Partial) for p in self._concrete("is_partial()"))
 
     @property
@@ -266,11 +308,18 @@ class Layout:
         return to_partition_spec(self.placements, self._mesh, self._rank("partition_spec"))
 
     def local_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what each device holds of a tensor of ``global_shape``.
+        """The shape of what each device holds of a tensor.
+
+        Args:
+            global_shape: the tensor's shape.
 
         Raises:
-            PlacementError: another rank, or a dim that doesn't divide: then devices hold tensors
-                of several shapes.
+            PlacementError: another rank, or a dim that doesn't divide: devices hold several shapes.
+
+        Example::
+
+            import xla_dtensor as xd
+            assert xd.Layout((2, 4), ("dp", "tp"))("dp", "None").local_shape((8, 16)) == (4, 16)
         """
         pieces = self._pieces(global_shape, "local_shape")
         for dim, (size, count) in enumerate(zip(global_shape, pieces, strict=True)):
@@ -282,29 +331,26 @@ class Layout:
         return tuple(size // count for size, count in zip(global_shape, pieces, strict=True))
 
     def global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the tensor of which each device holds ``local_shape``.
+        """The shape of the tensor of which each device holds a piece of equal shape.
+
+        Args:
+            local_shape: the piece's shape.
 
         Raises:
             PlacementError: another rank.
+
+        Example::
+
+            import xla_dtensor as xd
+            assert xd.Layout((2, 4), ("dp", "tp"))("dp", "None").global_shape((4, 16)) == (8, 16)
         """
         pieces = self._pieces(local_shape, "global_shape")
         return tuple(size * count for size, count in zip(local_shape, pieces, strict=True))
 
     def _pieces(self, shape: Sequence[int], what: str) -> list[int]:
         """Per dim of ``shape`` the number of pieces."""
-        placements = self._concrete(what)
-        if self._ndim is not None and len(shape) != self._ndim:
-            raise PlacementError(
-                f"{self!r}.{what}({tuple(shape)}): the layout is of a tensor of {self._ndim} dims"
-            )
-        mesh_shape = tuple(self._mesh.shape)
-        try:
-            orders = dim_mesh_dims(placements, mesh_shape, len(shape))
-        except IndexError:
-            raise PlacementError(
-                f"{self!r}.{what}({tuple(shape)}): it shards a dim that the tensor doesn't have"
-            ) from None
-        return [math.prod(mesh_shape[m] for m in order) for order in orders]
+        call = f"{self!r}.{what}({tuple(shape)})"
+        return pieces_of(self._concrete(what), tuple(self._mesh.shape), shape, self._ndim, call)
 
     def _concrete(self, what: str) -> tuple[Placement, ...]:
         if self._placements is None:
@@ -327,17 +373,6 @@ class Layout:
         ndim = self._rank(what)
         return dim_mesh_dims(self.placements, tuple(self._mesh.shape), ndim)
 
-    def _mesh_dim(self, name: str | int) -> int:
-        names = self._mesh.mesh_dim_names or ()
-        if isinstance(name, int) and -self._mesh.ndim <= name < self._mesh.ndim:
-            return name % self._mesh.ndim
-        if name not in names:
-            raise MeshDimError(
-                f"Layout: {self._mesh!r} has no mesh dim {name!r}; its dims are "
-                f"{names or 'unnamed'}"
-            )
-        return names.index(name)
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
@@ -349,23 +384,8 @@ class Layout:
         return hash((self._mesh, self._placements, self._ndim))
 
     def __repr__(self) -> str:
-        sizes = ", ".join(
-            f"{name_of(self._mesh, m)}={size}" for m, size in enumerate(self._mesh.shape)
-        )
-        if self._placements is None:
-            return f"Layout({sizes})"
-        if self._ndim is None:
-            return f"Layout({sizes}; {', '.join(map(str, self._placements))})"
-        tensor = ", ".join(
-            name if isinstance(name, str) else f"({', '.join(name)})"
-            for name in self.alias_tensor_map
-        )
-        pending = "".join(
-            f"; {op} over {name_of(self._mesh, m)}"
-            for m, op in enumerate(self.partial)
-            if op is not None
-        )
-        return f"Layout({sizes}; [{tensor}]{pending})"
+        dims = None if self._ndim is None else self.alias_tensor_map
+        return layout_text(self._mesh, self._placements, dims)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout._make, (self._mesh, self._placements, self._ndim)

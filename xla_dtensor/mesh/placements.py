@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from xla_dtensor.errors import PlacementError
+from xla_dtensor.mesh.dim_names import name_of
 from xla_dtensor.mesh.frame import frame_of, mesh_dim_axes
 
 if TYPE_CHECKING:
@@ -136,6 +137,55 @@ def placements_of(
                 Shard(dim) if split == 1 else _StridedShard(dim, split_factor=split)
             )
     return tuple(placements)
+
+
+def of_dims(orders: Sequence[Sequence[int]], mesh: DeviceMesh, what: str) -> tuple[Placement, ...]:
+    """`placements_of` per tensor dim the mesh dims that shard it, in a `Layout` made of ``what``.
+
+    Raises:
+        PlacementError: a mesh dim doesn't exist or is used twice.
+    """
+    used: dict[int, int] = {}
+    for dim, order in enumerate(orders):
+        for mesh_dim in order:
+            if not 0 <= mesh_dim < mesh.ndim:
+                raise PlacementError(
+                    f"Layout: {what}: {mesh!r} has no mesh dim {mesh_dim}; -1 is for a tensor "
+                    "dim that isn't sharded"
+                )
+            if mesh_dim in used:
+                raise PlacementError(
+                    f"Layout: {what} uses mesh dim {name_of(mesh, mesh_dim)!r} of {mesh!r} for "
+                    f"tensor dim {used[mesh_dim]} and again for tensor dim {dim}; a mesh dim "
+                    "shards one tensor dim"
+                )
+            used[mesh_dim] = dim
+    return placements_of(orders, tuple(mesh.shape))
+
+
+def pieces_of(
+    placements: Sequence[Placement],
+    mesh_shape: tuple[int, ...],
+    shape: Sequence[int],
+    ndim: int | None,
+    call: str,
+) -> list[int]:
+    """Per dim of ``shape`` the number of pieces.
+
+    Args:
+        ndim: the number of dims that ``placements`` are of, if known.
+        call: the user's call, for the message.
+
+    Raises:
+        PlacementError: ``shape`` has other dims.
+    """
+    if ndim is not None and len(shape) != ndim:
+        raise PlacementError(f"{call}: the layout is of a tensor of {ndim} dims")
+    try:
+        orders = dim_mesh_dims(placements, mesh_shape, len(shape))
+    except IndexError:
+        raise PlacementError(f"{call}: it shards a dim that the tensor doesn't have") from None
+    return [math.prod(mesh_shape[m] for m in order) for order in orders]
 
 
 def dim_axes(

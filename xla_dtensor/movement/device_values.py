@@ -30,12 +30,25 @@ def from_device_values(
 
     Args:
         values: CPU tensors of one shape and dtype, one per device of the mesh, in row-major order.
+        device_mesh: the devices, an xla mesh.
         vary: the names of the mesh dims along which they differ; all by default. Along the others
             the values at coordinate 0 are taken.
+
+    Returns:
+        a tensor of that shape and dtype, which varies along ``vary``; without a history.
 
     Raises:
         ValueError: not as many values as devices, or of several shapes or dtypes.
         MeshDimError: ``vary`` names a dim that the mesh doesn't have.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        batch = xd.from_device_values([torch.full((4, 16), float(i)) for i in range(8)], mesh)
+        assert batch.shape == (4, 16) and batch.varying == ("dp",)
+        assert (batch * 2).local_values()[3].unique().tolist() == [6]
     """
     if len(values) != device_mesh.size() or len({(v.shape, v.dtype) for v in values}) != 1:
         raise ValueError(

@@ -38,20 +38,35 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> XLAShardedTensor:
-    """Lay out a leaf tensor, the logical value, over an xla mesh.
+    """Lay out a leaf tensor, the logical value, over an xla mesh: ``distribute_tensor`` of
+    ``torch.distributed.tensor``, which comes here for xla meshes.
 
     Args:
         tensor: a CPU tensor, an `XLATensor`, a meta tensor (the result has no value either), or a
-            tensor that already has this layout.
+            tensor that already has this layout. Any shape; dims needn't divide by the devices.
+        device_mesh: an xla mesh; by default the current one (``with mesh:``).
         placements: one per mesh dim; replicated by default. A ``Partial`` tensor's value, once
             reduced, is ``tensor``.
         src_data_rank: for torch's signature; one process holds the value, so it has no effect.
 
+    Returns:
+        an `XLAShardedTensor` of ``tensor``'s shape, dtype and ``requires_grad``, with these
+        placements: a leaf with a copy of the value. ``tensor`` itself if it has the layout already.
+
     Raises:
-        RuntimeError: ``tensor`` isn't a leaf (as in torch).
-        PlacementError: the placements fit neither mesh nor tensor, or a sharded tensor has others.
+        RuntimeError: ``tensor`` isn't a leaf (as in torch), or there is no mesh.
+        PlacementError: the placements don't fit mesh or tensor, or a sharded tensor has others.
         MeshMismatchError: ``tensor`` is sharded over another mesh.
         UnsupportedOpError: ``tensor`` has a sparse layout.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = xd.distribute_tensor(torch.randn(8, 16), mesh, [xd.Shard(0), xd.Replicate()])
+        assert x.shape == (8, 16) and x.placements == (xd.Shard(0), xd.Replicate())
+        assert x.to_local().shape == (4, 16)
     """
     mesh = device_mesh or _mesh_resources.get_current_mesh()
     if not tensor.is_leaf:
@@ -128,17 +143,33 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Make a module's parameters and buffers sharded tensors, in place, with torch's semantics.
+    """Make a module's parameters and buffers sharded tensors, in place, with the semantics of
+    torch's ``distribute_module``, which comes here for xla meshes.
 
     Args:
+        module: any module; parameters and buffers that are ``DTensor``s already stay as they are.
+        device_mesh: an xla mesh; by default the current one.
         partition_fn: called with each submodule's name, the submodule and the mesh; shards what it
             wants. Parameters and buffers that it leaves alone are replicated.
         input_fn: forward pre-hook ``(module, inputs, mesh) -> inputs``.
         output_fn: forward hook ``(module, outputs, mesh) -> outputs``.
 
+    Returns:
+        ``module``. Its parameters are new objects; make optimizers after it.
+
     Raises:
-        RuntimeError: the module was distributed before.
+        RuntimeError: the module was distributed before, or there is no mesh.
         ValueError: ``input_fn`` or ``output_fn`` takes a wrong number of arguments.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        model = xd.distribute_module(torch.nn.Linear(16, 4), mesh)
+        x = xd.distribute_tensor(torch.randn(8, 16), mesh, [xd.Shard(0)])
+        assert model.weight.placements == (xd.Replicate(),)
+        assert model(x).placements == (xd.Shard(0),)
     """
     if getattr(module, "_distribute_module_applied", False):
         raise RuntimeError(

@@ -44,6 +44,12 @@ def fully_shard(
     they are ``DTensor``s too, and the gradient is that of the global loss;
     `FSDPModule.set_gradient_divide_factor` then divides it.
 
+    The parameters are new objects, as under torch: make optimizers after it, since those made
+    before keep the old ones and change nothing in the module. ``parameter.data = x`` takes a
+    ``DTensor`` (give it the parameter's layout, with ``distribute_tensor``), which the next forward
+    gathers; a plain tensor raises. What is written to the whole tensors is lost in
+    `FSDPModule.reshard`. ``docs/parallel.md`` has what differs from torch.
+
     Args:
         module: a module, or a list of modules that are to be one group.
         mesh: of one dim (shards), or two (replicates over the first, shards over the second); by
@@ -53,7 +59,8 @@ def fully_shard(
             the root, the first module to run.
         shard_placement_fn: gives for a parameter the ``Shard`` to use, a ``ShardPlacementResult``
             whose ``mesh_info`` is a mesh or has one as ``.mesh``, or None.
-        mp_policy: dtypes of the whole parameters, of the reduction and of the outputs.
+        mp_policy: torch's: dtypes of the whole parameters, of the reduction and of the outputs.
+        offload_policy: torch's, for its signature: offloading raises.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: the names of the data-parallel dims in ``mesh``, on which all parameters are
             ``DTensor``s then. As under torch the gradient is that of the global loss divided by the
@@ -67,6 +74,17 @@ def fully_shard(
             another group manages, a mesh with a wrong number of dims.
         UnsupportedOpError: an offload policy; parameters that live in host memory aren't supported.
         MeshError: ``mesh`` is not an xla mesh.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        model = xd.fully_shard(torch.nn.Linear(16, 8), mesh=mesh)
+        assert model.weight.placements == (xd.Shard(0),)
+        x = xd.from_device_values([torch.randn(4, 16) for _ in range(8)], mesh)  # eight batches
+        model(x).square().mean().backward()
+        assert model.weight.grad.placements == (xd.Shard(0),)
     """
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise UnsupportedOpError(

@@ -25,6 +25,18 @@ class FSDPModule(TorchFSDPModule):
 
     Methods of torch's that only say when to communicate (prefetching, events, buffers, process
     groups) check their arguments and do nothing else: XLA schedules communication.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        model = xd.fully_shard(torch.nn.Linear(16, 8), mesh=mesh)
+        assert isinstance(model, xd.FSDPModule) and isinstance(model, torch.nn.Linear)
+        model.unshard()
+        assert isinstance(model.weight, xd.XLATensor)  # the whole one
+        model.reshard()
+        assert isinstance(model.weight, xd.XLAShardedTensor)
     """
 
     _orig_cls_mro_index = 3

@@ -55,14 +55,15 @@ def replicate(
 
     Takes the arguments of both of torch's versions, that of ``DistributedDataParallel`` and that of
     ``fully_shard``. Parameters stay what they are (plain tensors, or ``DTensor``s on a
-    tensor-parallel mesh). If the module's inputs are ``DTensor``s that are laid out over the mesh,
+    tensor-parallel mesh); those on the CPU become new objects on the "xla" device, so make
+    optimizers after it. If the module's inputs are ``DTensor``s that are laid out over the mesh,
     the gradient is that of the global loss, without a division.
 
     Args:
         module: a module, or a list of modules.
         ignored_modules: modules whose parameters are left alone.
         mesh: of one dim; by default the current mesh, else all devices. Also as ``device_mesh``.
-        mp_policy, ignored_params, dp_mesh_dims: as for `fully_shard`.
+        mp_policy, offload_policy, ignored_params, dp_mesh_dims: as for `fully_shard`.
         kwargs: those of ``DistributedDataParallel`` that say how to communicate have no effect.
 
     Returns:
@@ -72,6 +73,16 @@ def replicate(
         RuntimeError: `fully_shard` manages the module.
         TypeError: an argument that neither version has.
         UnsupportedOpError: an offload policy or a process group.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        model = xd.replicate(torch.nn.Linear(16, 8), mesh=mesh)
+        x = xd.from_device_values([torch.randn(4, 16) for _ in range(8)], mesh)  # eight batches
+        model(x).square().mean().backward()
+        assert model.weight.grad.varying == ()  # the average, the same on all devices
     """
     device_mesh = kwargs.pop("device_mesh", None)
     if kwargs.pop("process_group", None) is not None:
@@ -103,7 +114,17 @@ def replicate(
 
 
 class ReplicateModule(FSDPModule):
-    """A module under `replicate`."""
+    """A module under `replicate`. Also an `FSDPModule`, as torch's is, whose methods work where
+    there is something to do without shards.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        model = xd.replicate(torch.nn.Linear(16, 8), mesh=mesh)
+        assert isinstance(model, xd.ReplicateModule) and isinstance(model, torch.nn.Linear)
+    """
 
     _orig_cls_mro_index = 4
     _api = staticmethod(replicate)

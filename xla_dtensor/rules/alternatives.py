@@ -31,20 +31,54 @@ MAX_COMBINATIONS = 1024
 
 @dataclass(frozen=True)
 class Alternative:
+    """What one mesh dim may do to all tensors of an op at once; `Call.merge` takes some.
+
+    Attributes:
+        outputs: per result its placement on that mesh dim.
+        inputs: per tensor argument its placement on that mesh dim.
+        exchanges: whether shards need values of each other, though all of them stay as they are.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        def by_rows(call):
+            return call.merge([xd.rules.Alternative((xd.Shard(0),), (xd.Shard(0),))])
+
+        xd.register_rule("aten::cumprod", by_rows, override=True)
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0), xd.Shard(0)])
+        assert x.cumprod(1).placements == (xd.Shard(0), xd.Shard(0))
+    """
+
     outputs: Placements
     inputs: Placements
     exchanges: bool = False
-    """Whether shards need values of each other, though all of them stay as they are."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What a rule says of one call: the layouts its inputs are used in, and its outputs'."""
+    """What a rule says of one call: the layouts its inputs are used in, and its outputs'.
+
+    Attributes:
+        inputs: per tensor argument its placements, one per mesh dim.
+        outputs: per result its placements.
+        exchanges: whether computing needs communication that the layouts don't show.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        rows = xd.rules.Merged(inputs=((xd.Shard(0),),), outputs=((xd.Shard(0),),))
+        xd.register_rule("aten::cumprod", lambda call: rows, override=True)
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(1)])
+        assert x.cumprod(1).placements == (xd.Shard(0),)  # redistributed first
+    """
 
     inputs: tuple[Placements, ...]
     outputs: tuple[Placements, ...]
     exchanges: bool = False
-    """Whether computing needs communication that the layouts don't show."""
 
 
 def merge(

@@ -17,16 +17,41 @@ OutShapes = Sequence[tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an overload, its arguments by schema name and defaults filled in."""
+    """One call of an overload, which a rule is asked about.
+
+    Attributes:
+        func: the overload.
+        args: the arguments by schema name, defaults filled in; a `TensorInfo` for each tensor.
+        out_shapes: per result its shape; None for one that is no tensor.
+        mesh_shape: the sizes of the mesh dims.
+        mesh: the ``DeviceMesh``, if there is one.
+        given: the arguments as they were given, without defaults: ``(args, kwargs)``.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        def by_rows(call):  # of x.cumprod(dim): a shard of another dim stays
+            x, dim = call.tensor("self"), call.dim(call.tensors[0].ndim)
+            assert call.name == "cumprod" and call.n_outputs == 1 and call.dims(x.ndim) == [dim]
+            if x.placements == (xd.Shard(dim),):
+                return call.replicate()
+            rows = xd.rules.Alternative((xd.Shard(0),), (xd.Shard(0),))
+            return call.merge([rows]) if x.nbytes else call.follow([x.placements], x.placements)
+
+        xd.register_rule("aten::cumprod", by_rows, override=True)
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0)])
+        assert x.cumprod(1).placements == (xd.Shard(0),)
+        assert x.cumprod(0).placements == (xd.Replicate(),)
+    """
 
     func: torch._ops.OpOverload
     args: dict[str, Any]
     out_shapes: OutShapes
     mesh_shape: tuple[int, ...]
     mesh: Any = None
-    """The ``DeviceMesh``, if there is one."""
     given: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))
-    """The arguments as they were given, without defaults."""
 
     @cached_property
     def name(self) -> str:
@@ -41,33 +66,87 @@ class Call:
 
     @property
     def n_outputs(self) -> int:
+        """The number of results."""
         return len(self.out_shapes)
 
     def tensor(self, name: str) -> TensorInfo:
+        """What is known of a tensor argument.
+
+        Args:
+            name: the argument's, by schema.
+
+        Returns:
+            a `TensorInfo`.
+
+        Raises:
+            KeyError, AssertionError: no such argument, or it is no tensor.
+        """
         value = self.args[name]
         assert isinstance(value, TensorInfo), f"{self.func}: {name} is not a tensor"
         return value
 
     def dim(self, ndim: int, name: str = "dim", default: int = 0) -> int:
+        """An argument that is a dim, not negative.
+
+        Args:
+            ndim: the number of dims that it counts.
+            name: the argument's, by schema.
+            default: what it is where the argument is absent or None.
+
+        Returns:
+            a number from 0 to ``ndim - 1``.
+        """
         value = self.args.get(name)
         return (default if value is None else value) % max(ndim, 1)
 
     def dims(self, ndim: int, name: str = "dim") -> list[int] | None:
-        """A dim or list of dims, non-negative; None where the argument is absent or None."""
+        """An argument that is a dim or a list of dims, not negative.
+
+        Args:
+            ndim: the number of dims that they count.
+            name: the argument's, by schema.
+
+        Returns:
+            numbers from 0 to ``ndim - 1``; None where the argument is absent or None.
+        """
         value = self.args.get(name)
         if value is None:
             return None
         return [d % max(ndim, 1) for d in ([value] if isinstance(value, int) else value)]
 
     def merge(self, options: Sequence[Alternative], *, new_shards: bool = False) -> Merged:
+        """The cheapest combination of alternatives, one per mesh dim; replicating all is always
+        one.
+
+        Args:
+            options: what one mesh dim may do.
+            new_shards: let a reduction of partial values end in shards (a reduce-scatter) though no
+                input has shards.
+
+        Returns:
+            the layouts of all tensor arguments and results.
+        """
         return merge(options, self.tensors, self.n_outputs, self.mesh_shape, new_shards=new_shards)
 
     def follow(self, inputs: Sequence[Placements], *outputs: Placements) -> Merged:
-        """The given layouts; a single output layout serves all outputs."""
+        """The given layouts.
+
+        Args:
+            inputs: of each tensor argument the placements to use it in.
+            outputs: of each result its placements; a single one serves all results.
+
+        Returns:
+            them, as `Merged`.
+        """
         outs = outputs * self.n_outputs if len(outputs) == 1 else outputs
         return Merged(tuple(inputs), tuple(outs))
 
     def replicate(self) -> Merged:
+        """Everything replicated.
+
+        Returns:
+            the layouts of all tensor arguments and results.
+        """
         whole = replicated(self.mesh_shape)
         return Merged((whole,) * len(self.tensors), (whole,) * self.n_outputs)
 

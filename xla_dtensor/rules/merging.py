@@ -20,19 +20,33 @@ REPLICATE = Replicate()
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor argument as the rules see it: everything but its values."""
+    """A tensor argument as the rules see it: everything but its values.
+
+    Attributes:
+        shape: the global shape.
+        placements: one per mesh dim, with non-negative tensor dims.
+        dtype: torch's.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        info = xd.rules.TensorInfo((8, 16), (xd.Shard(0),), torch.float32)
+        assert info.ndim == 2 and info.nbytes == 8 * 16 * 4
+    """
 
     shape: tuple[int, ...]
     placements: Placements
-    """One per mesh dim, with non-negative tensor dims."""
     dtype: torch.dtype
 
     @property
     def ndim(self) -> int:
+        """The number of tensor dims."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

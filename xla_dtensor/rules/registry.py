@@ -98,8 +98,22 @@ def register_rule(
         override: replace the rule that the op has.
         kind, where: how listings name the rule's origin; by default the user's line.
 
+    Returns:
+        the rule as a function of a `Call`.
+
     Raises:
-        LayoutRuleError: the op has a rule, the notation is malformed, or nothing has that name.
+        LayoutRuleError: the op has a rule, ``op`` is no op, or ``rule`` is malformed or names
+            nothing.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        xd.register_rule(torch.ops.aten.cumprod, "rows cols! -> rows cols!", override=True)
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        rows, cols = (xd.distribute_tensor(torch.ones(8, 8), mesh, [xd.Shard(i)]) for i in (0, 1))
+        assert rows.cumprod(1).placements == (xd.Shard(0),)
+        assert cols.cumprod(1).placements == (xd.Replicate(),)  # gathered first
     """
     name = _name_of(op)
     known = _USER_RULES.get(name)
@@ -202,7 +216,23 @@ def _by_notation(
 
 
 def replicate_rule(call: Call) -> Merged:
-    """Everything replicated: for those who prefer it to the compiler's choice."""
+    """Everything replicated: for those who prefer it to the compiler's choice.
+
+    Args:
+        call: the call that is asked about.
+
+    Returns:
+        replicated layouts for all tensor arguments and results.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        xd.register_rule("aten::cumprod", xd.rules.replicate_rule, override=True)
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0)])
+        assert x.cumprod(1).placements == (xd.Replicate(),)
+    """
     return call.replicate()
 
 

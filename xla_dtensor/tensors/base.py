@@ -125,12 +125,23 @@ class TensorMethods:
 
     @property
     def data(self) -> Any:
-        """The tensor without autograd, on the same storage. Assigning to it makes the tensor
-        another view of the assigned one's storage, as in torch.
+        """The tensor without autograd, on the same storage: torch's ``data``. Assigning to it makes
+        the tensor another view of the assigned one's storage, as in torch; one that is sharded may
+        get another mesh and other placements so.
 
         Raises:
-            RuntimeError: the assigned tensor is of another kind.
+            RuntimeError: the assigned tensor is of another kind (on the CPU).
             UnsupportedOpError: one of them is sharded and the other isn't.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            x = torch.ones(3, device="xla", requires_grad=True)
+            x.data.add_(1)
+            assert x.tolist() == [2, 2, 2] and not x.data.requires_grad
+            x.data = torch.zeros(3, device="xla")
+            assert x.tolist() == [0, 0, 0]
         """
         return torch.Tensor.data.__get__(self)
 
@@ -141,7 +152,17 @@ class TensorMethods:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether operations on the tensor are recorded for ``backward()``."""
+        """Whether operations on the tensor are recorded for ``backward()``, a bool; may be
+        assigned.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            x = torch.ones(3, device="xla")
+            x.requires_grad = True
+            assert (x * 2).requires_grad
+        """
         return _requires_grad.__get__(self)
 
     @requires_grad.setter
@@ -149,12 +170,41 @@ class TensorMethods:
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Start or stop recording; returns the tensor itself."""
+        """Start or stop recording: torch's ``requires_grad_``.
+
+        Args:
+            requires_grad: whether to record.
+
+        Returns:
+            the tensor itself.
+
+        Raises:
+            RuntimeError: as in torch: an integer tensor, or False for one that is no leaf.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            x = torch.ones(3, device="xla").requires_grad_()
+            x.sum().backward()
+            assert x.grad.tolist() == [1, 1, 1]
+        """
         epoch.tensors.moved()
         return torch.Tensor.requires_grad_(self, requires_grad)
 
     def detach_(self) -> Any:
-        """Forget the tensor's history, in place."""
+        """Forget the tensor's history, in place: torch's ``detach_``.
+
+        Returns:
+            the tensor itself, now a leaf.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            x = torch.ones(3, device="xla", requires_grad=True) * 2
+            assert x.detach_() is x and x.is_leaf and not x.requires_grad
+        """
         epoch.tensors.moved()
         return torch.Tensor.detach_(self)
 
@@ -174,14 +224,40 @@ class TensorMethods:
 
     @property
     def jax_array(self) -> jax.Array:
-        """The tensor's ``jax.Array`` in its physical form (leading axes, padding); read-only."""
+        """The tensor's ``jax.Array`` in its physical form: before the tensor's own dims one for
+        each mesh axis along which devices hold values of their own, and dims that don't divide
+        padded. Read-only. A compiled step that overwrites the tensor deletes the array, as
+        ``jax.jit`` does.
+
+        Example::
+
+            import jax, torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0)])
+            assert isinstance(x.jax_array, jax.Array) and x.jax_array.shape == (8, 4)
+            assert x.jax_array.sharding.spec[0] == "dp"
+        """
         return read(self)
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """The full value as a NumPy array on the host.
+        """The full value as a NumPy array on the host, a copy of the tensor's shape.
+
+        Args:
+            force: detach it first.
 
         Raises:
             RuntimeError: the tensor requires grad and ``force`` is not set, as in torch.
+            PerDeviceValueError: the devices' values differ.
+            TypeError: NumPy has no such dtype (bfloat16), as in torch.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0)])
+            assert x.numpy().shape == (8, 4) and x.numpy().sum() == 32
         """
         if self.requires_grad and not force:
             raise RuntimeError(
@@ -194,7 +270,17 @@ class TensorMethods:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def tolist(self) -> Any:
-        """The full value as nested Python lists."""
+        """The full value as nested Python lists; a Python number if the tensor has no dims.
+
+        Raises:
+            PerDeviceValueError: the devices' values differ.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            assert torch.ones(2, 2, device="xla").tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        """
         return self.detach().cpu().tolist()  # type: ignore[attr-defined]
 
     def _copy(self) -> Any:

@@ -18,15 +18,53 @@ class XLATensor(TensorMethods, torch.Tensor):
     or *varies* along mesh axes (``to_local()``): ``shape`` is then that of one device's value, and
     operations run on each device's value by itself. One that doesn't vary computes with sharded
     tensors as if it were replicated, and ``.cpu()`` brings its value to the host.
+
+    Made by torch's factories and ``.to("xla")``, ``to_local()``, `from_device_values` and
+    operations; not by calling the class.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        ones = torch.ones(3, device="xla")
+        assert isinstance(ones, xd.XLATensor) and ones.cpu().tolist() == [1, 1, 1]
+        y = ones * xd.axis_index(mesh)  # each device's own
+        assert y.varying == ("dp",) and y.local_values()[5].tolist() == [5, 5, 5]
     """
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """The names of the mesh axes along which the devices' values differ (may differ)."""
+        """The names of the mesh axes along which the devices' values differ (may differ); () if
+        they are the same.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            assert torch.ones(3, device="xla").varying == ()
+            assert xd.axis_index(mesh, "tp").varying == ("tp",)
+        """
         return self._form.varying
 
     def local_values(self) -> list[torch.Tensor]:
-        """Every device's value as CPU tensors, in the order of the root mesh's devices."""
+        """Every device's value.
+
+        Returns:
+            CPU tensors of the tensor's shape and dtype, in the order of the root mesh's devices;
+            one if the tensor has met no mesh yet.
+
+        Raises:
+            DataDependentError: in a compiled step.
+
+        Example::
+
+            import xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (4,), mesh_dim_names=("dp",))
+            assert [v.item() for v in xd.axis_index(mesh).local_values()] == [0, 1, 2, 3]
+        """
         return backend().local_values(self)
 
     def _copy(self) -> Any:

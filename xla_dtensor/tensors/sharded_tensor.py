@@ -36,8 +36,19 @@ class XLAShardedTensor(TensorMethods, DTensor):
     """A ``DTensor`` on an xla mesh: ``shape`` is the global shape, operations have single-device
     semantics, and XLA inserts the communication that the placements call for.
 
-    Made by ``distribute_tensor``, the factories of ``torch.distributed.tensor`` and operations on
-    sharded tensors; not by calling the class.
+    Made by ``distribute_tensor``, ``DTensor.from_local``, the factories of
+    ``torch.distributed.tensor`` and operations on sharded tensors; not by calling the class.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = xd.distribute_tensor(torch.ones(8, 16), mesh, [xd.Shard(0), xd.Replicate()])
+        w = xd.distribute_tensor(torch.ones(16, 32), mesh, [xd.Replicate(), xd.Shard(1)])
+        y = x @ w
+        assert isinstance(y, xd.XLAShardedTensor) and y.shape == (8, 32)
+        assert y.placements == (xd.Shard(0), xd.Shard(1)) and y.sum().item() == 8 * 32 * 16
     """
 
     _local: Any = None  # what to_local() returned last, see movement/local_view.py
@@ -62,7 +73,26 @@ class XLAShardedTensor(TensorMethods, DTensor):
         return self.detach().redistribute(placements=self.placements)
 
     def requires_grad_(self, requires_grad: bool = True) -> XLAShardedTensor:
-        """Start or stop recording; gradients that reach a leaf take on its shardings."""
+        """Start or stop recording; gradients that reach a leaf take on its shardings.
+
+        Args:
+            requires_grad: whether to record.
+
+        Returns:
+            the tensor itself.
+
+        Raises:
+            RuntimeError: as in torch: an integer tensor, or False for one that is no leaf.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            x = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0)]).requires_grad_()
+            x.sum().backward()
+            assert x.grad.placements == (xd.Shard(0),)
+        """
         super().requires_grad_(requires_grad)
         if requires_grad:
             keep_leaf_gradients_sharded(self)
@@ -77,44 +107,110 @@ class XLAShardedTensor(TensorMethods, DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> XLAShardedTensor:
-        """This tensor on ``device_mesh`` (default: its own) with ``placements``; differentiable.
+        """This tensor in another layout; differentiable. As ``DTensor.redistribute``.
 
-        XLA chooses the collectives and schedules them, so ``async_op`` makes no difference. The
-        meshes may have different devices. ``forward_dtype`` is the dtype of the communication and
-        the result, ``backward_dtype`` that of the gradient's communication; the gradient comes back
-        in the input's dtype, with the input's placements (``Partial`` as ``Replicate``).
+        The meshes may have different devices. The gradient comes back in the input's dtype, with
+        the input's placements (``Partial`` as ``Replicate``).
+
+        Args:
+            device_mesh: the mesh of the result; by default the tensor's own.
+            placements: one per mesh dim.
+            async_op: makes no difference: XLA chooses the collectives and schedules them.
+            forward_dtype: the dtype of the communication and of the result; by default the
+                tensor's.
+            backward_dtype: the dtype of the gradient's communication.
+
+        Returns:
+            an `XLAShardedTensor` of the same shape and value, in ``forward_dtype``, with
+            ``placements`` on ``device_mesh``.
 
         Raises:
-            RuntimeError: no placements given, or ``Partial`` asked for where it isn't already.
-            PlacementError: the placements don't fit the mesh or the tensor.
+            RuntimeError: no placements given.
+            PlacementError: the placements don't fit the mesh or the tensor, or ``Partial`` is asked
+                for where it isn't already.
+            MeshMismatchError: ``device_mesh`` is no xla mesh.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            x = xd.distribute_tensor(torch.randn(8, 16), mesh, [xd.Shard(0), xd.Replicate()])
+            y = x.redistribute(placements=[xd.Replicate(), xd.Shard(1)])
+            assert y.placements == (xd.Replicate(), xd.Shard(1))
+            assert torch.equal(y.full_tensor().cpu(), x.full_tensor().cpu())
         """
         return backend().redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole logical tensor as an `XLATensor`, the same on every device; differentiable.
+        """The whole logical tensor, the same on every device; differentiable. As
+        ``DTensor.full_tensor``.
 
         Args:
-            grad_placements: placements of the gradient that flows back (default: replicated).
+            grad_placements: placements of the gradient that flows back, ``Replicate`` or
+                ``Partial`` per mesh dim; by default replicated.
+
+        Returns:
+            an `XLATensor` of the same shape and dtype that doesn't vary.
+
+        Raises:
+            UnsupportedOpError: ``grad_placements`` has a ``Shard``.
+            PlacementError: ``grad_placements`` doesn't fit the mesh.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            x = xd.distribute_tensor(torch.arange(8), mesh, [xd.Shard(0)])
+            assert x.full_tensor().cpu().tolist() == list(range(8))
         """
         return backend().full_tensor(self, grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """What each device holds, as an `XLATensor` that varies along the mesh dims that shard
-        (or hold parts of) this tensor; differentiable. It shares this tensor's memory. The same
-        object until this tensor is written to.
+        """What each device holds; differentiable. As ``DTensor.to_local``, for all devices at once.
+
+        It shares this tensor's memory, and is the same object until this tensor is written to.
 
         Args:
             grad_placements: how the devices' gradients make up this tensor's gradient; by default
                 as its placements say, with ``Replicate`` for ``Partial``.
 
+        Returns:
+            an `XLATensor` of the shape of one device's piece and the same dtype. It varies along
+            the mesh dims that shard (or hold parts of) this tensor.
+
         Raises:
             UnsupportedOpError: a sharded dim doesn't divide.
+            PlacementError: ``grad_placements`` doesn't fit the mesh or the tensor.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            x = xd.distribute_tensor(torch.randn(8, 16), mesh, [xd.Shard(0), xd.Replicate()])
+            local = x.to_local()
+            assert local.shape == (4, 16) and local.varying == ("dp",)
         """
         return backend().to_local(self, grad_placements)
 
     def reduce_partial(self) -> XLAShardedTensor:
-        """This tensor with pending reductions done: ``Partial`` mesh dims replicated; itself if
-        there are none. Differentiable."""
+        """This tensor with pending reductions done; differentiable.
+
+        Returns:
+            an `XLAShardedTensor` with ``Replicate`` for ``Partial``; the tensor itself if there is
+            none.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            total = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0)]).sum()
+            assert total.placements == (xd.Partial(),)
+            assert total.reduce_partial().placements == (xd.Replicate(),)
+        """
         placements = list(unpartial(self.placements))
         if list(self.placements) == placements:
             return self
@@ -122,14 +218,37 @@ class XLAShardedTensor(TensorMethods, DTensor):
 
     @property
     def layout(self) -> Layout:
-        """How it is laid out over its mesh (not ``torch.strided``, which a plain tensor has)."""
+        """How it is laid out over its mesh, a `Layout` (not ``torch.strided``, which a plain tensor
+        has).
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0)])
+            assert x.layout == xd.Layout.from_device_mesh(mesh)("dp", "None")
+        """
         return layout_of(self.device_mesh, self.placements, self.ndim)
 
     @property
     def local_shards(self) -> list[LocalShard]:
-        """What each device holds of the logical tensor, in the order of the mesh's devices.
+        """What each device holds of the logical tensor, in the order of the mesh's devices: of each
+        its number (``device``), a slice per tensor dim (``index``) and a CPU copy of the values
+        (``data``). ``Partial`` values whose reduction is pending are reduced first.
 
-        ``Partial`` values whose reduction is pending are reduced first.
+        Raises:
+            DataDependentError: in a compiled step.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            x = xd.distribute_tensor(torch.arange(16), mesh, [xd.Shard(0)])
+            shard = x.local_shards[3]
+            assert shard.device == 3 and shard.index == (slice(6, 8),)
+            assert shard.data.tolist() == [6, 7]
         """
         return backend().local_shards(self)
 
