@@ -163,8 +163,9 @@ class CompiledStep:
                         programs.first(program)
                     self._last = call, program
                     self._in_a_row = 0
-                    if events.observer is not None:
-                        events.observer.compiled(self._name())
+                    observer = events.observer
+                    if observer is not None:
+                        observer.compiled(self._name())
                     if self._audit:
                         self._look_again(program, call)
                     return program.run(call)

@@ -84,8 +84,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         results = _execute(plan, call)
         if info.counts_writes:
             count_writes([tensors[i] for i in written])
-    if events.observer is not None:
-        events.observer.operation(call, plan)
+    observer = events.observer
+    if observer is not None:
+        observer.operation(call, plan)
     return results
 
 

@@ -45,6 +45,7 @@ def install() -> None:
 
 
 def _backend() -> backend.Backend:
+    from xla_dtensor import custom_ops  # noqa: F401  (a rule that comes later would drop plans)
     from xla_dtensor.movement import backend as found
 
     return found

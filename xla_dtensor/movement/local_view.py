@@ -122,8 +122,9 @@ class _ToLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         form = tensor._form.on_current_frame()
         target = local_form(form)
-        if events.observer is not None:
-            events.observer.to_local(form, target)
+        observer = events.observer
+        if observer is not None:
+            observer.to_local(form, target)
         tensor._storage_.introduce(tensor)
         local = XLATensor(tensor._storage_, target, (*tensor._steps, CrossingStep(form, target)))
         tensor._storage_.share_writes(tensor, local)
@@ -200,8 +201,9 @@ def _shard(
             f"from_local(shape={list(shape)}, placements={list(placements)}) on {mesh!r}: each "
             f"device would hold {list(parts.shape)}, the local tensor is {list(source.shape)}"
         )
-    if events.observer is not None:
-        events.observer.from_local(source, target)
+    observer = events.observer
+    if observer is not None:
+        observer.from_local(source, target)
     if not target.unreduced and source.varying == parts.varying:
         # One and the same memory, as in torch.
         step = CrossingStep(source, target)

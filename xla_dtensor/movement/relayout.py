@@ -28,8 +28,9 @@ _converters: Cache[tuple[Any, Form, Form], Any] = Cache("conversions between for
 def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
     """A tensor of its own in ``target``; ``convert(array, source, target)`` computes its array.
     Below autograd."""
-    if events.observer is not None:
-        events.observer.relayout(convert, source, target)
+    observer = events.observer
+    if observer is not None:
+        observer.relayout(convert, source, target)
     array = read(tensor)
     if thread_state.current() is not None:
         value = convert(array, source, target)
@@ -55,8 +56,9 @@ def move(
     """``tensor``'s value in another layout, as a tensor of its own; below autograd."""
     source = tensor._form
     target = source.with_placements(mesh, placements)
-    if events.observer is not None:
-        events.observer.redistribute(source, target)
+    observer = events.observer
+    if observer is not None:
+        observer.redistribute(source, target)
     if target.meta:
         return XLAShardedTensor(Storage(None, target), target)
     array = read(tensor)
