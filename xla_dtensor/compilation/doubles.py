@@ -15,7 +15,6 @@ Functions that aren't here depend on the value of such a number, as any other us
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import types
 from collections.abc import Callable
@@ -259,7 +258,7 @@ def _never(*tensors: Any) -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=256)
+# Made anew in each call: what the function calls in its module may have been replaced since.
 def body_of(function: types.FunctionType) -> types.FunctionType:
     """The function as it is without a mode: it asks nobody else, and goes on to C++."""
     asks = dict.fromkeys(_ASKING, _never)
