@@ -20,7 +20,7 @@ import torch
 from xla_dtensor.base.cache import Interned
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.base.keys import exact
-from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.errors import LayoutRuleError, UnsupportedOpError
 from xla_dtensor.lowering import lowers
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.rules import Call, register_rule
@@ -232,10 +232,10 @@ def jax_function(
         and dtypes: of the kind of its arguments, sharded tensors laid out as ``rule`` says.
 
     Raises:
-        ValueError: ``rule`` is no notation; (in backward) ``vjp`` returns gradients that don't fit.
+        ValueError: (in backward) ``vjp`` returns gradients that don't fit.
         TypeError: (when called) no tensor among the arguments, an array that is none, or an
             argument that can't be hashed.
-        LayoutRuleError: (when called) ``rule`` doesn't fit a call.
+        LayoutRuleError: ``rule`` is malformed, or (when called) doesn't fit a call.
 
     Example::
 
@@ -249,7 +249,10 @@ def jax_function(
         assert y.placements == x.grad.placements == (xd.Shard(0),)
     """
     if rule is not None:
-        validate(rule)
+        try:
+            validate(rule)
+        except ValueError as error:
+            raise LayoutRuleError(f"jax_function(rule={rule!r}): {error}") from None
     name = getattr(function, "__name__", repr(function))
     calls: dict[Any, _JaxCall] = {}
 

@@ -145,7 +145,8 @@ class XLADeviceMesh(DeviceMesh):
             a str, the group's name, which torch's and our collectives take.
 
         Raises:
-            MeshError: the mesh has no such dim, or several and none is named.
+            MeshDimError: the mesh has no such dim.
+            MeshError: it has several, and none is named.
         """
         return group_of(self, mesh_dim)
 

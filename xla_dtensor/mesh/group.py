@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base.cache import Table
-from xla_dtensor.errors import MeshError, PerDeviceValueError
+from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
 from xla_dtensor.mesh.frame import Frame, frame_of, mesh_dim_axes
 
 
@@ -70,7 +70,8 @@ def group_of(mesh: DeviceMesh, dim: int | str | None = None) -> MeshGroup:
     """The group along ``dim`` (a number, a name, or nothing for a mesh of one dim).
 
     Raises:
-        MeshError: the mesh has no such dim, or several and none is named.
+        MeshDimError: the mesh has no such dim.
+        MeshError: it has several, and none is named.
     """
     if dim is None:
         if mesh.ndim != 1:
@@ -82,11 +83,11 @@ def group_of(mesh: DeviceMesh, dim: int | str | None = None) -> MeshGroup:
     if isinstance(dim, str):
         names = mesh.mesh_dim_names or ()
         if dim not in names:
-            raise MeshError(f"{mesh!r} has no mesh dim {dim!r}")
+            raise MeshDimError(f"{mesh!r} has no mesh dim {dim!r}")
         dim = names.index(dim)
     number = int(dim)
     if not -mesh.ndim <= number < mesh.ndim:
-        raise MeshError(f"{mesh!r} has no mesh dim {dim}")
+        raise MeshDimError(f"{mesh!r} has no mesh dim {dim}")
     number %= mesh.ndim
     frame = frame_of(mesh)
     axes = mesh_dim_axes(mesh)[number]
