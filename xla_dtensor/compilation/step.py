@@ -194,7 +194,7 @@ class CompiledStep:
         with self._lock, _tracing:
             traced = trace(self._function, arguments, frozenset(), self._carried)
             try:
-                return Program(traced, traced.call, None, self._options).lowered
+                return Program(traced, traced.take_call(), None, self._options).lowered
             finally:
                 traced.undo()
 
@@ -269,7 +269,7 @@ class CompiledStep:
             family.varies(arguments.numbers)
         with _tracing:
             traced = self._traced(arguments, family, path)
-        call = traced.call
+        call = traced.take_call()
         program: Program | None = None
         try:
             program = Program(traced, call, self._executables, self._options)

@@ -81,7 +81,6 @@ class Traced(TracedEffects):
         counted: likewise those in which it puts other numbers, strings or ``None``.
         watch: what its Python can read.
         carried: the places that its values are taken from like arguments.
-        call: the arguments, with these.
         history: how its results depend on tensors that require grad, or None.
         reads: per mark of the history's where the memory is (a source, templates, a CPU tensor, or
             which argument it is), and through which tensor from outside it was read.
@@ -118,7 +117,7 @@ class Traced(TracedEffects):
         self.carried = each_once(watch.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
-        self.call, arguments = call, now
+        self._call, arguments = call, now
         self.dynamic = dynamic | arguments.carried_numbers()
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
@@ -206,6 +205,12 @@ class Traced(TracedEffects):
         except BaseException:
             self._abandon(surroundings)
             raise
+
+    def take_call(self) -> Arguments:
+        """The arguments, with what is carried; once, since a program doesn't keep them alive."""
+        call = self._call
+        del self._call
+        return call
 
     def look_again(self) -> Watch:
         """What the step's Python can read now."""
