@@ -89,3 +89,10 @@ def test_files_that_pages_name_exist(page: Path) -> None:
         named = set()  # it says what was
     missing = {name for name in named if not any(f"/{f}".endswith(f"/{name}") for f in FILES)}
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", page.read_text())
+    local = [link for link in links if "://" not in link]
+    assert not [link for link in local if not (page.parent / link).exists()]
