@@ -1,1 +1,1 @@
-"""The ground floor: small mechanisms that know nothing of tensors, meshes or operations."""
+"""What knows no tensor: keys, caches, registries, numbers, the thread's state, interrupts."""

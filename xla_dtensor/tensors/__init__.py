@@ -1,0 +1,1 @@
+"""The two classes that users hold: `XLAShardedTensor` and `XLATensor`."""
