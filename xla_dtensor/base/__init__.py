@@ -1,1 +1,1 @@
-"""What knows no tensor: keys, caches, registries, numbers, the thread's state, interrupts."""
+"""The ground floor: small mechanisms that know nothing of tensors, meshes or operations."""
