@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
 from xla_dtensor.base import thread_state
-from xla_dtensor.compilation import program
+from xla_dtensor.compilation import program, write_back
 from xla_dtensor.compilation.effects import Effect
 from xla_dtensor.forms.storage import Storage
 
@@ -131,7 +131,7 @@ def test_nothing_is_lost(
 
 # What writing back calls, which is made to fail once.
 WRITING: dict[str, tuple[Any, str]] = {
-    "states": (program, "put"),
+    "states": (write_back, "put"),
     "counts": (Storage, "count_write"),
     "arguments": (Storage, "write"),
     "versions": (torch.autograd.graph, "increment_version"),

@@ -246,3 +246,26 @@ def test_programs_go_with_the_step(mesh_2x4: DeviceMesh) -> None:
     assert alive(programs) == 2
     del step
     assert alive(programs) == 0
+
+
+def test_models_of_a_method_with_state_go(mesh_2x4: DeviceMesh) -> None:
+    """The places that a step keeps state in don't keep the object alive, whose they are."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.count = model_on(mesh_2x4), 0
+
+        @xd.compile
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return self.model(x).detach() * self.count
+
+    found = []
+    for _ in range(4):
+        trainer = Trainer()
+        for i in range(4):
+            trainer.step(batch(mesh_2x4, i))
+        found.append(memory_of(trainer.model.parameters()))
+        del trainer
+    gc.collect()
+    assert [alive(memory) for memory in found[:3]] == [0, 0, 0]

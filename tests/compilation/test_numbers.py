@@ -517,3 +517,18 @@ def test_a_double_that_was_rounded_is_noticed() -> None:
         stand_ins.restore(float(np.float32(stand_in)))
     assert guarded
     assert all(what == "is" for _, what, _ in guarded)
+
+
+def test_the_type_of_a_number_is_asked_for(mesh_2x4: DeviceMesh) -> None:
+    """An input isn't `float` to ``type()``: such a step has a program per value."""
+    step = xd.compile(lambda x, k: x * (3 if type(k) is float else 1))
+    x = torch.ones(2, device="xla")
+    for k in (0.5, 1.5, 2.5, 3):
+        assert step(x, k).tolist() == [3 if type(k) is float else 1] * 2
+
+
+def test_ints_of_more_than_64_bits(mesh_2x4: DeviceMesh) -> None:
+    step = xd.compile(lambda x, n: x * (n % 7))
+    x = torch.ones(2, device="xla")
+    for n in (5, 6, 2**63, 2**70, 8):
+        assert step(x, n).tolist() == [n % 7] * 2

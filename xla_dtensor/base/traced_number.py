@@ -280,6 +280,21 @@ class ComparisonNode:
         """What ``torch._check`` asks; torch has one in ``x**y``."""
         return self.bool_()
 
+    # What torch asks of a comparison of sizes: this one has an answer.
+    def statically_known_true(self, file: str, line: int) -> bool:
+        return self.bool_()
+
+    guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true
+
+    def sym_and(self, other: ComparisonNode) -> ComparisonNode:
+        return ComparisonNode(self.bool_() and other.bool_())
+
+    def sym_or(self, other: ComparisonNode) -> ComparisonNode:
+        return ComparisonNode(self.bool_() or other.bool_())
+
+    def sym_not(self) -> ComparisonNode:
+        return ComparisonNode(not self.bool_())
+
     def _graph_repr(self) -> str:
         return repr(self.bool_())
 

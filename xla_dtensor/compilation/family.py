@@ -10,7 +10,7 @@ from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.program import Program
-from xla_dtensor.compilation.programs import KEPT, Programs
+from xla_dtensor.compilation.programs import Programs
 
 # How many kinds of arguments a step keeps programs for, and how many places that it keeps state in.
 KINDS = 256
@@ -22,17 +22,15 @@ class Family:
     Attributes:
         programs: by the values of the numbers that are part of them, the places that they take more
             arguments from, and the key of what is there.
-        carried: these places, by what tells them from others; those of the last trace come last.
         dynamic: the numbers that are inputs, because they have changed between calls.
         last: the numbers of the call that was traced last.
         latest: gives the program that was made of it, if it still exists.
     """
 
-    __slots__ = ("_static", "carried", "dynamic", "last", "latest", "programs")
+    __slots__ = ("_static", "dynamic", "last", "latest", "programs")
 
     def __init__(self) -> None:
         self.programs: dict[Any, Programs] = {}
-        self.carried: dict[Any, list[Carried]] = {(): []}
         self.dynamic: frozenset[int] = frozenset()
         self.last: dict[int, int | float] | None = None
         self.latest: Callable[[], Program | None] = lambda: None
@@ -45,10 +43,20 @@ class Family:
 
     def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, Programs]]:
         """The programs that may run, with the arguments that each of them takes."""
-        for where in reversed(list(self.carried)):
-            call = arguments.carrying(self.carried[where])
+        for where, places in self._places().items():
+            call = arguments.carrying(places)
             if call is not None:
                 yield call, self.programs_for(call, where)
+
+    def _places(self) -> dict[Any, list[Carried]]:
+        """The places that programs take more arguments from, by what tells them from others, those
+        of the latest first. Programs alone refer to them: to a place belongs an object."""
+        found: dict[Any, list[Carried]] = {}
+        for (_, where, _), programs in reversed(self.programs.items()):
+            program = programs.latest()
+            if program is not None:
+                found.setdefault(where, program.traced.carried)
+        return found or {(): []}
 
     def programs_for(self, call: Arguments, where: Any = ()) -> Programs:
         """Those that take their arguments from ``where``, too, and may run with ``call``."""
@@ -63,22 +71,15 @@ class Family:
         self.latest = weakref.ref(program)
         places = program.traced.carried
         where = tuple(place.where() for place in places)
-        self.carried.pop(where, None)
-        self.carried[where] = places
-        while len(self.carried) > KEPT:
-            self._forget(next(iter(self.carried)))
         fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in program.traced.dynamic)
         key = fixed, where, call.carried
         programs = self.programs.pop(key, None) or Programs()
         self.programs[key] = programs
         programs.first(program)
+        for other in [key for key, held in self.programs.items() if held.latest() is None]:
+            del self.programs[other]
         while len(self.programs) > KINDS:
             del self.programs[next(iter(self.programs))]
-
-    def _forget(self, where: Any) -> None:
-        del self.carried[where]
-        for key in [key for key in self.programs if key[1] == where]:
-            del self.programs[key]
 
     def varies(self, numbers: dict[int, int | float]) -> None:
         """Programs exist, but not for these numbers: from now on those that differ are inputs."""

@@ -74,10 +74,11 @@ class Guarded(Lowered):
             return "whether there is something that the step keeps from one call to the next"
         differences = self.watch.differences(now)
         if not differences:
-            places = {place.container for place in now.places}
+            # By path: two objects of a kind may have changed places.
+            places = {(place.path, place.container) for place in now.places}
             changed = [effect.place for effect in self.effects]
             changed += [carried.place for carried in self._traced.carried]
-            if any(place.container not in places for place in changed):
+            if any((place.path, place.container) not in places for place in changed):
                 return "something that the step changes, which is another object now"
             self.watch = now
             return None

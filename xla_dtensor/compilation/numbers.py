@@ -40,7 +40,7 @@ class Number:
         except ARITHMETIC as error:
             raise Changed(f"{self.name}: {error}") from None
         if type(value) is not (int if self.integer else float) or (
-            self.integer and not -(2**63) <= value < 2**63
+            self.integer and not fits(value)
         ):
             raise Changed(f"{self.name}: now {value!r}")
         return value
@@ -63,8 +63,16 @@ def values_of(numbers: list[Number], arguments: Any) -> list[float]:
     found: list[float] = []
     for number in numbers:
         read = number.read
-        found.append(number.computed(found) if read is None else read(arguments))
+        value = number.computed(found) if read is None else read(arguments)
+        if number.integer and not fits(value):
+            raise Changed(f"{number.name}: now {value!r}")
+        found.append(value)
     return found
+
+
+def fits(value: float) -> bool:
+    """Whether an int can be an input: one of 64 bits."""
+    return -(2**63) <= value < 2**63
 
 
 @dataclass(frozen=True)

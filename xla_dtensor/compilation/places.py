@@ -252,14 +252,13 @@ class Items(Place):
         return dict(self.owner)
 
     def replace(self, content: dict[Any, Any]) -> None:
-        if list(self.owner) == list(content):
-            self.owner.update(content)
-        else:
+        if list(self.owner) != list(content):
             self.owner.clear()
-            self.owner.update(content)
+        self.put(content)
 
     def put(self, changes: dict[Any, Any]) -> None:
-        self.owner.update(changes)
+        for key, value in changes.items():  # a Counter's update() adds
+            self.owner[key] = value
 
     def at(self, key: Any) -> Any:
         return self.owner.get(key, MISSING)

@@ -26,7 +26,6 @@ from xla_dtensor.runtime.jax_runtime import code_bytes
 logger = logging.getLogger("xla_dtensor")
 
 PROGRAMS = 256
-
 # Calls traced in a row of which one is told.
 MANY_TRACES = 5
 
@@ -128,15 +127,16 @@ class CompiledStep:
         self._options = compiler_options
         self._audit = audit
         self._calls = 0
-        # Threads may share a step; its calls come one after another.
+        # Threads may share a step: one call after another.
         self._lock = threading.RLock()
         name = f"compiled step {self._name()}"
         self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS)
         self._executables: Cache[Any, Any] = Cache(f"{name}: programs", PROGRAMS, size=code_bytes)
         self._last: tuple[Arguments, Program] | None = None
-        # What it keeps outside of itself and replaces in each call, as messages call it.
+        # What it keeps outside of itself and replaces in each call, as messages call it; numbers.
         self._carried: frozenset[str] = frozenset()
-        # What of it can't be taken from there, because of an error of the trace.
+        self._counted: frozenset[str] = frozenset()
+        # What of it can't be taken from there, and why.
         self._not_carried: dict[str, Exception] = {}
         self.clear_cache()
         self.compilations = 0
@@ -212,7 +212,7 @@ class CompiledStep:
         self._families.clear()
         self._executables.clear()
         self._last = None
-        self._carried = frozenset()
+        self._carried = self._counted = frozenset()
         self._not_carried = {}
         self._in_a_row = 0
 
@@ -318,11 +318,17 @@ class CompiledStep:
             try:
                 traced = self._trace_once(arguments, family)
             except Exception as error:
-                if not tried:
+                suspects = (tried or self._counted) & self._carried
+                if not suspects:
+                    raise
+                self._carried -= suspects
+                try:
+                    self._trace_once(arguments, family).undo()
+                except Exception:
+                    self._carried |= suspects  # it is the step that raises
                     raise
                 # The step's Python can't do with numbers that are inputs.
-                self._carried -= tried
-                self._not_carried |= dict.fromkeys(tried, error)
+                self._not_carried |= dict.fromkeys(suspects, error)
                 tried = set()
                 continue
             again = [e for e in traced.effects if _is_counted_on(e, traced, family.latest())]
@@ -332,6 +338,7 @@ class CompiledStep:
                 traced.undo()
                 self._carried |= found
                 tried |= found & counted
+                self._counted |= found & counted
                 continue
             again = [e for e in again if path is not None and path.startswith(e.place.path)]
             if not again:
@@ -355,7 +362,7 @@ class CompiledStep:
     def _explain(
         self, arguments: Arguments, family: Family, tried: list[tuple[Program, Arguments]]
     ) -> tuple[str | None, str | None]:
-        """Why no program fits, and the name of what has changed if it is something in Python."""
+        """Why no program fits, and what of Python's has changed."""
         if tried:
             program, call = tried[0]
             why = program.mismatch(call) or "the program was used up"

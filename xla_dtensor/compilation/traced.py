@@ -119,6 +119,8 @@ class Traced(TracedEffects):
         assert call is not None and now is not None  # the watch has looked at each
         self._call, arguments = call, now
         self.dynamic = dynamic | arguments.carried_numbers()
+        if self.dynamic and watch.asks_types:
+            raise NumberLeft("the step asks for the type() of numbers")
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         self.schedulers = DeferredSchedulers()
@@ -218,7 +220,8 @@ class Traced(TracedEffects):
 
     def carries(self, watch: Watch) -> bool:
         """Whether ``watch`` takes the values of the same places as this trace."""
-        return {c.where() for c in watch.carried} == {c.where() for c in self.carried}
+        mine, now = ({c.name: c.where() for c in w} for w in (self.carried, watch.carried))
+        return mine == now
 
     @interrupts.atomic
     def _abandon(self, surroundings: Surroundings) -> None:
@@ -355,8 +358,6 @@ class Traced(TracedEffects):
         form = (tensor._form if tensor._steps else tensor._storage_.form).reduced()
         return Template(self.emit(logical_value(tensor), form), form)
 
-    # --- inputs -------------------------------------------------------------------------------
-
     # --- for the audit ------------------------------------------------------------------------
 
     def signature(self) -> dict[str, Any]:
@@ -376,7 +377,8 @@ class Traced(TracedEffects):
                 (id(outside.get()), None if t is None else (t.index, t.form.placed(self.frame)))
                 for outside, t in self.grads
             ],
-            "what its Python changes": [e.name() for e in self.effects],
+            "what its Python changes": [(e.name(), e.place.container) for e in self.effects],
+            "the state that it takes from where it is": [(c.name, c.where()) for c in self.carried],
         }
 
 

@@ -67,6 +67,7 @@ class Walk:
         self._carried = carried
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
+        self.asks_types = False
         self._odd_classes: dict[type, bool] = {}
         self._slot_names: dict[type, list[str]] = {}
         self._seen: dict[int, tuple[Any, str]] = {}

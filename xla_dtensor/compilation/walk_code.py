@@ -14,6 +14,8 @@ from xla_dtensor.compilation.code_names import (
 from xla_dtensor.compilation.places import MISSING, Entries, Slots
 from xla_dtensor.compilation.walk import Walk
 
+_NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
+
 
 class WalkCode(Walk):
     """What is found in code; see `Watch`."""
@@ -27,6 +29,8 @@ class WalkCode(Walk):
         library = is_library(module)
         if not library:
             names = names_of(code)
+            if "type" in names.globals and names.globals & _NUMBERS:
+                self.asks_types = True
             self._names.update(names)
             self._place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
             namespace = function.__globals__

@@ -41,6 +41,8 @@ class Watch(WalkObjects):
         optimizers: the optimizers found, by id.
         settings: the entries of their param groups that the code names: (``id`` of the group, key).
         carried: the places found of those that each call takes its values from.
+        asks_types: whether the code may compare ``type(n)`` with ``int`` or ``float``, which a
+            number that is an input can't pass for.
         inside: the lists, dicts and objects that are part of what is there (`Place.container`).
     """
 

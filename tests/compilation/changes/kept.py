@@ -5,6 +5,7 @@ Each row also says how often the step's Python may run: a steady call runs none 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections import namedtuple
@@ -622,3 +623,113 @@ def leaf_left(world: World) -> Program:
         out = step(world.batch(i))
         yield out.detach(), out.grad, out.requires_grad, holder.x is out
     world.traced_at_most(1, step)
+
+
+# --- objects of one kind that change places -------------------------------------------------------
+
+
+class Cell:
+    """Holds a tensor and a count."""
+
+    def __init__(self, h: torch.Tensor) -> None:
+        self.h, self.n = h, 0
+
+
+def _swap_attributes(cells: Any) -> None:
+    cells.first, cells.second = cells.second, cells.first
+
+
+def _swap_elements(cells: Any) -> None:
+    cells[0], cells[1] = cells[1], cells[0]
+
+
+PLACES: dict[str, tuple[Callable, Callable, Callable]] = {
+    "attributes": (
+        lambda a, b: SimpleNamespace(first=a, second=b),
+        lambda cells: (cells.first, cells.second),
+        _swap_attributes,
+    ),
+    "list": (lambda a, b: [a, b], lambda cells: tuple(cells), lambda cells: cells.reverse()),
+    "elements": (lambda a, b: [a, b], lambda cells: tuple(cells), _swap_elements),
+    "dict": (lambda a, b: {0: a, 1: b}, lambda cells: (cells[0], cells[1]), _swap_elements),
+}
+
+
+@rows(PLACES)
+def cells_swapped(world: World, how: tuple[Callable, Callable, Callable]) -> Program:
+    make, both, swap = how
+    a, b = Cell(world.batch(5)), Cell(world.batch(6))
+    cells = make(a, b)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        first, second = both(cells)
+        first.h, second.h = first.h * 0.5 + x, second.h * 0.25 - x
+        first.n += 1
+        second.n += 10
+        return first.h * first.n + second.n
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i)), a.h, b.h, a.n, b.n
+    world.change(swap, cells)
+    for i in range(2):
+        yield step(world.batch(i)), a.h, b.h, a.n, b.n
+
+
+@row()
+def written_cells_swapped(world: World) -> Program:
+    """Only written, not read."""
+    cells = [SimpleNamespace(h=None), SimpleNamespace(h=None)]
+    a, b = cells
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for k, cell in enumerate(cells):
+            cell.h = x * (k + 1)
+        return x
+
+    step = world.compile(function)
+    yield step(world.batch(0)), a.h, b.h
+    yield step(world.batch(1)), a.h, b.h
+    world.change(cells.reverse)
+    yield step(world.batch(2)), a.h, b.h
+
+
+@row(unseen=True)
+def counter_of_collections(world: World) -> Program:
+    """Its update() adds."""
+    counter = collections.Counter(n=1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        counter["n"] += 1
+        return x * counter["n"]
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i)), counter["n"]
+
+
+@row(unseen=True)
+def large_ints(world: World) -> Program:
+    """Of more than 64 bits, now and then."""
+    state = SimpleNamespace(seed=12345)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        state.seed = (state.seed * 6364136223846793005 + 1442695040888963407) % 2**64
+        return x * (state.seed % 7)
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i)), str(state.seed)
+
+
+@row(unseen=True)
+def counter_asked_for_its_type(world: World) -> Program:
+    state = SimpleNamespace(n=0.5)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        state.n += 1.0
+        return x * (3 if type(state.n) is float else 1)
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)), state.n
