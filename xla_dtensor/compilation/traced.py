@@ -25,6 +25,7 @@ from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread, none_drawn
+from xla_dtensor.compilation.jaxpr_text import text_of
 from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
@@ -363,7 +364,7 @@ class Traced(TracedEffects):
     def signature(self) -> dict[str, Any]:
         """What a later trace must have in common with this one, for the program to be the step."""
         return {
-            "the operations": str(self.jaxpr),
+            "the operations": text_of(self.jaxpr),
             "the tensors that it uses": [s.signature() for s in self.sources],
             "the layouts of its results": [form.placed(self.frame) for form in self.forms],
             "what it returns": (
