@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.compilation.garbage import NewObjects
+from xla_dtensor.compilation.reflection import slots_of
 
 
 class Opened:
@@ -62,16 +63,10 @@ def _has_attributes(value: Any) -> bool:
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object; None where they aren't all that it is."""
     own = getattr(value, "__dict__", None)
-    slots = [s for base in type(value).__mro__ for s in _slots_of(base)]
+    slots = [s for base in type(value).__mro__ for s in slots_of(base)]
     if own is None:
         return {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return None if slots or not isinstance(own, dict) else dict(own)
-
-
-def _slots_of(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    slots = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(s for s in slots if s not in ("__dict__", "__weakref__"))
 
 
 def is_record(value: Any) -> bool:

@@ -535,7 +535,27 @@ class Slotted:
         self.loss, self.parts, self.count = loss, parts, 1
 
 
-@rows({"dataclass": Output, "frozen": Frozen, "object": Plain, "slots": Slotted}, unseen=True)
+class Private:
+    __slots__ = ("__loss", "count", "parts")
+
+    def __init__(self, loss: Any, parts: Any) -> None:
+        self.__loss, self.parts, self.count = loss, parts, 1
+
+    @property
+    def loss(self) -> Any:
+        return self.__loss
+
+
+RESULTS = {
+    "dataclass": Output,
+    "frozen": Frozen,
+    "object": Plain,
+    "slots": Slotted,
+    "private_slots": Private,
+}
+
+
+@rows(RESULTS, unseen=True)
 def result(world: World, make: Callable) -> Program:
     """A step that returns an object, with a history, and leaves another one."""
     weight = world.parameter(numbers(1, 4, 6))
