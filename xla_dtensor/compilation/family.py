@@ -12,7 +12,7 @@ from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.programs import Programs
 
-# How many kinds of arguments a step keeps programs for, and how many places that it keeps state in.
+# How many kinds of arguments a step keeps programs for.
 KINDS = 256
 
 
@@ -46,7 +46,7 @@ class Family:
         for where, places in self._places().items():
             call = arguments.carrying(places)
             if call is not None:
-                yield call, self.programs_for(call, where)
+                yield call, self._programs_for(call, where)
 
     def _places(self) -> dict[Any, list[Carried]]:
         """The places that programs take more arguments from, by what tells them from others, those
@@ -58,7 +58,7 @@ class Family:
                 found.setdefault(where, program.traced.carried)
         return found or {(): []}
 
-    def programs_for(self, call: Arguments, where: Any = ()) -> Programs:
+    def _programs_for(self, call: Arguments, where: Any) -> Programs:
         """Those that take their arguments from ``where``, too, and may run with ``call``."""
         fixed: tuple[Any, ...] = ()
         if call.numbers:

@@ -118,7 +118,7 @@ class History:
         tensors, self._tensors = self._tensors, []
         grads = []
         for tensor in tensors:
-            form = _gradient_form(tensor._form if tensor._steps else tensor._storage_.form)
+            form = _gradient_form(tensor._form)
             with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.zeros(form.array_shape, form.jax_dtype, device=form.sharding)
             self.cotangents.append(array)

@@ -210,8 +210,7 @@ class HostOperations(TorchDispatchMode):
         """The tensors from outside that the step has written, and where their values come from."""
         found = []
         for tensor, _ in self._overwritten:
-            index = self._arguments.get(id(tensor))
-            found.append((_Input(tensor if index is None else None, index), self.use(tensor)))
+            found.append((self._input(tensor), self.use(tensor)))
         return found
 
     def undo(self) -> None:
@@ -227,6 +226,10 @@ class HostOperations(TorchDispatchMode):
     def _made_here(self, tensor: torch.Tensor) -> _Value | None:
         known = self._made.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
+
+    def _input(self, tensor: torch.Tensor) -> _Input:
+        index = self._arguments.get(id(tensor))
+        return _Input(tensor if index is None else None, index)
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether the step has made a CPU tensor."""
@@ -245,8 +248,7 @@ class HostOperations(TorchDispatchMode):
         """
         made = self._made_here(tensor)
         if made is None:
-            index = self._arguments.get(id(tensor))
-            return _Input(tensor if index is None else None, index)
+            return self._input(tensor)
         if not self.program.depends:
             return None
         # The step may write to the tensor later on.
@@ -259,8 +261,7 @@ class HostOperations(TorchDispatchMode):
                 if made is not None:
                     return made
                 self._outside.add(x.untyped_storage()._cdata)
-                index = self._arguments.get(id(x))
-                return _Input(x if index is None else None, index)
+                return self._input(x)
             if isinstance(x, _Symbolic):
                 return x.node
             return x

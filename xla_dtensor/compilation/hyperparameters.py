@@ -8,9 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-)
+from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.compilation.numbers import Changed

@@ -9,9 +9,7 @@ from typing import Any, Protocol
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.recipes import (
-    Source,
-)
+from xla_dtensor.compilation.recipes import Source
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Pending, Storage
 

@@ -21,9 +21,7 @@ from xla_dtensor.compilation.inputs import Arrays
 from xla_dtensor.compilation.node import OnHost, Read
 from xla_dtensor.compilation.numbers import Decision, values_of
 from xla_dtensor.compilation.outside import Outside
-from xla_dtensor.compilation.recipes import (
-    Source,
-)
+from xla_dtensor.compilation.recipes import Source
 from xla_dtensor.compilation.run import Prepared
 from xla_dtensor.compilation.split import Split
 from xla_dtensor.compilation.traced import Traced

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.utils.checkpoint
 
 from xla_dtensor.base.python_numbers import is_number
 from xla_dtensor.compilation.arguments import Arguments
@@ -24,7 +23,6 @@ from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.watch import Watch
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
-from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import Step, ViewStep
 from xla_dtensor.tensors.of_form import Ours
@@ -91,8 +89,7 @@ class Made:
         whole = None if grad._steps else self._wholes.get(id(grad._storage_))
         if whole is not None:
             return whole
-        form = grad._form.reduced()
-        return Template(self._traced.emit(logical_value(grad), form), form)
+        return self._traced.template(grad)
 
     def finish(self) -> None:
         """When all are known."""

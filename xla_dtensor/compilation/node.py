@@ -15,8 +15,8 @@ from xla_dtensor.movement.redistribute import as_sharded, move
 from xla_dtensor.movement.vary import vary
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
-# Torch's error for a value that a backward pass needs and that isn't there any more.
 _version, _storage = operator.attrgetter("version"), operator.attrgetter("storage")
+# Torch's error for a value that a backward pass needs and that isn't there any more.
 MODIFIED = "modified by an inplace operation"
 
 

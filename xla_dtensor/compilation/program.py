@@ -16,9 +16,7 @@ from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.inputs import Losses, check_alive, refuse_deleted
 from xla_dtensor.compilation.lowered import ARRAY_KINDS
 from xla_dtensor.compilation.node import Call, Kept, OnHost, Read, WithHistory, cotangent
-from xla_dtensor.compilation.recipes import (
-    Template,
-)
+from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.run import Prepared, Run
 from xla_dtensor.compilation.write_back import WriteBack
 from xla_dtensor.tensors.of_form import new_tensor
@@ -38,10 +36,6 @@ class Program(WriteBack):
         stale: why the next call has to trace again whatever it finds, or None.
         why_not: what `mismatch` said last.
     """
-
-    # --- compiling ---------------------------------------------------------------------------
-
-    # --- checking ----------------------------------------------------------------------------
 
     # --- running -----------------------------------------------------------------------------
 
@@ -170,8 +164,6 @@ class Program(WriteBack):
                 continue
             found.append(new_tensor(array, gradient[1].placed(self._frame)))
         return found
-
-    # --- inputs ------------------------------------------------------------------------------
 
     # --- how long it lives, see `Programs` ---------------------------------------------------
 

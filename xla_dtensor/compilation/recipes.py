@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Storage

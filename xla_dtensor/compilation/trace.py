@@ -68,7 +68,6 @@ class StepTrace(TraceNumbers):
         self._recomputed: list[Recomputation] = []
         self._latest: Any = None
         self.in_optimizer = 0
-        self.random_operations_done = 0
         # Scalars computed from the same scalars are computed once: the step counts of 600
         # parameters, and what an optimizer makes of them.
         self.scalars: dict[Any, Any] = {}
@@ -224,8 +223,6 @@ class StepTrace(TraceNumbers):
             "number), return it from the step and look at it there, or move this line out of the "
             "compiled function"
         )
-
-    # --- numbers ------------------------------------------------------------------------------
 
     # --- recomputation ------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import torch
-import torch.utils.checkpoint
 from torch.nn.utils import parametrize
 
 from xla_dtensor.base import interrupts, thread_state
@@ -356,7 +355,7 @@ class Traced(TracedEffects):
 
     def template(self, tensor: Any) -> Template:
         """An output that is the tensor's value; memory of its own."""
-        form = (tensor._form if tensor._steps else tensor._storage_.form).reduced()
+        form = tensor._form.reduced()
         return Template(self.emit(logical_value(tensor), form), form)
 
     # --- for the audit ------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from xla_dtensor.compilation.carried import is_state, tensors_in
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable

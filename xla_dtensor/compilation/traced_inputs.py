@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.captured import Captured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -77,16 +77,22 @@ class WalkObjects(WalkCode):
         self._class(cls)
 
     def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
-        place = Entries(own, names, path)
-        taken = self._taken(place, names)
-        if taken:
-            names = [name for name in names if name not in taken]
-            self._place(Entries(own, sorted(taken), path, guarded=False))
-            place = Entries(own, names, path)
-        self._place(place)
-        for name in names:
+        for name in self._entries_place(own, names, path):
             if name not in _MODULE_HOOKS and name in own:
                 self._walk(own[name], f"{path}.{name}")
+
+    def _entries_place(
+        self, own: Mapping[str, Any], names: list[str], path: str, setter: Any = None
+    ) -> list[str]:
+        """Place those entries; the names of those that aren't carried."""
+        place = Entries(own, names, path, setter=setter)
+        taken = self._taken(place, names)
+        if taken:
+            self._place(Entries(own, sorted(taken), path, guarded=False, setter=setter))
+            names = [name for name in names if name not in taken]
+            place = Entries(own, names, path, setter=setter)
+        self._place(place)
+        return names
 
     def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
         """Attributes that the code assigns without reading them."""
@@ -279,14 +285,7 @@ class WalkObjects(WalkCode):
                 and (self._is_read(name) or is_callable(base.__dict__[name]))
                 and not isinstance(base.__dict__[name], DESCRIPTORS)
             ]
-            place = Entries(base.__dict__, names, base.__qualname__, setter=base)
-            taken = self._taken(place, names)
-            if taken:
-                where = base.__dict__, sorted(taken), base.__qualname__
-                self._place(Entries(*where, guarded=False, setter=base))
-                names = [name for name in names if name not in taken]
-                place = Entries(base.__dict__, names, base.__qualname__, setter=base)
-            self._place(place)
+            names = self._entries_place(base.__dict__, names, base.__qualname__, setter=base)
             for name in names:
                 self._walk(base.__dict__[name], f"{base.__qualname__}.{name}")
 

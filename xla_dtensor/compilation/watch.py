@@ -67,8 +67,6 @@ class Watch(WalkObjects):
             return None
         return self._names.assigned
 
-    # --- the walk -----------------------------------------------------------------------------
-
     # --- comparing ----------------------------------------------------------------------------
 
     def _arm(self) -> None:

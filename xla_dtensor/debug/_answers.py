@@ -8,9 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_dtensor.debug._records import (
-    Redistribution,
-)
+from xla_dtensor.debug._records import Redistribution
 from xla_dtensor.debug._transfers import placements_on, transfers_of
 from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.result_placements import representable

@@ -81,7 +81,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             trace.touched(tensors[0])
         results = plan.make(tensors[0])
     else:
-        results = _execute(plan, call)
+        results = _execute(plan, call, trace)
         if info.counts_writes:
             count_writes([tensors[i] for i in written])
     observer = events.observer
@@ -106,8 +106,7 @@ def _is_ours(value: Any) -> bool:
     return isinstance(value, TensorMethods)
 
 
-def _execute(plan: Plan, call: Call) -> Any:
-    trace = thread_state.current()
+def _execute(plan: Plan, call: Call, trace: thread_state.Trace | None) -> Any:
     batch = thread_state.batch()
     if batch is None or trace is not None:
         return _perform(plan, call, trace, None)
