@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,6 +60,10 @@ class World:
         """Calls ``function``, in a run that makes its changes."""
         return function(*args, **kwargs) if self.changes else None
 
+    def fail(self, step: Callable[..., Any], *args: Any) -> None:
+        """Calls ``step`` where it is compiled, so that it raises ``ValueError``. Nothing of the
+        call has happened then; eagerly, what came before the error has."""
+
     def watch(self, **named: Any) -> None:
         """Modules, optimizers, tensors and objects that are looked at after every call."""
         self.watched.update(named)
@@ -86,6 +91,10 @@ class Mesh(World):
     def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return xd.compile(step)
 
+    def fail(self, step: Callable[..., Any], *args: Any) -> None:
+        with pytest.raises(ValueError):
+            step(*args)
+
     def at_most(self, programs: int, step: Callable[..., Any]) -> None:
         assert step.compilations <= programs, step.recompilations
 
@@ -98,6 +107,9 @@ class EagerMesh(Mesh):
 
     def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return step
+
+    def fail(self, step: Callable[..., Any], *args: Any) -> None:
+        pass
 
     def at_most(self, programs: int, step: Callable[..., Any]) -> None:
         pass
