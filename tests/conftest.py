@@ -23,6 +23,7 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
+import jax
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,7 +85,7 @@ def _seed() -> None:
 
 
 # A program for eight simulated devices takes more than a megabyte. Few tests use those of another.
-_PROGRAMS = 400
+_PROGRAMS = 300
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +93,7 @@ def _few_programs() -> Iterator[None]:
     """A worker that has run thousands of tests doesn't hold the programs of all of them."""
     yield
     if live_programs()[0] > _PROGRAMS:
+        jax.clear_caches()  # those of tests that call JAX
         xd.debug.clear_caches()
 
 

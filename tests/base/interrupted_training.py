@@ -1,5 +1,6 @@
-"""Trains a small model while Ctrl-C is pressed at random times, and checks after each one that
-every tensor is as before or after the optimizer's step. `test_interrupts.py` runs this file.
+"""Trains a small model while Ctrl-C is pressed, or another signal comes whose handler raises, at
+random times, and checks after each one that every tensor is as before or after the optimizer's
+step. `test_interrupts.py` runs this file.
 
 The same training without interrupts comes first. Then each attempt at a step is interrupted once,
 by a thread; parameters and optimizer must be, bit by bit,
@@ -30,6 +31,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "loop": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
 }
 WAIT_S = 20
+# Ctrl-C, a limit of time, and a scheduler that wants the machine back.
+SIGNALS = [signal.SIGINT, signal.SIGALRM, signal.SIGTERM]
 
 
 class Training:
@@ -95,15 +98,15 @@ class Training:
         return [t.numpy().tobytes() for t in found]
 
 
-def interrupt_later(delay: float, how: str) -> None:
-    """Press Ctrl-C in ``delay`` seconds."""
+def interrupt_later(delay: float, how: str, signum: signal.Signals) -> None:
+    """Send a signal in ``delay`` seconds."""
 
     def press() -> None:
         time.sleep(delay)
         if how == "process":
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signum)
         else:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident, signum)
 
     threading.Thread(target=press).start()
 
@@ -119,7 +122,9 @@ def forget_programs() -> None:
     jax.clear_caches()
 
 
-def interrupted(training: Training, number: int, delay: float, how: str) -> bool:
+def interrupted(
+    training: Training, number: int, delay: float, how: str, signum: signal.Signals
+) -> bool:
     """One attempt at step ``number``, interrupted once: whether the interrupt came in the step."""
     arguments = training.batch(number)
     in_step = True
@@ -127,7 +132,7 @@ def interrupted(training: Training, number: int, delay: float, how: str) -> bool
         if how == "outside":
             print(f"press {delay}", flush=True)
         else:
-            interrupt_later(delay, how)
+            interrupt_later(delay, how, signum)
         training.step(*arguments)
         in_step = False
         for _ in range(100 * WAIT_S):
@@ -160,7 +165,7 @@ def train(optimizer: str, args: argparse.Namespace, mesh: Any, rng: random.Rando
         how = rng.choice(
             ["process", "thread", "outside"] if args.outside else ["process", "thread"]
         )
-        in_step = interrupted(training, number, delay, how)
+        in_step = interrupted(training, number, delay, how, rng.choice(SIGNALS))
         state = training.state()
         in_steps += in_step
         if state == states[number + 1]:
@@ -196,6 +201,8 @@ def main() -> None:
     parser.add_argument("--outside", action="store_true", help="a third come from the parent")
     args = parser.parse_args()
     rng = random.Random(args.seed)
+    for signum in SIGNALS:
+        signal.signal(signum, signal.default_int_handler)
     mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
     for optimizer in args.optimizers:
         train(optimizer, args, mesh, rng)

@@ -1,4 +1,4 @@
-"""Ctrl-C while operations, backward passes and optimizers run."""
+"""Ctrl-C, and other signals, while operations, backward passes and optimizers run."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from xla_dtensor.base import interrupts
 
 
-def press() -> None:
-    """Ctrl-C, as if the terminal had sent it to this thread just now."""
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+def press(signum: int = signal.SIGINT) -> None:
+    """Ctrl-C, or another signal, as if it had been sent to this thread just now."""
+    signal.pthread_kill(threading.main_thread().ident, signum)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+    before = {signum: signal.getsignal(signum) for signum in interrupts._SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupts.install()
     yield
-    assert not interrupts._waiting.count
+    assert not any(waiting.count for waiting in interrupts._waiting.values())
     assert sys.gettrace() is None
-    signal.signal(signal.SIGINT, before)
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture
@@ -182,6 +183,58 @@ def test_a_handler_that_does_not_raise() -> None:
     atomic()
     after()
     assert done[-1] == "after" and calls == [signal.SIGINT]
+
+
+class TimeIsUpError(Exception):
+    pass
+
+
+def _raise_time_is_up(signum: int, frame: Any) -> None:
+    raise TimeIsUpError(signum)
+
+
+@pytest.mark.parametrize("signum", [s for s in interrupts._SIGNALS if s != signal.SIGINT])
+def test_other_signals_wait_too(x: torch.Tensor, signum: int) -> None:
+    """However often they come: who sends them isn't impatient."""
+    signal.signal(signum, _raise_time_is_up)
+    x + 1
+
+    def thrice() -> None:
+        for _ in range(3):
+            press(signum)
+        after()
+
+    with pytest.raises(TimeIsUpError):
+        atomic(lambda: press(signum))
+        after()
+    assert done == ["atomic 0", "atomic 1", "atomic 2"]
+    done.clear()
+    with pytest.raises(TimeIsUpError):
+        completed(thrice)
+        after()
+    assert done == ["after", "completed"]
+
+
+def test_two_signals_at_once() -> None:
+    """Each is raised; the second one finds what the first one has left."""
+    signal.signal(signal.SIGALRM, _raise_time_is_up)
+    interrupts.install()
+    raised = []
+    for _ in range(2):
+        try:
+            if not raised:
+                atomic(lambda: (press(signal.SIGALRM), press()))
+            time.sleep(5)
+        except (KeyboardInterrupt, TimeIsUpError) as error:
+            raised.append(type(error))
+    assert set(raised) == {KeyboardInterrupt, TimeIsUpError}
+
+
+def test_a_signal_that_is_left_to_the_system_stays_so(x: torch.Tensor) -> None:
+    for handler in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(signal.SIGTERM, handler)
+        x + 1
+        assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_under_a_debugger() -> None:

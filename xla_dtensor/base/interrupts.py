@@ -3,7 +3,9 @@
 Python raises `KeyboardInterrupt` wherever the main thread happens to be. In the middle of several
 assignments that leaves tensors half written; in Python that C++ calls from ``noexcept`` functions
 it ends the process; in a weak reference's callback it gets lost. So functions that must not be left
-halfway say so here, and a handler of SIGINT looks at the stack that it interrupts:
+halfway say so here, and a handler of SIGINT looks at the stack that it interrupts; so does one for
+each of the other signals whose handler in Python may raise: an alarm that limits the time of a
+test, the SIGTERM or SIGUSR1 with which a scheduler takes the machine back.
 
 - in an `atomic` function the interrupt waits until the function is done;
 - in a `completed` one (a backward pass, an optimizer's step) likewise, but who presses Ctrl-C again
@@ -22,9 +24,9 @@ with the operation, version counters and graph included. A call that waits (``ti
 ``input``) never gets there, but goes on waiting when its signal handler hasn't raised: therefore
 the signal is sent again a little later, and if nothing at all has happened since, it is raised.
 
-The handler is put around whatever handles SIGINT, in the main thread, when an operation finds
+The handler is put around whatever handles the signal, in the main thread, when an operation finds
 another one in place. So handlers that the user, Jupyter or asyncio install, before or after, keep
-working; where SIGINT is ignored, or left to the system, it stays so. Checked on Python 3.11.
+working; where a signal is ignored, or left to the system, it stays so. Checked on Python 3.11.
 """
 
 from __future__ import annotations
@@ -95,24 +97,35 @@ def _mark(function: _Function, kind: _Kind) -> _Function:
     return function
 
 
+# SIGPROF and SIGVTALRM are left alone: their handlers look at where the program is.
+_SIGNALS = [
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
+
+
+_found: list[Any] = []  # what handled them after the last `install`
+
+
 def ready() -> bool:
-    """Whether the handler is in place."""
-    return _signal.getsignal(_signal.SIGINT).__class__ is Handler
+    """Whether the handlers are in place."""
+    return [*map(_signal.getsignal, _SIGNALS)] == _found
 
 
 def install() -> None:
-    """Put the handler around the present one. Other threads than the main one can't."""
-    current = _signal.getsignal(_signal.SIGINT)
-    if (
-        current.__class__ is not Handler
-        and callable(current)  # not SIG_IGN or SIG_DFL, nor one that C has installed
-        and threading.current_thread() is threading.main_thread()
-    ):
-        _signal.signal(_signal.SIGINT, Handler(current))
+    """Put the handlers around the present ones. Other threads than the main one can't."""
+    if threading.current_thread() is threading.main_thread():
+        for signum in _SIGNALS:
+            current = _signal.getsignal(signum)
+            # SIG_IGN and SIG_DFL are numbers; None is one that C has installed.
+            if callable(current) and current.__class__ is not Handler:
+                _signal.signal(signum, Handler(current))
+        _found[:] = map(_signal.getsignal, _SIGNALS)
 
 
 class Handler:
-    """Handles SIGINT as the module says, with ``previous`` once it may be raised.
+    """Handles a signal as the module says, with ``previous`` once it may be raised.
 
     Each installation has one of its own: if a later handler that calls its predecessor is wrapped
     again, the two don't call each other forever.
@@ -124,7 +137,7 @@ class Handler:
     def __call__(self, signum: int, frame: types.FrameType | None) -> None:
         # C++ may be asking the device guard while an exception is on its way.
         put_error_aside()
-        waiting = _waiting
+        waiting = _waiting[signum]
         if waiting.raising:  # the user's handler, which this one has called, calls an earlier one
             self.previous(signum, frame)
             return
@@ -133,66 +146,71 @@ class Handler:
             return  # raised in the meantime
         if not again:
             waiting.count += 1
-        forced = waiting.count > 1
+        waiting.handler = self
+        # Only a person's second Ctrl-C means more than the first. An alarm may come every second.
+        forced = signum == signal.SIGINT and waiting.count > 1
         outside = _outside(frame, forced)
-        if outside is not frame and waiting.count == 2 and not again:
+        if outside is not frame and forced and waiting.count == 2 and not again:
             os.write(2, _HINT)  # not print: the signal may have come in the middle of one
         if outside is None:  # the interpreter ends
             return
         where = outside, outside.f_lasti
         debugger = sys.gettrace() not in (None, _see_calls)  # it, too, needs the one there is
         if outside is frame and (debugger or (again and where == waiting.where)):
-            self._raise(signum, frame)
+            waiting.raise_(signum, frame)
             return
         waiting.where = where if outside is frame else None
         if not debugger:
-            self._trace(outside, signum)
-        _send_again()
+            waiting.frame = outside
+            outside.f_trace = _raise_waiting
+            outside.f_trace_opcodes = True
+            sys.settrace(_see_calls)
+        _send_again(signum)
 
-    def _raise(self, signum: int, frame: types.FrameType) -> None:
-        _waiting.count = 0
-        _waiting.where = None
-        if sys.gettrace() is _see_calls:
+
+class _Waiting:
+    """What is known of one signal."""
+
+    count = 0  # those that came since one was raised
+    sent_again = False  # the next one that comes is one of those
+    thread = False  # a thread is about to send it
+    raising = False  # what handled the signal before is at work
+    handler: Handler  # which got the last one
+    # The frame with whose next instruction it is to be raised.
+    frame: types.FrameType | None = None
+    # The frame that the last one came in, and its instruction; None: it has gone on.
+    where: tuple[types.FrameType, int] | None = None
+
+    def raise_(self, signum: int, frame: types.FrameType) -> None:
+        """Call what handled the signal before."""
+        self.count = 0
+        self.where = self.frame = None
+        if sys.gettrace() is _see_calls and not any(w.count for w in _waiting.values()):
             sys.settrace(None)
-        _waiting.raising = True
+        self.raising = True
         try:
-            self.previous(signum, frame)
+            self.handler.previous(signum, frame)
         finally:
-            _waiting.raising = False
+            self.raising = False
 
-    def _trace(self, frame: types.FrameType, signum: int) -> None:
-        """Raise with the next instruction of ``frame``."""
 
-        def raise_(at: types.FrameType, event: str, arg: Any) -> Any:
-            if at is not frame:  # another one, traced for an earlier signal
-                return None
-            at.f_trace = None
-            at.f_trace_opcodes = False
-            if _waiting.count and _outside(at, forced=True) is at:
-                self._raise(signum, at)
-            return None
+_waiting = {signum: _Waiting() for signum in _SIGNALS}
 
-        frame.f_trace = raise_
-        frame.f_trace_opcodes = True
-        sys.settrace(_see_calls)
+
+def _raise_waiting(frame: types.FrameType, event: str, arg: Any) -> None:
+    """Traces a frame in which signals are to be raised: its next instruction has come."""
+    frame.f_trace = None
+    frame.f_trace_opcodes = False
+    for signum, waiting in _waiting.items():
+        if waiting.frame is frame and waiting.count and _outside(frame, forced=True) is frame:
+            waiting.raise_(signum, frame)
 
 
 def _see_calls(frame: types.FrameType, event: str, arg: Any) -> None:
     """Notes that Python has called something: nobody is just waiting."""
     if frame.f_code.co_filename != __file__:  # the handler
-        _waiting.where = None
-
-
-class _Waiting:
-    count = 0  # interrupts that came since one was raised
-    sent_again = False  # the next one that comes is one of those
-    thread = False  # a thread is about to send it
-    raising = False  # what handled SIGINT before is at work
-    # The frame that the last one is to be raised in, and its instruction; None: it has gone on.
-    where: tuple[types.FrameType, int] | None = None
-
-
-_waiting = _Waiting()
+        for waiting in _waiting.values():
+            waiting.where = None
 
 
 def _outside(frame: types.FrameType | None, forced: bool) -> types.FrameType | None:
@@ -224,20 +242,21 @@ for _collection in _collections:
     atomic(_collection._remove)
 
 
-def _send_again() -> None:
-    if not _waiting.thread:
-        _waiting.thread = True
+def _send_again(signum: int) -> None:
+    if not _waiting[signum].thread:
+        _waiting[signum].thread = True
         # Not threading.Thread, whose locks the interrupted code may hold.
-        _thread.start_new_thread(_send, ())
+        _thread.start_new_thread(_send, (signum,))
 
 
-def _send() -> None:
+def _send(signum: int) -> None:
     time.sleep(_AGAIN_S)
-    _waiting.thread = False
-    if _waiting.count:
-        _waiting.sent_again = True
+    waiting = _waiting[signum]
+    waiting.thread = False
+    if waiting.count:
+        waiting.sent_again = True
         # To the thread, not only noted as by _thread.interrupt_main: it may be waiting by now.
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+        signal.pthread_kill(threading.main_thread().ident, signum)  # type: ignore[arg-type]
 
 
 class _Aside(threading.local):

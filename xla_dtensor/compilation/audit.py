@@ -10,7 +10,8 @@ from jax._src import source_info_util
 
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.traced import Traced, trace
+from xla_dtensor.compilation.attempts import trace
+from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.errors import StaleStepError
 
 

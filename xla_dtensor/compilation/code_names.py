@@ -12,7 +12,7 @@ from typing import Any
 
 # Whose own globals and names aren't looked at: what users change of them has its own guard
 # (torch's global state), and the rest doesn't change.
-_LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "scipy", "xla_dtensor", "ml_dtypes"})
+LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "scipy", "xla_dtensor", "ml_dtypes"})
 
 
 def is_library(module_name: str | None) -> bool:
@@ -20,7 +20,7 @@ def is_library(module_name: str | None) -> bool:
     if not module_name:
         return False
     package = module_name.partition(".")[0]
-    return package in _LIBRARIES or (
+    return package in LIBRARIES or (
         package in sys.stdlib_module_names and package not in ("__main__", "test")
     )
 

@@ -95,6 +95,10 @@ class Entries(Place):
         self.setter = setter
         self.grows = grows
 
+    def only(self, keys: Iterable[str], guarded: bool = True) -> Entries:
+        """Some of them."""
+        return Entries(self.owner, keys, self.path, guarded, self.setter, self.grows)
+
     @property
     def container(self) -> int:
         return id(self.owner if self.setter is None else self.setter)
@@ -135,23 +139,27 @@ class Slots(Place):
     """Attributes that are in no ``__dict__``: a closure's cell, ``__slots__``, a function's
     defaults."""
 
-    __slots__ = ("names", "shown")
+    __slots__ = ("keys", "shown")
 
     def __init__(
         self,
         owner: Any,
-        names: Iterable[str],
+        keys: Iterable[str],
         path: str,
         shown: str | None = None,
         guarded: bool = True,
     ) -> None:
         super().__init__(owner, path, guarded)
-        self.names = tuple(names)
+        self.keys = tuple(keys)
         self.shown = shown
+
+    def only(self, keys: Iterable[str], guarded: bool = True) -> Slots:
+        """Some of them."""
+        return Slots(self.owner, keys, self.path, self.shown, guarded)
 
     def content(self) -> dict[Any, Any]:
         found = {}
-        for name in self.names:
+        for name in self.keys:
             try:
                 found[name] = getattr(self.owner, name)
             except (AttributeError, ValueError):  # not assigned yet
@@ -170,16 +178,24 @@ class Slots(Place):
         return self.shown if self.shown is not None else f"{self.path}.{key}"
 
     def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
-        present = [name for name, value in self.content().items() if value is not MISSING]
-        if not present:
+        names = list(self.keys)
+        if not names:
             return [], []
-        if len(present) == 1:
-            present *= 2
-        return [], [(operator.attrgetter(*present), self.owner)]
+        if any(value is MISSING for value in self.content().values()):  # until it is assigned
+            return [], [(lambda owner: self.content().values(), self.owner)]
+        if len(names) == 1:
+            names *= 2
+        return [], [(operator.attrgetter(*names), self.owner)]
 
 
 # Those whose truth is their length, whatever a user's class may say.
 _CONTAINERS = frozenset((list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict))
+
+
+def class_of_content(value: Any) -> Any:
+    """The one of Python's containers that a container is, or is derived from: its methods give what
+    is in it, where a derived class may run code of its own."""
+    return next((cls for cls in type(value).__mro__ if cls in _CONTAINERS), type(value))
 
 
 class Elements(Place):
@@ -199,7 +215,7 @@ class Elements(Place):
         return type(self.owner) in _CONTAINERS and not self.owner
 
     def content(self) -> dict[Any, Any]:
-        return dict(enumerate(self.owner))
+        return dict(enumerate(class_of_content(self.owner).__iter__(self.owner)))
 
     def replace(self, content: dict[Any, Any]) -> None:
         values = list(content.values())
@@ -225,6 +241,8 @@ class Elements(Place):
     def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
         if self.carried:
             return [], _all_but(self.owner, range(len(self.owner)), self.carried)
+        if type(self.owner) not in _CONTAINERS:
+            return [], [(class_of_content(self.owner).__iter__, self.owner)]
         return [self.owner], []
 
     def sized(self) -> Any:
@@ -249,10 +267,10 @@ class Items(Place):
         return type(self.owner) in _CONTAINERS and not self.owner
 
     def content(self) -> dict[Any, Any]:
-        return dict(self.owner)
+        return dict(class_of_content(self.owner).items(self.owner))
 
     def replace(self, content: dict[Any, Any]) -> None:
-        if list(self.owner) != list(content):
+        if list(self.content()) != list(content):
             self.owner.clear()
         self.put(content)
 
@@ -267,10 +285,11 @@ class Items(Place):
         return f"{self.path}[{key!r}]"
 
     def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        cls = class_of_content(self.owner)
+        keys, values = cls.keys(self.owner), cls.values(self.owner)
         if self.carried:
-            return [self.owner.keys()], _all_but(self.owner, self.owner, self.carried)
-        values = self.owner.values()
-        return ([self.owner.keys(), values] if self.with_keys else [values]), []
+            return [keys], _all_but(self.owner, keys, self.carried)
+        return ([keys, values] if self.with_keys else [values]), []
 
 
 def _all_but(

@@ -15,12 +15,13 @@ from xla_dtensor.base import events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.attempts import trace
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.compilation.traced import Traced, trace
+from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
 logger = logging.getLogger("xla_dtensor")
@@ -155,10 +156,11 @@ class CompiledStep:
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
         family = self._families.get_or_make(arguments.key, Family)
-        tried: list[tuple[Program, Arguments]] = []
+        missed: tuple[str, str | None] | None = None
         for call, programs in family.candidates(arguments):
             for position, program in enumerate(programs):
-                if program.mismatch(call) is None:
+                why = program.mismatch(call)
+                if why is None:
                     if position:
                         programs.first(program)
                     self._last = call, program
@@ -169,8 +171,8 @@ class CompiledStep:
                     if self._audit:
                         self._look_again(program, call)
                     return program.run(call)
-                tried.append((program, call))
-        return self._trace(arguments, family, tried)
+                missed = missed or (why, program.changed_path)
+        return self._trace(arguments, family, missed)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -242,7 +244,7 @@ class CompiledStep:
                 return None
             if self._last is None:
                 return "the step has not been called yet"
-            return reasons[0] if reasons else self._explain(arguments, family, [])[0]
+            return reasons[0] if reasons else self._explain(arguments, family)
 
     def compiled_programs(self) -> list[Any]:
         """The programs that exist, and what XLA made of the step.
@@ -262,10 +264,12 @@ class CompiledStep:
     # --- internals ---------------------------------------------------------------------------
 
     def _trace(
-        self, arguments: Arguments, family: Family, tried: list[tuple[Program, Arguments]]
+        self, arguments: Arguments, family: Family, missed: tuple[str, str | None] | None
     ) -> Any:
-        why, path = self._explain(arguments, family, tried)
-        if not tried and family.programs:
+        """Make a program and run it; ``missed`` says why the first one that there was doesn't fit,
+        and what of Python's has changed."""
+        why, path = missed or (self._explain(arguments, family), None)
+        if missed is None and family.programs:
             family.varies(arguments.numbers)
         with _tracing:
             traced = self._traced(arguments, family, path)
@@ -359,23 +363,17 @@ class CompiledStep:
             family.keep_static()
             return traced
 
-    def _explain(
-        self, arguments: Arguments, family: Family, tried: list[tuple[Program, Arguments]]
-    ) -> tuple[str | None, str | None]:
-        """Why no program fits, and what of Python's has changed."""
-        if tried:
-            program, call = tried[0]
-            why = program.mismatch(call) or "the program was used up"
-            return why, program.changed_path
+    def _explain(self, arguments: Arguments, family: Family) -> str | None:
+        """Why there is no program for such arguments."""
         if self._last is None:
-            return None, None
+            return None
         before = self._last[0]
         if family.last is not None:
             for i, name in enumerate(arguments.names()):
                 if i in family.last and exact(family.last[i]) != exact(arguments.numbers[i]):
-                    return f"{name}: from {family.last[i]!r} to {arguments.numbers[i]!r}", None
+                    return f"{name}: from {family.last[i]!r} to {arguments.numbers[i]!r}"
         last = self._last[1].traced.carried
-        return (arguments.carrying(last) or arguments).difference(before), None
+        return (arguments.carrying(last) or arguments).difference(before)
 
     def _look_again(self, program: Program, arguments: Arguments) -> None:
         """Every n-th call: the audit."""

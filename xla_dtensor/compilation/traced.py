@@ -23,7 +23,8 @@ from xla_dtensor.compilation.effects import Surroundings
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
-from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread, none_drawn
+from xla_dtensor.compilation.host_random import none_drawn
+from xla_dtensor.compilation.installed import Recorder
 from xla_dtensor.compilation.jaxpr_text import text_of
 from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.norms import CumulativeNorms
@@ -46,23 +47,6 @@ class NumberLeft(Exception):
     """A symbolic number is still there after the step: in an object that it returns, in a cache."""
 
 
-def trace(
-    function: Callable[..., Any],
-    arguments: Arguments,
-    dynamic: frozenset[int],
-    carried: frozenset[str] = frozenset(),
-) -> Traced:
-    """One trace of a step, or two: see `host_random`."""
-    try:
-        return Traced(function, arguments, dynamic, carried)
-    except MaybeAnotherThread:
-        token = OWN.set(True)
-        try:
-            return Traced(function, arguments, dynamic, carried)
-        finally:
-            OWN.reset(token)
-
-
 class Traced(TracedEffects):
     """One trace of a step; making one runs the step's Python and changes nothing.
 
@@ -81,6 +65,8 @@ class Traced(TracedEffects):
         counted: likewise those in which it puts other numbers, strings or ``None``.
         watch: what its Python can read.
         carried: the places that its values are taken from like arguments.
+        unforeseen: whether it has run code of installed packages that may have changed what the
+            trace didn't know of, so that it has to be made again.
         history: how its results depend on tensors that require grad, or None.
         reads: per mark of the history's where the memory is (a source, templates, a CPU tensor, or
             which argument it is), and through which tensor from outside it was read.
@@ -91,7 +77,8 @@ class Traced(TracedEffects):
         function: Callable[..., Any],
         arguments: Arguments,
         dynamic: frozenset[int],
-        carried: frozenset[str] = frozenset(),
+        carried: frozenset[str],
+        recorder: Recorder,
     ) -> None:
         caller = arguments.given
         arguments = caller.without_history()
@@ -113,7 +100,8 @@ class Traced(TracedEffects):
             *arguments.classes(),
         ]
         self.names_of_carried = carried
-        watch = self.look_again()
+        self._executed = recorder.executed()
+        watch = Watch(self._roots, carried, self._executed, expecting=True)
         self.carried = each_once(watch.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
@@ -159,6 +147,7 @@ class Traced(TracedEffects):
                 thread_state.active(trace),
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
+                recorder.recording(watch.meets_installed),
             ):
                 self._made = MadeObjects(new)
                 closed = jax.make_jaxpr(traced)()
@@ -195,12 +184,18 @@ class Traced(TracedEffects):
                 for t, o in others
                 if o.storage is not None and o.keep(free.get(id(t))) and o.index is None
             ]
+            self._executed = recorder.executed()
+            self.unforeseen = recorder.grown and not (
+                Watch(self._roots, carried, self._executed, expecting=True).keys_of_places()
+                <= watch.keys_of_places()
+            )
             stepped, before = list(self.hooks.stepped.values()), len(self._roots)
             self._roots += [(s.name, s) for s in stepped]  # with the state that the step has made
             for key, optimizer in watch.optimizers.items():
                 if "state" in watch.reads and key not in self.hooks.stepped:
                     self._roots.append((f"{type(optimizer).__name__}.state", optimizer.state))
-            self.watch = watch if len(self._roots) == before else self.look_again()
+            same = len(self._roots) == before and not watch.meets_installed
+            self.watch = watch if same else self.look_again()
             self.frame = trace.frame
             self.jaxpr = closed.jaxpr
             self._collect_inputs(trace, arguments, closed.consts)
@@ -216,7 +211,7 @@ class Traced(TracedEffects):
 
     def look_again(self) -> Watch:
         """What the step's Python can read now."""
-        return Watch(self._roots, self.names_of_carried)
+        return Watch(self._roots, self.names_of_carried, self._executed)
 
     def carries(self, watch: Watch) -> bool:
         """Whether ``watch`` takes the values of the same places as this trace."""

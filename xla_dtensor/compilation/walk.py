@@ -32,10 +32,12 @@ from xla_dtensor.compilation.code_names import (
     is_library_class,
 )
 from xla_dtensor.compilation.found import Found, content_of, is_atom
+from xla_dtensor.compilation.installed import is_installed
 from xla_dtensor.compilation.objects import attributes_of, is_record
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
 from xla_dtensor.compilation.reflection import (
+    code_of,
     dict_of,
     is_strict,
     referent,
@@ -63,8 +65,17 @@ _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "
 class Walk:
     """What is found on the way; see `Watch`."""
 
-    def __init__(self, roots: list[tuple[str, Any]], carried: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        roots: list[tuple[str, Any]],
+        carried: frozenset[str] = frozenset(),
+        executed: frozenset[types.CodeType] | None = None,
+        expecting: bool = False,
+    ) -> None:
         self._carried = carried
+        self._executed = executed
+        self._expecting = expecting
+        self.meets_installed = False
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
         self.asks_types = False
@@ -271,7 +282,7 @@ class Walk:
                     self._walk(member, f"{path}.{name}")
         elif isinstance(value, types.ModuleType):
             self._note(path, "Python module", value)
-            if not is_library(value.__name__):
+            if not (is_library(value.__name__) or self._skips(value.__name__)):
                 self._attributes(value, vars(value), path)
             else:  # somebody may put another function into it
                 names = sorted(self._names.attributes & vars(value).keys())
@@ -308,10 +319,27 @@ class Walk:
         else:
             self._object(value, path)
 
+    def _skips(self, module_name: str | None) -> bool:
+        """Whether code of a Python module counts only where it has run."""
+        if self._executed is None or not is_installed(module_name):
+            return False
+        self.meets_installed = True
+        return True
+
+    def _has_run(self, code: types.CodeType | None) -> bool:
+        return self._executed is None or code in self._executed
+
     def _in_library(self, value: Any, path: str) -> None:
         """What a library's module has under a name that the code reads."""
-        own = isinstance(value, types.FunctionType) and not is_library(value.__module__)
-        if own or isinstance(value, types.ModuleType):
+        if isinstance(value, types.FunctionType):
+            followed = not is_library(value.__module__) and (
+                not self._skips(value.__module__) or self._has_run(value.__code__)
+            )
+        elif isinstance(value, type) and self._skips(value.__module__):
+            followed = any(self._has_run(code_of(member)) for member in vars(value).values())
+        else:
+            followed = isinstance(value, types.ModuleType)
+        if followed:
             self._walk(value, path)
         else:
             self._note(path, "value" if is_atom(value) else "opaque", value)

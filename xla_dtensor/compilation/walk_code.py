@@ -26,8 +26,12 @@ class WalkCode(Walk):
         module = function.__globals__.get("__name__")
         if module is not None and module.startswith("xla_dtensor."):
             return  # our own hooks: what they depend on has guards of its own
-        library = is_library(module)
-        if not library:
+        if self._skips(module) and not self._has_run(code):
+            if self._expecting:
+                names = names_of(code)
+                self._names.attributes |= names.attributes
+                self._names.assigned |= names.assigned
+        elif not is_library(module):
             names = names_of(code)
             if "type" in names.globals and names.globals & _NUMBERS:
                 self.asks_types = True
@@ -71,7 +75,7 @@ class WalkCode(Walk):
         self._seen[id(cell)] = cell, name
         place = Slots(cell, ("cell_contents",), name, shown=name)
         self._place(place)
-        if self._taken(place, place.names):
+        if self._taken(place, place.keys):
             place.guarded = False
             return
         value = place.at("cell_contents")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,14 @@ from xla_dtensor.compilation.code_names import (
 )
 from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
-from xla_dtensor.compilation.places import Elements, Entries, Items, Slots
+from xla_dtensor.compilation.places import (
+    MISSING,
+    Elements,
+    Entries,
+    Items,
+    Slots,
+    class_of_content,
+)
 from xla_dtensor.compilation.reflection import (
     DESCRIPTORS,
     code_of,
@@ -77,22 +84,18 @@ class WalkObjects(WalkCode):
         self._class(cls)
 
     def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
-        for name in self._entries_place(own, names, path):
+        for name in self._without_taken(Entries(own, names, path)):
             if name not in _MODULE_HOOKS and name in own:
                 self._walk(own[name], f"{path}.{name}")
 
-    def _entries_place(
-        self, own: Mapping[str, Any], names: list[str], path: str, setter: Any = None
-    ) -> list[str]:
+    def _without_taken(self, place: Entries | Slots) -> tuple[str, ...]:
         """Place those entries; the names of those that aren't carried."""
-        place = Entries(own, names, path, setter=setter)
-        taken = self._taken(place, names)
+        taken = self._taken(place, place.keys)
         if taken:
-            self._place(Entries(own, sorted(taken), path, guarded=False, setter=setter))
-            names = [name for name in names if name not in taken]
-            place = Entries(own, names, path, setter=setter)
+            self._place(place.only(sorted(taken), guarded=False))
+            place = place.only([name for name in place.keys if name not in taken])
         self._place(place)
-        return names
+        return place.keys
 
     def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
         """Attributes that the code assigns without reading them."""
@@ -177,12 +180,16 @@ class WalkObjects(WalkCode):
         if known is None:
             bases = () if is_library_class(cls) else cls.__mro__
             known = self._slot_names[cls] = [name for base in bases for name in slots_of(base)]
-        names = list(filter(self._is_read, known))
-        if names:
-            place = Slots(value, names, path)
-            self._place(place)
-            for name, content in place.content().items():
-                self._walk(content, f"{path}.{name}")
+        read = list(filter(self._is_read, known))
+        if read:
+            place = Slots(value, read, path)
+            for name in self._without_taken(place):
+                content = place.at(name)
+                if content is not MISSING:
+                    self._walk(content, f"{path}.{name}")
+        assigned = [name for name in known if name in self._names.assigned and name not in read]
+        if assigned:
+            self._place(Slots(value, assigned, path, guarded=False))
 
     def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
         names = list(filter(self._is_read, own))
@@ -238,15 +245,16 @@ class WalkObjects(WalkCode):
                 self._walk(hook, f"{path}.{name}[{number}]")
 
     def _dict(self, value: Any, path: str) -> None:
-        if len(value) > MANY:
-            self._note(path, "dict", (id(value), len(value)))
+        content = class_of_content(value).items(value)
+        if len(content) > MANY:
+            self._note(path, "dict", (id(value), len(content)))
             self._large.append(value)
             return
-        self._note(path, type(value), tuple(k if is_atom(k) else id(k) for k in value))
+        self._note(path, type(value), tuple(k if is_atom(k) else id(k) for k, _ in content))
         place = Items(value, path)
         self._place(place)
-        place.carried = self._taken(place, value)
-        for key, item in value.items():
+        place.carried = self._taken(place, [key for key, _ in content] if self._carried else ())
+        for key, item in content:
             if key in place.carried:
                 continue
             if not is_atom(key):
@@ -256,16 +264,18 @@ class WalkObjects(WalkCode):
             self._own_parts(value, path)
 
     def _sequence(self, value: Any, path: str) -> None:
-        if len(value) > MANY:
-            self._note(path, type(value), (id(value), len(value)))
+        cls = class_of_content(value)
+        length = cls.__len__(value)
+        if length > MANY:
+            self._note(path, type(value), (id(value), length))
             self._large.append(value)
             return
-        self._note(path, type(value), len(value))
+        self._note(path, type(value), length)
         place = Elements(value, path)
         self._place(place)
         if isinstance(value, list | deque):
-            place.carried = self._taken(place, range(len(value)))
-        for i, item in enumerate(value):
+            place.carried = self._taken(place, range(length))
+        for i, item in enumerate(cls.__iter__(value)):
             if i not in place.carried:
                 self._walk(item, f"{path}[{i}]")
         if not is_library_class(type(value)):
@@ -285,8 +295,8 @@ class WalkObjects(WalkCode):
                 and (self._is_read(name) or is_callable(base.__dict__[name]))
                 and not isinstance(base.__dict__[name], DESCRIPTORS)
             ]
-            names = self._entries_place(base.__dict__, names, base.__qualname__, setter=base)
-            for name in names:
+            place = Entries(base.__dict__, names, base.__qualname__, setter=base)
+            for name in self._without_taken(place):
                 self._walk(base.__dict__[name], f"{base.__qualname__}.{name}")
 
     def _global_hooks(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 
 from xla_dtensor.compilation.found import Found, content_of
 from xla_dtensor.compilation.identities import identities
-from xla_dtensor.compilation.places import Place
+from xla_dtensor.compilation.places import Entries, Place, Slots
 from xla_dtensor.compilation.walk_objects import WalkObjects
 
 
@@ -31,6 +32,9 @@ class Watch(WalkObjects):
     Args:
         carried: what the step keeps from one call to the next and replaces, as messages call it:
             each call takes it from there (`Carried`).
+        executed: the code of installed packages that is followed; None: all that is found.
+        expecting: whether the walk is for a step that may run other code of theirs: of what it
+            reaches it takes the names that the methods use.
 
     Attributes:
         places: every container on the way.
@@ -44,11 +48,26 @@ class Watch(WalkObjects):
         asks_types: whether the code may compare ``type(n)`` with ``int`` or ``float``, which a
             number that is an input can't pass for.
         inside: the lists, dicts and objects that are part of what is there (`Place.container`).
+        meets_installed: whether the code names any of installed packages.
     """
 
-    def __init__(self, roots: list[tuple[str, Any]], carried: frozenset[str] = frozenset()) -> None:
-        super().__init__(roots, carried)
+    def __init__(
+        self,
+        roots: list[tuple[str, Any]],
+        carried: frozenset[str] = frozenset(),
+        executed: frozenset[types.CodeType] | None = None,
+        expecting: bool = False,
+    ) -> None:
+        super().__init__(roots, carried, executed, expecting)
         self._arm()
+
+    def keys_of_places(self) -> set[tuple[int, Any]]:
+        """Everything that is looked at, as (container, key); of a list or a dict as a whole."""
+        found: set[tuple[int, Any]] = set()
+        for place in self.places:
+            keys = place.keys if isinstance(place, Entries | Slots) else (None,)
+            found |= {(place.container, key) for key in keys}
+        return found
 
     @property
     def leaves(self) -> list[torch.Tensor]:

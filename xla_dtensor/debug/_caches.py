@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import sys
 from collections.abc import Iterator
 
 from xla_dtensor.base import cache
@@ -93,7 +96,8 @@ def caches() -> CacheTable:
 
 def clear_caches(name: str | None = None) -> None:
     """Forget what can be made again: plans and compiled programs above all. Tensors stay what they
-    are; the next calls compile anew (or find their programs in JAX's persistent cache).
+    are; the next calls compile anew (or find their programs in JAX's persistent cache). Without a
+    name, memory that is free then goes back to the system (on Linux).
 
     Args:
         name: of one cache, as `caches` has it; all by default.
@@ -109,6 +113,12 @@ def clear_caches(name: str | None = None) -> None:
         assert xd.debug.caches()["plans"].entries == 0
     """
     cache.clear(name)
+    if name is None:
+        gc.collect()
+        if sys.platform == "linux":  # glibc keeps what lies between pieces in use: half of it
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
 
 
 def _row(record: CacheRecord) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from _signal import SIGINT, getsignal
 from typing import Any
 
 import jax
@@ -41,7 +40,7 @@ rules.changes.listen(_plans.clear)
 @interrupts.atomic
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Execute an aten overload on xla tensors (and numbers, and CPU tensors among them)."""
-    if getsignal(SIGINT).__class__ is not interrupts.Handler:  # ready(), without a call
+    if not interrupts.ready():
         interrupts.install()
     trace = thread_state.current()
     if trace is not None and trace.stand_ins:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from xla_dtensor.tensors.backend import backend
+
 _libraries: list[torch.library.Library] = []
 
 
@@ -36,9 +38,7 @@ def install() -> None:
 
 
 def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
-    from xla_dtensor.movement.backend import dispatch
-
-    return dispatch(func, args, kwargs)
+    return backend().dispatch(func, args, kwargs)
 
 
 def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:

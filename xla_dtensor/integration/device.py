@@ -16,6 +16,7 @@ from torch.utils import backend_registration
 
 from xla_dtensor.base import interrupts, rng, thread_state
 from xla_dtensor.integration import backward, composites
+from xla_dtensor.tensors.backend import backend
 
 _library: torch.library.Library | None = None
 
@@ -181,7 +182,6 @@ def _register_kernels() -> None:
 @interrupts.atomic
 def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
     from xla_dtensor import runtime
-    from xla_dtensor.movement.backend import dispatch
 
     runtime.start()
-    return dispatch(func, args, kwargs)
+    return backend().dispatch(func, args, kwargs)

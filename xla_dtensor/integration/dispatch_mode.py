@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_dtensor.base import interrupts
 from xla_dtensor.base.torch_versions import SUBCLASSES_DISPATCH
+from xla_dtensor.tensors.backend import backend
 
 
 class _DispatchToClasses(TorchDispatchMode):
@@ -18,13 +19,12 @@ class _DispatchToClasses(TorchDispatchMode):
 
     @interrupts.atomic
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from xla_dtensor.movement.backend import dispatch
         from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
         if not any(issubclass(t, XLAShardedTensor) for t in types):
             return func(*args, **(kwargs or {}))
         with self:  # for the operations that the handling of this one calls
-            return dispatch(func, args, kwargs or {})
+            return backend().dispatch(func, args, kwargs or {})
 
 
 _mode: _DispatchToClasses | None = None

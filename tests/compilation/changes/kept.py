@@ -751,3 +751,110 @@ def counter_asked_for_its_type(world: World) -> Program:
     step = world.compile(function)
     for i in range(3):
         yield step(world.batch(i)), state.n
+
+
+class Slotted:
+    __slots__ = ("count", "h", "last")
+
+    def __init__(self, h: torch.Tensor) -> None:
+        self.h, self.count = h, 0
+
+
+@row()
+def state_in_slots(world: World) -> Program:
+    """One of them isn't there at first, and is only assigned."""
+    state = Slotted(world.batch(9))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        state.h = torch.tanh(state.h + x).detach()
+        state.count += 1
+        state.last = state.h.sum()
+        return state.h * state.count
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i)), state.h, state.count, state.last
+    world.change(setattr, state, "count", 0)
+    world.change(setattr, state, "h", world.batch(8))
+    for i in range(3):
+        yield step(world.batch(i)), state.h, state.count, state.last
+    world.traced_at_most(2, step)
+
+
+@row()
+def slot_that_appears(world: World) -> Program:
+    state = Slotted(world.batch(9))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * state.last if hasattr(state, "last") else x + state.h
+
+    step = world.compile(function)
+    yield step(world.batch(0)), step(world.batch(1))
+    world.change(setattr, state, "last", 3.0)
+    yield step(world.batch(0)), step(world.batch(1))
+    if world.changes:
+        del state.last
+    yield step(world.batch(0)), step(world.batch(1))
+
+
+@dataclasses.dataclass
+class Recurrent:
+    h: torch.Tensor
+    count: int = 0
+
+
+@rows({"namespace": SimpleNamespace, "dataclass": Recurrent})
+def state_in_an_argument(world: World, make: Callable[..., Any]) -> Program:
+    """Given to the step, which changes it."""
+    state = make(h=world.batch(9), count=0)
+
+    def function(state: Any, x: torch.Tensor) -> torch.Tensor:
+        state.h = torch.tanh(state.h + x).detach()
+        state.count += 1
+        return state.h * state.count
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(state, world.batch(i)), state.h, state.count
+    world.change(setattr, state, "count", 0)
+    for i in range(3):
+        yield step(state, world.batch(i)), state.h, state.count
+    other = make(h=world.batch(8), count=5)
+    if world.changes:
+        state, other = other, state
+    for i in range(3):
+        yield step(state, world.batch(i)), state.h, state.count, other.h, other.count
+
+
+class OwnMomentum(torch.optim.Optimizer):
+    """A user's optimizer, which puts new tensors in place of its state."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                last = state.get("momentum", torch.zeros_like(p))
+                state["momentum"] = 0.9 * last + p.grad
+                p.add_(state["momentum"], alpha=-group["lr"])
+
+
+@row(unseen=True)
+def state_of_an_own_optimizer(world: World) -> Program:
+    model = mlp(world)
+    optimizer = OwnMomentum(model.parameters(), lr=0.1)
+    world.watch(model=model, optimizer=optimizer)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = world.compile(function)
+    for i in range(5):
+        yield step(world.batch(i))
