@@ -7,6 +7,7 @@ must be the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,41 @@ def detached_needed_and_written(place: Place, compile: Compile) -> list[Any]:
     d.zero_()
     h.sum().backward()
     return [x.grad]
+
+
+@program
+def detached_comes_first(place: Place, compile: Compile) -> list[Any]:
+    x = leaf(place)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x * 2
+        return h.detach(), h.detach()[0], h[1].detach(), h
+
+    results = compile(function)(x)
+    h = results[-1]
+    h.sum().backward()
+    flags = [r.requires_grad for r in results] + [r.is_leaf for r in results]
+    results[0].zero_()
+    return [*results, *flags, x.grad]
+
+
+@program
+def detached_from_what_is_left_elsewhere(place: Place, compile: Compile) -> list[Any]:
+    x = leaf(place)
+    holder = SimpleNamespace(loss=None, all=[None], named={"rows": None})
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        holder.loss = (x * 2).sum()
+        holder.all[0] = x.exp()
+        holder.named["rows"] = x[0] * 3
+        return holder.loss.detach(), holder.all[0].detach(), holder.named["rows"].detach()
+
+    step, found = compile(function), []
+    for _ in range(3):
+        results = step(x)
+        found += [*results, *(r.requires_grad for r in results)]
+    (holder.loss + holder.all[0].sum() + holder.named["rows"].sum()).backward()
+    return [*found, x.grad]
 
 
 @program

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.base.keys import exact
-from xla_dtensor.compilation.carried import Carried, is_state
+from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.objects import opened_record
@@ -251,11 +251,11 @@ class Arguments:
     def without_history(self) -> Arguments:
         """The same for a trace: a tensor that has a history is a leaf there, with the same memory.
         torch's backward pass would go on into what the caller has computed."""
-        if not any(_has_history(t) for t in self.tensors):
+        if not any(map(has_history, self.tensors)):
             return self
 
         def cut(value: Any) -> Any:
-            return value.detach().requires_grad_() if _has_history(value) else value
+            return value.detach().requires_grad_() if _is_computed(value) else value
 
         args, kwargs = pytree.tree_map(cut, (self.args, self.kwargs))
         return Arguments(args, kwargs)
@@ -303,8 +303,8 @@ class Arguments:
         return None
 
 
-def _has_history(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and has_history(value)
 
 
 def _is_leaf(value: Any) -> bool:

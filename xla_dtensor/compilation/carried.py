@@ -48,15 +48,15 @@ class Carried:
 
 
 def is_state(value: Any, symbolic: bool = False) -> bool:
-    """Whether ``value`` can be taken like an argument: tensors without a history, numbers, strings
-    and ``None``, in tuples, lists, dicts and dataclasses.
+    """Whether ``value`` can be taken like an argument: tensors (on the CPU those without a
+    history), numbers, strings and ``None``, in tuples, lists, dicts and dataclasses.
 
     Args:
         symbolic: whether numbers may be those of a trace.
     """
     cls = type(value)
     if cls in _TENSORS:
-        return value.is_leaf or not value.requires_grad
+        return cls is not torch.Tensor or not has_history(value)
     if cls in _PLAIN or (symbolic and issubclass(cls, torch.SymInt | torch.SymFloat)):
         return True
     inner: Any
@@ -69,6 +69,11 @@ def is_state(value: Any, symbolic: bool = False) -> bool:
     else:
         return False
     return all(is_state(part, symbolic) for part in inner)
+
+
+def has_history(value: torch.Tensor) -> bool:
+    """Whether a tensor has been computed from one that requires grad."""
+    return value.requires_grad and not value.is_leaf
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

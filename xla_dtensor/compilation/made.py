@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,14 @@ class Made:
         self._wholes: dict[int, Template] = {}
         self._known: dict[int, tuple[Any, Any]] = {}
         self._leaves: list[Any] = []
+
+    def histories(self, values: Iterable[Any]) -> None:
+        """Find those among ``values`` that have a history: others may show the same memory without
+        it (``detach()``), and depend on them."""
+        for value in values:
+            given = isinstance(value, Ours) and value.requires_grad and not value.is_leaf
+            if given and self._trace.owns(value._storage_):
+                self.tensor(value)
 
     def result(self, value: Any) -> Any:
         """How later calls make one of the step's results."""

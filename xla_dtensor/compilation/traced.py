@@ -288,6 +288,8 @@ class Traced(TracedEffects):
         flat, self.result_tree = self._made.flatten(result.pop())
         history = History(trace)
         made = Made(self, arguments, watch, history)
+        self.effects = surroundings.effects()
+        made.histories([*flat, *self._left_in_places(surroundings)])
         self.results = list(map(made.result, flat))
         self._effects(surroundings, watch, made)
         self.random_operations = trace.random_operations()

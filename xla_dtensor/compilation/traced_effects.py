@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from xla_dtensor.compilation.carried import is_state, tensors_in
+from xla_dtensor.compilation.carried import has_history, is_state, tensors_in
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.objects import MadeObjects
@@ -25,7 +26,14 @@ class TracedEffects(TracedInputs):
     replaced: set[str]
     counted: set[str]
     names_of_carried: frozenset[str]
+    effects: list[Effect]
     _made: MadeObjects
+
+    def _left_in_places(self, surroundings: Surroundings) -> Iterator[Any]:
+        """What the step's Python has put somewhere, taken apart."""
+        for effect in self.effects:
+            for value in effect.after.values():
+                yield from self._made.flatten(value, is_leaf=surroundings.holds)[0]
 
     def _effects(self, surroundings: Surroundings, watch: Watch, made: Made) -> None:
         """What the step's Python has changed, as what each call makes anew; the changes are
@@ -42,7 +50,6 @@ class TracedEffects(TracedInputs):
                 known = built[id(value)] = value, self._built(value, surroundings, made)
             return known[1]
 
-        self.effects: list[Effect] = surroundings.effects()
         for effect in self.effects:
             if effect.place.container in watch.inside:
                 raise DataDependentError(
@@ -91,6 +98,12 @@ class TracedEffects(TracedInputs):
                     self.counted.add(name)
                 continue
             used = [t for t in tensors if isinstance(t, Ours) and self.trace.uses(t._storage_)]
+            if any(map(has_history, used)):
+                raise DataDependentError(
+                    f"the step computes with {name}, which has a history of an earlier call, and "
+                    "replaces it: the backward pass would go on there; keep it without "
+                    f"({name} = new.detach()), or give it as an argument and return the new one"
+                )
             if used and any(self._goes_on(t) for t in tensors_in(after)):
                 raise DataDependentError(
                     f"the step reads {name}, and leaves there a tensor that has a history (or "

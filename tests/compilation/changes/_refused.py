@@ -36,6 +36,7 @@ REFUSED: dict[str, str] = {
     # Places that a step keeps and replaces.
     "kept-list_of_states_written_and_replaced": r"states",
     "kept-state_with_its_history": r"history",
+    "kept-features_compared_with_those_before": r"history",
     "kept-counter_asked_for_its_type": r"state\.n",
     "kept-large_ints": r"state\.seed",
     # History from outside of the step, and what torch itself looks at.

@@ -858,3 +858,89 @@ def state_of_an_own_optimizer(world: World) -> Program:
     step = world.compile(function)
     for i in range(5):
         yield step(world.batch(i))
+
+
+class Features(nn.Module):
+    """Keeps what it has computed on the way, for whoever is interested, and goes on with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.features: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.features = torch.tanh(self.first(x))
+        return self.second(self.features)
+
+
+@row(unseen=True)
+def features_of_a_compiled_model(world: World) -> Program:
+    """The loss is made outside, of the result and of what was kept; not in every call."""
+    model = world.module(Features())
+    step = world.compile(model)
+    for i in range(6):
+        out = step(world.batch(i))
+        if i != 2:
+            (out.square().mean() + model.features.mean()).backward()
+        yield out, model.features, [p.grad for p in model.parameters()]
+        if world.changes and i == 3:
+            model.features = None
+        if i == 4:
+            model.zero_grad()
+    world.traced_at_most(6, step)  # with gradients and without, with features and without
+
+
+@row(unseen=True)
+def activations_of_a_hook(world: World) -> Program:
+    """Captured in a dict by a forward hook, in training."""
+    model, seen = mlp(world), {}
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda m, x, out, name=name: seen.__setitem__(name, out))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    step = world.compile(function)
+    for i in range(4):
+        model.zero_grad()
+        out = step(world.batch(i))
+        (out.square().mean() + sum(a.abs().mean() for a in seen.values())).backward()
+        yield out, dict(seen), [p.grad for p in model.parameters()]
+    world.traced_at_most(3, step)
+
+
+@row(unseen=True)
+def features_of_the_last_call(world: World) -> Program:
+    """Given back as they are: the very tensor, with its history."""
+    model = world.module(Features())
+
+    def function(x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        last = model.features
+        return last, model(x)
+
+    step = world.compile(function)
+    before = None
+    for i in range(5):
+        last, out = step(world.batch(i))
+        if last is not None:
+            last.sum().backward()
+        yield last is before, last, out, [p.grad for p in model.parameters()]
+        before = model.features
+
+
+@row(unseen=True)
+def features_compared_with_those_before(world: World) -> Program:
+    """Computed with: the backward pass goes on into the call before, or is refused."""
+    model = world.module(Features())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        last = model.features
+        out = model(x)
+        return out.sum() if last is None else out.sum() + (last - model.features).square().sum()
+
+    step = world.compile(function)
+    for i in range(4):
+        model.zero_grad()
+        loss = step(world.batch(i))
+        loss.backward(retain_graph=True)
+        yield loss, [p.grad for p in model.parameters()]
