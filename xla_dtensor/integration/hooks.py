@@ -18,7 +18,14 @@ from torch.optim import swa_utils
 
 from xla_dtensor.base import epoch
 from xla_dtensor.base.python_numbers import as_float
-from xla_dtensor.integration import device, loading, observers, optimizers, recomputation
+from xla_dtensor.integration import (
+    device,
+    loading,
+    modules,
+    observers,
+    optimizers,
+    recomputation,
+)
 from xla_dtensor.tensors import backend
 
 _installed = False
@@ -37,6 +44,7 @@ def install() -> None:
     _hook_synchronize()
     _hook_handles()
     loading.install()
+    modules.install()
     observers.install()
     backend.bind(_backend)
     _hook_clipping()

@@ -27,6 +27,7 @@ from xla_dtensor.forms.storage import Storage
 from xla_dtensor.lowering import random
 from xla_dtensor.mesh import normalize_placements
 from xla_dtensor.movement.relayout import constrain
+from xla_dtensor.movement.shared_parameters import share_again, shared_slots
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor, keep_leaf_gradients_sharded
 
@@ -155,11 +156,13 @@ def distribute_module(
         output_fn: forward hook ``(module, outputs, mesh) -> outputs``.
 
     Returns:
-        ``module``. Its parameters are new objects; make optimizers after it.
+        ``module``. Its parameters are new objects; make optimizers after it. What several modules
+        share they share afterwards.
 
     Raises:
         RuntimeError: the module was distributed before, or there is no mesh.
-        ValueError: ``input_fn`` or ``output_fn`` takes a wrong number of arguments.
+        ValueError: ``input_fn`` or ``output_fn`` takes a wrong number of arguments;
+            ``partition_fn`` has placed a shared parameter differently in two modules.
 
     Example::
 
@@ -177,10 +180,12 @@ def distribute_module(
             "called on this module!"
         )
     mesh = device_mesh or _mesh_resources.get_current_mesh()
+    shared = shared_slots(module)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
         _replicate_rest(submodule, mesh)
+    share_again(shared)
     if input_fn is not None:
         hook = _with_mesh(input_fn, mesh, "input_fn", "inputs")
         module.register_forward_pre_hook(lambda m, inputs: hook(m, inputs))
