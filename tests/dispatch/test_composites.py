@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,3 +53,28 @@ def test_tensor_split_by_a_tensor_of_the_mesh(mesh_2x4: DeviceMesh) -> None:
     where = distribute_tensor(at, mesh_2x4, [Replicate(), Replicate()])
     for actual, expected in zip(ours.tensor_split(where), x.tensor_split(at), strict=True):
         torch.testing.assert_close(actual.full_tensor().cpu(), expected)
+
+
+READS: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: x.sum().item(),
+    lambda x: bool(x.sum() > 0),
+    lambda x: float(x[1, 1]),
+    lambda x: int(x[1, 1]),
+    lambda x: x.sum().is_nonzero(),
+    lambda x: [1, 2][x.argmin().item() % 2],
+    lambda x: torch.allclose(x, x + 1),
+    lambda x: torch.equal(x, x),
+    lambda x: x.tolist(),
+    lambda x: "yes" if x.any() else "no",
+    lambda x: x.isfinite().all().item(),
+    lambda x: range(5)[x[0, 3].long()],
+]
+
+
+@pytest.mark.parametrize("number", range(len(READS)))
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_values_are_read(mode: Any, number: int, mesh_2x4: DeviceMesh) -> None:
+    with mode():
+        plain = torch.arange(16.0).view(4, 4)
+        for ours in (distribute_tensor(plain, mesh_2x4, [Shard(0), Replicate()]), plain.to("xla")):
+            assert READS[number](ours) == READS[number](plain)

@@ -56,7 +56,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             result = observer.special(special, func, args, kwargs)
         if result is not NotImplemented:
             return result
-    if info.aliasing_composite:
+    if info.taken_apart:
         # Autograd takes these apart, and is not there in inference mode and below other kernels.
         return func.decompose(*args, **kwargs)
     call = Call(info, args, kwargs)

@@ -50,8 +50,9 @@ class OpInfo:
         is_out: whether the arguments written are ``out=`` ones, which torch resizes.
         may_contract: whether it may contain a matrix product, whose precision is a setting of
             torch's.
-        aliasing_composite: whether torch composes it of views, so that its result may share its
-            argument's memory (``narrow``, ``reshape``, ``contiguous``) without being a view here.
+        taken_apart: whether torch's composition of other operations is used: of views, so that its
+            result may share its argument's memory (``narrow``, ``reshape``, ``contiguous``)
+            without being a view here; or one that ends on the host (``item``, ``is_nonzero``).
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.
     """
@@ -69,7 +70,7 @@ class OpInfo:
     returns_lists: tuple[bool, ...]
     is_out: bool
     may_contract: bool
-    aliasing_composite: bool
+    taken_apart: bool
     counts_writes: bool
 
     @property
@@ -130,7 +131,7 @@ def _make(func: Any) -> OpInfo:
         returns_lists=tuple("List[" in str(r.type) for r in schema.returns),
         is_out=any(map(_is_out, schema.arguments)),
         may_contract=view is None and torch.Tag.pointwise not in func.tags,
-        aliasing_composite=view is None and lowering is None and _is_aliasing_composite(func),
+        taken_apart=view is None and lowering is None and _is_taken_apart(func),
         counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
     )
 
@@ -162,10 +163,13 @@ def _is_symbolic(type_name: str, lowering: Lowering | None) -> bool:
     return type_name in ("float", "Optional[float]") and lowering.symbolic_floats
 
 
-def _is_aliasing_composite(func: Any) -> bool:
+def _is_taken_apart(func: Any) -> bool:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) and any(
-        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        return False
+    returns = func._schema.returns
+    return not any("Tensor" in str(r.type) for r in returns) or any(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
     )
 
 
