@@ -19,6 +19,7 @@ from torch.optim import swa_utils
 from xla_dtensor.base import epoch
 from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
+    autocast,
     device,
     loading,
     modules,
@@ -37,6 +38,7 @@ def install() -> None:
     if _installed:
         return
     device.install()
+    autocast.install()
     optimizers.install()
     _hook_mesh_class()
     _hook_distribute()

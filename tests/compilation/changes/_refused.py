@@ -15,8 +15,6 @@ REFUSED: dict[str, str] = {
     "host-cpu_argument_written": CPU,
     "host-cpu_view_written": CPU,
     "host-cpu_tensor_written_after_a_view": CPU,
-    # Modes around the call that see, or change, every operation.
-    "host-autocast_around_the_call": r"(?i)autocast",
     # What the step's Python does besides computing.
     "effects-left_behind-list_append": r"list|holder",
     "effects-left_behind-list_append_number": r"list|holder",
