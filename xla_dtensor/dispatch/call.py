@@ -147,7 +147,15 @@ class Call:
             )
         if name == "device" and value is not None:
             trace = thread_state.current()
-            if torch.device(value).type == "meta" and trace is None:
+            device = torch.device(value)
+            if device.type == "xla" and device.index:
+                raise UnsupportedOpError(
+                    f"{self.info.name}: there is no device {device}. All devices of the process "
+                    "are one to torch, 'xla' or 'xla:0'; which of them hold what is said by a mesh "
+                    "and placements (distribute_tensor, or a mesh of one device: "
+                    "DeviceMesh('xla', [3]))"
+                )
+            if device.type == "meta" and trace is None:
                 raise UnsupportedOpError(
                     f"{self.info.name}: device='meta' from an xla tensor; make it with torch.empty"
                 )

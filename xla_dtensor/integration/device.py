@@ -15,6 +15,7 @@ import torch
 from torch.utils import backend_registration
 
 from xla_dtensor.base import interrupts, rng, thread_state
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration import backward, composites
 from xla_dtensor.tensors.backend import backend
 
@@ -75,6 +76,7 @@ class _DeviceContext:
     """``torch.xla.device(index)``: there is one device, so entering it changes nothing."""
 
     def __init__(self, device: Any) -> None:
+        _set_device(device)
         self.index = 0
 
     def __enter__(self) -> None:
@@ -92,7 +94,7 @@ def _device_module() -> types.ModuleType:
         "is_available": lambda: True,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
-        "set_device": lambda device: None,
+        "set_device": _set_device,
         "_is_in_bad_fork": lambda: False,
         "synchronize": _synchronize,
         "manual_seed": _manual_seed,
@@ -109,6 +111,14 @@ def _device_module() -> types.ModuleType:
     module.__xla_dtensor__ = True  # type: ignore[attr-defined]
     module.__doc__ = "The xla device of xla_dtensor."
     return module
+
+
+def _set_device(device: Any) -> None:
+    index = device if isinstance(device, int) else torch.device(device or "xla").index
+    if index is not None and index > 0:
+        raise UnsupportedOpError(
+            f"there is no device xla:{index}: all devices of the process are one to torch, xla:0"
+        )
 
 
 def _manual_seed(seed: int) -> None:
