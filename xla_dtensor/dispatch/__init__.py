@@ -5,6 +5,7 @@ from xla_dtensor.dispatch import (  # noqa: F401  (register handlers)
     metadata,
     moves,
     out_arguments,
+    packed_sequences,
 )
 from xla_dtensor.dispatch.batch import Batch, batched, writing_down
 from xla_dtensor.dispatch.call import refuse_cpu_leaf

@@ -6,8 +6,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
+from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.registry import lowers
+
+
+@meta_of("_thnn_fused_lstm_cell")
+def _lstm_cell_shapes(
+    input_gates: Any, hidden_gates: Any, cx: Any, input_bias: Any = None, hidden_bias: Any = None
+) -> tuple[torch.Tensor, ...]:
+    """torch's own wants biases."""
+    return (*(cx.new_empty(cx.shape) for _ in range(2)), cx.new_empty(input_gates.shape))
+
+
+@meta_of("_thnn_fused_gru_cell")
+def _gru_cell_shapes(
+    input_gates: Any, hidden_gates: Any, hx: Any, input_bias: Any = None, hidden_bias: Any = None
+) -> tuple[torch.Tensor, ...]:
+    batch, hidden = hx.shape
+    return hx.new_empty(hx.shape), hx.new_empty(batch, 5 * hidden)
+
+
+@meta_of("_thnn_fused_gru_cell_backward")
+def _gru_cell_backward_shapes(
+    grad_hy: Any, workspace: Any, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
+    batch, hidden = grad_hy.shape
+    gates = [grad_hy.new_empty(batch, 3 * hidden) for _ in range(2)]
+    biases = [grad_hy.new_empty(3 * hidden) if has_bias else None for _ in range(2)]
+    return (*gates, grad_hy.new_empty(grad_hy.shape), *biases)
 
 
 def _lstm_gates(input_gates: Any, hidden_gates: Any, input_bias: Any, hidden_bias: Any) -> Any:
