@@ -153,6 +153,38 @@ def test_repr_shows_values() -> None:
     assert repr(x) == "XLATensor([1.5000], device='xla:0', requires_grad=True)"
 
 
+@pytest.mark.parametrize("value", [1.23456, -2, True, 1 + 2j])
+@pytest.mark.parametrize("spec", ["", ".3f", ">9", "08.2e", "d", "s"])
+def test_formats(value: complex, spec: str, mesh_2x4: DeviceMesh) -> None:
+    plain = torch.tensor(value)
+
+    def formatted(x: torch.Tensor) -> str:
+        try:
+            return format(x, spec)
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    expected = formatted(plain)
+    assert formatted(plain.to("xla")) == expected
+    assert formatted(distribute_tensor(plain, mesh_2x4, [Replicate(), Replicate()])) == expected
+    if plain.is_floating_point():
+        assert formatted(plain.to("xla").requires_grad_()) == expected
+
+
+def test_formats_of_what_is_no_number() -> None:
+    x = torch.ones(2, device="xla")
+    assert f"{x}" == repr(x)
+    for wrong in (x, torch.ones((), device="xla").to("meta")):
+        with pytest.raises(TypeError, match="unsupported format string"):
+            format(wrong, ".2f")
+    seen: list[str] = []
+    step = xd.compile(lambda x: (seen.append(f"{x.sum()}"), x * 2)[1])
+    step(x)
+    assert "shape=[]" in seen[0]
+    with pytest.raises(xd.DataDependentError):
+        xd.compile(lambda x: (f"{x.sum():.2f}", x)[1])(x)
+
+
 LAYOUTS: list[tuple[Placement, ...]] = [(R, R), (S(0), S(1)), (S(1), R), (Partial(), S(0))]
 OPERATIONS = {
     "add": lambda a, b: a + b,

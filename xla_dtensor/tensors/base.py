@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xla_dtensor.base import epoch, interrupts
+from xla_dtensor.base import epoch, interrupts, thread_state
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import ONE_VIEWER
@@ -100,6 +100,14 @@ class TensorMethods:
     @interrupts.atomic
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatcher()(func, args, kwargs or {})
+
+    def __format__(self, format_spec: str) -> str:
+        """As of torch's own tensors: one element is formatted as the number that it is; what has no
+        number (now) as `repr` has it, unless it is to be formatted in a certain way."""
+        known = thread_state.current() is None and not self._form.varying
+        if not self._form.meta and not self._form.shape and (format_spec or known):
+            return format(self.detach().item(), format_spec)  # type: ignore[attr-defined]
+        return object.__format__(self, format_spec)
 
     def __getitem__(self, index: Any) -> Any:
         result = indexing.select(self, index)
