@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -123,6 +124,18 @@ def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if trace is not None and constant_recipe(args[0]) is None:
         return trace.item(args[0])
     return to_cpu(args[0]).item()
+
+
+@handles("aten::is_same_size.default")
+def _is_same_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return args[0].shape == args[1].shape
+
+
+@handles("aten::_has_same_storage_numel.default")
+def _has_same_storage_numel(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Forward-mode AD asks it of a tensor and its tangent, to copy a tangent with gaps."""
+    one, other = (math.prod(tensor._storage_.form.shape) for tensor in args)
+    return one == other
 
 
 @handles("aten::_linalg_check_errors.default")

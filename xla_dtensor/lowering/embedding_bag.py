@@ -197,3 +197,16 @@ def per_sample_weights_backward(
     of_bag = grad.astype(wide).at[offset2bag].get(mode="fill", fill_value=0)
     along = jnp.sum(rows * of_bag, axis=1)
     return jnp.where(_valid(indices, padding_idx), along, 0)
+
+
+@lowers("embedding_renorm")
+def embedding_renorm(
+    weight: jax.Array, indices: jax.Array, max_norm: float, norm_type: float
+) -> jax.Array:
+    """Rows that ``indices`` name are made shorter, if their norm is greater than ``max_norm``."""
+    wide = weight.astype(math_dtype(weight.dtype))
+    rows = narrow(indices.reshape(-1), weight.shape[0])
+    named = write(jnp.zeros(weight.shape[0], bool), (rows,), "set", jnp.ones(rows.shape, bool))
+    norm = jnp.linalg.norm(wide, norm_type, axis=1)
+    scale = jnp.where(named & (norm > max_norm), max_norm / (norm + 1e-7), 1.0)
+    return wide * scale[:, None].astype(wide.dtype)
