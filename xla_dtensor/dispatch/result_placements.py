@@ -81,11 +81,12 @@ def pins(answer: Answer | None) -> Pins | None:
     frame = frame_of(answer.mesh)
     # XLA's partitioner ends the process on a transform along a sharded dim.
     convolution, transform = is_(Kind.CONVOLUTION, name), is_(Kind.TRANSFORM, name)
-    always = convolution or transform
+    # It gets gathers wrong where a result's dim is sharded by several axes, and doesn't compile
+    # some whose indices are sharded by one axis and a sum (here: the same) on another.
+    gather = is_(Kind.GATHER, name)
+    always = convolution or transform or (gather and any(map(_is_partial, call.forms)))
     if not always and sum(size > 1 for size in frame.sizes.values()) < 3:
         return None
-    # It gets gathers wrong where a result's dim is sharded by several axes.
-    gather = is_(Kind.GATHER, name)
     product = is_(Kind.PRODUCT, f"{name.rpartition('.')[0]}.default")
     if call.info.is_out and (product or transform or gather):
         # Rules know the functional overload alone.
@@ -95,6 +96,10 @@ def pins(answer: Answer | None) -> Pins | None:
         return None
     # [batch or out channels, in channels, positions...]
     return _of_rule(answer, 2 if convolution else None)
+
+
+def _is_partial(form: Any) -> bool:
+    return isinstance(form, Form) and any(p.is_partial() for p in form.placements or ())
 
 
 def _of_rule(answer: Answer, dims: int | None = None) -> Pins | None:
