@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance oracle bench bench-eager bench-host bench-torch clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance oracle bench bench-eager bench-host bench-torch bench-commits clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -68,6 +68,9 @@ bench-host: env ## the host's time for a compiled call of 600 parameters, next t
 
 bench-torch: env ## FSDP x TP against torch's DTensor in 8 gloo processes (about two minutes)
 	$(BIN)/python benchmarks/vs_torch_dtensor.py $(ARGS)
+
+bench-commits: env ## eager and compiled calls of this checkout and another commit (BASE=...), in one run
+	$(BIN)/python benchmarks/compare_commits.py $(or $(BASE),main) $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -63,7 +63,7 @@ def compare(ours: Any, theirs: Any, x: Any, reference_x: Any, model: Any, refere
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", MODULES)
@@ -84,6 +84,7 @@ def test_cell(name: str, place: str, mesh_2x4: DeviceMesh) -> None:
     compare(model(ours), reference(x), ours, x, model, reference)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("name", ["gru", "lstm"])
