@@ -333,6 +333,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_command_fails_without_a_call() -> None:
     done = run("-m", "xla_dtensor.debug.rule_check", "--names", "no_such_op")
     assert done.returncode == 2

@@ -39,11 +39,8 @@ FAST = (
     "collective_gather_scatter",
     "ddp_accumulation",
     "fsdp_tp",
-    "grad_placements",
     "local_map_attention",
     "loss_parallel",
-    "partial_in_out",
-    "style_colwise_linear",
     "tp_sp_transformer",
 )
 

@@ -54,6 +54,7 @@ def original(name: str) -> str:
     return name.replace("parametrizations.", "").replace(".original", "")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp", "hsdp", "fsdp_tp"])
 def test_recipe(page: dict[str, Any], recipe: str) -> None:
     expected = reference()
