@@ -22,14 +22,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: env ## train the example on a simulated 2x4 mesh (about two minutes)
 	$(BIN)/python examples/train_llama/train.py $(ARGS)
 
-test: env ## all tests but the slow ones (12 to 18 minutes on two cores)
+test: env ## all tests but the slow ones (ten minutes on two quiet cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
 
 test-slow: env ## the slow tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-audit: env ## the tests of compiled steps, each call audited (about four minutes)
-	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' tests/compilation tests/custom_ops/test_compiled.py \
+AUDITED := tests/compilation $(shell grep -rl 'xd\.compile' tests --include='test_*.py' | grep -v '^tests/compilation')
+test-audit: env ## the tests of compiled steps, each call audited (about eight minutes)
+	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(AUDITED) \
 	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
 
 test-all: check test test-slow test-audit rules-check conformance ## everything there is (about three hours on two cores)

@@ -52,7 +52,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", list(OPERATIONS))
 @pytest.mark.parametrize("seed", range(12))
 def test_products_whose_results_are_resharded(name: str, seed: int) -> None:
