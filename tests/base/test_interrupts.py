@@ -230,6 +230,17 @@ def test_two_signals_at_once() -> None:
     assert set(raised) == {KeyboardInterrupt, TimeIsUpError}
 
 
+def test_the_handler_of_one_signal_for_another(x: torch.Tensor) -> None:
+    before = signal.signal(signal.SIGQUIT, signal.getsignal(signal.SIGINT))
+    try:
+        x + 1
+        with pytest.raises(KeyboardInterrupt):
+            press(signal.SIGQUIT)
+            time.sleep(5)
+    finally:
+        signal.signal(signal.SIGQUIT, before)
+
+
 def test_a_signal_that_is_left_to_the_system_stays_so(x: torch.Tensor) -> None:
     for handler in (signal.SIG_IGN, signal.SIG_DFL):
         signal.signal(signal.SIGTERM, handler)

@@ -84,7 +84,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda p: Adam(p, lr=0.01, eps=1e-2),
     "adamw": lambda p: AdamW(p, lr=0.01, eps=1e-2, weight_decay=0.1),
     "rmsprop": lambda p: RMSprop(p, lr=0.01, eps=1e-2),
-    "adagrad": lambda p: Adagrad(p, lr=0.05, eps=1e-2),
+    # Its first step would divide a gradient, rounding error and all, by its own size.
+    "adagrad": lambda p: Adagrad(p, lr=0.05, eps=1e-2, initial_accumulator_value=0.1),
 }
 
 

@@ -83,7 +83,8 @@ def shard_rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(sharded))
 
 
-def test_300_training_steps(small_mesh: DeviceMesh, compilations: list[str]) -> None:
+@pytest.mark.parametrize("steps", [300, pytest.param(1000, marks=pytest.mark.slow)])
+def test_training_steps(small_mesh: DeviceMesh, compilations: list[str], steps: int) -> None:
     model = distribute_module(Model(), small_mesh, shard_rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
@@ -105,7 +106,7 @@ def test_300_training_steps(small_mesh: DeviceMesh, compilations: list[str]) -> 
     known, objects, arrays = cache_sizes(), len(gc.get_objects()), len(jax.live_arrays())
     assert compilations  # the counter counts
     compilations.clear()
-    for _ in range(300):
+    for _ in range(steps):
         loss = step()
     last = loss.item()
     del loss

@@ -103,8 +103,6 @@ _SIGNALS = [
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 ]
-
-
 _found: list[Any] = []  # what handled them after the last `install`
 
 
@@ -137,8 +135,10 @@ class Handler:
     def __call__(self, signum: int, frame: types.FrameType | None) -> None:
         # C++ may be asking the device guard while an exception is on its way.
         put_error_aside()
-        waiting = _waiting[signum]
-        if waiting.raising:  # the user's handler, which this one has called, calls an earlier one
+        waiting = _waiting.get(signum)
+        # None: the user has made Ctrl-C's handler that of another signal. Or the user's handler,
+        # which this one has called, calls an earlier one.
+        if waiting is None or waiting.raising:
             self.previous(signum, frame)
             return
         again, waiting.sent_again = waiting.sent_again, False

@@ -8,7 +8,7 @@ from xla_dtensor.dispatch import (  # noqa: F401  (register handlers)
     packed_sequences,
 )
 from xla_dtensor.dispatch.batch import Batch, batched, writing_down
-from xla_dtensor.dispatch.call import refuse_cpu_leaf
+from xla_dtensor.dispatch.call import refuse_cpu_leaf, refuse_other_device
 from xla_dtensor.dispatch.execute import dispatch
 
-__all__ = ["Batch", "batched", "dispatch", "refuse_cpu_leaf", "writing_down"]
+__all__ = ["Batch", "batched", "dispatch", "refuse_cpu_leaf", "refuse_other_device", "writing_down"]

@@ -148,17 +148,21 @@ class Call:
         if name == "device" and value is not None:
             trace = thread_state.current()
             device = torch.device(value)
-            if device.type == "xla" and device.index:
-                raise UnsupportedOpError(
-                    f"{self.info.name}: there is no device {device}. All devices of the process "
-                    "are one to torch, 'xla' or 'xla:0'; which of them hold what is said by a mesh "
-                    "and placements (distribute_tensor, or a mesh of one device: "
-                    "DeviceMesh('xla', [3]))"
-                )
+            refuse_other_device(self.info.name, device)
             if device.type == "meta" and trace is None:
                 raise UnsupportedOpError(
                     f"{self.info.name}: device='meta' from an xla tensor; make it with torch.empty"
                 )
+
+
+def refuse_other_device(name: str, device: torch.device) -> None:
+    """Raise for ``xla:3``, of which only ``xla:0`` would be remembered."""
+    if device.type == "xla" and device.index:
+        raise UnsupportedOpError(
+            f"{name}: there is no device {device}. All devices of the process are one to torch, "
+            "'xla' or 'xla:0'; which of them hold what is said by a mesh and placements "
+            "(distribute_tensor, or a mesh of one device: DeviceMesh('xla', [3]))"
+        )
 
 
 def refuse_cpu_leaf(name: str, tensor: torch.Tensor | None) -> None:

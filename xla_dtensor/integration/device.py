@@ -15,7 +15,6 @@ import torch
 from torch.utils import backend_registration
 
 from xla_dtensor.base import interrupts, rng, thread_state
-from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration import backward, composites
 from xla_dtensor.tensors.backend import backend
 
@@ -114,11 +113,12 @@ def _device_module() -> types.ModuleType:
 
 
 def _set_device(device: Any) -> None:
-    index = device if isinstance(device, int) else torch.device(device or "xla").index
-    if index is not None and index > 0:
-        raise UnsupportedOpError(
-            f"there is no device xla:{index}: all devices of the process are one to torch, xla:0"
-        )
+    if isinstance(device, int):
+        device = f"xla:{device}" if device > 0 else "xla"  # a negative one: as it is
+    if device is not None:
+        from xla_dtensor.dispatch import refuse_other_device
+
+        refuse_other_device("torch.xla", torch.device(device))
 
 
 def _manual_seed(seed: int) -> None:

@@ -17,10 +17,10 @@ from torch import nn
 
 
 class _Moved(threading.local):
-    """What the outermost call has moved so far where the same object couldn't be kept."""
+    """What the outermost call has moved so far where the same object couldn't be kept; None outside
+    of one. With each the object that was there, whose id would be another's if it were gone."""
 
-    depth = 0
-    by_id: dict[int, tuple[nn.Parameter, nn.Parameter]]
+    by_id: dict[int, tuple[nn.Parameter, nn.Parameter]] | None = None
 
 
 _moved = _Moved()
@@ -33,9 +33,9 @@ def install() -> None:
     @functools.wraps(original)
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         before = {key: p for key, p in self._parameters.items() if p is not None}
-        if _moved.depth == 0:
+        outermost = _moved.by_id is None
+        if outermost:
             _moved.by_id = {}
-        _moved.depth += 1
         try:
             result = original(self, *args, **kwargs)
             for key, parameter in before.items():
@@ -43,9 +43,8 @@ def install() -> None:
                 if now is not None and now is not parameter and _is_ours(now, parameter):
                     self._parameters[key] = _same(parameter, now)
         finally:
-            _moved.depth -= 1
-            if _moved.depth == 0:
-                del _moved.by_id
+            if outermost:
+                _moved.by_id = None
         return result
 
     nn.Module._apply = apply
@@ -60,6 +59,7 @@ def _same(parameter: nn.Parameter, moved: nn.Parameter) -> nn.Parameter:
     reference), the new one, the same for each module that shares it."""
     from xla_dtensor.tensors.base import OWN_ATTRIBUTES  # needs the device's name
 
+    assert _moved.by_id is not None
     known = _moved.by_id.get(id(parameter))
     if known is not None:
         return known[1]

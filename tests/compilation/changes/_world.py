@@ -173,7 +173,7 @@ def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     actual, expected = actual.double(), expected.double()
     finite = expected[expected.isfinite()].abs()
     largest = max(1.0, finite.max().item()) if finite.numel() else 1.0
-    return torch.allclose(actual, expected, rtol=1e-4, atol=3e-5 * largest, equal_nan=True)
+    return torch.allclose(actual, expected, rtol=1e-4, atol=1e-5 * largest, equal_nan=True)
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from tests.compilation.changes._table import Program, mlp, row, rows
+from tests.compilation.changes._table import Program, mlp, row, rows, trainer
 from tests.compilation.changes._world import World, numbers
 
 HIDDEN: torch.Tensor | None = None
@@ -844,18 +844,7 @@ class OwnMomentum(torch.optim.Optimizer):
 
 @row(unseen=True)
 def state_of_an_own_optimizer(world: World) -> Program:
-    model = mlp(world)
-    optimizer = OwnMomentum(model.parameters(), lr=0.1)
-    world.watch(model=model, optimizer=optimizer)
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step = world.compile(function)
+    _, step = trainer(world, mlp(world), OwnMomentum)
     for i in range(5):
         yield step(world.batch(i))
 
