@@ -172,3 +172,28 @@ def test_mesh_counts_devices():
 def test_mistakes(layout, make, error, message):
     with pytest.raises(error, match=message):
         make(layout)
+
+
+def test_it_says_that_a_tensor_is_dense(mesh_2x4):
+    x = xd.distribute_tensor(torch.randn(8, 4), mesh_2x4, [xd.Shard(0), xd.Replicate()])
+    assert x.layout == torch.strided and torch.strided == x.layout
+    assert x.layout in {torch.strided, torch.sparse_coo} and x.layout in (torch.strided,)
+    assert x.layout != torch.sparse_coo and x.layout not in {torch.sparse_csr}
+    assert not x.layout != torch.strided  # noqa: SIM202  (the operator itself)
+    assert {x.layout: 1}[x.clone().layout] == 1 and x.layout != x.t().layout
+    assert xd.Layout.from_device_mesh(mesh_2x4) != torch.strided  # of no tensor yet
+
+
+def test_torch_asks_for_it(mesh_2x4):
+    value = torch.randn(8, 4, dtype=torch.float64)
+    mask = value > 0
+    x, m = (xd.distribute_tensor(v, mesh_2x4, [xd.Shard(0), xd.Shard(1)]) for v in (value, mask))
+    for name in ("sum", "mean", "softmax", "amax", "var"):
+        found = getattr(torch.masked, name)(x, 1, mask=m)
+        torch.testing.assert_close(
+            found.full_tensor().cpu(),
+            getattr(torch.masked, name)(value, 1, mask=mask),
+            equal_nan=True,
+        )
+    x = x[:2].detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: (t * t).sum(), (x,))

@@ -111,8 +111,19 @@ def ready() -> bool:
     return [*map(_signal.getsignal, _SIGNALS)] == _found
 
 
+before_operations: Callable[[], None] | None = None
+"""Asked before operations once `forget` was called: it raises if none may run."""
+
+
+def forget() -> None:
+    """Let the next operation call `install`."""
+    _found[:] = [None]
+
+
 def install() -> None:
     """Put the handlers around the present ones. Other threads than the main one can't."""
+    if before_operations is not None:
+        before_operations()
     if threading.current_thread() is threading.main_thread():
         for signum in _SIGNALS:
             current = _signal.getsignal(signum)

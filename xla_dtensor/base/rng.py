@@ -1,14 +1,15 @@
 """The random number generator of the "xla" device.
 
-One generator for all devices of the process: a seed and a counter of random operations. The key of
-an operation is a function of both, and XLA's partitionable threefry makes each number a function of
-the key and its logical position, so neither the mesh nor the placements change the numbers. Threads
-share the generator: no two of their operations draw the same numbers, and which draws which depends
-on who comes first.
+One stream for all devices of the process, and one for each ``torch.Generator(device="xla")``: a
+seed and a counter of random operations. The key of an operation is a function of both, and XLA's
+partitionable threefry makes each number a function of the key and its logical position, so neither
+the mesh nor the placements change the numbers. Threads share a stream: no two of their operations
+draw the same numbers, and which draws which depends on who comes first.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from typing import Any
 
@@ -20,63 +21,98 @@ from xla_dtensor.base import thread_state
 
 DEFAULT_SEED = 67280421310721  # torch's own default generator seed
 
-_lock = threading.RLock()
-_seed = DEFAULT_SEED
-_counter = 0
+
+class RandomStream:
+    """A stream of random numbers: a seed, and a count of the operations that drew from it.
+
+    Args:
+        seed: which stream, any Python integer, taken modulo 2**64.
+    """
+
+    def __init__(self, seed: int = DEFAULT_SEED) -> None:
+        self._lock = threading.RLock()
+        self._seed, self._counter = int(seed) % 2**64, 0
+
+    @property
+    def seed(self) -> int:
+        """The seed, not negative."""
+        return self._seed
+
+    def restart(self, seed: int, counter: int = 0) -> None:
+        """Go to the place after ``counter`` operations of the stream of ``seed``."""
+        with self._lock:
+            self._seed, self._counter = int(seed) % 2**64, counter
+
+    def position(self) -> tuple[int, int]:
+        """The seed and the number of random operations so far."""
+        with self._lock:
+            return self._seed, self._counter
+
+    def advance(self, operations: int) -> None:
+        """Count ``operations`` random operations."""
+        with self._lock:
+            self._counter += operations
+
+    def take(self, operations: int = 1) -> np.ndarray:
+        """The state for the next ``operations`` random operations, which no other thread gets."""
+        with self._lock:
+            state = words_at(self._seed, self._counter)
+            self._counter += operations
+        return state
+
+    def give_back(self, state: np.ndarray, operations: int = 1) -> None:
+        """Undo a `take` of operations that have failed, unless somebody has drawn or set the state
+        since: then these numbers are lost."""
+        with self._lock:
+            seed, counter = _position(state)
+            if (self._seed, self._counter) == (seed, counter + operations):
+                self._counter = counter
+
+
+default = RandomStream()
+"""What operations draw from that are given no ``generator=``."""
 
 
 def manual_seed(seed: int) -> None:
-    """Start the stream of ``seed`` (any Python integer, taken modulo 2**64)."""
-    global _seed, _counter
+    """Start the default stream of ``seed`` (any Python integer, taken modulo 2**64)."""
     traced = thread_state.random_numbers()
     if traced is not None:
         traced.refuse("a new seed")
-    with _lock:
-        _seed, _counter = int(seed) % 2**64, 0
+    default.restart(seed)
+
+
+def fresh_seed() -> int:
+    """A seed that nobody knows yet."""
+    return secrets.randbits(53)
 
 
 def initial_seed() -> int:
-    """The seed of the current stream."""
-    return _seed
+    """The seed of the default stream."""
+    return default.seed
 
 
 def words() -> np.ndarray:
-    """The generator's state as four uint32 words (seed, counter), low word first."""
-    seed, counter = position()
-    return np.array(
-        [seed & 0xFFFFFFFF, seed >> 32, counter & 0xFFFFFFFF, counter >> 32], dtype=np.uint32
-    )
+    """The default stream's state as four uint32 words (seed, counter), low word first."""
+    return words_at(*position())
 
 
 def take(operations: int = 1) -> np.ndarray:
-    """The state for the next ``operations`` random operations, which no other thread gets."""
-    global _counter
-    with _lock:
-        state = words()
-        _counter += operations
-    return state
+    """`RandomStream.take` of the default stream."""
+    return default.take(operations)
 
 
 def give_back(state: np.ndarray, operations: int = 1) -> None:
-    """Undo a `take` of operations that have failed, unless somebody has drawn or set the state
-    since: then these numbers are lost."""
-    global _counter
-    with _lock:
-        counter = int(state[2]) | int(state[3]) << 32
-        seed = int(state[0]) | int(state[1]) << 32
-        if (_seed, _counter) == (seed, counter + operations):
-            _counter = counter
+    """`RandomStream.give_back` of the default stream."""
+    default.give_back(state, operations)
 
 
 def advance(operations: int = 1) -> None:
     """Count ``operations`` random operations."""
-    global _counter
     traced = thread_state.random_numbers()
     if traced is not None:
         traced.advance(operations)
         return
-    with _lock:
-        _counter += operations
+    default.advance(operations)
 
 
 def position() -> tuple[int, int]:
@@ -85,8 +121,40 @@ def position() -> tuple[int, int]:
     traced = thread_state.random_numbers()
     if traced is not None:
         return traced.seed, traced.counter
-    with _lock:
-        return _seed, _counter
+    return default.position()
+
+
+def words_at(seed: int, counter: int) -> np.ndarray:
+    """A place in a stream as four uint32 words (seed, counter), low word first."""
+    return np.array(
+        [seed & 0xFFFFFFFF, seed >> 32, counter & 0xFFFFFFFF, counter >> 32], dtype=np.uint32
+    )
+
+
+def _position(state: Any) -> tuple[int, int]:
+    w = [int(word) for word in state]
+    return w[0] | w[1] << 32, w[2] | w[3] << 32
+
+
+def tensor_of_state(state: np.ndarray) -> torch.Tensor:
+    """Words as a CPU uint8 tensor of 16 bytes."""
+    with _disable_current_modes():  # torch saves and restores it under fake tensors, too
+        return torch.from_numpy(state.view(np.uint8).copy())
+
+
+def position_in(state: torch.Tensor) -> tuple[int, int]:
+    """The seed and count that `tensor_of_state` has put into a tensor.
+
+    Raises:
+        ValueError: ``state`` isn't one.
+    """
+    if state.dtype is not torch.uint8 or state.numel() != 16:
+        raise ValueError(
+            f"an xla RNG state is a uint8 tensor of 16 elements (torch.xla.get_rng_state()), "
+            f"got {state.dtype} with {state.numel()}"
+        )
+    with _disable_current_modes():
+        return _position(state.detach().cpu().contiguous().numpy().view(np.uint32))
 
 
 def key_of(state: Any, offset: int = 0) -> Any:
@@ -102,9 +170,8 @@ def key_of(state: Any, offset: int = 0) -> Any:
 
 
 def get_state() -> torch.Tensor:
-    """The state as a CPU uint8 tensor of 16 bytes."""
-    with _disable_current_modes():  # torch saves and restores it under fake tensors, too
-        return torch.from_numpy(words().view(np.uint8).copy())
+    """The default stream's state as a CPU uint8 tensor of 16 bytes."""
+    return tensor_of_state(words())
 
 
 def set_state(state: torch.Tensor) -> None:
@@ -113,15 +180,7 @@ def set_state(state: torch.Tensor) -> None:
     Raises:
         ValueError: ``state`` isn't one.
     """
-    global _seed, _counter
-    if state.dtype is not torch.uint8 or state.numel() != 16:
-        raise ValueError(
-            f"an xla RNG state is a uint8 tensor of 16 elements (torch.xla.get_rng_state()), "
-            f"got {state.dtype} with {state.numel()}"
-        )
-    with _disable_current_modes():
-        w = state.detach().cpu().contiguous().numpy().view(np.uint32).astype(np.uint64)
-    seed, counter = int(w[0] | (w[1] << np.uint64(32))), int(w[2] | (w[3] << np.uint64(32)))
+    seed, counter = position_in(state)
     traced = thread_state.random_numbers()
     if traced is not None:
         if seed != traced.seed or not traced.start <= counter <= traced.latest:
@@ -129,5 +188,4 @@ def set_state(state: torch.Tensor) -> None:
             traced.refuse("set_rng_state() with a state from outside of the step")
         traced.counter = counter
         return
-    with _lock:
-        _seed, _counter = seed, counter
+    default.restart(seed, counter)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base.generator import stream_of
 from xla_dtensor.base.python_numbers import is_number, like_a_number
 from xla_dtensor.dispatch.ops import DROPPED, OpInfo
 from xla_dtensor.errors import UnsupportedOpError
@@ -35,12 +36,14 @@ class Call:
         leaves: tensors (ours or the CPU's) and dynamic numbers, in order.
         forms: per leaf its `Form`, or the Python type of a number.
         args, kwargs: the arguments with each leaf replaced by its `Slot`.
+        stream: where random numbers come from.
     """
 
-    __slots__ = ("args", "forms", "info", "key", "kwargs", "leaves", "meta_kwargs")
+    __slots__ = ("args", "forms", "info", "key", "kwargs", "leaves", "meta_kwargs", "stream")
 
     def __init__(self, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> None:
         self.info = info
+        self.stream = rng.default
         self.leaves: list[Any] = []
         self.forms: list[Any] = []
         key: list[Any] = [info]
@@ -141,10 +144,7 @@ class Call:
 
     def _check_dropped(self, name: str, value: Any) -> None:
         if name == "generator" and value is not None:
-            raise UnsupportedOpError(
-                f"{self.info.name}: generator= is not supported on xla tensors; seed the device's "
-                "own generator with torch.manual_seed"
-            )
+            self.stream = stream_of(value, self.info.name)
         if name == "device" and value is not None:
             trace = thread_state.current()
             device = torch.device(value)

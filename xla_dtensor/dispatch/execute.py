@@ -10,7 +10,7 @@ import jax
 import torch
 
 from xla_dtensor import rules
-from xla_dtensor.base import events, interrupts, rng, thread_state
+from xla_dtensor.base import events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.number_functions import number_value
 from xla_dtensor.dispatch.batch import lock
@@ -190,12 +190,12 @@ def _run(plan: Plan, call: Call, batch: thread_state.Batch | None) -> Any:
     if not plan.random:
         with jax.enable_x64(True):
             return plan.eager(None, leaves, bases)
-    state = rng.take()
+    state = call.stream.take()
     try:
         with jax.enable_x64(True):
             return plan.eager(state, leaves, bases)
     except BaseException:
-        rng.give_back(state)
+        call.stream.give_back(state)
         raise
 
 

@@ -42,6 +42,8 @@ def meta_results(call: Call) -> list[Any]:
     kwargs = fill_kwargs(call.kwargs, leaves) | call.meta_kwargs
     if "device" in call.info.argument_names:
         kwargs["device"] = torch.device("meta")
+        if "generator" in call.info.argument_names:
+            kwargs["generator"] = None  # factories want to be given one
     args = fill(list(call.args), leaves)
     with torch.no_grad():
         if call.info.shapes is not None:

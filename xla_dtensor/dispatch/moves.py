@@ -126,6 +126,11 @@ def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return to_cpu(args[0]).item()
 
 
+@handles("aten::record_stream.default")
+def _record_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """XLA frees no memory that an operation still reads."""
+
+
 @handles("aten::is_same_size.default")
 def _is_same_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return args[0].shape == args[1].shape

@@ -7,15 +7,13 @@ device checks and ``torch.accelerator`` work by themselves.
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
-from xla_dtensor.base import interrupts, rng, thread_state
-from xla_dtensor.integration import backward, composites
+from xla_dtensor.base import interrupts
+from xla_dtensor.integration import backward, composites, device_module
 from xla_dtensor.tensors.backend import backend
 
 _library: torch.library.Library | None = None
@@ -38,7 +36,7 @@ def install() -> None:
         )
     # Not torch's generate_methods_for_privateuse1_backend: its is_xla collides with torch's own.
     backend_registration.rename_privateuse1_backend("xla")
-    torch._register_device_module("xla", _device_module())
+    torch._register_device_module("xla", device_module.make())
     torch._C._acc.register_python_privateuseone_hook(_Hooks())
     torch._C._acc.register_python_privateuseone_device_guard(_DeviceGuard())
     _register_kernels()
@@ -71,72 +69,6 @@ class _DeviceGuard(torch._C._acc.DeviceGuard):
         return _PRIVATEUSE1
 
 
-class _DeviceContext:
-    """``torch.xla.device(index)``: there is one device, so entering it changes nothing."""
-
-    def __init__(self, device: Any) -> None:
-        _set_device(device)
-        self.index = 0
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc_info: object) -> None:
-        pass
-
-
-def _device_module() -> types.ModuleType:
-    """``torch.xla``. The process's devices act as one torch device, ``xla:0``."""
-    module = types.ModuleType("torch.xla")
-    functions: dict[str, Callable[..., Any]] = {
-        "is_initialized": lambda: True,
-        "is_available": lambda: True,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "set_device": _set_device,
-        "_is_in_bad_fork": lambda: False,
-        "synchronize": _synchronize,
-        "manual_seed": _manual_seed,
-        "manual_seed_all": _manual_seed,
-        "initial_seed": rng.initial_seed,
-        "get_rng_state": lambda device="xla": rng.get_state(),
-        "set_rng_state": lambda state, device="xla": rng.set_state(state),
-        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-    }
-    for name, function in functions.items():
-        setattr(module, name, function)
-    module.device = _DeviceContext  # type: ignore[attr-defined]
-    module._initialized = True  # type: ignore[attr-defined]
-    module.__xla_dtensor__ = True  # type: ignore[attr-defined]
-    module.__doc__ = "The xla device of xla_dtensor."
-    return module
-
-
-def _set_device(device: Any) -> None:
-    if isinstance(device, int):
-        device = f"xla:{device}" if device > 0 else "xla"  # a negative one: as it is
-    if device is not None:
-        from xla_dtensor.dispatch import refuse_other_device
-
-        refuse_other_device("torch.xla", torch.device(device))
-
-
-def _manual_seed(seed: int) -> None:
-    trace = thread_state.current()
-    if trace is not None:
-        trace.refuse(
-            "torch.manual_seed (seed outside of the step, or every step is the same), which"
-        )
-    rng.manual_seed(seed)
-
-
-def _synchronize(device: Any = None) -> None:
-    """Wait until the devices have done what was asked of them."""
-    import jax
-
-    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
-
-
 # Overloads that take a device and no tensor. Everything else reaches the tensor classes themselves.
 _FACTORIES = (
     "_efficientzerotensor",
@@ -152,10 +84,15 @@ _FACTORIES = (
     "logspace",
     "ones",
     "rand",
+    "rand.generator",
     "randint",
+    "randint.generator",
     "randint.low",
+    "randint.low_generator",
     "randn",
+    "randn.generator",
     "randperm",
+    "randperm.generator",
     "scalar_tensor",
     "tril_indices",
     "triu_indices",

@@ -19,12 +19,16 @@ from torch.optim import swa_utils
 from xla_dtensor.base import epoch
 from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
+    accelerator,
     autocast,
     device,
+    generators,
+    loaders,
     loading,
     modules,
     observers,
     optimizers,
+    pinning,
     recomputation,
 )
 from xla_dtensor.tensors import backend
@@ -43,8 +47,11 @@ def install() -> None:
     _hook_mesh_class()
     _hook_distribute()
     recomputation.install()
-    _hook_synchronize()
+    accelerator.install()
+    generators.install()
+    pinning.install()
     _hook_handles()
+    loaders.install()
     loading.install()
     modules.install()
     observers.install()
@@ -73,21 +80,6 @@ def _hook_averages() -> None:
         return [name for name in original() if name != "xla"]
 
     swa_utils._get_foreach_kernels_supported_devices = supported
-
-
-def _hook_synchronize() -> None:
-    """``torch.accelerator.synchronize``: C++ has no way to ask a device written in Python."""
-    original = torch.accelerator.synchronize
-
-    @functools.wraps(original)
-    def synchronize(device: Any = None, /) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and accelerator.type == "xla":
-            torch.xla.synchronize()
-        else:
-            original(device)
-
-    torch.accelerator.synchronize = synchronize
 
 
 def _hook_handles() -> None:

@@ -265,6 +265,11 @@ def multinomial(
     key: jax.Array, x: jax.Array, num_samples: int, replacement: bool = False
 ) -> jax.Array:
     logits = jnp.log(x.astype(_float(x.dtype)))
+    if not replacement and num_samples > x.shape[-1]:
+        raise RuntimeError(
+            f"cannot sample n_sample > prob_dist.size(-1) samples without replacement: "
+            f"{num_samples} of {x.shape[-1]}"
+        )
     if not replacement:
         # The Gumbel-max trick: the k largest perturbed logits are k draws without replacement.
         gumbel = jax.random.gumbel(key, x.shape, logits.dtype)

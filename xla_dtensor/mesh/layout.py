@@ -38,7 +38,8 @@ class Layout:
     ``Layout((2, 4), ("dp", "tp"))`` is *empty*: it has a mesh and says nothing of a tensor yet.
     Calling it makes a *concrete* one. A layout made from placements alone fits a tensor of any rank
     (``ndim`` is None); what counts tensor dims then raises. Layouts are immutable, and equal if
-    their meshes, placements and ranks are.
+    their meshes, placements and ranks are. A concrete one also equals ``torch.strided``: what asks
+    a tensor whether it is dense (``x.layout == torch.strided``) gets the answer that it is.
 
     Args:
         mesh_shape: the number of devices along each mesh dim.
@@ -375,13 +376,13 @@ class Layout:
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
-            return NotImplemented
+            return (other is torch.strided and self._placements is not None) or NotImplemented
         return (self._placements, self._ndim) == (other._placements, other._ndim) and (
             self._mesh == other._mesh
         )
 
     def __hash__(self) -> int:
-        return hash((self._mesh, self._placements, self._ndim))
+        return hash(torch.strided)  # torch asks ``x.layout in {torch.strided, ...}``
 
     def __repr__(self) -> str:
         dims = None if self._ndim is None else self.alias_tensor_map

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from xla_dtensor.base import map_location
+
 
 def reduce_mesh(mesh: Any) -> tuple[Any, ...]:
     """What ``__reduce__`` returns for an xla mesh: nothing that a process group, another process's
@@ -22,12 +24,15 @@ def rebuild_mesh(
     names: tuple[str, ...] | None,
     root: DeviceMesh | None,
     flattened: tuple[tuple[str, Any], ...],
-) -> DeviceMesh:
-    """The mesh that `reduce_mesh` took apart.
+) -> DeviceMesh | None:
+    """The mesh that `reduce_mesh` took apart; None if ``torch.load`` is told to put what is on it
+    elsewhere: the machine may have no such devices.
 
     Raises:
         DeviceCountError: this machine has fewer devices.
     """
+    if map_location.leaves_xla():
+        return None
     if root is not None:
         known = root._flatten_mapping.get(names[0]) if names else None
         if known is not None and known._layout == layout:

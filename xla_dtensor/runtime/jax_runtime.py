@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from xla_dtensor.base import forked
 from xla_dtensor.errors import DeviceCountError
 
 logger = logging.getLogger("xla_dtensor")
@@ -32,8 +33,11 @@ def is_started() -> bool:
 
 def start(min_cpu_devices: int = 1) -> None:
     """Start JAX's backend unless it runs; if it is the CPU's, with so many devices or more."""
+    if forked.is_child():
+        forked.refuse()
     with _start_lock:
         if is_started():
+            forked.watch()
             return
         import jax
 
@@ -43,6 +47,7 @@ def start(min_cpu_devices: int = 1) -> None:
         if configured < min_cpu_devices and min_cpu_devices > 1 and not forced_by_flag:
             jax.config.update("jax_num_cpu_devices", min_cpu_devices)
         devices = jax.devices()
+        forked.watch()
         if devices[0].platform == "cpu" and len(devices) > 1:
             logger.warning("xla_dtensor: using %d simulated CPU devices", len(devices))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from xla_dtensor.base import map_location
 from xla_dtensor.tensors.backend import backend
 
 if TYPE_CHECKING:
@@ -35,8 +36,16 @@ def rebuild_tensor(
     requires_grad: bool,
     is_param: bool,
 ) -> torch.Tensor:
-    """The tensor that `reduce_tensor` took apart."""
+    """The tensor that `reduce_tensor` took apart; its full value where ``torch.load`` is told to
+    put it, if that is no xla device."""
     result: Any
+    if map_location.leaves_xla():
+        result = value.to(map_location.device_for("xla:0"))
+        return (
+            torch.nn.Parameter(result, requires_grad)
+            if is_param
+            else (result.requires_grad_(requires_grad))
+        )
     if mesh is None or placements is None:
         result = value.to("xla")
     else:

@@ -218,8 +218,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
 
     @property
     def layout(self) -> Layout:
-        """How it is laid out over its mesh, a `Layout` (not ``torch.strided``, which a plain tensor
-        has).
+        """How it is laid out over its mesh, a `Layout`, which equals ``torch.strided`` as well.
 
         Example::
 
@@ -228,6 +227,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
             mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
             x = xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0)])
             assert x.layout == xd.Layout.from_device_mesh(mesh)("dp", "None")
+            assert x.layout == torch.strided and x.layout not in {torch.sparse_coo}
         """
         return layout_of(self.device_mesh, self.placements, self.ndim)
 

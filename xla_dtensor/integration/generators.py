@@ -1,0 +1,43 @@
+"""``torch.Generator(device="xla")``: C++ has no way to ask a device written in Python for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_dtensor.base.generator import XLAGenerator
+
+_CppGenerator: Any = torch._C.Generator
+
+
+class _OneOfAll(type(_CppGenerator)):  # type: ignore[misc]
+    """The class `Generator` makes those of torch and ours, and knows them as its own."""
+
+    def __call__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if cls is not Generator:
+            return super().__call__(*(() if device is None else (device,)), *args, **kwargs)
+        if device is None:
+            return _CppGenerator(*args, **kwargs)
+        if torch.device(device).type == "xla":
+            from xla_dtensor.dispatch import refuse_other_device
+
+            refuse_other_device("torch.Generator", torch.device(device))
+            return XLAGenerator(device)
+        return _CppGenerator(device, *args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _CppGenerator)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _CppGenerator)
+
+
+class Generator(_CppGenerator, metaclass=_OneOfAll):
+    __doc__ = _CppGenerator.__doc__
+
+
+def install() -> None:
+    """Put the class in the place of torch's."""
+    Generator.__module__, Generator.__qualname__ = "torch", "Generator"
+    torch.Generator = Generator

@@ -1,0 +1,24 @@
+"""``DataLoader`` with workers: each is a fork, of which JAX warns that it will likely deadlock. It
+doesn't where the worker leaves xla tensors alone, and where it doesn't ours raise (`forked`)."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+from torch.utils.data import dataloader
+
+
+def install() -> None:
+    """Start workers without the warning."""
+    iterator: Any = dataloader._MultiProcessingDataLoaderIter
+    init = iterator.__init__
+
+    @functools.wraps(init)
+    def started(self: Any, *args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            init(self, *args, **kwargs)
+
+    iterator.__init__ = started

@@ -1,0 +1,168 @@
+"""What the devices are, and how much of their memory is in use: what ``torch.xla`` tells.
+
+The process's devices are one to torch. Where torch has one number, it is that of the device that
+holds the most: the one that a larger model would not fit on. Of simulated devices, whose allocator
+keeps no statistics, the live arrays are counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import threading
+from typing import Any
+
+from xla_dtensor.base import thread_state
+from xla_dtensor.runtime import jax_runtime
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProperties:
+    """What ``torch.xla.get_device_properties()`` gives.
+
+    Attributes:
+        name: the kind of the devices, as XLA calls it.
+        platform: ``"cpu"`` (simulated), ``"gpu"``, ``"tpu"`` or what a plugin calls itself.
+        total_memory: bytes on each; of simulated devices, of the host.
+        count: how many devices the process drives.
+    """
+
+    name: str
+    platform: str
+    total_memory: int
+    count: int
+
+
+class _Peak:
+    """The most bytes since a reset. XLA's own peak can't be reset: until it rises again, what was
+    in use whenever somebody asked is what is known."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen = self._before = 0
+
+    def update(self, in_use: int, peak_of_xla: int) -> int:
+        with self._lock:
+            if peak_of_xla > self._before:
+                self._seen = max(self._seen, peak_of_xla)
+            self._seen = max(self._seen, in_use)
+            return self._seen
+
+    def reset(self, in_use: int, peak_of_xla: int) -> None:
+        with self._lock:
+            self._seen, self._before = in_use, peak_of_xla
+
+
+_peak = _Peak()
+
+
+def device_name() -> str:
+    """The kind of the process's devices, as XLA calls it."""
+    return _devices()[0].device_kind
+
+
+def device_properties() -> DeviceProperties:
+    """What kind of devices there are, how many, with how much memory."""
+    devices = _devices()
+    return DeviceProperties(
+        devices[0].device_kind, devices[0].platform, free_and_total()[1], len(devices)
+    )
+
+
+def synchronize() -> None:
+    """Wait until the devices have done what was asked of them."""
+    import jax
+
+    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+
+
+def is_idle() -> bool:
+    """Whether they have."""
+    import jax
+
+    return all(array.is_deleted() or array.is_ready() for array in jax.live_arrays())
+
+
+def allocated() -> int:
+    """Bytes in use on the device that holds the most."""
+    return _in_use_and_peak()[0]
+
+
+def peak() -> int:
+    """The most bytes in use since the start or the last `reset_peak`; of simulated devices, and
+    after a reset until XLA's own peak rises, the most of when it was asked for."""
+    return _peak.update(*_in_use_and_peak())
+
+
+def reset_peak() -> None:
+    """Let `peak` start again."""
+    _peak.reset(*_in_use_and_peak())
+
+
+def reserved() -> int:
+    """Bytes that XLA's allocator has taken from the device, in use or not."""
+    return max(max(each.get("pool_bytes", 0), each["bytes_in_use"]) for each in _statistics())
+
+
+def peak_reserved() -> int:
+    """The most bytes that it has taken; what it takes it keeps."""
+    return max(reserved(), peak())
+
+
+def free_and_total() -> tuple[int, int]:
+    """Free bytes and all bytes of the device that holds the most; of simulated devices, of the
+    host."""
+    if _devices()[0].platform == "cpu":
+        page = os.sysconf("SC_PAGE_SIZE")
+        return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+    fullest = max(_statistics(), key=lambda each: each["bytes_in_use"])
+    total = fullest.get("bytes_limit", 0)
+    return total - fullest["bytes_in_use"], total
+
+
+def stats() -> dict[str, Any]:
+    """A dict with torch's names for what is known, and ``"devices"``: for each device what XLA's
+    allocator says, a dict of its own names."""
+    statistics = _statistics()
+    in_use, most = allocated(), peak()
+    return {
+        "allocated_bytes.all.current": in_use,
+        "allocated_bytes.all.peak": most,
+        "reserved_bytes.all.current": reserved(),
+        "reserved_bytes.all.peak": peak_reserved(),
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+        "devices": statistics,
+    }
+
+
+def _devices() -> list[Any]:
+    import jax
+
+    jax_runtime.start()
+    return jax.local_devices()
+
+
+def _in_use_and_peak() -> tuple[int, int]:
+    statistics = _statistics()
+    in_use = max(each["bytes_in_use"] for each in statistics)
+    return in_use, max(each.get("peak_bytes_in_use", in_use) for each in statistics)
+
+
+def _statistics() -> list[dict[str, int]]:
+    trace = thread_state.current()
+    if trace is not None:
+        trace.refuse("how much memory is in use, which")
+    devices = _devices()
+    found = [device.memory_stats() for device in devices]
+    if all(found):
+        return [dict(each) for each in found if each]
+    import jax
+
+    in_use: collections.Counter[int] = collections.Counter()
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            for shard in array.addressable_shards:
+                in_use[shard.device.id] += shard.data.nbytes
+    return [{"bytes_in_use": in_use[device.id]} for device in devices]
