@@ -68,24 +68,6 @@ def test_strides_are_those_of_a_copy(mesh_2x4: DeviceMesh, value: torch.Tensor) 
         assert torch.equal(shard.data, value[shard.index])
 
 
-def test_repr_gathers_nothing(mesh_2x4: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = distribute_tensor(torch.ones(4, 6), mesh_2x4, [S(0), Partial()])
-    y = nn.Parameter(distribute_tensor(torch.ones(3, dtype=torch.bfloat16), mesh_2x4["tp"]))
-    monkeypatch.setattr(xd.XLAShardedTensor, "full_tensor", lambda *args, **kwargs: pytest.fail())
-    monkeypatch.setattr("xla_dtensor.forms.host_values.to_host", lambda *args: pytest.fail())
-    mesh = "DeviceMesh((dp=2, tp=4), 'xla', stride=(4, 1))"
-    assert repr(x) == (
-        f"XLAShardedTensor(shape=[4, 6], dtype=torch.float32, device_mesh={mesh}, "
-        "placements=(Shard(dim=0), Partial(sum)))"
-    )
-    assert str(x) == f"{x}" == repr(x)
-    assert repr(y) == (
-        "XLAShardedTensor(shape=[3], dtype=torch.bfloat16, "
-        "device_mesh=DeviceMesh((tp=4), 'xla', stride=(1,)), placements=(Replicate(),), "
-        "requires_grad=True)"
-    )
-
-
 @pytest.mark.parametrize("placements", LAYOUTS, ids=str)
 @pytest.mark.parametrize("shape", [(8, 16), (5, 6)], ids=["even", "uneven"])
 def test_local_shards(

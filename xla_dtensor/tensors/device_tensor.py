@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.printing import text_of
 
 
 class XLATensor(TensorMethods, torch.Tensor):
@@ -71,15 +71,4 @@ class XLATensor(TensorMethods, torch.Tensor):
         return self.detach().clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        if self.varying:
-            values = (
-                f"shape={list(self.shape)}, dtype={self.dtype}, "
-                f"varying along {', '.join(self.varying)}"
-            )
-        elif self.is_meta or thread_state.current() is not None:
-            values = f"shape={list(self.shape)}, dtype={self.dtype}"
-        else:
-            text = repr(self.detach().cpu())
-            values = text.removeprefix("tensor(").removesuffix(")")
-        return f"XLATensor({values}, device='{self.device}'{grad})"
+        return text_of(self, "XLATensor", [f"device='{self.device}'"])

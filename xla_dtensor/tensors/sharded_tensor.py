@@ -15,6 +15,7 @@ from xla_dtensor.mesh.layout import Layout, layout_of
 from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.printing import text_of
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,8 @@ class XLAShardedTensor(TensorMethods, DTensor):
     _local: Any = None  # what to_local() returned last, see movement/local_view.py
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        varying = self._form.varying
-        more = f", varying along {', '.join(varying)}" if varying else ""
-        if self.requires_grad:
-            more += ", requires_grad=True"
-        return (
-            f"XLAShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"device_mesh={self.device_mesh!r}, placements={self.placements}{more})"
-        )
+        where = [f"device_mesh={self.device_mesh!r}", f"placements={self.placements}"]
+        return text_of(self, "XLAShardedTensor", where)
 
     def _has_become(self) -> None:
         self._local = None  # another part of the same memory may have the same version

@@ -1,0 +1,118 @@
+"""``repr`` of tensors: the values as torch prints them, and where they are.
+
+Of a large tensor torch prints the elements at the edges. Only they leave the devices: a CPU tensor
+with the same edges, and little between them, is printed in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import _tensor_str
+from torch.utils._python_dispatch import _disable_current_modes
+
+from xla_dtensor.base import thread_state
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import fetch, to_host
+from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.read import read
+
+_readers: Cache[tuple[Form, tuple[int, ...]], Any] = Cache("readers of edges", 256)
+
+
+def text_of(tensor: Any, name: str, more: list[str]) -> str:
+    """The ``repr`` of an xla tensor of class ``name``.
+
+    Args:
+        more: where it is, behind the values.
+
+    Returns:
+        torch's format, in which a tensor that has no values (on the meta device, in a compiled
+        step) or another on each device has its shape and dtype instead.
+    """
+    form = tensor._form
+    known = not form.meta and thread_state.current() is None and not form.varying
+    parts = []
+    if not known:
+        parts += [f"shape={list(tensor.shape)}", f"dtype={tensor.dtype}"]
+    elif _is_large(tensor):
+        parts.append(f"shape={list(tensor.shape)}")
+    if form.varying:
+        parts.append(f"varying along {', '.join(form.varying)}")
+    parts += more
+    if tensor.grad_fn is not None:
+        parts.append(f"grad_fn=<{_name_of(tensor.grad_fn)}>")
+    elif tensor.requires_grad:
+        parts.append("requires_grad=True")
+    if not known:
+        return f"{name}({', '.join(parts)})"
+    return _with_parts(f"{name}({_values(tensor, len(name))}", parts, len(name) + 1)
+
+
+def _with_parts(text: str, parts: list[str], indent: int) -> str:
+    """``text`` with what stands behind the values, in lines that are no longer than torch's if the
+    values take several."""
+    if "\n" not in text:
+        return f"{', '.join([text, *parts])})"
+    width = len(text) - text.rfind("\n") - 1
+    for part in parts:
+        if width + len(part) + 3 > _tensor_str.PRINT_OPTS.linewidth:
+            text += ",\n" + " " * indent + part
+            width = indent + len(part)
+        else:
+            text += ", " + part
+            width += len(part) + 2
+    return text + ")"
+
+
+def _name_of(node: Any) -> str:
+    name = type(node).__name__  # of a function in C++ its name, for which all have one class
+    return node.name().rpartition("::")[2] if name == "CppFunction" else name
+
+
+def _is_large(tensor: Any) -> bool:
+    return tensor.numel() > _tensor_str.PRINT_OPTS.threshold
+
+
+def _values(tensor: Any, name_length: int) -> str:
+    with _disable_current_modes(), torch.no_grad():
+        if _is_large(tensor):
+            with _tensor_str.printoptions(threshold=0):
+                text = repr(_edges(tensor))
+        else:
+            text = repr(tensor.detach().cpu())
+    lines = text.removeprefix("tensor(").removesuffix(")").split("\n")
+    indent = " " * (name_length - len("tensor"))
+    return "\n".join([lines[0], *(indent + line if line else line for line in lines[1:])])
+
+
+def _edges(tensor: Any) -> torch.Tensor:
+    """A CPU tensor that is printed like ``tensor`` where only the edges are."""
+    edge = max(int(_tensor_str.PRINT_OPTS.edgeitems), 1)
+    kept = [
+        np.array(
+            [*range(edge + 1), *range(size - edge, size)] if size > 2 * edge + 1 else range(size)
+        )
+        for size in tensor.shape
+    ]
+    form = tensor._form
+    reader = _readers.get_or_make(
+        (form, tuple(map(len, kept))), lambda: jax.jit(functools.partial(_take, form=form))
+    )
+    with jax.enable_x64(True):
+        taken = reader(read(tensor), kept)
+    return to_host(fetch(taken, tuple(taken.shape)))
+
+
+def _take(array: Any, kept: list[Any], form: Form) -> Any:
+    value = logical(array, form)
+    for dim, positions in enumerate(kept):
+        if len(positions) < form.shape[dim]:
+            value = jnp.take(value, positions, axis=dim)
+    return value
