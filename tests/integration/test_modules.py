@@ -146,3 +146,53 @@ def test_distribute_module_keeps_weights_tied(mesh_2x4: DeviceMesh, partition: s
     assert len(list(model.parameters())) == 3
     wanted = (Shard(0), Replicate()) if partition == "function" else (Replicate(), Replicate())
     assert model.weight.placements == wanted
+
+
+@pytest.mark.parametrize("move", ["double", "xla", "and back"])
+def test_hooks_of_parameters_stay(move):
+    moves = {
+        "double": lambda m: m.double(),
+        "xla": lambda m: m.to("xla"),
+        "and back": lambda m: m.to("xla").cpu(),
+    }
+    model = nn.Linear(2, 2)
+    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in model.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+    handles.append(model.bias.register_hook(lambda grad: grad * 3))
+    before = model.bias.detach().clone()
+    moves[move](model)
+    model(torch.ones(1, 2).to(model.bias)).sum().backward()
+    assert (model.bias.detach().cpu() - before).tolist() == pytest.approx([-3, -3])
+    assert model.bias.grad is None
+    for handle in handles:
+        handle.remove()
+    model(torch.ones(1, 2).to(model.bias)).sum().backward()
+    assert model.bias.grad.tolist() == [1, 1]
+    assert (model.bias.detach().cpu() - before).tolist() == pytest.approx([-3, -3])
+
+
+@pytest.mark.parametrize("hold", ["graph", "weak reference"])
+def test_a_parameter_that_something_holds_is_a_new_one_to_all(hold):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+    ran = []
+    model[1].weight.register_hook(lambda grad: ran.append(1))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    held = model(torch.ones(1, 2)) if hold == "graph" else weakref.ref(model[1].weight)
+    del ran[:]
+    before = [p.detach().clone() for p in model.parameters()]
+    model.to("xla")
+    assert [*optimizer.param_groups[0]["params"]] == [*model.parameters()]
+    assert set(optimizer.state) == set(model.parameters()), held
+    optimizer.load_state_dict(optimizer.state_dict())  # which takes the state along
+    model(torch.ones(1, 2, device="xla")).sum().backward()
+    optimizer.step()
+    assert ran == [1]
+    after = [p.detach().cpu() for p in model.parameters()]
+    assert not any(map(torch.equal, before, after))

@@ -10,8 +10,9 @@ test, the SIGTERM or SIGUSR1 with which a scheduler takes the machine back.
 - in an `atomic` function the interrupt waits until the function is done;
 - in a `completed` one (a backward pass, an optimizer's step) likewise, but who presses Ctrl-C again
   gets it in the next Python inside that isn't atomic (a hook, the optimizer's own);
-- in an `interruptible` function called by a completed one (user code that takes long), and
-  everywhere else, what handled SIGINT before is called.
+- in an `interruptible` function called by a completed one (user code that takes long), with a
+  handler that was set in there (a time limit for a hook), and everywhere else, what handled the
+  signal before is called.
 
 Marking costs a call nothing: the handler knows functions by their code objects.
 
@@ -142,6 +143,8 @@ class Handler:
 
     def __init__(self, previous: Callable[[int, types.FrameType | None], Any]) -> None:
         self.previous = previous
+        # A time limit for what a hook does is not to wait for the end of the backward pass.
+        self.set_inside = _innermost_completed(sys._getframe())
 
     def __call__(self, signum: int, frame: types.FrameType | None) -> None:
         # C++ may be asking the device guard while an exception is on its way.
@@ -160,7 +163,7 @@ class Handler:
         waiting.handler = self
         # Only a person's second Ctrl-C means more than the first. An alarm may come every second.
         forced = signum == signal.SIGINT and waiting.count > 1
-        outside = _outside(frame, forced)
+        outside = _outside(frame, forced, self.set_inside)
         if outside is not frame and forced and waiting.count == 2 and not again:
             os.write(2, _HINT)  # not print: the signal may have come in the middle of one
         if outside is None:  # the interpreter ends
@@ -224,9 +227,19 @@ def _see_calls(frame: types.FrameType, event: str, arg: Any) -> None:
             waiting.where = None
 
 
-def _outside(frame: types.FrameType | None, forced: bool) -> types.FrameType | None:
+def _innermost_completed(frame: types.FrameType | None) -> int | None:
+    """The id of the frame of the `completed` function that runs, if one does."""
+    while frame is not None and _kinds.get(frame.f_code) is not _Kind.COMPLETED:
+        frame = frame.f_back
+    return None if frame is None else id(frame)
+
+
+def _outside(
+    frame: types.FrameType | None, forced: bool, set_inside: int | None = None
+) -> types.FrameType | None:
     """The innermost frame on the stack in which an interrupt may be raised: ``frame`` itself, or
-    one that called a function that must not be left."""
+    one that called a function that must not be left. The frame ``set_inside`` and those that called
+    it may be left by what they have called."""
     outside = frame
     is_open = False
     callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
@@ -236,7 +249,7 @@ def _outside(frame: types.FrameType | None, forced: bool) -> types.FrameType | N
         # An exception in a destructor, or a callback of the garbage collector, gets lost.
         if kind is _Kind.ATOMIC or code.co_name == "__del__" or code in callbacks:
             outside, is_open = frame.f_back, False
-        elif kind is _Kind.INTERRUPTIBLE:
+        elif kind is _Kind.INTERRUPTIBLE or (id(frame) == set_inside and frame is not outside):
             is_open = True
         elif kind is _Kind.COMPLETED and not is_open and (not forced or frame is outside):
             outside = frame.f_back
@@ -264,7 +277,8 @@ def _send(signum: int) -> None:
     time.sleep(_AGAIN_S)
     waiting = _waiting[signum]
     waiting.thread = False
-    if waiting.count:
+    # Left to the system in the meantime, it would end the process.
+    if waiting.count and _signal.getsignal(signum).__class__ is Handler:
         waiting.sent_again = True
         # To the thread, not only noted as by _thread.interrupt_main: it may be waiting by now.
         signal.pthread_kill(threading.main_thread().ident, signum)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -24,10 +25,19 @@ class _Moved(threading.local):
 
 
 _moved = _Moved()
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def install() -> None:
     """Hook ``nn.Module._apply``, which ``to``, ``cpu``, ``half`` and the like are made of."""
+    init = torch.optim.Optimizer.__init__
+
+    @functools.wraps(init)
+    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _optimizers.add(self)
+
+    torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign]
     original = nn.Module._apply
 
     @functools.wraps(original)
@@ -56,7 +66,7 @@ def _is_ours(*tensors: torch.Tensor) -> bool:
 
 def _same(parameter: nn.Parameter, moved: nn.Parameter) -> nn.Parameter:
     """``parameter`` with what ``moved`` is; if something else holds it (a graph, a weak
-    reference), the new one, the same for each module that shares it."""
+    reference), the new one, the same for each module and optimizer that shares it."""
     from xla_dtensor.tensors.base import OWN_ATTRIBUTES  # needs the device's name
 
     assert _moved.by_id is not None
@@ -67,8 +77,31 @@ def _same(parameter: nn.Parameter, moved: nn.Parameter) -> nn.Parameter:
         torch.utils.swap_tensors(parameter, moved)
     except RuntimeError:
         _moved.by_id[id(parameter)] = parameter, moved
-        return moved
-    for name, value in vars(moved).items():  # the user's marks, which have been swapped as well
-        if name not in OWN_ATTRIBUTES:
-            setattr(parameter, name, value)
+        _replace_in_optimizers(parameter, moved)
+        parameter, moved = moved, parameter
+    else:
+        for key, value in vars(moved).items():  # the user's marks, which were swapped as well
+            if key not in OWN_ATTRIBUTES:
+                setattr(parameter, key, value)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        _take_hooks(parameter, moved, hooks)
     return parameter
+
+
+def _take_hooks(parameter: Any, moved: Any, name: str) -> None:
+    """Let C++, which keeps them beside the values, run the hooks of a parameter that has got other
+    values. The dict stays the same one: from it a handle removes its hook."""
+    for known in (parameter, moved):
+        hooks = getattr(known, name, None)
+        if hooks:
+            setattr(known, name, None)
+            setattr(parameter, name, hooks)
+            return
+
+
+def _replace_in_optimizers(parameter: nn.Parameter, moved: nn.Parameter) -> None:
+    for optimizer in list(_optimizers):
+        for group in optimizer.param_groups:
+            group["params"][:] = [moved if p is parameter else p for p in group["params"]]
+        if parameter in optimizer.state:
+            optimizer.state[moved] = optimizer.state.pop(parameter)
