@@ -68,6 +68,12 @@ class Trace(Protocol):
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         """The Python that is traced decides by what ``read`` gives; ``text`` names it."""
 
+    def reads_grad(self, tensor: Any) -> None:
+        """Python looks at ``tensor.grad``."""
+
+    def sets_grad(self, tensor: Any) -> None:
+        """Python is about to assign to ``tensor.grad``."""
+
     def backward(self, outputs: Any, keeps_graph: bool, to_leaves: bool) -> None:
         """A backward pass begins: from ``outputs``, to all leaves or to given tensors."""
 

@@ -11,8 +11,7 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.gradients import grad_text, same_grad
 from xla_dtensor.compilation.lowered import Lowered
 from xla_dtensor.compilation.numbers import ARITHMETIC, Changed
-
-_grad = operator.attrgetter("grad")
+from xla_dtensor.tensors.base import grad_of
 
 
 class Guarded(Lowered):
@@ -94,14 +93,14 @@ class Guarded(Lowered):
         if leaves is not None:
             # torch asks each for a __torch_function__, which takes as long as reading .grad.
             with torch._C.DisableTorchFunctionSubclass():
-                none = all(map(operator.is_, map(_grad, leaves), self._no_grads))
+                none = all(map(operator.is_, map(grad_of, leaves), self._no_grads))
             if none:
                 return None  # none had a gradient, and none has
         grads = []
         for outside in self._leaves:
             leaf = outside.of(arguments)
             if leaf is not None:
-                grad = leaf.grad
+                grad = grad_of(leaf)
                 if not same_grad(grad, outside.grad):
                     return grad_text(leaf, outside.grad)
                 if grad is not None:

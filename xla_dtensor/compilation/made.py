@@ -26,6 +26,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import Step, ViewStep
+from xla_dtensor.tensors.base import grad_of
 from xla_dtensor.tensors.of_form import Ours
 
 
@@ -170,8 +171,8 @@ class Made:
         template.is_leaf = True
         template.is_parameter = isinstance(value, torch.nn.Parameter)
         self._leaves.append(value)
-        if value.grad is not None:
-            template.grad = self._traced.template(value.grad)
+        if grad_of(value) is not None:
+            template.grad = self._traced.template(grad_of(value))
         return template
 
     # --- memory from outside -------------------------------------------------------------------
@@ -181,7 +182,7 @@ class Made:
             return Existing(value)
         for outside in self._trace.outside.values():
             leaf = outside.get()
-            if leaf is not None and outside.takes_gradient and leaf.grad is value:
+            if leaf is not None and outside.takes_gradient and grad_of(leaf) is value:
                 return Gradient(outside)
         found = self._base(value)
         if found is None and value.requires_grad:
@@ -202,8 +203,15 @@ class Made:
         """The tensor from outside that shows the same memory, or most of it: what finds it in a
         later call, and itself."""
         candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if isinstance(t, Ours)]
+        given = {id(t._storage_) for _, t in candidates}
         kept = (outside.get() for outside in self._trace.outside.values())
-        candidates += [(t, t) for t in kept if isinstance(t, Ours)]
+        # A view of an argument that the step has made is another one in each call.
+        candidates += [
+            (t, t)
+            for t in kept
+            if isinstance(t, Ours)
+            and (id(t) in self._watch.tensors or id(t._storage_) not in given)
+        ]
         best = None
         for of, tensor in candidates:
             if tensor is value or _further(value, tensor) is None:

@@ -179,12 +179,20 @@ class OptimizerHooks:
         """``zero_grad`` that tells the trace about it."""
 
         def seen(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            result = zero_grad(owner, *args, **kwargs)
-            if thread_state.current() is self._trace:
+            if thread_state.current() is not self._trace:
+                return zero_grad(owner, *args, **kwargs)
+            was_clearing, self._trace.clearing = self._trace.clearing, True
+            try:
+                result = zero_grad(owner, *args, **kwargs)
+            finally:
+                self._trace.clearing = was_clearing
+            if not was_clearing:
                 if isinstance(owner, Optimizer):
-                    self._trace.cleared(p for g in owner.param_groups for p in g["params"])
+                    tensors = [p for g in owner.param_groups for p in g["params"]]
                 else:
-                    self._trace.cleared(owner.parameters())
+                    tensors = list(owner.parameters())
+                to_none = args[0] if args else kwargs.get("set_to_none", True)
+                self._trace.cleared(tensors, to_none)
             return result
 
         return seen

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.tensors.base import grad_of
+
 
 class Outside:
     """A tensor from outside of the step, as the trace found it.
@@ -22,12 +24,13 @@ class Outside:
         grad: its ``.grad`` when the step began.
         cleared: whether the step has set that to None before it used the tensor, so that it doesn't
             matter what it was.
+        asks_grad: whether the step's Python has read or set it.
         switched: whether the step has used it with another ``requires_grad`` than it had.
     """
 
     __slots__ = (
-        *("cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps", "storage"),
-        *("index", "leaf", "only_optimizer", "switched", "version", "writes"),
+        *("asks_grad", "cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps"),
+        *("index", "leaf", "only_optimizer", "storage", "switched", "version", "writes"),
     )
 
     def __init__(self, tensor: Any) -> None:
@@ -39,16 +42,16 @@ class Outside:
         self.writes = 0
         self.requires_grad = tensor.requires_grad
         self.is_leaf = tensor.is_leaf
-        self.grad = tensor.grad if self.is_leaf else None
-        self.cleared = self.switched = False
+        self.grad = grad_of(tensor) if self.is_leaf else None
+        self.cleared = self.switched = self.asks_grad = False
         self.storage = getattr(tensor, "_storage_", None)
         self.steps = getattr(tensor, "_steps", ())
         self.hooks = hooks_of(tensor)
 
     @property
     def takes_gradient(self) -> bool:
-        """Whether gradients may reach its ``.grad``."""
-        return self.is_leaf and (self.requires_grad or self.switched)
+        """Whether its ``.grad`` may matter to the step, or be set by it."""
+        return self.is_leaf and (self.requires_grad or self.switched or self.asks_grad)
 
     def keep(self, index: int | None = None, leaf: Outside | None = None) -> bool:
         """Refer to the tensor as long as the program lives (or to the argument ``index``, or the
@@ -82,7 +85,7 @@ class Outside:
         """The tensor in a call with ``arguments``."""
         if self.leaf is not None:
             leaf = self.leaf.of(arguments)
-            return None if leaf is None else leaf.grad
+            return None if leaf is None else grad_of(leaf)
         return self.get() if self.index is None else arguments.tensors[self.index]
 
     def is_switched(self) -> bool:

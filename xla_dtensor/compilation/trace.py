@@ -33,6 +33,8 @@ from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
+from xla_dtensor.tensors.base import grad_of, set_grad_of
+from xla_dtensor.tensors.of_form import Ours
 
 # What marks of reads are called, in front of their number.
 READ = "xla_dtensor reads "
@@ -44,7 +46,7 @@ class StepTrace(TraceNumbers):
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
         # Tensors that the step is known to reach, as they are before it.
         self.before = {id(t): (t, Outside(t)) for t in leaves}
-        self._cleared: dict[int, Any] = {}
+        self.clearing = False  # ``zero_grad`` runs
         self.captured: list[Captured] = []
         self._captured_by_id: dict[int, Captured] = {}
         self._uses = 0
@@ -148,22 +150,38 @@ class StepTrace(TraceNumbers):
                 outside = Outside(tensor)
             else:
                 outside = known_before[1]
-                if outside.grad is not None and tensor.grad is None:
+                if outside.grad is not None and grad_of(tensor) is None:
                     outside.cleared = True
-            if self._cleared.get(id(tensor)) is tensor:
-                outside.cleared = True
             if self.in_optimizer:
                 outside.only_optimizer = True
             self.outside[id(tensor)] = known = outside
         if tensor.requires_grad != known.requires_grad:
             known.switched = True
 
-    def cleared(self, tensors: Iterable[Any]) -> None:
-        """``zero_grad`` has run: of the tensors that the step hasn't used yet, it doesn't matter
-        whether they have a gradient when it begins."""
+    def reads_grad(self, tensor: Any) -> None:
+        if not self.clearing and not self.owns(tensor._storage_):
+            self.touched(tensor)
+            known = self.outside.get(id(tensor))
+            if known is not None:
+                known.asks_grad = True
+
+    def sets_grad(self, tensor: Any) -> None:
+        is_first = id(tensor) not in self.outside
+        self.touched(tensor)
+        known = self.outside.get(id(tensor))
+        if known is not None:
+            known.asks_grad = True
+            known.cleared |= is_first
+
+    def cleared(self, tensors: Iterable[Any], to_none: bool) -> None:
+        """``zero_grad`` has run, which has looked at gradients for nothing but that: of the tensors
+        that the step hasn't used yet, it doesn't matter whether they have one when it begins."""
         for tensor in tensors:
-            if id(tensor) not in self.outside and tensor.grad is None:
-                self._cleared[id(tensor)] = tensor
+            if isinstance(tensor, Ours):
+                if to_none:
+                    self.sets_grad(tensor)
+                else:  # None stays None
+                    self.reads_grad(tensor)
 
     def _made_here(self, tensor: Any) -> bool:
         """Whether a tensor that has a history is a view that the step made."""
@@ -337,7 +355,7 @@ class StepTrace(TraceNumbers):
     def forget(self) -> None:
         """Keep alive nothing of what the trace has used: a program says itself what it needs."""
         for kept in (
-            *(self.before, self._cleared, self._captured_by_id, self.host_arrays, self.scalars),
+            *(self.before, self._captured_by_id, self.host_arrays, self.scalars),
             *(self._items, self._marked, self._counters, self._owned),
         ):
             kept.clear()
@@ -355,7 +373,7 @@ class StepTrace(TraceNumbers):
         # Of two that share torch's count, the one that came first knows what it was.
         for outside in reversed(found):
             outside.forget_writes()
-        for outside in self.outside.values():
+        for outside in found:
             tensor = outside.get()
-            if tensor is not None and outside.takes_gradient and tensor.grad is not outside.grad:
-                tensor.grad = outside.grad
+            if tensor is not None and outside.is_leaf and grad_of(tensor) is not outside.grad:
+                set_grad_of(tensor, outside.grad)

@@ -41,6 +41,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.tensors.base import grad_of, set_grad_of
 
 
 class NumberLeft(Exception):
@@ -263,7 +264,7 @@ class Traced(TracedEffects):
         """Called at the end of the trace: the arrays that the program returns."""
         trace = self.trace
         self.hooks.check()
-        if any(tensor.grad is not None for tensor in self._cut):
+        if any(grad_of(tensor) is not None for tensor in self._cut):
             raise DataDependentError(
                 "backward() in the compiled step reaches an argument that was computed before it: "
                 "it would go on there when the step is traced, and in no later call; compute that "
@@ -298,12 +299,12 @@ class Traced(TracedEffects):
             leaf = outside.get()
             if leaf is None or not outside.takes_gradient:
                 continue
-            grad = leaf.grad
+            grad = grad_of(leaf)
             if grad is outside.grad and not outside.cleared:
                 continue
             template = None if grad is None else made.gradient(grad)
             self.grads.append((outside, template))
-            leaf.grad = outside.grad
+            set_grad_of(leaf, outside.grad)
         leaf = grad = None
         made.finish()
         self._shown = made.shown

@@ -23,6 +23,7 @@ from xla_dtensor.compilation.recipes import (
 )
 from xla_dtensor.compilation.run import Run
 from xla_dtensor.forms.storage import put
+from xla_dtensor.tensors.base import set_grad_of
 from xla_dtensor.tensors.of_form import new_tensor
 
 
@@ -66,7 +67,7 @@ class WriteBack(Guarded):
         for outside, template in self._traced.grads:
             leaf = outside.of(run.arguments)
             if leaf is not None:
-                leaf.grad = None if template is None else self._tensor(template, run)
+                set_grad_of(leaf, None if template is None else self._tensor(template, run))
         for outside, requires_grad in self._traced.switched:
             leaf = outside.of(run.arguments)
             if leaf is not None:

@@ -35,6 +35,10 @@ OWN_ATTRIBUTES = frozenset(
 
 _DEVICE = torch.device("xla:0")
 _requires_grad: Any = torch.Tensor.requires_grad
+_grad: Any = torch.Tensor.grad
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+"""A tensor's ``.grad``, which a step that is traced has not asked for."""
+set_grad_of: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
 _META = torch.device("meta")
 
 
@@ -176,6 +180,39 @@ class TensorMethods:
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
+
+    @property
+    def grad(self) -> Any:
+        """The gradient that backward passes have added up, a tensor of the same layout or None:
+        torch's ``grad``; may be assigned and deleted.
+
+        Raises:
+            RuntimeError, TypeError: as in torch: what is assigned has another shape or dtype.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+
+            x = torch.ones(3, device="xla", requires_grad=True)
+            (x * 2).sum().backward()
+            assert x.grad.tolist() == [2, 2, 2]
+            x.grad = None
+        """
+        trace = thread_state.current()
+        if trace is not None:
+            trace.reads_grad(self)
+        return grad_of(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        trace = thread_state.current()
+        if trace is not None:
+            trace.sets_grad(self)
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Start or stop recording: torch's ``requires_grad_``.
