@@ -1,4 +1,4 @@
-"""``.grad`` in a compiled step: read, set and cleared by Python, with or without the leaf's value."""
+"""``.grad`` in a compiled step: read, set and cleared, with or without the leaf's value."""
 
 from __future__ import annotations
 

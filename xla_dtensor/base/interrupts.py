@@ -204,11 +204,21 @@ class _Waiting:
         self.raising = True
         try:
             self.handler.previous(signum, frame)
+        except BaseException:
+            _raised[0] += 1
+            raise
         finally:
             self.raising = False
 
 
 _waiting = {signum: _Waiting() for signum in _SIGNALS}
+_raised = [0]
+
+
+def raised() -> int:
+    """How many signals have raised something so far: what fails while the number grows has been
+    interrupted, and is not to be tried in another way."""
+    return _raised[0]
 
 
 def _raise_waiting(frame: types.FrameType, event: str, arg: Any) -> None:

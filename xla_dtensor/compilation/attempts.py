@@ -5,22 +5,55 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xla_dtensor.base import interrupts
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread
 from xla_dtensor.compilation.installed import Recorder
 from xla_dtensor.compilation.traced import Traced
 
 
+class Attempt:
+    """Something that may be tried again in another way, if it is its own fault that it fails."""
+
+    def __init__(self) -> None:
+        self._raised = interrupts.raised()
+
+    def is_final(self, error: Exception) -> bool:
+        """Whether ``error`` has come from outside: a signal's handler, a connection, a file."""
+        return interrupts.raised() != self._raised or isinstance(error, OSError | MemoryError)
+
+
 def trace(
     function: Callable[..., Any],
     arguments: Arguments,
     dynamic: frozenset[int],
-    carried: frozenset[str] = frozenset(),
+    carried: frozenset[str],
+) -> tuple[Traced, Exception | None]:
+    """A trace of a step in which the numbers ``dynamic`` are inputs, or constants if the step's
+    Python can't do with that; then also why."""
+    if not dynamic:
+        return _trace(function, arguments, dynamic, carried), None
+    attempt = Attempt()
+    try:
+        return _trace(function, arguments, dynamic, carried), None
+    except Exception as error:
+        if attempt.is_final(error):
+            raise
+        # If this raises, too, it is the step that does.
+        return _trace(function, arguments, frozenset(), carried), error
+
+
+def _trace(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    dynamic: frozenset[int],
+    carried: frozenset[str],
 ) -> Traced:
     """A trace of a step that knew what it may change: if it comes to code of installed packages for
     the first time, it may not be the first one. One more may be needed for `host_random`."""
     while True:
         recorder = Recorder()
+        attempt = Attempt()
         try:
             try:
                 traced = Traced(function, arguments, dynamic, carried, recorder)
@@ -30,8 +63,8 @@ def trace(
                     traced = Traced(function, arguments, dynamic, carried, recorder)
                 finally:
                     OWN.reset(token)
-        except Exception:
-            if not recorder.grown:
+        except Exception as error:
+            if not recorder.grown or attempt.is_final(error):
                 raise
         else:
             if not traced.unforeseen:

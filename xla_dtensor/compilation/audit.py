@@ -21,7 +21,7 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
     Raises:
         StaleStepError: they differ.
     """
-    again = trace(function, arguments, traced.dynamic, traced.names_of_carried)
+    again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried)
     again.undo()
     mine, now = traced.signature(), again.signature()
     for what, before in mine.items():

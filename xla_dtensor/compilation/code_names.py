@@ -20,9 +20,19 @@ def is_library(module_name: str | None) -> bool:
     if not module_name:
         return False
     package = module_name.partition(".")[0]
-    return package in LIBRARIES or (
-        package in sys.stdlib_module_names and package not in ("__main__", "test")
-    )
+    return package in LIBRARIES or (package in sys.stdlib_module_names and _is_stdlib(package))
+
+
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+
+
+def _is_stdlib(name: str) -> bool:
+    """Whether what is imported under a name of the standard library is that: a user's own file may
+    be called ``sched`` or ``queue``, too."""
+    if name in ("__main__", "test"):
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is None or (file.startswith(_STDLIB) and "-packages" + os.sep not in file)
 
 
 def is_library_class(cls: type) -> bool:

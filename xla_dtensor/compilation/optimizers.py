@@ -35,6 +35,13 @@ from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 
+class ReadState:
+    """An optimizer whose ``state`` the step's own code reads, though it doesn't step it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+
 class SteppedOptimizer:
     """An optimizer whose ``step`` runs in the compiled step.
 
@@ -147,18 +154,14 @@ class OptimizerHooks:
         self.stepped: dict[int, SteppedOptimizer] = {}
 
     def __enter__(self) -> OptimizerHooks:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._trace.optimizer_hooks = self
         self._zero_grads = [(cls, cls.zero_grad) for cls in (Optimizer, nn.Module)]
         for cls, zero_grad in self._zero_grads:
             cls.zero_grad = self._seeing(zero_grad)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._trace.optimizer_hooks = None
         for cls, zero_grad in self._zero_grads:
             cls.zero_grad = zero_grad
         while self._saved:
@@ -197,9 +200,8 @@ class OptimizerHooks:
 
         return seen
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if thread_state.current() is not self._trace:
-            return None  # another thread's
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The optimizer's ``step`` begins: what it is to be given in place of its arguments."""
         stepped = self.stepped.get(id(optimizer))
         if stepped is None:
             name = type(optimizer).__name__
@@ -236,9 +238,8 @@ class OptimizerHooks:
 
         return apart
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if thread_state.current() is not self._trace:
-            return
+    def after(self, optimizer: Optimizer) -> None:
+        """It is done."""
         self._trace.in_optimizer -= 1
         for _ in optimizer.param_groups:
             group, original = self._saved.pop()
@@ -330,3 +331,19 @@ class OptimizerHooks:
                     form = device_form(None, (), dtype=tensor.dtype)
                     array = trace.counter(form, _item(tensor))
                     state[key] = XLATensor(Storage(array, form), form)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    hooks = getattr(thread_state.current(), "optimizer_hooks", None)
+    return None if hooks is None else hooks.before(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    hooks = getattr(thread_state.current(), "optimizer_hooks", None)
+    if hooks is not None:
+        hooks.after(optimizer)
+
+
+# There from the start, and not only in a trace: another thread's steps look at which there are.
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -15,7 +15,7 @@ from xla_dtensor.base import events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.attempts import trace
+from xla_dtensor.compilation.attempts import Attempt, trace
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.effects import Effect, counter_refused
 from xla_dtensor.compilation.family import KINDS, Family
@@ -194,7 +194,7 @@ class CompiledStep:
         """
         arguments = Arguments(args, kwargs)
         with self._lock, _tracing:
-            traced = trace(self._function, arguments, frozenset(), self._carried)
+            traced, _ = trace(self._function, arguments, frozenset(), self._carried)
             try:
                 return Program(traced, traced.take_call(), None, self._options).lowered
             finally:
@@ -319,16 +319,17 @@ class CompiledStep:
         """
         tried: set[str] = set()
         while True:
+            attempt = Attempt()
             try:
                 traced = self._trace_once(arguments, family)
             except Exception as error:
                 suspects = (tried or self._counted) & self._carried
-                if not suspects:
+                if not suspects or attempt.is_final(error):
                     raise
                 self._carried -= suspects
                 try:
                     self._trace_once(arguments, family).undo()
-                except Exception:
+                except BaseException:
                     self._carried |= suspects  # it is the step that raises
                     raise
                 # The step's Python can't do with numbers that are inputs.
@@ -352,16 +353,11 @@ class CompiledStep:
             raise counter_refused(again[0]) from next(filter(None, failed), None)
 
     def _trace_once(self, arguments: Arguments, family: Family) -> Traced:
-        if not family.dynamic:
-            return trace(self._function, arguments, frozenset(), self._carried)
-        try:
-            return trace(self._function, arguments, family.dynamic, self._carried)
-        except Exception as error:
-            # If this raises, too, it is the step that does.
-            traced = trace(self._function, arguments, frozenset(), self._carried)
+        traced, error = trace(self._function, arguments, family.dynamic, self._carried)
+        if error is not None:
             logger.info("%s: its numbers stay constants: %s", self._name(), error)
             family.keep_static()
-            return traced
+        return traced
 
     def _explain(self, arguments: Arguments, family: Family) -> str | None:
         """Why there is no program for such arguments."""

@@ -47,6 +47,7 @@ class StepTrace(TraceNumbers):
         # Tensors that the step is known to reach, as they are before it.
         self.before = {id(t): (t, Outside(t)) for t in leaves}
         self.clearing = False  # ``zero_grad`` runs
+        self.optimizer_hooks: Any = None
         self.captured: list[Captured] = []
         self._captured_by_id: dict[int, Captured] = {}
         self._uses = 0

@@ -29,7 +29,7 @@ from xla_dtensor.compilation.jaxpr_text import text_of
 from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
-from xla_dtensor.compilation.optimizers import OptimizerHooks
+from xla_dtensor.compilation.optimizers import OptimizerHooks, ReadState
 from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
@@ -194,7 +194,7 @@ class Traced(TracedEffects):
             self._roots += [(s.name, s) for s in stepped]  # with the state that the step has made
             for key, optimizer in watch.optimizers.items():
                 if "state" in watch.reads and key not in self.hooks.stepped:
-                    self._roots.append((f"{type(optimizer).__name__}.state", optimizer.state))
+                    self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
             same = len(self._roots) == before and not watch.meets_installed
             self.watch = watch if same else self.look_again()
             self.frame = trace.frame

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import array
 import contextvars
 import enum
@@ -26,11 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xla_dtensor.compilation.carried import Carried, is_state, parts_of
-from xla_dtensor.compilation.code_names import (
-    Names,
-    is_library,
-    is_library_class,
-)
+from xla_dtensor.compilation.code_names import Names, is_library, is_library_class
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
 from xla_dtensor.compilation.objects import attributes_of, is_record
@@ -41,8 +36,6 @@ from xla_dtensor.compilation.reflection import (
     dict_of,
     is_strict,
     referent,
-    registered_with,
-    subclasses,
 )
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
@@ -143,6 +136,12 @@ class Walk:
     def _global_hooks(self) -> None:
         raise NotImplementedError
 
+    def _registry(self, cls: type, path: str) -> None:
+        raise NotImplementedError
+
+    def _thread_local(self, local: threading.local, path: str) -> None:
+        raise NotImplementedError
+
     # --- the walk ------------------------------------------------------------------------------
 
     @property
@@ -220,7 +219,7 @@ class Walk:
                     self._walk(hook, f"{path}.{name}[{number}]")
             own = vars(value)
             names = [n for n in own if n not in OWN_ATTRIBUTES and self._is_read(n)]
-            if names:  # what the user has put on it
+            if names or self._asks_for_absent:  # what the user has put on it, or may
                 self._entries(own, names, path, value)
             return
         if isinstance(value, np.ndarray | bytearray | memoryview | array.array):
@@ -233,7 +232,7 @@ class Walk:
     def _own_parts(self, value: Any, path: str) -> None:
         """The methods and attributes of an object of a user's class, apart from its content."""
         own = dict_of(value)
-        if own:
+        if own is not None:
             self._entries(own, [n for n in own if self._is_read(n) or n == "_value_"], path, value)
         self._slots(value, path)
         self._class(type(value))
@@ -255,7 +254,8 @@ class Walk:
         elif isinstance(value, staticmethod | classmethod):
             self._walk(value.__func__, path)
         elif isinstance(value, property):
-            self._walk(value.fget, path)
+            for function in (value.fget, value.fset, value.fdel):
+                self._walk(function, path)
         elif isinstance(value, functools.cached_property | functools.partialmethod):
             self._walk(value.func, path)
         elif isinstance(value, functools.singledispatchmethod):
@@ -275,8 +275,7 @@ class Walk:
             self._note(path, "class", value)
             self._class(value)
             self._class(type(value))
-            if isinstance(value, abc.ABCMeta):
-                self._registry(value, path)
+            self._registry(value, path)
             if issubclass(value, enum.Enum):
                 for name, member in value.__members__.items():
                     self._walk(member, f"{path}.{name}")
@@ -344,21 +343,6 @@ class Walk:
         else:
             self._note(path, "value" if is_atom(value) else "opaque", value)
 
-    def _registry(self, cls: abc.ABCMeta, path: str) -> None:
-        """Which classes have been registered with an abstract one."""
-        token = abc.get_cache_token()
-        self.probes.append((lambda: abc.get_cache_token() == token, True))
-        registered = {ref for each in (cls, *subclasses(cls)) for ref in registered_with(each)}
-        self._note(f"{path}'s registry", "registry", registered)
-
-    def _thread_local(self, local: threading.local, path: str) -> None:
-        """What it holds in this thread; each has a dict of its own."""
-        self._note(path, "object", type(local))
-        own = vars(local)
-        self.probes.append((functools.partial(vars, local), own))
-        self._entries(own, list(filter(self._is_read, own)), path, local)
-        self._class(type(local))
-
     def _place(self, place: Place) -> None:
         self.places.append(place)
 
@@ -394,6 +378,11 @@ class Walk:
             return
         self._place(place)
         self.inside.add(place.container)
+
+    @property
+    def _asks_for_absent(self) -> bool:
+        """Whether the code may ask for attributes that aren't there."""
+        return any("getattr" in names or "hasattr" in names for _, names in self._globals.values())
 
     def _is_read(self, name: str) -> bool:
         names = self._names

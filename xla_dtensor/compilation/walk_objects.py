@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import abc
+import functools
+import threading
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -9,7 +12,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xla_dtensor.compilation.code_names import (
@@ -17,7 +22,7 @@ from xla_dtensor.compilation.code_names import (
     names_of,
 )
 from xla_dtensor.compilation.found import is_atom
-from xla_dtensor.compilation.optimizers import SteppedOptimizer
+from xla_dtensor.compilation.optimizers import ReadState, SteppedOptimizer
 from xla_dtensor.compilation.places import (
     MISSING,
     Elements,
@@ -31,7 +36,9 @@ from xla_dtensor.compilation.reflection import (
     code_of,
     dict_of,
     is_callable,
+    registered_with,
     slots_of,
+    subclasses,
 )
 from xla_dtensor.compilation.walk_code import WalkCode
 
@@ -121,6 +128,10 @@ class WalkObjects(WalkCode):
         if isinstance(value, Optimizer):
             self._optimizer(value, path)
             return
+        if isinstance(value, ReadState):
+            self._place(Slots(value.optimizer, ("state",), path))
+            self._walk(value.optimizer.state, f"{path}.state")
+            return
         if isinstance(value, DeviceMesh):
             self._note(path, "mesh", value)
             return
@@ -138,7 +149,7 @@ class WalkObjects(WalkCode):
     def _plain_object(self, value: Any, path: str) -> None:
         cls, own = type(value), dict_of(value)
         wrapped = (own or {}).get("__wrapped__")
-        if wrapped is not None:  # functools.wraps, lru_cache, a compiled step
+        if wrapped is not None and is_library_class(cls):  # lru_cache, a compiled step
             self._note(path, cls)
             self._walk(wrapped, path)
             return
@@ -210,6 +221,7 @@ class WalkObjects(WalkCode):
         self.optimizers[id(optimizer)] = optimizer
         if "param_groups" not in self._names.attributes:
             return
+        self._place(Slots(optimizer, ("param_groups",), path))
         groups = optimizer.param_groups
         self._place(Elements(groups, f"{path}.param_groups"))
         for i, group in enumerate(groups):
@@ -287,24 +299,51 @@ class WalkObjects(WalkCode):
             if is_library_class(base) or base in self._seen_classes:
                 continue
             self._seen_classes.add(base)
-            names = [
-                name
-                for name in base.__dict__
-                if (self._is_read(name) or (name.startswith("__") and name.endswith("__")))
-                and name not in _NEVER_CALLED
-                and (self._is_read(name) or is_callable(base.__dict__[name]))
-                and not isinstance(base.__dict__[name], DESCRIPTORS)
-            ]
+            names = [name for name in base.__dict__ if self._is_member_used(base, name)]
             place = Entries(base.__dict__, names, base.__qualname__, setter=base)
             for name in self._without_taken(place):
                 self._walk(base.__dict__[name], f"{base.__qualname__}.{name}")
 
-    def _global_hooks(self) -> None:
-        from torch.nn.modules import module
+    def _is_member_used(self, cls: type, name: str) -> bool:
+        member = cls.__dict__[name]
+        if name in _NEVER_CALLED or isinstance(member, DESCRIPTORS):
+            return False
+        if self._is_read(name) or (name in self._names.assigned and hasattr(member, "__set__")):
+            return True
+        return name.startswith("__") and name.endswith("__") and is_callable(member)
 
-        for kind in ("forward", "forward_pre", "backward", "backward_pre"):
-            name = f"_global_{kind}_hooks"
-            hooks = getattr(module, name)
-            self._place(Items(hooks, f"torch.nn.modules.module.{name}", with_keys=False))
+    def _global_hooks(self) -> None:
+        names = [
+            (torch_module, f"_global_{kind}_hooks")
+            for kind in ("forward", "forward_pre", "backward", "backward_pre")
+        ]
+        names += [(torch_optimizer, f"_global_optimizer_{kind}_hooks") for kind in ("pre", "post")]
+        for where, name in names:
+            hooks = getattr(where, name)
+            self._place(Items(hooks, f"{where.__name__}.{name}", with_keys=False))
             for number, hook in enumerate(hooks.values()):
                 self._walk(hook, f"{name}[{number}]")
+
+    def _registry(self, cls: type, path: str) -> None:
+        """Which classes a class has below it, and which have been registered with an abstract
+        one."""
+        if "__subclasses__" in self._names.attributes:
+            below: list[type] = type.__subclasses__(cls)
+            self.probes.append((lambda: type.__subclasses__(cls) == below, True))
+            self._note(f"{path}.__subclasses__()", "registry", set(below))
+            for number, subclass in enumerate(below):
+                self._walk(subclass, f"{path}.__subclasses__()[{number}]")
+        if not isinstance(cls, abc.ABCMeta):
+            return
+        token = abc.get_cache_token()
+        self.probes.append((lambda: abc.get_cache_token() == token, True))
+        registered = {ref for each in (cls, *subclasses(cls)) for ref in registered_with(each)}
+        self._note(f"{path}'s registry", "registry", registered)
+
+    def _thread_local(self, local: threading.local, path: str) -> None:
+        """What it holds in this thread; each has a dict of its own."""
+        self._note(path, "object", type(local))
+        own = vars(local)
+        self.probes.append((functools.partial(vars, local), own))
+        self._entries(own, list(filter(self._is_read, own)), path, local)
+        self._class(type(local))

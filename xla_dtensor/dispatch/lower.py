@@ -129,6 +129,12 @@ class NestedTrace:
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         pass
 
+    def reads_grad(self, tensor: Any) -> None:
+        pass
+
+    def sets_grad(self, tensor: Any) -> None:
+        pass
+
     def backward(self, outputs: Any, keeps_graph: bool, to_leaves: bool) -> None:
         pass
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from xla_dtensor.tensors.backend import backend
 
@@ -39,6 +40,33 @@ def install() -> None:
 
 def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
     return backend().dispatch(func, args, kwargs)
+
+
+def _is_transformed() -> bool:
+    """Whether ``torch.func`` or forward-mode AD is at work, which take composites apart and know no
+    autograd functions like ours."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    )
+
+
+def _as_it_was(tensor: Any, memory: Any) -> Any:
+    """A saved leaf with the memory that it had: torch saves views of these, which stay where they
+    are when the leaf moves (``.data =``, ``module.bfloat16()``)."""
+    if memory is None or tensor._storage_ is memory[0]:
+        return tensor
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a backward pass that is to be differentiated again (create_graph=True) needs a weight "
+            "that has moved to other memory since (.data =, module.to): move it after that"
+        )
+    storage, steps, form = memory
+    return type(tensor)(storage, form, steps)
+
+
+def _memory_of(tensor: Any) -> Any:
+    is_ours = hasattr(tensor, "_storage_")
+    return (tensor._storage_, tensor._steps, tensor._form) if is_ours else None
 
 
 def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:
@@ -76,7 +104,7 @@ def _linear_weight_grad_meta(grad_out: torch.Tensor, input: torch.Tensor) -> tor
 def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if input.ndim < 2 or weight.ndim != 2:
+    if input.ndim < 2 or weight.ndim != 2 or _is_transformed():
         return torch.ops.aten.linear.default.decompose(input, weight, bias)
     _check_leaves("aten::linear", input, weight, bias)
     return _Linear.apply(input, weight, bias)
@@ -88,11 +116,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, bias: Any) -> Any:
         ctx.save_for_backward(input, weight)
+        ctx.memory = _memory_of(weight), _memory_of(input) if input.ndim > 2 else None
         return _dispatch(torch.ops.aten.linear.default, input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         input, weight = ctx.saved_tensors
+        of_weight, of_input = ctx.memory
+        weight, input = _as_it_was(weight, of_weight), _as_it_was(input, of_input)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad_input = F.linear(grad, weight.t()) if needs_input else None
         grad_weight = grad_bias = None
@@ -128,7 +159,8 @@ def _attention(
     batch = query.shape[:-3] if enable_gqa else query.shape[:-2]
     same_batch = all((t.shape[:-3] if enable_gqa else t.shape[:-2]) == batch for t in (key, value))
     mask_needs_grad = attn_mask is not None and attn_mask.requires_grad
-    if dropout_p > 0 or mask_needs_grad or query.ndim < 3 or not same_batch:
+    apart = dropout_p > 0 or mask_needs_grad or query.ndim < 3 or not same_batch
+    if apart or _is_transformed():
         out, _ = torch._scaled_dot_product_attention_math(
             query,
             key,

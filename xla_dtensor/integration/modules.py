@@ -37,7 +37,7 @@ def install() -> None:
         init(self, *args, **kwargs)
         _optimizers.add(self)
 
-    torch.optim.Optimizer.__init__ = made  # type: ignore[method-assign]
+    torch.optim.Optimizer.__init__ = made
     original = nn.Module._apply
 
     @functools.wraps(original)

@@ -347,8 +347,8 @@ class TensorMethods:
         for name, value in self.__dict__.items():
             if name not in OWN_ATTRIBUTES:
                 setattr(result, name, copy.deepcopy(value, memo))
-        if self.grad is not None:  # type: ignore[attr-defined]
-            result.grad = copy.deepcopy(self.grad, memo)  # type: ignore[attr-defined]
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

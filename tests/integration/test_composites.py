@@ -1,0 +1,140 @@
+"""``linear`` and attention, which reach XLA whole: what autograd does with them is torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fw
+import torch.nn.attention
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+pytestmark = pytest.mark.filterwarnings(  # torch's own, when it first differentiates forward
+    "ignore:.torch.jit.script. is deprecated", "ignore:There is a performance drop"
+)
+
+
+def place(value: torch.Tensor, where: str, mesh: Any) -> torch.Tensor:
+    if where == "cpu":
+        return value.clone()
+    if where == "device":
+        return value.to("xla")
+    return distribute_tensor(value, mesh, [Shard(0), Replicate()])
+
+
+def plain(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor.cpu()
+
+
+CHANGES = {
+    "data": lambda w: setattr(w, "data", w.data * 3),
+    "set": lambda w: setattr(w, "data", torch.zeros_like(w)),
+    "nothing": lambda w: None,
+}
+
+
+@pytest.mark.parametrize("where", ["device", "sharded"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6)], ids=["2-D", "3-D"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_weight_that_moves_between_forward_and_backward(
+    change: str, shape: tuple[int, ...], bias: bool, where: str, mesh_2x4: Any
+) -> None:
+    values = torch.randn(8, 6), torch.randn(8), torch.randn(shape)
+    found = []
+    for device in ("cpu", where):
+        w, b, x = (place(v, device, mesh_2x4).requires_grad_() for v in values)
+        out = F.linear(x, w, b if bias else None).pow(2).sum()
+        CHANGES[change](w)
+        out.backward()
+        found.append([plain(w.grad), plain(x.grad), plain(w.detach())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batched_input_that_moves() -> None:
+    found = []
+    for device in ("cpu", "xla"):
+        x = torch.ones(2, 3, 4).to(device).requires_grad_()
+        w = torch.ones(5, 4).to(device).requires_grad_()
+        out = F.linear(x, w).sum()
+        x.data = x.data * 7
+        out.backward()
+        found.append(w.grad.tolist())
+    assert found[0] == found[1]
+
+
+def test_another_dtype_between_forward_and_backward() -> None:
+    found = []
+    for device in ("cpu", "xla"):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 3)
+        layer.to(device)
+        x = torch.ones(2, 4, device=device, requires_grad=True)
+        out = layer(x).sum()
+        layer.bfloat16()
+        out.backward()
+        found.append(x.grad.tolist())
+    torch.testing.assert_close(*map(torch.tensor, found))
+
+
+def test_differentiating_again_after_a_move_is_refused() -> None:
+    w = torch.ones(2, 2, device="xla", requires_grad=True)
+    x = torch.ones(1, 2, device="xla", requires_grad=True)
+    out = F.linear(x, w).pow(2).sum()
+    w.data = w.data * 3
+    with pytest.raises(RuntimeError, match=r"differentiated again.*\.data ="):
+        torch.autograd.grad(out, x, create_graph=True)
+
+
+def attention(q: Any) -> Any:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # CPU torch's others
+        return F.scaled_dot_product_attention(q, q * 2, q + 1, is_causal=True).pow(2).sum()
+
+
+def linear(x: Any) -> Any:
+    return F.linear(x, x * 2).pow(2).sum()
+
+
+@pytest.mark.parametrize("function", [attention, linear], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "transform", ["grad", "vmap_grad", "jvp", "vjp", "jacrev", "jacfwd", "hessian", "dual"]
+)
+def test_transforms(transform: str, function: Any) -> None:
+    value = torch.randn(3, 2, 4, 4)[0] if function is attention else torch.randn(4, 4)
+    apply = {
+        "grad": lambda x: torch.func.grad(function)(x),
+        "vmap_grad": lambda x: torch.func.vmap(torch.func.grad(function))(
+            torch.stack([x, 2 * x, 3 * x])
+        ),
+        "jvp": lambda x: torch.func.jvp(function, (x,), (x,))[1],
+        "vjp": lambda x: torch.func.vjp(function, x)[1](torch.ones((), device=x.device))[0],
+        "jacrev": lambda x: torch.func.jacrev(function)(x),
+        "jacfwd": lambda x: torch.func.jacfwd(function)(x),
+        "hessian": lambda x: torch.func.hessian(function)(x),
+        "dual": dual_of(function),
+    }[transform]
+    expected = apply(value.double())
+    found = apply(value.double().to("xla")).cpu()
+    torch.testing.assert_close(found, expected)
+
+
+def dual_of(function: Any) -> Any:
+    def tangent(x: Any) -> Any:
+        with fw.dual_level():
+            return fw.unpack_dual(function(fw.make_dual(x, x * 2))).tangent
+
+    return tangent
+
+
+def test_gradcheck_forward_and_backward() -> None:
+    layer = nn.Linear(3, 2).double().to("xla")
+    x = torch.randn(2, 3, dtype=torch.float64, device="xla", requires_grad=True)
+    assert torch.autograd.gradcheck(layer, x, check_forward_ad=True)
+    with fw.dual_level():
+        out = fw.unpack_dual(layer(fw.make_dual(x.detach(), torch.ones_like(x))))
+    expected = F.linear(torch.ones(2, 3, dtype=torch.float64), layer.weight.detach().cpu())
+    torch.testing.assert_close(out.tangent.cpu(), expected)
