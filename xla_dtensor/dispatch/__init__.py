@@ -6,6 +6,7 @@ from xla_dtensor.dispatch import (  # noqa: F401  (register handlers)
     moves,
     out_arguments,
     packed_sequences,
+    transformer_layers,
 )
 from xla_dtensor.dispatch.batch import Batch, batched, writing_down
 from xla_dtensor.dispatch.call import refuse_cpu_leaf, refuse_other_device
