@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 pytestmark = pytest.mark.filterwarnings(  # torch's own, when it first differentiates forward
-    "ignore:.torch.jit.script. is deprecated", "ignore:There is a performance drop"
+    "ignore:.torch.jit.script. is deprecated",
+    "ignore:There is a performance drop",
+    "ignore:Attempted to insert a get_attr Node",
 )
 
 
@@ -138,3 +140,14 @@ def test_gradcheck_forward_and_backward() -> None:
         out = fw.unpack_dual(layer(fw.make_dual(x.detach(), torch.ones_like(x))))
     expected = F.linear(torch.ones(2, 3, dtype=torch.float64), layer.weight.detach().cpu())
     torch.testing.assert_close(out.tangent.cpu(), expected)
+
+
+def test_traces_of_torch_fx() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.tensor([1.0, 2.0, 3.0], device="xla")
+    out, tangent = torch.func.linearize(lambda x: x * x, x)
+    assert out.tolist() == [1, 4, 9]
+    assert tangent(torch.ones(3, device="xla")).tolist() == [2, 4, 6]
+    graph = make_fx(lambda t: (t.view(3) * x).sum())(torch.ones(3, device="xla"))
+    assert graph(torch.tensor([1.0, 0.0, 2.0], device="xla")).item() == 7

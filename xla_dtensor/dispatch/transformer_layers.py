@@ -1,5 +1,5 @@
-"""The operations that ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` are in evaluation,
-without gradients: torch takes them on any device of its slot for devices from outside."""
+"""What ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` are in evaluation without
+gradients: one operation, which torch expects of all devices from outside."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_dtensor.integration import lazy_modules
+
 
 class _Moved(threading.local):
     """What the outermost call has moved so far where the same object couldn't be kept; None outside
@@ -41,23 +43,26 @@ def install() -> None:
     original = nn.Module._apply
 
     @functools.wraps(original)
-    def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    def apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        lazy = lazy_modules.set_aside(self, fn)
         before = {key: p for key, p in self._parameters.items() if p is not None}
         outermost = _moved.by_id is None
         if outermost:
             _moved.by_id = {}
         try:
-            result = original(self, *args, **kwargs)
+            result = original(self, fn, *args, **kwargs)
             for key, parameter in before.items():
                 now = self._parameters[key]
                 if now is not None and now is not parameter and _is_ours(now, parameter):
                     self._parameters[key] = _same(parameter, now)
         finally:
+            lazy_modules.put_back(lazy)
             if outermost:
                 _moved.by_id = None
         return result
 
     nn.Module._apply = apply
+    lazy_modules.install()
 
 
 def _is_ours(*tensors: torch.Tensor) -> bool:
