@@ -492,8 +492,10 @@ def repeat_interleave(repeats: jax.Array, *, output_size: int | None = None) -> 
             "repeat_interleave without output_size: "
             + _SHAPE_DEPENDS.format("tensor of repeats", "pass output_size")
         )
-    positions = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
-    return jnp.repeat(positions, repeats, total_repeat_length=output_size)
+    ends = jnp.cumsum(repeats)
+    # Which input an output belongs to: the first whose end is behind it.
+    found = jnp.searchsorted(ends, jnp.arange(output_size, dtype=ends.dtype), side="right")
+    return found.astype(repeats.dtype)
 
 
 are(
