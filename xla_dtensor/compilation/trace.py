@@ -189,7 +189,9 @@ class StepTrace(TraceNumbers):
         return self.random.counter - self.random.start
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
-        key = id(tensor), tensor._version
+        # Writes to an inference tensor aren't counted: each use is one of its own.
+        version = -1 - len(self.host_arrays) if tensor.is_inference() else tensor._version
+        key = id(tensor), version
         known = self.host_arrays.get(key)
         if known is None or known[0] is not tensor:
             source = self.host.use(tensor)

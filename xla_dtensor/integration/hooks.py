@@ -21,6 +21,7 @@ from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
     autocast,
     device,
+    flex_attention,
     loading,
     modules,
     observers,
@@ -39,6 +40,7 @@ def install() -> None:
         return
     device.install()
     autocast.install()
+    flex_attention.install()
     optimizers.install()
     _hook_mesh_class()
     _hook_distribute()
