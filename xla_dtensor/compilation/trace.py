@@ -18,6 +18,7 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base.assertions import Judge, asked
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.traced_number import valueless_number
 from xla_dtensor.compilation.captured import Captured
@@ -28,7 +29,7 @@ from xla_dtensor.compilation.outside import Outside
 from xla_dtensor.compilation.recomputation import Recomputation
 from xla_dtensor.compilation.trace_numbers import TraceNumbers
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
-from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
@@ -83,6 +84,10 @@ class StepTrace(TraceNumbers):
         self.shown: set[int] = set()
         self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.host: Any = None
+        self.checks_indices = asked()
+        # What must hold: of indices, if that is asked for, and what the step asserts itself.
+        self._assertions: list[Any] | None = [] if self.checks_indices else None
+        self._asserted: list[Any] = []
 
     # --- what dispatch reports ---------------------------------------------------------------
 
@@ -168,6 +173,28 @@ class StepTrace(TraceNumbers):
     def _made_here(self, tensor: Any) -> bool:
         """Whether a tensor that has a history is a view that the step made."""
         return tensor.grad_fn._sequence_nr() >= self.history_begins
+
+    @property
+    def assertions(self) -> list[Any] | None:
+        """In the backward pass of a caller's there are no others than in the forward pass."""
+        return None if self.differentiating else self._assertions
+
+    @property
+    def asserted(self) -> list[Any] | None:
+        return None if self.differentiating else self._asserted
+
+    def judged(self, emit: Callable[[Any, Form], int]) -> tuple[tuple[Judge, ...], int | None]:
+        """What judges whether what must hold does, and the output by which; None if nothing must.
+
+        Args:
+            emit: makes an array an output.
+        """
+        found = [*self._asserted, *(self._assertions or ())]
+        if not found:
+            return (), None
+        sums = jnp.stack([summary for summary, _ in found])
+        form = device_form(None, sums.shape, dtype=torch.int64)
+        return tuple(judge for _, judge in found), emit(sums, form)
 
     def writing(self, storage: Storage) -> None:
         if not self.owns(storage):

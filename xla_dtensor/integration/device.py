@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from xla_dtensor.base import interrupts, rng, thread_state
+from xla_dtensor.base import assertions, interrupts, rng, thread_state
 from xla_dtensor.integration import backward, composites
 from xla_dtensor.tensors.backend import backend
 
@@ -135,6 +135,7 @@ def _synchronize(device: Any = None) -> None:
     import jax
 
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+    assertions.look()
 
 
 # Overloads that take a device and no tensor. Everything else reaches the tensor classes themselves.

@@ -1,9 +1,9 @@
 """Gathers, scatters, advanced indexing, and reorderings of elements.
 
-Indices out of range are an error in torch. A compiled program cannot raise, so here they read the
-nearest element and their writes are dropped: XLA's own gather and scatter semantics
-(`promise_in_bounds` adds no code, and XLA stays memory-safe). Gathers have batch dims, which XLA
-partitions without communication; scatters must not (`_scatter.py`).
+Indices out of range are an error in torch (`bounds.py` says which). A compiled program cannot
+raise, so here they read the nearest element, and their writes are dropped: XLA's own gather and
+scatter semantics (`promise_in_bounds` adds no code, and XLA stays memory-safe). Gathers have batch
+dims, which XLA partitions without communication; scatters must not (`scatter.py`).
 """
 
 from __future__ import annotations
