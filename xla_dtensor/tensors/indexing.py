@@ -75,9 +75,8 @@ def _assign_by_mask(tensor: Any, index: Any, value: Any) -> bool:
         return False
     parts = index if index.__class__ is tuple else (index,)
     masks = [part for part in parts if is_mask(part)]
-    if len(masks) != 1 or any(
-        isinstance(part, torch.Tensor | list) for part in parts if part is not masks[0]
-    ):
+    others = [part for part in parts if not is_mask(part)]
+    if len(masks) != 1 or any(isinstance(part, torch.Tensor | list | bool) for part in others):
         return False
     (mask,) = masks
     if not mask.ndim:
