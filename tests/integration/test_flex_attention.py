@@ -329,3 +329,25 @@ def test_other_devices_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = flex_attention(*plain)
     torch.testing.assert_close(full(flex_attention(*(t.to("xla") for t in plain))), wanted)
     assert getattr(torch_module, name)
+
+
+@pytest.mark.parametrize("where", [[R, S(0)], [S(1), S(0)]], ids=str)
+def test_a_table_that_is_sharded(where: Any, mesh_2x4: DeviceMesh) -> None:
+    """It is looked up across devices, and its gradient lands in its own layout."""
+    plain, table = inputs(), CAPTURED["bias"].clone()
+    ours = distribute_tensor(table, mesh_2x4, where).requires_grad_()
+    table.requires_grad_()
+    expected(plain, relative({"bias": table}), None, DIM**-0.5)[0].sum().backward()
+    tensors = [distribute_tensor(t, mesh_2x4, [S(0), S(1)]) for t in plain]
+    flex_attention(*tensors, relative({"bias": ours})).sum().backward()
+    assert ours.grad is not None and ours.grad.placements == tuple(where)
+    torch.testing.assert_close(full(ours.grad), table.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_per_device_values(mesh_2x4: DeviceMesh) -> None:
+    each = [torch.randn(1, HEADS, LENGTH, DIM) for _ in range(8)]
+    own = xd.from_device_values(each, mesh_2x4)
+    found = flex_attention(own, own, own, softcap({})).local_values()
+    for one, value in zip(found, each, strict=True):
+        wanted = expected([value] * 3, softcap({}), None, DIM**-0.5)[0]
+        torch.testing.assert_close(one, wanted)

@@ -229,3 +229,19 @@ def test_bincount() -> None:
         )
     )
     assert counts(5).tolist() == [0, 2, 0, 0, 1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_varying(compiled: bool, mesh_2x4: DeviceMesh) -> None:
+    """Each device writes where its own mask says."""
+    values = [torch.arange(4.0) + d for d in range(8)]
+
+    def write(x: Any) -> Any:
+        y = x.clone()
+        y[y > 5] = 0
+        return y
+
+    ours = xd.from_device_values(values, mesh_2x4)
+    found = (xd.compile(write) if compiled else write)(ours).local_values()
+    for one, value in zip(found, values, strict=True):
+        assert torch.equal(one, write(value))
