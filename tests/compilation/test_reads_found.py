@@ -270,7 +270,9 @@ def scaling() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "after"), [(counting, 0.1), (counting, 0.3), (scaling, 0.1)], ids=str
+    ("make", "after"),
+    [(counting, 0.1), (counting, 0.3), (scaling, 0.1)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_signal_is_not_taken_for_the_step_s_own_failure(make: Any, after: float) -> None:
     def handler(signum: int, frame: Any) -> None:

@@ -31,12 +31,21 @@ class Trace(Protocol):
             the identity of the arrays.
         stand_ins: the doubles that stand for numbers (`compilation.doubles.StandIns`), or None.
         python_numbers: the numbers that Python code has been given, by weak references.
+        assertions: what must hold of indices, each as (a summary, what judges by it); None where
+            nobody asks.
+        asserted: likewise what the program says itself (``torch._assert_async``).
         wide: float32 scalars in double precision; None where they are computed as they are.
     """
 
     scalars: dict[Any, Any]
     stand_ins: Any
     python_numbers: list[Any]
+
+    @property
+    def assertions(self) -> list[Any] | None: ...
+
+    @property
+    def asserted(self) -> list[Any] | None: ...
 
     @property
     def wide(self) -> WideScalars | None: ...

@@ -45,7 +45,8 @@ class Program(WriteBack):
 
         Raises:
             BaseException: it couldn't be launched, and nothing has happened; or something has
-                failed in writing back, and everything else that the step does has happened.
+                failed in writing back, or what must hold of values doesn't, and everything else
+                that the step does has happened.
         """
         run = Run(arguments, prepared or self._prepared)
         history = self._traced.history
@@ -62,6 +63,8 @@ class Program(WriteBack):
         if run.error is not None:
             raise run.error
         results = [self._result(result, run) for result in self._traced.results]
+        if self._traced.judges:
+            self._judge(run)
         return pytree.tree_unflatten(results, self._traced.result_tree)
 
     def _run_with_history(self, history: History, run: Run) -> None:

@@ -11,13 +11,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor.base import events, interrupts, thread_state
+from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.attempts import Attempt, trace
+from xla_dtensor.compilation.attempts import Attempt, is_counted_on, trace
 from xla_dtensor.compilation.audit import compare
-from xla_dtensor.compilation.effects import Effect, counter_refused
+from xla_dtensor.compilation.effects import counter_refused
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
@@ -41,6 +41,7 @@ def compile(
     *,
     compiler_options: dict[str, Any] | None = None,
     audit: int | None = None,
+    checks: bool | None = None,
 ) -> CompiledStep:
     """Make ``function``, a training step in ordinary torch code, run as one XLA program.
 
@@ -59,6 +60,8 @@ def compile(
         compiler_options: passed to XLA's compiler, by name, as ``jax.jit``'s are.
         audit: in every ``audit``-th call, run the step's Python again and compare what it would do
             with the program. Default: the environment variable ``XLA_DTENSOR_AUDIT``, or never.
+        checks: look for indices out of range, and raise after the call that had one; a call then
+            waits for the devices. Default: whether ``XLA_DTENSOR_CHECKS`` is ``all``.
 
     Returns:
         the `CompiledStep`, called like ``function``.
@@ -98,7 +101,8 @@ def compile(
         audit = int(os.environ.get(AUDIT_VARIABLE, "0"))
     if isinstance(audit, bool) or audit < 0:
         raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
-    return CompiledStep(function, compiler_options, audit)
+    checks = assertions.switch.compiled if checks is None else checks
+    return CompiledStep(function, compiler_options, audit, checks)
 
 
 class CompiledStep:
@@ -122,11 +126,13 @@ class CompiledStep:
         function: Callable[..., Any],
         compiler_options: dict[str, Any] | None = None,
         audit: int = 0,
+        checks: bool = False,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._options = compiler_options
         self._audit = audit
+        self._checks = assertions.asking(checks)
         self._calls = 0
         # Threads may share a step: one call after another.
         self._lock = threading.RLock()
@@ -193,7 +199,7 @@ class CompiledStep:
             assert "sine" in step.lower(torch.ones(4, device="xla")).as_text() and step.traces == 0
         """
         arguments = Arguments(args, kwargs)
-        with self._lock, _tracing:
+        with self._lock, _tracing, self._checks:
             traced, _ = trace(self._function, arguments, frozenset(), self._carried)
             try:
                 return Program(traced, traced.take_call(), None, self._options).lowered
@@ -271,7 +277,7 @@ class CompiledStep:
         why, path = missed or (self._explain(arguments, family), None)
         if missed is None and family.programs:
             family.varies(arguments.numbers)
-        with _tracing:
+        with _tracing, self._checks:
             traced = self._traced(arguments, family, path)
         call = traced.take_call()
         program: Program | None = None
@@ -336,7 +342,7 @@ class CompiledStep:
                 self._not_carried |= dict.fromkeys(suspects, error)
                 tried = set()
                 continue
-            again = [e for e in traced.effects if _is_counted_on(e, traced, family.latest())]
+            again = [e for e in traced.effects if is_counted_on(e, traced, family.latest())]
             counted = {label for effect in again for label in effect.labels()} & traced.counted
             found = (traced.replaced | counted) - self._not_carried.keys() - self._carried
             if found:
@@ -375,19 +381,11 @@ class CompiledStep:
         """Every n-th call: the audit."""
         self._calls += 1
         if self._calls % self._audit == 0:
-            with _tracing:
+            with _tracing, self._checks:
                 compare(self._name(), self._function, program.traced, arguments)
 
     def _name(self) -> str:
         return _name_of(self._function)
-
-
-def _is_counted_on(effect: Effect, traced: Traced, last: Program | None) -> bool:
-    """Whether a step changes what it reads itself, as it did when it was traced before."""
-    if last is None or not effect.place.guarded or effect.labels() <= traced.names_of_carried:
-        return False
-    before = {key for earlier in last.effects for key in earlier.changed()}
-    return bool(effect.changed() & before)
 
 
 def _name_of(function: Any) -> str:

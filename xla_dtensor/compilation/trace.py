@@ -26,6 +26,7 @@ from xla_dtensor.compilation.graph import nodes_of
 from xla_dtensor.compilation.numbers import Decision, Number
 from xla_dtensor.compilation.outside import Outside
 from xla_dtensor.compilation.recomputation import Recomputation
+from xla_dtensor.compilation.trace_assertions import TraceAssertions
 from xla_dtensor.compilation.trace_numbers import TraceNumbers
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.forms.form import Form
@@ -40,7 +41,7 @@ from xla_dtensor.tensors.of_form import Ours
 READ = "xla_dtensor reads "
 
 
-class StepTrace(TraceNumbers):
+class StepTrace(TraceNumbers, TraceAssertions):
     """The trace of one step; see `thread_state.Trace` for the methods that dispatch calls."""
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
@@ -86,6 +87,7 @@ class StepTrace(TraceNumbers):
         self.shown: set[int] = set()
         self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.host: Any = None
+        self._start_assertions()
 
     # --- what dispatch reports ---------------------------------------------------------------
 
@@ -208,7 +210,9 @@ class StepTrace(TraceNumbers):
         return self.random.counter - self.random.start
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
-        key = id(tensor), tensor._version
+        # Writes to an inference tensor aren't counted: each use is one of its own.
+        version = -1 - len(self.host_arrays) if tensor.is_inference() else tensor._version
+        key = id(tensor), version
         known = self.host_arrays.get(key)
         if known is None or known[0] is not tensor:
             source = self.host.use(tensor)

@@ -56,6 +56,7 @@ class Traced(TracedEffects):
         sources: where each constant comes from in later calls.
         slots: the sources of captured storages.
         forms: the forms of the outputs.
+        judges, judged: what judges by which output whether what must hold does.
         results, result_tree: what the step returns.
         grads: (leaf, template of its new gradient or None).
         host_writes: (CPU tensor from outside, where its new value comes from).
@@ -341,6 +342,7 @@ class Traced(TracedEffects):
             if isinstance(storage.array, jax.core.Tracer):
                 form = storage.form.reduced()
                 self.left.append((storage, self.emit(logical(storage.array, storage.form), form)))
+        self.judges, self.judged = trace.judged(self.emit)
         arrays = self._arrays
         del self._arrays
         return arrays

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from xla_dtensor.base import assertions
 from xla_dtensor.compilation.effects import Effect
 from xla_dtensor.compilation.guarded import Guarded
 from xla_dtensor.compilation.recipes import (
@@ -97,6 +98,14 @@ class WriteBack(Guarded):
             for target, source in self._traced.host_writes:
                 value = self._traced.host.reader(source)(run.arguments, run.prepared.host)
                 target.read(run.arguments).copy_(value)
+
+    def _judge(self, run: Run) -> None:
+        """Look whether what must hold does: now, where indices were asked for; an assertion of the
+        step's own alone doesn't make the host wait, and is looked at when a value is read."""
+        assert self._traced.judged is not None
+        sums = run.arrays[self._place_of[self._traced.judged]]
+        look = assertions.judge if self._traced.trace.checks_indices else assertions.later
+        look(sums, self._traced.judges)
 
     def _is_steady(self) -> bool:
         return all(

@@ -10,9 +10,10 @@ import jax
 import torch
 
 from xla_dtensor import rules
-from xla_dtensor.base import events, interrupts, thread_state
+from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.number_functions import number_value
+from xla_dtensor.dispatch import conditions
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, Slot, fill
@@ -129,8 +130,12 @@ def _perform(
     if plan.run is None:
         arrays = itertools.repeat(None)
     elif trace is None:
+        if plan.conditions and batch is None and assertions.switch.eager:
+            conditions.check(plan.conditions, call)
         arrays = _run(plan, call, batch)
     else:
+        if plan.conditions:
+            conditions.trace(plan.conditions, call, trace)
         constant = _constant(plan, call, trace)
         if constant is not None:
             return constant

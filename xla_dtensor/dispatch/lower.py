@@ -94,7 +94,7 @@ def _core_table(make: Callable[[], Any]) -> dict[Any, Any]:
 class NestedTrace:
     """Operations of a decomposition run on tracers inside the executable that is being built."""
 
-    wide = stand_ins = None
+    wide = stand_ins = assertions = asserted = None
 
     def __init__(self, keys: Callable[[], Any], name: str) -> None:
         self._keys = keys

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import assertions, thread_state
+from xla_dtensor.dispatch.conditions import assert_true
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import PerDeviceValueError
@@ -25,6 +26,7 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
     trace = thread_state.current()
     if trace is None:
+        assertions.look()
         form = tensor._form
         array = logical_value(tensor) if form.unreduced else read(tensor)
         # Padding is cut off here: on the devices that would be a program per shape.
@@ -155,6 +157,12 @@ def _check_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 func(info, *args[1:], **kwargs)
         else:
             func(to_cpu(args[0]), *args[1:], **kwargs)
+
+
+@handles("aten::_assert_async.default", "aten::_assert_async.msg")
+def _assert_async(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    message = "Expected Tensor with single nonzero value, but got zero"
+    assert_true(args[0], args[1] if len(args) > 1 else kwargs.get("assert_msg", message))
 
 
 @handles("aten::detach_.default")

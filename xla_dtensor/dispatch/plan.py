@@ -7,6 +7,7 @@ from typing import Any
 
 from xla_dtensor.dispatch.call import Call, Slot
 from xla_dtensor.dispatch.computation import Computation, Write
+from xla_dtensor.dispatch.conditions import conditions_of
 from xla_dtensor.dispatch.lower import flatten_results, lowered_function
 from xla_dtensor.dispatch.meta import meta_results, metas_of_fresh
 from xla_dtensor.dispatch.result_forms import (
@@ -33,6 +34,7 @@ class Plan:
         base_forms: their storages' forms after the write.
         grown: per argument written None, or the form with which it gets memory of its own: ``out=``
             of another shape than the result's.
+        conditions: what must hold of arguments' values.
         random: whether the executable takes the generator's state first.
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
         structure: arranges new tensors and mutated arguments as torch returns them.
@@ -40,6 +42,7 @@ class Plan:
 
     __slots__ = (
         "base_forms",
+        "conditions",
         "eager",
         "grown",
         "info",
@@ -59,6 +62,7 @@ class Plan:
         self.info = info
         lowered = lowered_function(info)
         self.mutated = mutated_leaves(call)
+        self.conditions = conditions_of(call)
         metas = meta_results(call)
         fresh = [m for m, _ in metas_of_fresh(call, metas)]
         for meta in fresh:

@@ -35,6 +35,7 @@ def install() -> None:
     aten.impl("linear", _linear, "AutogradPrivateUse1")
     aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     aten.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "AutogradPrivateUse1")
+    aten.impl("one_hot", _one_hot, "AutogradPrivateUse1")
     _libraries.extend((own, aten))
 
 
@@ -92,6 +93,18 @@ def _tensor_split(
         tensor_indices_or_sections = to_cpu(tensor_indices_or_sections)
     func = torch.ops.aten.tensor_split.tensor_indices_or_sections
     return func.decompose(self, tensor_indices_or_sections, dim)
+
+
+# --- one_hot ----------------------------------------------------------------------------------
+
+
+def _one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """torch compares with every class, where it doesn't compute on the CPU, and looks at none."""
+    from xla_dtensor.dispatch.conditions import look_at
+
+    func = torch.ops.aten.one_hot.default
+    look_at(func, (self, num_classes))
+    return func.decompose(self, num_classes)
 
 
 # --- linear -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from xla_dtensor.integration import (
     accelerator,
     autocast,
     device,
+    flex_attention,
     generators,
     loaders,
     loading,
@@ -43,6 +44,7 @@ def install() -> None:
         return
     device.install()
     autocast.install()
+    flex_attention.install()
     optimizers.install()
     _hook_mesh_class()
     _hook_distribute()

@@ -1,9 +1,9 @@
 """Gathers, scatters, advanced indexing, and reorderings of elements.
 
-Indices out of range are an error in torch. A compiled program cannot raise, so here they read the
-nearest element and their writes are dropped: XLA's own gather and scatter semantics
-(`promise_in_bounds` adds no code, and XLA stays memory-safe). Gathers have batch dims, which XLA
-partitions without communication; scatters must not (`_scatter.py`).
+Indices out of range are an error in torch (`bounds.py` says which). A compiled program cannot
+raise, so here they read the nearest element, and their writes are dropped: XLA's own gather and
+scatter semantics (`promise_in_bounds` adds no code, and XLA stays memory-safe). Gathers have batch
+dims, which XLA partitions without communication; scatters must not (`scatter.py`).
 """
 
 from __future__ import annotations
@@ -492,8 +492,10 @@ def repeat_interleave(repeats: jax.Array, *, output_size: int | None = None) -> 
             "repeat_interleave without output_size: "
             + _SHAPE_DEPENDS.format("tensor of repeats", "pass output_size")
         )
-    positions = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
-    return jnp.repeat(positions, repeats, total_repeat_length=output_size)
+    ends = jnp.cumsum(repeats)
+    # Which input an output belongs to: the first whose end is behind it.
+    found = jnp.searchsorted(ends, jnp.arange(output_size, dtype=ends.dtype), side="right")
+    return found.astype(repeats.dtype)
 
 
 are(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import assertions, thread_state
 from xla_dtensor.errors import MeshDimError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.host_values import from_numpy, to_devices
@@ -85,6 +85,7 @@ def local_values(tensor: XLATensor) -> list[torch.Tensor]:
     trace = thread_state.current()
     if trace is not None:
         trace.refuse("local_values()")
+    assertions.look()
     form = tensor._form
     array = read(tensor)
     if form.frame is None:
@@ -101,6 +102,7 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
     trace = thread_state.current()
     if trace is not None:
         trace.refuse("local_shards")
+    assertions.look()
     form = tensor._form
     array = read(tensor)
     if form.unreduced:

@@ -11,6 +11,8 @@ from xla_dtensor.dispatch.moves import refuse_varying, to_cpu
 from xla_dtensor.dispatch.ops import handles, info_of
 from xla_dtensor.dispatch.out_arguments import into
 from xla_dtensor.movement.factories import distribute_tensor
+from xla_dtensor.tensors.indexing import is_mask as _is_mask
+from xla_dtensor.tensors.indexing import is_masked_fill
 from xla_dtensor.tensors.of_form import Ours
 
 
@@ -22,7 +24,6 @@ from xla_dtensor.tensors.of_form import Ours
     "aten::unique_dim.default",
     "aten::unique_consecutive.default",
     "aten::unique_dim_consecutive.default",
-    "aten::repeat_interleave.Tensor",
     "aten::bincount.default",
     "aten::equal.default",
     "aten::argwhere.default",
@@ -33,7 +34,10 @@ def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     replicated."""
     trace = thread_state.current()
     if trace is not None:
-        trace.refuse(f"{info_of(func).name}, whose result's shape depends on values,")
+        name = info_of(func).name
+        instead = _INSTEAD.get(name.partition(".")[0])
+        hint = "" if instead is None else f" ({instead})"
+        trace.refuse(f"{name}, whose result's shape depends on values{hint},")
     ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
     for tensor in ours:
         refuse_varying(tensor._form, f"the shape of {info_of(func).name}'s result")
@@ -65,21 +69,46 @@ def _on_host_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return into(out, result)
 
 
+# What has a shape that is known, and computes the same.
+_INSTEAD = {
+    "aten::bincount": "torch.zeros(n, dtype=torch.int64, device=x.device)"
+    ".scatter_add(0, x, torch.ones_like(x)) has n entries",
+    "aten::repeat_interleave": "with output_size= it is known",
+    "aten::nonzero": "torch.nonzero_static(x, size=n) has n entries",
+    "aten::index": "torch.where and masked_fill keep the shape",
+    "aten::index_put": "values that broadcast, x[mask] = 0, need no count",
+    "aten::masked_select": "torch.where and masked_fill keep the shape",
+}
+
+
+@handles("aten::repeat_interleave.Tensor")
+def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """With its size given it can be traced; eagerly torch also compares that with the values."""
+    if kwargs.get("output_size") is not None and thread_state.current() is not None:
+        return NotImplemented
+    return on_host(func, args, kwargs)
+
+
 @handles("aten::allclose.default")
 def _allclose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return on_host(func, args, kwargs)
 
 
-@handles("aten::index.Tensor", "aten::index_put.default")
+@handles("aten::index.Tensor")
 def _index_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+    return on_host(func, args, kwargs) if any(map(_is_mask, args[1])) else NotImplemented
+
+
+@handles("aten::index_put.default")
+def _index_put_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if any(map(_is_mask, args[1])) and not is_masked_fill(*args[:3]):
         return on_host(func, args, kwargs)
     return NotImplemented
 
 
 @handles("aten::index_put_.default", "aten::_index_put_impl_.default")
-def _index_put_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+def _index_put_by_mask_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if any(map(_is_mask, args[1])) and not is_masked_fill(*args[:3]):
         accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
         out = on_host(torch.ops.aten.index_put.default, (*args[:3], accumulate), {})
         return args[0].copy_(out)

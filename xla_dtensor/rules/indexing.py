@@ -157,6 +157,8 @@ def index_put(call: Call) -> Merged:
     x, indices, values = call.tensor("self"), call.args["indices"], call.tensor("values")
     where = _Indexed(x, indices)
     n = len(where.index)
+    if any(i.dtype.itemsize == 1 for i in where.index):
+        return _masked_fill(call, x, where, values)
     result_ndim = where.ndim + len(where.kept)
     options = []
     for d in where.kept:
@@ -164,6 +166,26 @@ def index_put(call: Call) -> Merged:
         whole = own < 0 or values.shape[own] == 1
         options.append(Alternative((Shard(d),), (Shard(d), *(R,) * n, R if whole else Shard(own))))
     options.append(Alternative((Partial(),), (Partial(), *(R,) * n, Partial())))
+    return call.merge(options)
+
+
+def _masked_fill(call: Call, x: TensorInfo, where: _Indexed, values: TensorInfo) -> Merged:
+    """The mask beside the dims that it covers; the values are the same at all of its positions."""
+    if len(where.index) != 1:
+        return call.replicate()
+    (mask,), (start,) = where.index, where.at
+    after = x.ndim - start - mask.ndim
+    options = []
+    for d in range(x.ndim):
+        inside = start <= d < start + mask.ndim
+        # Before the mask's dims the values have one dim for all of them.
+        own = (
+            d - x.ndim + values.ndim if d >= x.ndim - after else d - start - 1 - after + values.ndim
+        )
+        whole = inside or own < 0 or values.shape[own] == 1
+        slots = (Shard(d), Shard(d - start) if inside else R, R if whole else Shard(own))
+        options.append(Alternative((Shard(d),), slots))
+    options.append(Alternative((Partial(),), (Partial(), R, Partial())))
     return call.merge(options)
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 from typing import Any
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import assertions, thread_state
 from xla_dtensor.runtime import jax_runtime
 
 
@@ -71,10 +71,15 @@ def device_properties() -> DeviceProperties:
 
 
 def synchronize() -> None:
-    """Wait until the devices have done what was asked of them."""
+    """Wait until the devices have done what was asked of them.
+
+    Raises:
+        IndexError, RuntimeError: an index was out of range in what they have done.
+    """
     import jax
 
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+    assertions.look()
 
 
 def is_idle() -> bool:

@@ -7,6 +7,7 @@ there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def assign(tensor: Any, index: Any, value: Any) -> bool:
     """
     parts = _parts(index)
     if parts is None:
-        return False
+        return _assign_by_mask(tensor, index, value)
     whole = tuple(slice(None) if _has_no_number(part) else part for part in parts)
     if any(isinstance(part, torch.Tensor | list) for part in whole):
         raise UnsupportedOpError(
@@ -64,6 +65,67 @@ def assign(tensor: Any, index: Any, value: Any) -> bool:
         value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
     view.index_put_(tuple(indices), value.to(tensor.dtype))
     return True
+
+
+def _assign_by_mask(tensor: Any, index: Any, value: Any) -> bool:
+    """``x[mask] = value`` of a value that gets a gradient and is the same at every masked position.
+    torch's formula takes the gradient at those positions, whose number isn't known; of a
+    ``torch.where`` it has a shape that is."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return False
+    parts = index if index.__class__ is tuple else (index,)
+    masks = [part for part in parts if is_mask(part)]
+    others = [part for part in parts if not is_mask(part)]
+    if len(masks) != 1 or any(isinstance(part, torch.Tensor | list | bool) for part in others):
+        return False
+    (mask,) = masks
+    if not mask.ndim:
+        return False
+    whole: list[Any] = []
+    for part in parts:
+        whole += [slice(None)] * mask.ndim if part is mask else [part]
+    view = tensor[tuple(whole)]
+    (start,) = [dim for dim, part in _dims(parts, tensor, of_result=True) if part is mask]
+    if value.dtype != view.dtype or not is_masked_fill(view, [None] * start + [mask], value):
+        return False
+    after = view.ndim - start - mask.ndim
+    at = value.ndim - after - 1  # the dim of the value that stands for the masked positions
+    if at >= 0:
+        value = value.reshape(*value.shape[:at], *[1] * mask.ndim, *value.shape[at + 1 :])
+    mask = mask.bool().reshape(*mask.shape, *[1] * after)
+    view.copy_(torch.where(mask, value, view))
+    return True
+
+
+def is_mask(index: Any) -> bool:
+    """Whether an index is a mask."""
+    return isinstance(index, torch.Tensor) and index.dtype in _NOT_NUMBERS
+
+
+def is_masked_fill(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor) -> bool:
+    """Whether ``index_put`` has one mask, and the same values for each of its positions: then
+    nothing has a size that depends on how many there are.
+
+    Raises:
+        IndexError: the mask doesn't have the shape of what it indexes, as in torch.
+    """
+    found = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(found) != 1 or not is_mask(found[0][1]):
+        return False
+    ((start, mask),) = found
+    if start + mask.ndim > x.ndim or not mask.ndim:
+        return False
+    own = x.shape[start : start + mask.ndim]
+    if mask.shape != own:
+        wrong = next(d for d in range(mask.ndim) if mask.shape[d] != own[d])
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} at index {wrong} does not match the shape "
+            f"of the indexed tensor {list(x.shape)} at index {start + wrong}"
+        )
+    result = (*x.shape[:start], 1, *x.shape[start + mask.ndim :])
+    if len(values.shape) > len(result):
+        return False
+    return all(n in (1, m) for n, m in zip(reversed(values.shape), reversed(result), strict=False))
 
 
 def _parts(index: Any) -> tuple[Any, ...] | None:

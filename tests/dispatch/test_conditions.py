@@ -1,0 +1,178 @@
+"""Indices out of range, and weights that are none, raise what CPU torch raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import xla_dtensor as xd
+from tests.dispatch.out_of_range import CALLS, OTHER_TEXTS, X, i
+from xla_dtensor.base import assertions
+from xla_dtensor.dispatch import conditions
+
+R, S = Replicate(), Shard
+LAYOUTS: dict[str, Any] = {"one device": None, "shards": [S(0), R], "uneven": [R, S(0)]}
+
+pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
+
+
+@pytest.fixture(autouse=True)
+def _on() -> Iterator[None]:
+    before = assertions.switch.eager
+    xd.check_indices(True)
+    yield
+    xd.check_indices(before)
+
+
+def place(tensor: torch.Tensor, layout: Any, mesh: DeviceMesh) -> Any:
+    return tensor.to("xla") if layout is None else distribute_tensor(tensor, mesh, layout)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, xd.XLAShardedTensor) else tensor).cpu()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_raises_as_the_cpu(name: str, layout: str, mesh_2x4: DeviceMesh) -> None:
+    x, wrong, right, call = CALLS[name]
+    with pytest.raises((IndexError, RuntimeError)) as theirs:
+        call(x, wrong)
+    ours, index, good = (place(t, LAYOUTS[layout], mesh_2x4) for t in (x, wrong, right))
+    with pytest.raises(theirs.type) as error:
+        call(ours, index)
+    text = OTHER_TEXTS.get(name, str(theirs.value).splitlines()[0])
+    assert text in str(error.value)
+    shape = index.flatten().shape if name in OTHER_TEXTS else index.shape
+    assert "aten::" in str(error.value) and str(list(shape)) in str(error.value)
+    for _ in range(2):  # the second time it is known to be right
+        torch.testing.assert_close(full(call(ours, good)), call(x, right))
+
+
+def test_writes_nothing() -> None:
+    x = X.to("xla")
+    with pytest.raises(IndexError):
+        x[i(12).to("xla")] = 7.0
+    assert torch.equal(x.cpu(), X)
+
+
+def test_an_index_that_is_overwritten() -> None:
+    """What was right isn't any more, in the same memory."""
+    x, index = X.to("xla"), i(1, 2).to("xla")
+    x[index]
+    index += 9
+    with pytest.raises(IndexError, match="index 11 is out of bounds"):
+        x[index]
+    index -= 9
+    assert torch.equal(x[index].cpu(), X[1:3])
+
+
+def test_another_table_for_the_same_index() -> None:
+    index = i(5, 9).to("xla")
+    F.embedding(index, X.to("xla"))
+    with pytest.raises(IndexError, match="index out of range in self"):
+        F.embedding(index, X[:6].contiguous().to("xla"))
+
+
+def test_a_cpu_index() -> None:
+    with pytest.raises(IndexError, match="index 12 is out of bounds"):
+        X.to("xla")[i(12)]
+
+
+def test_views_as_indices() -> None:
+    """A view's own elements count, not those of its base."""
+    index = i(0, 99, 3).to("xla")
+    assert torch.equal(X.to("xla")[index[::2]].cpu(), X[i(0, 3)])
+    with pytest.raises(IndexError, match="index 99"):
+        X.to("xla")[index[1:]]
+
+
+def test_varying(mesh_2x4: DeviceMesh) -> None:
+    """One device's index out of range is enough."""
+    good = xd.from_device_values([i(d) for d in range(8)], mesh_2x4)
+    F.embedding(good, X.to("xla"))
+    bad = xd.from_device_values([i(d + (d == 5) * 10) for d in range(8)], mesh_2x4)
+    with pytest.raises(IndexError, match="index out of range"):
+        F.embedding(bad, X.to("xla"))
+
+
+def test_an_index_that_is_a_sum(mesh_2x4: DeviceMesh) -> None:
+    """Its parts are in range, or out of it; what counts is what they make together."""
+    parts = xd.from_device_values([i(6) for _ in range(2)], mesh_2x4["dp"])
+    total = xd.XLAShardedTensor.from_local(parts, mesh_2x4["dp"], [xd.Partial()])
+    with pytest.raises(IndexError, match="index out of range"):
+        F.embedding(total, X.to("xla"))
+    assert F.embedding(total, torch.ones(13, 2).to("xla")).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "weights", [[1.0, float("nan")], [1.0, -1.0], [1.0, float("inf")], [0.0, 0.0]]
+)
+def test_multinomial(weights: list[float]) -> None:
+    with pytest.raises(RuntimeError) as theirs:
+        torch.multinomial(torch.tensor(weights), 1)
+    with pytest.raises(RuntimeError) as ours:
+        torch.multinomial(torch.tensor(weights).to("xla"), 1)
+    assert str(theirs.value) in str(ours.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("read", ["item", "cpu", "print", "synchronize", "shards"])
+def test_many_indices(
+    read: str, layout: str, mesh_2x4: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more than a few the devices look, and it is raised when a value is read next."""
+    monkeypatch.setattr(conditions, "AWAITED", 3)
+    monkeypatch.setattr(conditions, "ON_HOST", 3)
+    x = place(X, LAYOUTS[layout], mesh_2x4)
+    found = F.embedding(place(i(1, 2, 3, 12), LAYOUTS[layout], mesh_2x4), x)
+    other = place(torch.tensor([1.0]), LAYOUTS[layout], mesh_2x4)
+    with pytest.raises(IndexError, match="index out of range in self") as error:
+        if read == "item":
+            other.item()
+        elif read == "cpu":
+            full(other)
+        elif read == "print":
+            repr(other if layout == "one device" else other.tolist())
+        elif read == "synchronize":
+            torch.xla.synchronize()  # type: ignore[attr-defined]
+        elif layout == "one device":
+            other.local_values()
+        else:
+            other.local_shards  # noqa: B018  (a property that reads)
+    assert "test_conditions.py" in str(error.value) and "F.embedding" in str(error.value)
+    assert other.item() == 1  # it is raised once
+    assert found.shape == (4, 4)
+    F.embedding(place(i(1, 2, 3, 9), LAYOUTS[layout], mesh_2x4), x)
+    assert other.item() == 1
+
+
+def test_off() -> None:
+    xd.check_indices(False)
+    assert torch.equal(F.embedding(i(12).to("xla"), X.to("xla")).cpu(), X[9:])
+
+
+def test_padding_and_empty() -> None:
+    """No elements, none that is wrong."""
+    empty = torch.tensor([], dtype=torch.int64)
+    assert F.embedding(empty.to("xla"), X.to("xla")).shape == (0, 4)
+    assert X.to("xla").index_fill(0, empty.to("xla"), 1.0).shape == (10, 4)
+
+
+def test_assert_async(mesh_2x4: DeviceMesh) -> None:
+    for layout in LAYOUTS.values():
+        torch._assert_async(place(torch.tensor(1.0), layout and [R, R], mesh_2x4), "fine")
+        with pytest.raises(RuntimeError, match="not fine"):
+            torch._assert_async(place(torch.tensor(False), layout and [R, R], mesh_2x4), "not fine")
+    for value in (torch.tensor(0), torch.tensor([1, 1]), torch.tensor([])):
+        with pytest.raises(RuntimeError) as theirs:
+            torch._assert_async(value)
+        with pytest.raises(RuntimeError) as ours:
+            torch._assert_async(value.to("xla"))
+        assert str(ours.value) == str(theirs.value)

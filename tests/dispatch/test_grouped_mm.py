@@ -1,0 +1,142 @@
+"""``F.grouped_mm`` against one product per group on the CPU, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import xla_dtensor as xd
+
+R, S = Replicate(), Shard
+ENDS = [4, 4, 10, 16]  # one group is empty
+SHAPES = {
+    "rows": ((16, 8), (4, 8, 24)),
+    "columns": ((4, 24, 8), (8, 16)),
+    "contracted": ((8, 16), (16, 24)),
+    "batch": ((4, 8, 16), (4, 16, 24)),
+}
+PLACEMENTS: dict[str, Any] = {
+    "one device": None,
+    "first": ([S(0), R], [R, S(0)]),
+    "both": ([S(0), S(1)], [R, S(1)]),
+    "second": ([R, S(1)], [S(1), R]),
+    "same": ([S(0), S(0)], [S(0), S(0)]),
+    "sum": ([Partial(), R], [R, S(0)]),
+}
+
+
+def by_group(a: torch.Tensor, b: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    """One product after another."""
+    if a.ndim == b.ndim == 3:
+        return torch.stack([x @ y for x, y in zip(a, b, strict=True)])
+    parts = list(zip([0, *ends[:-1]], ends, strict=True))
+    if b.ndim == 3:
+        return torch.cat([a[i:j] @ b[g] for g, (i, j) in enumerate(parts)])
+    if a.ndim == 3:
+        return torch.cat([a[g] @ b[:, i:j] for g, (i, j) in enumerate(parts)], 1)
+    return torch.stack([a[:, i:j] @ b[i:j] for i, j in parts])
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("placements", PLACEMENTS)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_grouped_mm(
+    kind: str, placements: str, dtype: torch.dtype, compiled: bool, mesh_2x4: DeviceMesh
+) -> None:
+    values = [torch.randn(shape).to(dtype) for shape in SHAPES[kind]]
+    a, b = (value.clone().float().requires_grad_() for value in values)
+    product = by_group(a, b, ENDS)
+    weight = torch.randn(product.shape)
+    (product * weight).sum().backward()
+
+    def place(t: torch.Tensor, which: int | None = None) -> Any:
+        where = PLACEMENTS[placements]
+        if where is None:
+            return t.to("xla")
+        return distribute_tensor(t, mesh_2x4, [R, R] if which is None else where[which])
+
+    ours_a, ours_b = (place(value, i).requires_grad_() for i, value in enumerate(values))
+    ours_weight = place(weight.to(dtype))
+
+    def step(ends: Any) -> Any:
+        found = torch.nn.functional.grouped_mm(ours_a, ours_b, offs=ends)
+        (found * ours_weight).sum().backward()
+        return found.detach()
+
+    ends = None if kind == "batch" else place(torch.tensor(ENDS, dtype=torch.int32))
+    found = (xd.compile(step) if compiled else step)(ends)
+    assert found.dtype == dtype
+    tolerance = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+    for ours, theirs in [(found, product), (ours_a.grad, a.grad), (ours_b.grad, b.grad)]:
+        ours = ours.full_tensor() if isinstance(ours, xd.XLAShardedTensor) else ours
+        torch.testing.assert_close(ours.cpu().float(), theirs, **tolerance)
+
+
+def test_other_groups_need_no_other_program() -> None:
+    a, b = torch.randn(16, 8), torch.randn(4, 8, 24)
+    step = xd.compile(lambda ends: torch._grouped_mm(a.to("xla"), b.to("xla"), offs=ends))
+    for ends in (ENDS, [0, 0, 0, 16], [16, 16, 16, 16], [1, 2, 3, 16]):
+        found = step(torch.tensor(ends, dtype=torch.int32).to("xla"))
+        torch.testing.assert_close(found.cpu(), by_group(a, b, ends))
+    assert len(step.compiled_programs()) == 1
+
+
+def test_under_per_device_values(mesh_2x4: DeviceMesh) -> None:
+    """Each device has its own rows and groups."""
+    mesh = mesh_2x4["dp"]
+    rows, b = [torch.randn(16, 8) for _ in range(2)], torch.randn(4, 8, 24)
+    ends = [ENDS, [1, 2, 3, 16]]
+    found = torch._grouped_mm(
+        xd.from_device_values(rows, mesh),
+        b.to("xla"),
+        offs=xd.from_device_values([torch.tensor(e, dtype=torch.int32) for e in ends], mesh),
+    )
+    for value, a, e in zip(found.local_values()[::4], rows, ends, strict=True):
+        torch.testing.assert_close(value, by_group(a, b, e))
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "contracted"])
+def test_varying_beside_sharded(kind: str, mesh_2x4: DeviceMesh) -> None:
+    """Rows of each dp device, weights sharded over tp: the partitioner and `vmap` at once."""
+    a_shape, b_shape = SHAPES[kind]
+    values, b = [torch.randn(a_shape) for _ in range(2)], torch.randn(b_shape)
+    ends = torch.tensor(ENDS, dtype=torch.int32)
+    own = xd.from_device_values([values[i // 4] for i in range(8)], mesh_2x4, vary=["dp"])
+    tp = mesh_2x4["tp"]
+    sharded = distribute_tensor(b, tp, [S(b.ndim - 1)])
+    ours = DTensor.from_local(own, tp, [R], run_check=False)
+    found = torch._grouped_mm(ours, sharded, offs=distribute_tensor(ends, tp, [R]))
+    local = found.full_tensor()
+    for value, a in zip(local.local_values()[::4], values, strict=True):
+        torch.testing.assert_close(value, by_group(a, b, ENDS))
+
+
+F32 = torch.float32
+ERRORS: list[tuple[Any, Any, Any, dict[str, Any], str]] = [
+    ((16, 8), (4, 8, 24), None, {}, "Have to provide offsets"),
+    ((4, 16, 8), (4, 8, 24), torch.int32, {}, "Have to provide offsets"),
+    ((16, 8), (4, 8, 24), torch.int64, {}, "Offsets have to be int32"),
+    ((16, 8), (4, 9, 24), torch.int32, {}, "contraction dimension"),
+    ((16, 8), (3, 8, 24), torch.int32, {}, "matrix batch sizes have to match"),
+    ((16, 8), (4, 8, 24), torch.int32, {"dtype": torch.float64}, "Expected mat_a and mat_b"),
+    ((16, 8), (4, 8, 24), torch.int32, {"out_dtype": torch.bfloat16}, "must match mat_a dtype"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(ERRORS)))
+def test_errors(case: int) -> None:
+    a, b, dtype, options, message = ERRORS[case]
+    ends = None if dtype is None else torch.tensor(ENDS, dtype=dtype)
+    of, out_dtype = options.get("dtype", F32), options.get("out_dtype")
+    x, y = torch.randn(a, dtype=of), torch.randn(b, dtype=of)
+    with pytest.raises(RuntimeError):
+        torch._grouped_mm(x, y, offs=ends, out_dtype=out_dtype)
+    with pytest.raises(RuntimeError, match=message):
+        offs = None if ends is None else ends.to("xla")
+        torch._grouped_mm(x.to("xla"), y.to("xla"), offs=offs, out_dtype=out_dtype)

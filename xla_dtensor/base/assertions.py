@@ -1,0 +1,123 @@
+"""Conditions on values: where they are looked at, and what is raised if they don't hold.
+
+A program can't raise. What must hold of values (indices in range, ``torch._assert_async``) is a
+*summary*, two integers that a device computes, and a *judge* that makes an exception of them or
+None. Summaries wait here until a value is read on the host, which waits for the devices anyway, or
+a compiled step looks at them itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Judge = Callable[[int, int], Exception | None]
+
+ENVIRONMENT_VARIABLE = "XLA_DTENSOR_CHECKS"
+"""What is checked from the start: ``off``, ``eager`` (the default), or ``all``: compiled steps,
+too."""
+
+_WAITING = 256  # summaries: four bytes each, but each is an array of its own
+
+
+def _from_environment() -> str:
+    value = os.environ.get(ENVIRONMENT_VARIABLE, "eager")
+    if value not in ("off", "eager", "all"):
+        raise ValueError(f"{ENVIRONMENT_VARIABLE}={value!r}: it is off, eager or all")
+    return value
+
+
+class _Switch:
+    eager: bool = _from_environment() != "off"
+    compiled: bool = _from_environment() == "all"
+
+
+switch = _Switch()
+"""Whether eager operations, and compiled steps that don't say, check indices."""
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Any, tuple[Judge, ...]]] = []
+        self.asked = False
+
+
+_state = _ThreadState()
+
+
+def check_indices(enabled: bool) -> None:
+    """Whether eager operations look for indices out of range, for the whole process.
+
+    They do at first: gathers, scatters, embeddings, losses by class and the like raise what CPU
+    torch raises. Without, such an index reads the nearest element, and its write is dropped. The
+    environment variable ``XLA_DTENSOR_CHECKS=off`` says the same from the start. Compiled steps
+    have ``xd.compile(step, checks=True)``.
+
+    Args:
+        enabled: whether they do.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        table = torch.ones(4, 2, device="xla")
+        xd.check_indices(False)
+        assert torch.nn.functional.embedding(torch.tensor([9]).to("xla"), table).shape == (1, 2)
+        xd.check_indices(True)
+    """
+    switch.eager = enabled
+
+
+class asking:
+    """Let steps that are traced in a block look at indices, or not."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._outer = _state.asked
+        _state.asked = self._wanted
+
+    def __exit__(self, *exc_info: object) -> None:
+        _state.asked = self._outer
+
+
+def asked() -> bool:
+    """Whether a step that is traced in this thread looks at indices."""
+    return _state.asked
+
+
+def later(summaries: Any, judges: tuple[Judge, ...]) -> None:
+    """Judge by ``summaries``, an array of two integers per judge, when a value is read next."""
+    _state.waiting.append((summaries, judges))
+    if len(_state.waiting) > _WAITING:
+        look()
+
+
+def look() -> None:
+    """Look at what this thread's operations and steps have left to be judged.
+
+    Raises:
+        Exception: the first that a judge makes; the others are forgotten.
+    """
+    if not _state.waiting:
+        return
+    waiting, _state.waiting = _state.waiting, []
+    for summaries, judges in waiting:
+        judge(summaries, judges)
+
+
+def judge(summaries: Any, judges: tuple[Judge, ...]) -> None:
+    """Judge now.
+
+    Raises:
+        Exception: the first that a judge makes.
+    """
+    for (one, other), to_error in zip(np.asarray(summaries).reshape(-1, 2), judges, strict=True):
+        error = to_error(int(one), int(other))
+        if error is not None:
+            raise error

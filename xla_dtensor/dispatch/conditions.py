@@ -1,0 +1,200 @@
+"""What must hold of the values of a call's arguments (`lowering/bounds.py`), looked at.
+
+Eagerly on the host, before anything is computed: up to `AWAITED` elements in any case, up to
+`ON_HOST` where they have been computed already (they mostly came from the host). Of others a device
+computes the least and the greatest, and what is wrong is raised when a value is read next: an
+operation doesn't wait for large ones. In a compiled step they are two numbers among its outputs.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_dtensor.base import assertions, thread_state
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.source_line import here, user_line
+from xla_dtensor.dispatch.call import Call, Slot
+from xla_dtensor.dispatch.ops import info_of
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.read import logical_value, read
+from xla_dtensor.lowering.bounds import Condition, bounds_of
+from xla_dtensor.tensors.base import TensorMethods
+
+AWAITED, ON_HOST = 2**10, 2**16
+
+_summaries: Cache[tuple[Form, Condition], Any] = Cache("summaries of indices", 512)
+
+
+class Checked:
+    """An argument of which something must hold.
+
+    Attributes:
+        leaf: its number among the call's leaves.
+        form: its form.
+        condition: what must hold.
+        text: the operation and the shapes, for the end of a message.
+        size: how many elements it has.
+        cut: of an array of it the tensor's own elements; None for all of them.
+        last: the array of which it was last seen to hold, by a weak reference: positions and
+            targets are often the same ones again.
+    """
+
+    __slots__ = ("condition", "cut", "form", "last", "leaf", "size", "text")
+
+    def __init__(self, leaf: int, form: Form, condition: Condition, text: str) -> None:
+        self.leaf, self.form, self.condition, self.text = leaf, form, condition, text
+        self.size = math.prod(form.shape)
+        padded = form.padded_shape != form.shape
+        self.cut: Any = (..., *(slice(0, n) for n in form.shape)) if padded else None
+        self.last: Callable[[], Any] = _nothing
+
+
+def _nothing() -> None:
+    return None
+
+
+def conditions_of(call: Call) -> tuple[Checked, ...]:
+    """Of which arguments of such calls something must hold."""
+    info = call.info
+    find = bounds_of(info.name)
+    if find is None:
+        return ()
+    slots = dict(zip(info.argument_names, call.args, strict=False)) | call.kwargs
+    described = {name: _described(value, call.forms) for name, value in slots.items()}
+    shapes = [list(form.shape) for form in call.forms if isinstance(form, Form)]
+    found = []
+    for where, condition in find(described):
+        slot = slots[where] if isinstance(where, str) else slots[where[0]][where[1]]
+        form = call.forms[slot.index]
+        if 0 in form.shape:
+            continue
+        text = f" ({info.name}, tensors of shapes {', '.join(map(str, shapes))})"
+        found.append(Checked(slot.index, form, condition, text))
+    return tuple(found)
+
+
+def look_at(func: Any, args: tuple[Any, ...]) -> None:
+    """Look at the arguments of a call that torch takes apart before a plan is made of it.
+
+    Raises:
+        Exception: torch's, if something doesn't hold.
+    """
+    call = Call(info_of(func), args, {})
+    found, current = conditions_of(call), thread_state.current()
+    if current is not None:
+        trace(found, call, current)
+    elif assertions.switch.eager:
+        check(found, call)
+
+
+def _described(value: Any, forms: list[Any]) -> Any:
+    if isinstance(value, Slot):
+        return forms[value.index]
+    if isinstance(value, list | tuple):
+        return [_described(item, forms) for item in value]
+    return value
+
+
+def check(checked: tuple[Checked, ...], call: Call) -> None:
+    """Look at the arguments of an eager call.
+
+    Raises:
+        Exception: torch's, if something of few enough elements doesn't hold.
+    """
+    for one in checked:
+        leaf = call.leaves[one.leaf]
+        array: Any = None
+        if not isinstance(leaf, TensorMethods):
+            values: Any = to_numpy(leaf)
+        else:
+            array = leaf._storage_.array if not leaf._steps else read(leaf)
+            if array is one.last():
+                continue
+            if one.size > AWAITED and (one.size > ON_HOST or not array.is_ready()):
+                _look_later(one, leaf)
+                continue
+            values = np.asarray(logical_value(leaf) if one.form.unreduced else array)
+            if one.cut is not None and not one.form.unreduced:
+                values = values[one.cut]
+        condition = one.condition
+        error = condition.judge(*condition.summary(np, values))
+        if error is not None:
+            raise type(error)(f"{error}{one.text}")
+        if array is not None:
+            one.last = weakref.ref(array)
+
+
+def _look_later(one: Checked, leaf: Any) -> None:
+    form, condition = one.form, one.condition
+
+    def summary(array: Any) -> Any:
+        return _summary(condition, logical(array, form))
+
+    with jax.enable_x64(True):
+        numbers = _summaries.get_or_make((form, condition), lambda: jax.jit(summary))(read(leaf))
+    assertions.later(numbers, (_Judge(one, here()),))
+
+
+def _summary(condition: Condition, values: Any) -> Any:
+    return jnp.stack([jnp.asarray(n, np.int64) for n in condition.summary(jnp, values)])
+
+
+class _Judge:
+    """Makes an exception of a summary; it names the line, which isn't that where it is raised."""
+
+    def __init__(self, one: Checked, line: Callable[[], str]) -> None:
+        self._condition, self._text, self._line = one.condition, one.text, line
+
+    def __call__(self, *summary: int) -> Exception | None:
+        error = self._condition.judge(*summary)
+        return None if error is None else type(error)(f"{error}{self._text}{self._line()}")
+
+
+def trace(checked: tuple[Checked, ...], call: Call, trace: thread_state.Trace) -> None:
+    """Let a compiled step look at the arguments of a call that it is made of."""
+    if trace.assertions is None:
+        return
+    for one in checked:
+        leaf, form = call.leaves[one.leaf], one.form
+        ours = isinstance(leaf, TensorMethods)
+        with jax.enable_x64(True):
+            values = logical(read(leaf), form) if ours else trace.host_tensor(leaf)
+            summary = _summary(one.condition, values)
+        trace.assertions.append((summary, _Judge(one, here())))
+
+
+def assert_true(tensor: Any, message: str) -> None:
+    """``torch._assert_async``: at once, or as an output of the step that is traced.
+
+    Raises:
+        RuntimeError: it doesn't hold; or it isn't of one element.
+    """
+    form: Form = tensor._form
+    if math.prod(form.shape) != 1:
+        what = "more than one value" if math.prod(form.shape) else "no values"
+        raise RuntimeError(f"Boolean value of Tensor with {what} is ambiguous")
+    current = thread_state.current()
+
+    def judge(holds: int, _: int) -> Exception | None:
+        return None if holds else RuntimeError(f"{message}{line}")
+
+    line = ""
+    if current is None:
+        assertions.judge(np.repeat((np.asarray(logical_value(tensor)) != 0).all(), 2), (judge,))
+        return
+    if current.asserted is None:
+        current.refuse("torch._assert_async")
+        return
+    line = user_line()
+    with jax.enable_x64(True):
+        holds = (logical(read(tensor), form) != 0).all().astype(np.int64)
+        current.asserted.append((jnp.stack([holds, holds]), judge))
