@@ -25,6 +25,7 @@ from xla_dtensor.integration import (
     modules,
     observers,
     optimizers,
+    process_groups,
     recomputation,
 )
 from xla_dtensor.tensors import backend
@@ -48,6 +49,7 @@ def install() -> None:
     loading.install()
     modules.install()
     observers.install()
+    process_groups.install()
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()
