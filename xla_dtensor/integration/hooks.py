@@ -20,6 +20,7 @@ from xla_dtensor.base import epoch
 from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
     autocast,
+    data_parallel,
     device,
     loading,
     modules,
@@ -49,7 +50,8 @@ def install() -> None:
     loading.install()
     modules.install()
     observers.install()
-    process_groups.install()
+    process_groups.install(data_parallel.install_for_modules)
+    data_parallel.install()
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()
@@ -60,6 +62,7 @@ def _backend() -> backend.Backend:
     from xla_dtensor import custom_ops  # noqa: F401  (a rule that comes later would drop plans)
     from xla_dtensor.movement import backend as found
 
+    data_parallel.install_for_modules()
     return found
 
 
@@ -132,6 +135,7 @@ def _install_for_dtensor() -> None:
     optimizers.make_foreach_the_default()
     _hook_factories()
     _hook_from_local()
+    data_parallel.install_for_modules()
 
 
 def _paddle_rule(name: str) -> Any:

@@ -53,9 +53,13 @@ _WAY_OUT = {
 }
 
 
-def install() -> None:
-    """Take over what has to do with groups. Checked on torch 2.11 and 2.13."""
-    take_over(c10d.init_process_group, _init)
+def install(prepare: Callable[[], None]) -> None:
+    """Take over what has to do with groups. Checked on torch 2.13.
+
+    Args:
+        prepare: is called with the first default group.
+    """
+    take_over(c10d.init_process_group, functools.partial(_init, prepare))
     take_over(c10d.destroy_process_group, _destroy)
     for name in (*_COLLECTIVES, *_QUESTIONS, *_WAY_OUT):
         function: Any = getattr(c10d, name, None)
@@ -72,7 +76,7 @@ def is_default() -> bool:
     return getattr(c10d.GroupMember.WORLD, "is_world", False)
 
 
-def _init(original: Any, args: Any, kwargs: Any) -> Any:
+def _init(prepare: Callable[[], None], original: Any, args: Any, kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     backend = given.get("backend")
     device = given.get("device_id")
@@ -97,6 +101,7 @@ def _init(original: Any, args: Any, kwargs: Any) -> Any:
 
     if count > 0:
         runtime.devices(range(count))
+    prepare()
     c10d.GroupMember.WORLD = world(count if count > 0 else None)
     return None
 
