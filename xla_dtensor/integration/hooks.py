@@ -28,6 +28,7 @@ from xla_dtensor.integration import (
     optimizers,
     process_groups,
     recomputation,
+    tools,
 )
 from xla_dtensor.tensors import backend
 
@@ -136,6 +137,7 @@ def _install_for_dtensor() -> None:
     _hook_factories()
     _hook_from_local()
     data_parallel.install_for_modules()
+    tools.install()
 
 
 def _paddle_rule(name: str) -> Any:
