@@ -21,6 +21,7 @@ from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
     autocast,
     data_parallel,
+    debug_modes,
     device,
     loading,
     modules,
@@ -53,6 +54,8 @@ def install() -> None:
     observers.install()
     process_groups.install(data_parallel.install_for_modules)
     data_parallel.install()
+    debug_modes.install()
+    tools.install()
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()
@@ -137,7 +140,6 @@ def _install_for_dtensor() -> None:
     _hook_factories()
     _hook_from_local()
     data_parallel.install_for_modules()
-    tools.install()
 
 
 def _paddle_rule(name: str) -> Any:

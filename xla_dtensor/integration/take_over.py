@@ -59,6 +59,8 @@ def _code(name: str, free: tuple[str, ...]) -> types.CodeType:
         "    return function\n"
     )
     namespace: dict[str, Any] = {}
-    exec(compile(source, __file__, "exec"), namespace)
+    # Tracebacks show these lines.
+    above = "\n" * (_code.__code__.co_firstlineno + 4)
+    exec(compile(above + source, __file__, "exec"), namespace)
     arguments = [None] * len(free)
     return namespace["make"](*arguments).__code__.replace(co_name=name)

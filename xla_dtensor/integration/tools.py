@@ -13,11 +13,13 @@ from xla_dtensor.integration.take_over import take_over
 
 
 def install() -> None:
-    """With the first mesh. Checked on torch 2.13."""
-    from torch.distributed.tensor import _random
-
-    take_over(_random.manual_seed, _manual_seed)
+    """When their modules are imported. Checked on torch 2.13."""
+    on_import("torch.distributed.tensor._random", _hook_random)
     on_import("torch.distributed.tensor.debug._visualize_sharding", _hook_visualize)
+
+
+def _hook_random(module: Any) -> None:
+    take_over(module.manual_seed, _manual_seed)
 
 
 def _manual_seed(original: Any, args: Any, kwargs: Any) -> Any:
