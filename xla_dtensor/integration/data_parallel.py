@@ -32,7 +32,7 @@ _WITHOUT_REDUCER = (
 
 
 def install() -> None:
-    """What torch has imported by itself. Checked on torch 2.13."""
+    """What torch has imported by itself. Read in torch 2.11, checked on 2.13."""
     wrapper = vars(DistributedDataParallel)
     signature = inspect.signature(wrapper["__init__"])
     take_over(wrapper["__init__"], functools.partial(_wrap, signature))

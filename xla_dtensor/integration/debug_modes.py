@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 from collections import defaultdict
 from typing import Any
 
@@ -31,9 +30,9 @@ _ATTRIBUTE = "_xla_dtensor_watch"
 
 
 def install() -> None:
-    """When their modules are imported. Checked on torch 2.13."""
+    """When their modules are imported. Read in torch 2.11, checked on 2.13."""
     on_import("torch.distributed.tensor.debug._comm_mode", _hook_comm_mode)
-    # Before torch 2.13 it is one file.
+    # In torch 2.11 it is one file.
     whole = importlib.util.find_spec("torch.utils._debug_mode")
     is_package = whole is not None and whole.submodule_search_locations is not None
     on_import(f"torch.utils._debug_mode{'._mode' if is_package else ''}", _hook_debug_mode)
@@ -147,11 +146,8 @@ def _enter_debug_mode(original: Any, args: Any, kwargs: Any) -> Any:
 
 def _show(mode: Any, argument: int | str, source: Any, target: Any) -> None:
     """A line for a redistribution, below its operation's."""
-    record = mode.record_redistribute_calls
-    options: dict[str, Any] = {}
-    if isinstance(argument, str) and "is_explicit" in inspect.signature(record).parameters:
-        options["is_explicit"] = True  # before torch 2.13 it isn't said
-    with record(argument, source, target, **options):
+    explicit = isinstance(argument, str)
+    with mode.record_redistribute_calls(argument, source, target, is_explicit=explicit):
         pass
 
 
@@ -162,18 +158,13 @@ def _operation_in_debug_mode(module: Any, original: Any, args: Any, kwargs: Any)
         return original(*args, **kwargs)
     given = rest[0] if rest else kwargs.get("args", ())
     named = (rest[1] if len(rest) > 1 else kwargs.get("kwargs")) or {}
-    options = {"stack": mode.record_stack_trace} if hasattr(mode, "record_stack_trace") else {}
-    call = module["_OpCall"](func, given, named, mode.call_depth, **options)
-    before = module.get("_run_dispatch_pre_log_hooks")
-    if before is not None:
-        before(call, func, types, given, named)
+    stack = mode.record_stack_trace
+    call = module["_OpCall"](func, given, named, mode.call_depth, stack=stack)
+    module["_run_dispatch_pre_log_hooks"](call, func, types, given, named)
     mode._record_call(call)
     result = func(*given, **named)
-    if hasattr(mode, "_record_call_output"):
-        mode._record_call_output(call, result)
-    after = module.get("_run_dispatch_hooks")
-    if after is not None:
-        after(call, func, types, given, named, result)
+    mode._record_call_output(call, result)
+    module["_run_dispatch_hooks"](call, func, types, given, named, result)
     return result
 
 
@@ -181,10 +172,7 @@ def _operation_in_debug_mode(module: Any, original: Any, args: Any, kwargs: Any)
 
 
 def _hook_explicit(module: Any) -> None:
-    context = getattr(module, "ExplicitRedistributionContext", None)
-    if context is None:  # an older torch
-        return
-    methods = vars(context)
+    methods = vars(module.ExplicitRedistributionContext)
     take_over(methods["__enter__"], functools.partial(_enter_explicit, module))
     take_over(methods["__exit__"], _leave)
 

@@ -54,7 +54,7 @@ _WAY_OUT = {
 
 
 def install(prepare: Callable[[], None]) -> None:
-    """Take over what has to do with groups. Checked on torch 2.13.
+    """Take over what has to do with groups. Read in torch 2.11, checked on 2.13.
 
     Args:
         prepare: is called with the first default group.

@@ -13,7 +13,7 @@ from xla_dtensor.integration.take_over import take_over
 
 
 def install() -> None:
-    """When their modules are imported. Checked on torch 2.13."""
+    """When their modules are imported. Read in torch 2.11, checked on 2.13."""
     on_import("torch.distributed.tensor._random", _hook_random)
     on_import("torch.distributed.tensor.debug._visualize_sharding", _hook_visualize)
 
