@@ -165,6 +165,23 @@ def test_the_default_group() -> None:
     assert not dist.is_initialized()
 
 
+class Stream(torch.utils.data.IterDataPipe):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.usefixtures("default_group")
+def test_what_torch_shares_between_processes_stays_whole() -> None:
+    """A DataLoader gives all batches, as without a group; a sampler that wants a rank raises."""
+    assert dist.is_initialized()
+    data = torch.utils.data.TensorDataset(torch.arange(6))
+    found = [batch.tolist() for (batch,) in torch.utils.data.DataLoader(data, batch_size=2)]
+    assert found == [[0, 1], [2, 3], [4, 5]]
+    assert list(torch.utils.data.DataLoader(Stream(), batch_size=None)) == [0, 1, 2]
+    with pytest.raises(xd.PerDeviceValueError, match="axis_index"):
+        torch.utils.data.DistributedSampler(data)  # type: ignore[arg-type]
+
+
 def test_questions_about_a_mesh_dim() -> None:
     """They need no default group."""
     mesh = make_mesh("2x4")

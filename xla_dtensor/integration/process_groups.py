@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -61,6 +62,7 @@ def install(prepare: Callable[[], None]) -> None:
     """
     take_over(c10d.init_process_group, functools.partial(_init, prepare))
     take_over(c10d.destroy_process_group, _destroy)
+    take_over(c10d.is_initialized, _is_initialized)
     for name in (*_COLLECTIVES, *_QUESTIONS, *_WAY_OUT):
         function: Any = getattr(c10d, name, None)
         if isinstance(function, type):
@@ -104,6 +106,23 @@ def _init(prepare: Callable[[], None], original: Any, args: Any, kwargs: Any) ->
     prepare()
     c10d.GroupMember.WORLD = world(count if count > 0 else None)
     return None
+
+
+# Code of torch's that asks whether there are other processes, to share work with them: workers of a
+# DataLoader, files of a checkpoint, records of a log. There are none.
+_ABOUT_PROCESSES = (
+    "torch.utils.",
+    "torch.distributed.checkpoint.",
+    "torch.distributed.c10d_logger",
+)
+
+
+def _is_initialized(original: Any, args: Any, kwargs: Any) -> bool:
+    if is_default():
+        caller = sys._getframe(3)  # of the function, which is two calls away
+        if caller.f_globals.get("__name__", "").startswith(_ABOUT_PROCESSES):
+            return False
+    return original(*args, **kwargs)
 
 
 def _destroy(original: Any, args: Any, kwargs: Any) -> Any:
