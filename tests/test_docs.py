@@ -41,7 +41,7 @@ def blocks(page: str) -> list[str]:
         ),
         (
             "seeing_layouts.md",
-            1,
+            2,
             [
                 "step: 17 operations on (dp=2, tp=4), 896 B moved per device",
                 "[dp, None; sum over tp] -> [dp, None]            all-reduce over tp, 384 B",

@@ -19,14 +19,21 @@ def module(request):
     return torch.xla if request.param == "torch.xla" else torch.accelerator
 
 
-def test_memory_is_that_of_the_fullest_device(module, mesh_2x4):
+@pytest.fixture(autouse=True)
+def nothing_else():
+    """What other tests have left in caches goes before, and not in the middle."""
+    xd.debug.clear_caches()
     gc.collect()
+
+
+def test_memory_is_that_of_the_fullest_device(module, mesh_2x4):
     before = module.memory_allocated()
     whole = torch.zeros(MEGABYTE, dtype=torch.uint8, device="xla")
     assert module.memory_allocated() >= before + MEGABYTE
     del whole
     gc.collect()
-    assert module.memory_allocated() == before
+    assert before - MEGABYTE / 2 < module.memory_allocated() < before + MEGABYTE / 2
+    before = module.memory_allocated()
     sharded = xd.distribute_tensor(
         torch.zeros(8, MEGABYTE, dtype=torch.uint8), mesh_2x4, [xd.Shard(0), xd.Shard(0)]
     )

@@ -13,6 +13,10 @@ from typing import Any, Protocol
 class Observer(Protocol):
     """What is told. Forms (`xla_dtensor.forms.form.Form`) are those before and after."""
 
+    def planned(self, call: Any, plan: Any) -> None:
+        """A call (`dispatch.call.Call`) is about to go through the general path, by its plan: what
+        is raised here is raised by it, before anything is computed."""
+
     def operation(self, call: Any, plan: Any) -> None:
         """A call (`dispatch.call.Call`) has gone through the general path, by its plan."""
 
@@ -41,6 +45,10 @@ class Observer(Protocol):
 
     def compiled(self, name: str) -> None:
         """A compiled step runs a program that was traced before."""
+
+    def launched(self, program: Any, part: str, text: Callable[[], str]) -> None:
+        """A compiled step's program (`compilation.program.Program`) has been launched, or its
+        backward pass; ``text`` gives what XLA made of that part."""
 
 
 ENVIRONMENT_VARIABLE = "XLA_DTENSOR_LOGS"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import torch
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import interrupts, rng
+from xla_dtensor.base import events, interrupts, rng
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.inputs import Losses, check_alive, refuse_deleted
@@ -113,6 +113,8 @@ class Program(WriteBack):
                     residuals = [*residuals, *self._constants(inputs)]
         self.launched = True
         run.arrays = arrays
+        if events.observer is not None:
+            events.observer.launched(self, "forward", self.compiled.as_text)
         self._put(run)
         if run.error is not None:
             left = [storage.value for storage in self._written_storages]
@@ -153,7 +155,11 @@ class Program(WriteBack):
                         "overwritten by another compiled step since; call backward() before the "
                         "parameters are updated"
                     )
-            results = iter(self._backward([*residuals, *arrays]))
+            inputs = [*residuals, *arrays]
+            results = iter(self._backward(inputs))
+        if events.observer is not None:
+            text = self._backward_text(inputs)
+            events.observer.launched(self, "backward", text)
         found: list[Any] = []
         for i, gradient in enumerate(history.gradients):
             array = None if gradient is None else next(results)
@@ -167,6 +173,15 @@ class Program(WriteBack):
                 continue
             found.append(new_tensor(array, gradient[1].placed(self._frame)))
         return found
+
+    def _backward_text(self, inputs: list[Any]) -> Callable[[], str]:
+        """What XLA made of the backward pass, for these inputs."""
+
+        def text() -> str:
+            with jax.enable_x64(True):
+                return self._backward.lower(inputs).compile().as_text()
+
+        return text
 
     # --- how long it lives, see `Programs` ---------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from xla_dtensor.base import events, thread_state
 from xla_dtensor.base.source_line import caller
 from xla_dtensor.custom_ops.jax_function import name_of
-from xla_dtensor.debug._answers import ask_rule, rule_words
+from xla_dtensor.debug._answers import Answer, ask_rule, rule_words
+from xla_dtensor.debug._programs import program_text
 from xla_dtensor.debug._records import (
     ITSELF,
     AnyLayout,
@@ -44,6 +46,11 @@ from xla_dtensor.rules.cost import Collective
 from xla_dtensor.tensors.base import TensorMethods
 
 Sink = Callable[[Operation], None]
+Launches = Callable[[Any, str, Callable[[], str]], None]
+"""Is told of a program (a compiled step's, or the plan of an operation whose rule doesn't say what
+is communicated) which part was launched, and how to get its text."""
+Guard = Callable[[str, Sequence[Redistribution], Any], None]
+"""Is asked before an operation that redistributes arguments: its name, those, and the mesh."""
 
 HOST = "on the host"
 
@@ -72,38 +79,62 @@ class Recorder:
 
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
+        self._launches: list[Launches] = []
+        self._guards: list[Guard] = []
         self._thread = _ThreadState()
 
-    def add(self, sink: Sink) -> None:
-        """Tell ``sink`` from now on."""
-        self._sinks.append(sink)
+    def add(
+        self,
+        sink: Sink | None = None,
+        launches: Launches | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        """Tell ``sink`` from now on, and the others."""
+        for listeners, new in self._listeners(sink, launches, guard):
+            listeners.append(new)
         events.observer = self
 
-    def remove(self, sink: Sink) -> None:
-        """Tell it no more."""
-        self._sinks.remove(sink)
-        if not self._sinks:
+    def remove(
+        self,
+        sink: Sink | None = None,
+        launches: Launches | None = None,
+        guard: Guard | None = None,
+    ) -> None:
+        """Tell them no more."""
+        for listeners, old in self._listeners(sink, launches, guard):
+            listeners.remove(old)
+        if not (self._sinks or self._launches or self._guards):
             events.observer = None
 
+    def _listeners(self, *given: Any) -> Iterator[tuple[list[Any], Any]]:
+        lists: tuple[list[Any], ...] = (self._sinks, self._launches, self._guards)
+        return (pair for pair in zip(lists, given, strict=True) if pair[1] is not None)
+
     # --- what it is told ---------------------------------------------------------------------
+
+    def planned(self, call: Call, plan: Plan | ViewPlan) -> None:
+        if not self._guards or _is_nested():
+            return
+        _, mesh, _, redistributions = _implied(call, plan)
+        if redistributions:
+            for guard in tuple(self._guards):
+                guard(_name_of(call), redistributions, mesh)
+
+    def launched(self, program: Any, part: str, text: Callable[[], str]) -> None:
+        for each in tuple(self._launches):
+            each(program, part, text)
 
     def operation(self, call: Call, plan: Plan | ViewPlan) -> None:
         if _is_nested():
             return
-        forms = on_one_mesh(call.forms)
+        forms, mesh, answer, redistributions = _implied(call, plan)
         inputs = [(i, form) for i, form in enumerate(forms) if isinstance(form, Form)]
         written = [call.leaves[i]._form for i in mutated_leaves(call)]
         fresh = plan.forms if isinstance(plan, ViewPlan) else plan.result_forms
         outputs = [*(form for form in fresh if form is not None), *written]
-        mesh = next((f.mesh for _, f in inputs if f.mesh is not None), None)
         is_view = isinstance(plan, ViewPlan)
-        answer = None
-        if mesh is not None and not (is_view and plan.identity):  # type: ignore[union-attr]
-            answer = ask_rule(call, forms, mesh, fresh or written)
-        redistributions: list[Redistribution] = []
-        if answer is not None and not any(form.meta for _, form in inputs):
-            redistributions = answer.redistributions(forms, mesh, fresh, written)
         kind, rule, where = rule_words(answer, mesh, is_view)
+        exchanges = answer is not None and answer.merged is not None and answer.merged.exchanges
         self._tell(
             op=_name_of(call),
             inputs=[word(call.leaves[i], form) for i, form in inputs],
@@ -111,9 +142,12 @@ class Recorder:
             shapes=([form.shape for _, form in inputs], [form.shape for form in outputs]),
             rule=(kind, rule, where),
             redistributions=redistributions,
-            exchanges=answer is not None and answer.merged is not None and answer.merged.exchanges,
+            exchanges=exchanges,
             mesh=mesh,
         )
+        runs = isinstance(plan, Plan) and plan.run is not None and thread_state.current() is None
+        if self._launches and runs and (kind == "compiler" or exchanges):
+            self.launched(plan, "eager", functools.partial(program_text, cast(Plan, plan), call))
 
     def special(
         self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -295,6 +329,24 @@ class Recorder:
 recorder = Recorder()
 
 COMPILED_BEFORE = "runs a program that was compiled before"
+
+
+def _implied(
+    call: Call, plan: Plan | ViewPlan
+) -> tuple[list[Any], Any, Answer | None, list[Redistribution]]:
+    """The forms of a call's arguments, their mesh, what its rule says, and what is redistributed
+    for that."""
+    forms = on_one_mesh(call.forms)
+    inputs = [form for form in forms if isinstance(form, Form)]
+    written = [call.leaves[i]._form for i in mutated_leaves(call)]
+    fresh = plan.forms if isinstance(plan, ViewPlan) else plan.result_forms
+    mesh = next((form.mesh for form in inputs if form.mesh is not None), None)
+    answer = None
+    if mesh is not None and not (isinstance(plan, ViewPlan) and plan.identity):
+        answer = ask_rule(call, forms, mesh, fresh or written)
+    if answer is None or any(form.meta for form in inputs):
+        return forms, mesh, answer, []
+    return forms, mesh, answer, answer.redistributions(forms, mesh, fresh, written)
 
 
 def _is_nested() -> bool:

@@ -76,6 +76,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     plan = _plans.get(key)
     if plan is None:
         plan = _plans.put(key, _make_plan(call))
+    observer = events.observer
+    if observer is not None:
+        observer.planned(call, plan)
     if isinstance(plan, ViewPlan):
         if trace is not None:
             trace.touched(tensors[0])
@@ -84,7 +87,6 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         results = _execute(plan, call, trace)
         if info.counts_writes:
             count_writes([tensors[i] for i in written])
-    observer = events.observer
     if observer is not None:
         observer.operation(call, plan)
     return results

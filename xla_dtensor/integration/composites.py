@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
+from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.tensors.backend import backend
 
 _libraries: list[torch.library.Library] = []
@@ -37,9 +39,35 @@ def install() -> None:
     aten.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "AutogradPrivateUse1")
     aten.impl("one_hot", _one_hot, "AutogradPrivateUse1")
     _libraries.extend((own, aten))
+    on_import("torch.utils.flop_counter", _count_flops)
+
+
+def _count_flops(module: Any) -> None:
+    """``FlopCounterMode`` takes apart what it doesn't know, which these can't be."""
+    ops = torch.ops.xla_dtensor
+
+    @module.register_flop_formula(ops.linear_weight_grad)
+    def of_weight_grad(grad_out: Any, input: Any, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(grad_out) * input[-1]
+
+    @module.register_flop_formula(ops.attention_backward)
+    def of_attention_backward(
+        grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+    ) -> int:
+        *batch, length, width = query
+        scores = 2 * math.prod(batch) * length * key[-2]
+        # The scores again, their gradient and the value's; the query's and the key's.
+        return scores * (3 * width + 2 * value[-1])
 
 
 def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operation below autograd, where modes (``DebugMode``, ``FlopCounterMode``) come first."""
+    if torch._C._len_torch_dispatch_stack():
+        types = tuple({type(x) for x in args if isinstance(x, torch.Tensor)})
+        with _python_dispatch._pop_mode_temporarily() as mode:
+            result = mode.__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            return result
     return backend().dispatch(func, args, kwargs)
 
 

@@ -21,6 +21,8 @@ from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
     accelerator,
     autocast,
+    data_parallel,
+    debug_modes,
     device,
     flex_attention,
     generators,
@@ -30,7 +32,9 @@ from xla_dtensor.integration import (
     observers,
     optimizers,
     pinning,
+    process_groups,
     recomputation,
+    tools,
 )
 from xla_dtensor.tensors import backend
 
@@ -57,6 +61,10 @@ def install() -> None:
     loading.install()
     modules.install()
     observers.install()
+    process_groups.install(data_parallel.install_for_modules)
+    data_parallel.install()
+    debug_modes.install()
+    tools.install()
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()
@@ -73,6 +81,7 @@ def _backend() -> backend.Backend:
     # make_fx, and torch.func.linearize, would leave out what is done with one that is no argument.
     if XLATensor not in proxy_tensor.HANDLED_TYPES:
         proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, XLATensor)
+    data_parallel.install_for_modules()
     return found
 
 
@@ -130,6 +139,7 @@ def _install_for_dtensor() -> None:
     optimizers.make_foreach_the_default()
     _hook_factories()
     _hook_from_local()
+    data_parallel.install_for_modules()
 
 
 def _paddle_rule(name: str) -> Any:

@@ -208,6 +208,7 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
         UnsupportedOpError: the tensor is none, its dim 0 doesn't divide, or an option is wrong.
     """
     check_tensor(name, tensor)
+    group = group.within(tensor._form.frame)
     frame, axes, count = group.frame, group.axes, group.size()
     if thread_state.current() is None and not tensor.is_meta:
         tensor._storage_.place(frame)

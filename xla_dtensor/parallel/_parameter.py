@@ -300,17 +300,27 @@ class ManagedParameter:
 
     # --- the gradient ------------------------------------------------------------------------
 
-    def reduce(self, grad: Any, global_view: bool) -> Any:
-        """The sharded gradient from the whole tensor's, or None if that is for later."""
+    def reduces_by_forward(self) -> bool | None:
+        """Whether backward is to reduce, if forward decides that; else None."""
+        state = self._state
+        return None if state.asked_in_forward is None else state.reduces
+
+    def reduce(self, grad: Any, global_view: bool, reduces: bool | None) -> Any:
+        """The sharded gradient from the whole tensor's, or None if that is for later.
+
+        Args:
+            reduces: as `reduces_by_forward` said.
+        """
         state, parameter = self._state, self.parameter
         state.consult()
+        reduces = state.reduces if reduces is None else reduces
         grad = self._as_handed_out(grad, parameter, global_view)
         reduce_dtype = state.policy.reduce_dtype or grad.dtype
         if state.local_gradients:
-            earlier = self._take_local_gradient(parameter) if state.reduces else None
-            if not state.reduces and not global_view and not self.spans_mesh:
+            earlier = self._take_local_gradient(parameter) if reduces else None
+            if not reduces and not global_view and not self.spans_mesh:
                 return grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
-        elif state.reduces:
+        elif reduces:
             earlier = self.accumulated.take()
         else:
             self.accumulated.add(grad.to(reduce_dtype))

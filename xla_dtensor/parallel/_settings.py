@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -31,6 +32,8 @@ class Settings(_State):
         reduces: whether backward reduces gradients over the devices.
         divide_factor: what the sum of the devices' gradients is divided by; None for their number.
         unsharded: whether `unshard` has made the parameters whole.
+        asked_in_forward: whether to reduce, asked by forward, as of DDP, for the backward pass that
+            belongs to it; None: as it is set when backward comes.
     """
 
     def __init__(self) -> None:
@@ -43,10 +46,13 @@ class Settings(_State):
         self.requires_all_reduce = True
         self.divide_factor: float | None = None
         self.unsharded = False
+        self.asked_in_forward: Callable[[], bool] | None = None
 
     @property
     def reduces(self) -> bool:
-        return self.requires_sync and self.requires_all_reduce
+        asked = self.asked_in_forward
+        wanted = asked is None or asked()
+        return wanted and self.requires_sync and self.requires_all_reduce
 
     def consult(self) -> None:
         """Tell a traced step that it depends on these settings.

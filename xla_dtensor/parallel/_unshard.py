@@ -16,6 +16,7 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Any, managed: Any, global_view: bool) -> Any:
         ctx.managed, ctx.global_view = managed, global_view
+        ctx.reduces = managed.reduces_by_forward()
         ctx.set_materialize_grads(False)
         return managed._gathered(parameter, global_view)
 
@@ -27,4 +28,4 @@ class Unshard(torch.autograd.Function):
         if grad is None:
             return None, None, None
         with torch.no_grad():
-            return managed.reduce(grad, ctx.global_view), None, None
+            return managed.reduce(grad, ctx.global_view, ctx.reduces), None, None

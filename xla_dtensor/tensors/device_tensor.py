@@ -67,6 +67,24 @@ class XLATensor(TensorMethods, torch.Tensor):
         """
         return backend().local_values(self)
 
+    def wait(self) -> XLATensor:
+        """The tensor itself: torch's functional collectives return tensors that have to be waited
+        for, and XLA's values are awaited when they are looked at.
+
+        Returns:
+            the tensor.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            import torch.distributed._functional_collectives as funcol
+
+            mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+            total = funcol.all_reduce(torch.ones(3, device="xla"), "sum", (mesh, 0)).wait()
+            assert total.tolist() == [8, 8, 8]
+        """
+        return self
+
     def _copy(self) -> Any:
         return self.detach().clone()
 

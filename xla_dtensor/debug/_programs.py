@@ -1,0 +1,32 @@
+"""What XLA made of an operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from xla_dtensor.base import rng, thread_state
+from xla_dtensor.dispatch.call import Call
+from xla_dtensor.dispatch.plan import Plan
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.read import read
+from xla_dtensor.tensors.base import TensorMethods
+
+
+def program_text(plan: Plan, call: Call) -> str:
+    """The text of the program that ``plan`` runs for the call. It is compiled once more."""
+    leaves: list[Any] = [
+        leaf
+        if not isinstance(form, Form)
+        else read(leaf)
+        if isinstance(leaf, TensorMethods)
+        else to_numpy(leaf)
+        for leaf, form in zip(call.leaves, call.forms, strict=True)
+    ]
+    written = [call.leaves[i] for i in plan.mutated]
+    bases = [tensor._storage_.array if tensor._steps else None for tensor in written]
+    state = rng.words() if plan.random else None
+    with jax.enable_x64(True), thread_state.active(None):
+        return plan.eager.lower(state, leaves, bases).compile().as_text()

@@ -1,0 +1,54 @@
+"""torch's tools for tensors on a mesh: ``visualize_sharding``, ``manual_seed``."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from typing import Any
+
+import torch
+
+from xla_dtensor.integration.on_import import on_import
+from xla_dtensor.integration.take_over import take_over
+
+
+def install() -> None:
+    """When their modules are imported. Read in torch 2.11, checked on 2.13."""
+    on_import("torch.distributed.tensor._random", _hook_random)
+    on_import("torch.distributed.tensor.debug._visualize_sharding", _hook_visualize)
+
+
+def _hook_random(module: Any) -> None:
+    take_over(module.manual_seed, _manual_seed)
+
+
+def _manual_seed(original: Any, args: Any, kwargs: Any) -> Any:
+    """Seed the generators, as torch's does in the end. It asks for the mesh's coordinate before."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    if getattr(given["device_mesh"], "device_type", None) != "xla":
+        return original(*args, **kwargs)
+    torch.manual_seed(given["seed"])
+    return None
+
+
+def _hook_visualize(module: Any) -> None:
+    take_over(module.visualize_sharding, _visualize)
+
+
+def _visualize(original: Any, args: Any, kwargs: Any) -> Any:
+    """Print the table. torch's rank at coordinate 0 prints it, which the process is."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    tensor = given["dtensor"]
+    if getattr(getattr(tensor, "device_mesh", None), "device_type", None) != "xla":
+        return original(*args, **kwargs)
+    from xla_dtensor.debug.sharding import rectangles, sharding_text
+
+    if tensor.numel() == 0:  # as torch
+        return None
+    can = all(importlib.util.find_spec(name) for name in ("rich", "matplotlib"))
+    if given.get("use_rich") and can and 1 <= tensor.ndim <= 2:
+        draw = original.__globals__["_create_rich_table"]
+        draw(tensor.shape, rectangles(tensor), device_kind="xla")
+    else:
+        print(sharding_text(tensor))
+    return None
