@@ -49,10 +49,12 @@ _LAZY = {
     "distribute_tensor": "xla_dtensor.movement.factories",
     "explain": "xla_dtensor.debug",
     "from_device_values": "xla_dtensor.movement.device_values",
+    "from_jax": "xla_dtensor.movement.jax_arrays",
     "fully_shard": "xla_dtensor.parallel",
     "jax_function": "xla_dtensor.custom_ops",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
+    "to_jax": "xla_dtensor.movement.jax_arrays",
 }
 _MODULES = {
     "collectives": "xla_dtensor.movement.collectives",
@@ -97,12 +99,14 @@ __all__ = [
     "distribute_tensor",
     "explain",
     "from_device_values",
+    "from_jax",
     "fully_shard",
     "init_device_mesh",
     "jax_function",
     "register_rule",
     "replicate",
     "rules",
+    "to_jax",
 ]
 
 

@@ -7,6 +7,7 @@ from xla_dtensor.dispatch import dispatch
 from xla_dtensor.movement import collective_ops, host_ops  # noqa: F401  (register handlers)
 from xla_dtensor.movement.device_values import local_shards, local_values
 from xla_dtensor.movement.factories import distribute_tensor
+from xla_dtensor.movement.jax_arrays import to_jax
 from xla_dtensor.movement.local_view import as_sharded, to_local
 from xla_dtensor.movement.redistribute import full_tensor, redistribute
 
@@ -18,5 +19,6 @@ __all__ = [
     "local_shards",
     "local_values",
     "redistribute",
+    "to_jax",
     "to_local",
 ]

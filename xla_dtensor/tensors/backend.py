@@ -50,6 +50,9 @@ class Backend(Protocol):
     def local_shards(self, tensor: Any, /) -> Any:
         """What each device holds of a sharded tensor, on the host."""
 
+    def to_jax(self, tensor: Any, /) -> Any:
+        """The value as a ``jax.Array``."""
+
     def local_values(self, tensor: Any, /) -> list[torch.Tensor]:
         """The values of a per-device tensor, on the host."""
 

@@ -314,6 +314,24 @@ class TensorMethods:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def _buffer(self) -> Any:
+        """The one array on one device that has the whole value."""
+        array = backend().to_jax(self)
+        if len(array.sharding.device_set) == 1:
+            return array
+        if not array.is_fully_replicated:
+            raise BufferError(
+                f"DLPack of a tensor that lies on several devices ({self._form}): it has no one "
+                "buffer; take full_tensor(), or .cpu(), first"
+            )
+        return array.addressable_shards[0].data
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._buffer().__dlpack__(**{k: v for k, v in kwargs.items() if v is not None})
+
+    def __dlpack_device__(self) -> Any:
+        return self._buffer().__dlpack_device__()
+
     def tolist(self) -> Any:
         """The full value as nested Python lists; a Python number if the tensor has no dims.
 
