@@ -122,3 +122,24 @@ def test_manual_seed() -> None:
     for values in found[1:]:
         torch.testing.assert_close(values, found[0])
     assert (other.full_tensor().cpu() != found[0]).any()
+
+
+def test_assert_close_says_what_differs(mesh_2x4: DeviceMesh) -> None:
+    value = torch.arange(16.0).reshape(4, 4)
+    other = value.clone()
+    other[2, 3] += 1
+    a, b = (distribute_tensor(v, mesh_2x4, [Shard(0), Shard(1)]) for v in (value, other))
+    torch.testing.assert_close(a, a.clone())
+    torch.testing.assert_close(a.to_local(), a.clone().to_local())
+    pairs = [(a, b), (a.full_tensor(), b.full_tensor()), ({"x": a}, {"x": b})]
+    for one, two in pairs:
+        with pytest.raises(AssertionError, match=r"1 / 16 .*\n.* at index \(2, 3\)"):
+            torch.testing.assert_close(one, two)
+    with pytest.raises(AssertionError, match=r"1 / 16 .*\n.* at index \(7, 0, 0\)"):
+        torch.testing.assert_close(a.to_local(), b.to_local())
+    with pytest.raises(AssertionError, match="placements do not match"):
+        torch.testing.assert_close(a, a.redistribute(placements=[Shard(1), Replicate()]))
+    with pytest.raises(AssertionError, match="'device' do not match"):
+        torch.testing.assert_close(a.full_tensor(), value)
+    with pytest.raises(TypeError, match="ambiguous"):
+        torch.testing.assert_close(a, value)

@@ -114,6 +114,8 @@ _ABOUT_PROCESSES = (
     "torch.utils.",
     "torch.distributed.checkpoint.",
     "torch.distributed.c10d_logger",
+    "torch.profiler.",
+    "torch.autograd.profiler",
 )
 
 

@@ -1,4 +1,4 @@
-"""torch's tools for tensors on a mesh: ``visualize_sharding``, ``manual_seed``."""
+"""torch's tools for tensors on a mesh: tables of shards, seeds, ``assert_close``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def install() -> None:
     """When their modules are imported. Read in torch 2.11, checked on 2.13."""
     on_import("torch.distributed.tensor._random", _hook_random)
     on_import("torch.distributed.tensor.debug._visualize_sharding", _hook_visualize)
+    on_import("torch.testing._comparison", _hook_comparison)
 
 
 def _hook_random(module: Any) -> None:
@@ -52,3 +53,28 @@ def _visualize(original: Any, args: Any, kwargs: Any) -> Any:
     else:
         print(sharding_text(tensor))
     return None
+
+
+def _hook_comparison(module: Any) -> None:
+    unwrap = vars(module).get("_unwrap_dtensor_for_comparison")
+    if unwrap is not None:  # newer versions of torch ask it
+        take_over(unwrap, _unwrap)
+
+
+def _unwrap(original: Any, args: Any, kwargs: Any) -> Any:
+    """What ``assert_close`` compares: on the host, where it counts what differs. Of the checks that
+    both are sharded alike nothing changes."""
+    actual, expected = args
+    local = original(actual, expected, **kwargs)
+    if not (hasattr(actual, "_form") and hasattr(expected, "_form")):
+        return local  # one of another device, which is a difference
+    return tuple(_on_host(*pair) for pair in zip(args, local, strict=True))
+
+
+def _on_host(tensor: Any, local: Any) -> Any:
+    if tensor.is_meta:
+        return local
+    with torch.no_grad():
+        if local is not tensor:
+            return tensor.full_tensor().cpu()
+        return torch.stack(tensor.local_values()) if tensor.varying else tensor.cpu()
