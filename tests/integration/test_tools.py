@@ -143,3 +143,24 @@ def test_assert_close_says_what_differs(mesh_2x4: DeviceMesh) -> None:
         torch.testing.assert_close(a.full_tensor(), value)
     with pytest.raises(TypeError, match="ambiguous"):
         torch.testing.assert_close(a, value)
+
+
+def test_torch_export() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    expected = model(x)
+    model.to("xla")
+    exported = torch.export.export(model, (x.to("xla"),))
+    assert [node.target for node in exported.graph.nodes if node.op == "call_function"] == [
+        torch.ops.aten.linear.default,
+        torch.ops.aten.relu.default,
+        torch.ops.aten.linear.default,
+    ]
+    torch.testing.assert_close(exported.module()(x.to("xla")).cpu(), expected)
+
+
+def test_torch_export_of_a_sharded_module_says_what_to_do(mesh_2x4: DeviceMesh) -> None:
+    layer = xd.distribute_module(torch.nn.Linear(4, 4), mesh_2x4)
+    x = distribute_tensor(torch.ones(2, 4), mesh_2x4, [Replicate(), Replicate()])
+    with pytest.raises(NotImplementedError, match=r"xla_dtensor\.compile.*module\.cpu\(\)"):
+        torch.export.export(layer, (x,))

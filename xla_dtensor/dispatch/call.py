@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.generator import stream_of
@@ -125,6 +126,12 @@ class Call:
             key.append(value._form)
             key.append(steps)
             return self._leaf(value, value._form)
+        if isinstance(value, FakeTensor):
+            raise UnsupportedOpError(
+                f"{self.info.name}: torch.compile and torch.export trace with FakeTensors, which "
+                "can't be combined with xla tensors: XLA is the compiler of those, by "
+                "xla_dtensor.compile(function); export the module on the CPU, module.cpu()"
+            )
         if value.device.type != "cpu" or type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedOpError(
                 f"{self.info.name}: a {type(value).__name__} on {value.device} can't be combined "

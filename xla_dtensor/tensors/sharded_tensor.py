@@ -249,8 +249,9 @@ class XLAShardedTensor(TensorMethods, DTensor):
 
     def __tensor_flatten__(self) -> Any:
         raise NotImplementedError(
-            "torch.compile doesn't take an XLAShardedTensor apart; compile the step with "
-            "xla_dtensor.compile"
+            "torch.compile and torch.export don't take an XLAShardedTensor apart: XLA is the "
+            "compiler of xla tensors, by xla_dtensor.compile(function); export the module on the "
+            "CPU, module.cpu()"
         )
 
 
