@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -151,3 +152,20 @@ def test_traces_of_torch_fx() -> None:
     assert tangent(torch.ones(3, device="xla")).tolist() == [2, 4, 6]
     graph = make_fx(lambda t: (t.view(3) * x).sum())(torch.ones(3, device="xla"))
     assert graph(torch.tensor([1.0, 0.0, 2.0], device="xla")).item() == 7
+
+
+def test_a_weight_that_has_not_moved_is_not_kept_alive() -> None:
+    x = torch.ones(2, 3, 4, device="xla", requires_grad=True)
+    w = torch.ones(5, 4, device="xla", requires_grad=True)
+    outs = [F.linear(x, w).sum() for _ in range(3)]
+    assert len(vars(w)["_kept"]) == 3
+    for out in outs:
+        out.backward()
+    del out, outs
+    assert not len(vars(w)["_kept"])
+    storage = weakref.ref(w._storage_)
+    out = F.linear(x, w).sum()
+    w.data = w.data * 2
+    assert storage() is not None
+    del out
+    assert storage() is None

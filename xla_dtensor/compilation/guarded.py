@@ -11,7 +11,7 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.gradients import grad_text, same_grad
 from xla_dtensor.compilation.lowered import Lowered
 from xla_dtensor.compilation.numbers import ARITHMETIC, Changed
-from xla_dtensor.tensors.base import grad_of
+from xla_dtensor.tensors.base import grad_of, grad_of_tensor
 
 
 class Guarded(Lowered):
@@ -93,7 +93,7 @@ class Guarded(Lowered):
         if leaves is not None:
             # torch asks each for a __torch_function__, which takes as long as reading .grad.
             with torch._C.DisableTorchFunctionSubclass():
-                none = all(map(operator.is_, map(grad_of, leaves), self._no_grads))
+                none = all(map(operator.is_, map(grad_of_tensor, leaves), self._no_grads))
             if none:
                 return None  # none had a gradient, and none has
         grads = []

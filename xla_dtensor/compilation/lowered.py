@@ -73,7 +73,10 @@ class Lowered:
         # Where none of them has a gradient when the step begins, asking is one loop in C.
         self._leaf_tensors: list[Any] | None = None
         if not grads and all(o.is_fixed for o in self._leaves):
-            self._leaf_tensors = [o.get() for o in self._leaves]
+            leaves = [o.get() for o in self._leaves]
+            self._leaf_tensors = (
+                leaves if all(isinstance(t, torch.Tensor) for t in leaves) else None
+            )
         self._no_grads = [None] * len(self._leaves)
         self._grads_share = self._sharing(grads, arguments) if grads else None
         for outside in self._outside:  # gradients of before aren't kept alive

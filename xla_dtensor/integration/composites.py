@@ -79,25 +79,6 @@ def _is_transformed() -> bool:
     )
 
 
-def _as_it_was(tensor: Any, memory: Any) -> Any:
-    """A saved leaf with the memory that it had: torch saves views of these, which stay where they
-    are when the leaf moves (``.data =``, ``module.bfloat16()``)."""
-    if memory is None or tensor._storage_ is memory[0]:
-        return tensor
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "a backward pass that is to be differentiated again (create_graph=True) needs a weight "
-            "that has moved to other memory since (.data =, module.to): move it after that"
-        )
-    storage, steps, form = memory
-    return type(tensor)(storage, form, steps)
-
-
-def _memory_of(tensor: Any) -> Any:
-    is_ours = hasattr(tensor, "_storage_")
-    return (tensor._storage_, tensor._steps, tensor._form) if is_ours else None
-
-
 def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:
     """Below an autograd function, dispatch can't tell whether gradients will be asked for."""
     if torch.is_grad_enabled():
@@ -156,15 +137,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, bias: Any) -> Any:
+        from xla_dtensor.tensors.kept import keep
+
         ctx.save_for_backward(input, weight)
-        ctx.memory = _memory_of(weight), _memory_of(input) if input.ndim > 2 else None
+        # torch saves views of these two.
+        ctx.kept = keep(weight), keep(input) if input.ndim > 2 else None
         return _dispatch(torch.ops.aten.linear.default, input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         input, weight = ctx.saved_tensors
-        of_weight, of_input = ctx.memory
-        weight, input = _as_it_was(weight, of_weight), _as_it_was(input, of_input)
+        of_weight, of_input = ctx.kept
+        weight = weight if of_weight is None else of_weight.of(weight)
+        input = input if of_input is None else of_input.of(input)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad_input = F.linear(grad, weight.t()) if needs_input else None
         grad_weight = grad_bias = None

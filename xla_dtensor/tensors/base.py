@@ -16,6 +16,7 @@ from xla_dtensor.forms.storage import ONE_VIEWER
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.tensors import indexing
 from xla_dtensor.tensors.backend import backend
+from xla_dtensor.tensors.kept import moves
 from xla_dtensor.tensors.saving import reduce_tensor
 
 if TYPE_CHECKING:
@@ -29,16 +30,30 @@ if TYPE_CHECKING:
 
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
 OWN_ATTRIBUTES = frozenset(
-    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat"}
+    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat", "_kept"}
 )
 
 
 _DEVICE = torch.device("xla:0")
 _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
-grad_of: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
+grad_of_tensor: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
 """A tensor's ``.grad``, which a step that is traced has not asked for."""
-set_grad_of: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
+
+
+def grad_of(leaf: Any) -> Any:
+    """The same of what may also be no tensor, but acts as one (`fully_shard`'s sums)."""
+    return grad_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf.grad
+
+
+def set_grad_of(leaf: Any, grad: Any) -> None:
+    """Assign to it likewise."""
+    if isinstance(leaf, torch.Tensor):
+        _grad.__set__(leaf, grad)
+    else:
+        leaf.grad = grad
+
+
 _META = torch.device("meta")
 
 
@@ -201,7 +216,7 @@ class TensorMethods:
         trace = thread_state.current()
         if trace is not None:
             trace.reads_grad(self)
-        return grad_of(self)
+        return grad_of_tensor(self)
 
     @grad.setter
     def grad(self, value: Any) -> None:
@@ -256,6 +271,7 @@ class TensorMethods:
     @interrupts.atomic
     def _become(self, value: Any) -> None:
         epoch.tensors.moved()
+        moves(self)
         torch.Tensor.data.__set__(self, value)
         if isinstance(value, TensorMethods):  # torch moved its own part alone
             value._storage_.introduce(value)

@@ -1,0 +1,64 @@
+"""Leaves that a backward pass waits for, and that move to other memory before it.
+
+torch saves views of some of them, which stay where they are (``linear`` its transposed weight). Who
+saves the leaf itself takes a `Kept` here. It holds no memory: that is the saved tensor's, which
+hooks may pack away (`fully_shard` does). When the leaf moves, it is told what the leaf was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+_ATTRIBUTE = "_kept"
+
+
+class Kept:
+    """What a leaf was when it was saved, if it has moved since.
+
+    Attributes:
+        memory: its storage, the steps to it and its form; None as long as it is that.
+    """
+
+    __slots__ = ("__weakref__", "memory")
+
+    def __init__(self) -> None:
+        self.memory: Any = None
+
+    def of(self, tensor: Any) -> Any:
+        """``tensor``, the leaf as it is now, as it was.
+
+        Raises:
+            RuntimeError: it has moved, and the backward pass is to be differentiated again.
+        """
+        if self.memory is None:
+            return tensor
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a backward pass that is to be differentiated again (create_graph=True) needs a "
+                "weight that has moved to other memory since (.data =, module.to): move it after "
+                "that"
+            )
+        storage, steps, form = self.memory
+        return type(tensor)(storage, form, steps)
+
+
+def keep(tensor: Any) -> Kept | None:
+    """For who saves ``tensor`` for a backward pass; None of what is no leaf, or not ours."""
+    if not hasattr(tensor, "_storage_") or not tensor.is_leaf:
+        return None
+    kept = Kept()
+    own = vars(tensor)
+    if _ATTRIBUTE not in own:
+        own[_ATTRIBUTE] = weakref.WeakSet()
+    own[_ATTRIBUTE].add(kept)
+    return kept
+
+
+def moves(tensor: Any) -> None:
+    """``tensor`` is about to move to other memory."""
+    for kept in vars(tensor).pop(_ATTRIBUTE, ()):
+        if kept.memory is None:
+            kept.memory = tensor._storage_, tensor._steps, tensor._form
