@@ -126,7 +126,8 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def scratch() -> Iterator[None]:
     """Rules registered in the test are forgotten after it."""
-    import xla_dtensor.custom_ops.jax_function  # noqa: F401  (what it registers stays)
+    import xla_dtensor.custom_ops.jax_function  # (what they register stays)
+    import xla_dtensor.rules.paddle  # noqa: F401
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_RULES", registry._RULES.copy())

@@ -47,6 +47,7 @@ def blocks(page: str) -> list[str]:
                 "[dp, None; sum over tp] -> [dp, None]            all-reduce over tp, 384 B",
             ],
         ),
+        ("coming_from.md", 6, []),
         ("dfunction.md", 6, ["Layout(dp=2, tp=4; [None, None]; sum over tp)"]),
         (
             "compile.md",
