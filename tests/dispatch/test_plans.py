@@ -121,14 +121,11 @@ def test_partial_operands_count_as_reduced(mesh_2x4: DeviceMesh, reduce_op: str)
     torch.testing.assert_close((x.exp() * 2 - x).cpu(), value.exp() * 2 - value)
 
 
-@pytest.mark.parametrize(("op", "whole"), [("sum", 12.0), ("avg", 3.0), ("max", 3.0)])
-def test_filling_what_is_pending_fills_each_part(
-    op: str, whole: float, mesh_2x4: DeviceMesh
-) -> None:
-    """As torch's DTensor, whose local tensors are filled: found with a fake process group."""
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+def test_filling_what_is_pending_fills_the_whole(op: str, mesh_2x4: DeviceMesh) -> None:
+    """torch's DTensor fills each part, and what is written with ``fill_`` inside (losses, backward
+    formulas) then gives other numbers than on one device."""
     x = DTensor.from_local(torch.ones(3, device="xla"), mesh_2x4, [Replicate(), Partial(op)])
     assert x.fill_(3.0) is x and x.placements == (Replicate(), Partial(op))
-    assert x.full_tensor().tolist() == [whole] * 3
+    assert x.full_tensor().tolist() == [3] * 3
     assert x.zero_().full_tensor().tolist() == [0] * 3
-    y = DTensor.from_local(torch.ones(3, device="xla"), mesh_2x4, [Replicate(), Partial(op)])
-    assert xd.compile(lambda: y.fill_(3.0).clone())().full_tensor().tolist() == [whole] * 3

@@ -2,7 +2,6 @@
 
 from xla_dtensor.dispatch import (  # noqa: F401  (register handlers)
     batch_norm,
-    filling,
     metadata,
     moves,
     out_arguments,
