@@ -47,3 +47,26 @@ def test_old_checkpoints_with_weights_only(tensor: Any) -> None:
     loaded = torch.load(rewritten)["w"]
     assert loaded.placements == tensor.placements
     assert torch.equal(loaded.full_tensor().cpu(), tensor.full_tensor().cpu())
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("where", [None, "cpu"])
+def test_marks_on_parameters_are_saved(
+    where: str | None, weights_only: bool, mesh_2x4: DeviceMesh
+) -> None:
+    layer = torch.nn.Linear(4, 4)
+    layer.weight.lr_scale = 0.5  # type: ignore[assignment]
+    layer.to("xla")
+    sharded = torch.nn.Parameter(
+        distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
+    )
+    sharded.tag = ("head", 3)  # type: ignore[attr-defined]
+    file = io.BytesIO()
+    torch.save([layer.weight, sharded, layer.bias], file)
+    file.seek(0)
+    weight, other, bias = torch.load(file, map_location=where, weights_only=weights_only)
+    assert (weight.lr_scale, other.tag) == (0.5, ("head", 3))
+    assert all(isinstance(p, torch.nn.Parameter) for p in (weight, other, bias))
+    assert all(p.device.type == (where or "xla") for p in (weight, other, bias))
+    assert not {"lr_scale", "tag", "_kept"} & set(vars(bias))
+    assert pickle.loads(pickle.dumps(other)).tag == ("head", 3)

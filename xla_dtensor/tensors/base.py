@@ -386,4 +386,4 @@ class TensorMethods:
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_tensor(self)
+        return reduce_tensor(self, OWN_ATTRIBUTES)

@@ -15,9 +15,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-def reduce_tensor(tensor: Any) -> tuple[Any, ...]:
-    """What ``__reduce_ex__`` returns for a sharded or per-device tensor."""
+def reduce_tensor(tensor: Any, own: frozenset[str]) -> tuple[Any, ...]:
+    """What ``__reduce_ex__`` returns for a sharded or per-device tensor.
+
+    Args:
+        own: the names of attributes that aren't the user's.
+    """
     form = tensor._form
+    attributes = {k: v for k, v in vars(tensor).items() if k not in own and k != "_is_param"}
     with torch.no_grad():
         value = tensor.detach().cpu()
     return rebuild_tensor, (
@@ -26,6 +31,7 @@ def reduce_tensor(tensor: Any) -> tuple[Any, ...]:
         None if form.placements is None else tuple(map(_encoded, form.placements)),
         tensor.requires_grad,
         getattr(tensor, "_is_param", False),
+        *((attributes,) if attributes else ()),
     )
 
 
@@ -35,24 +41,24 @@ def rebuild_tensor(
     placements: Sequence[tuple[Any, ...]] | None,
     requires_grad: bool,
     is_param: bool,
+    attributes: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """The tensor that `reduce_tensor` took apart; its full value where ``torch.load`` is told to
     put it, if that is no xla device."""
     result: Any
     if map_location.leaves_xla():
         result = value.to(map_location.device_for("xla:0"))
-        return (
-            torch.nn.Parameter(result, requires_grad)
-            if is_param
-            else (result.requires_grad_(requires_grad))
-        )
-    if mesh is None or placements is None:
+        if is_param:
+            result = torch.nn.Parameter(result, requires_grad)
+    elif mesh is None or placements is None:
         result = value.to("xla")
     else:
         result = backend().distribute_tensor(value, mesh, [_decoded(*p) for p in placements])
     result.requires_grad_(requires_grad)
-    if is_param:
+    if is_param and not isinstance(result, torch.nn.Parameter):
         result._is_param = True
+    for name, attribute in (attributes or {}).items():
+        setattr(result, name, attribute)
     return result
 
 
