@@ -570,10 +570,10 @@ ERRORS: dict[str, Bad] = {
         xd.PerDeviceValueError,
         r"get_coordinate\(\) has a different value on each device.*axis_index\(mesh, dim\)",
     ),
-    "not functional": (
-        lambda x, m, g: dist.all_reduce(x, group=g),
-        AttributeError,
-        "is no process group.*_functional_collectives and xla_dtensor.movement.collectives take it",
+    "another operation": (
+        lambda x, m, g: dist.reduce(x, 0, group=g),
+        xd.UnsupportedOpError,
+        "torch.distributed.reduce with group .*use all_reduce",
     ),
 }
 
