@@ -184,19 +184,20 @@ class OptimizerHooks:
         def seen(owner: Any, *args: Any, **kwargs: Any) -> Any:
             if thread_state.current() is not self._trace:
                 return zero_grad(owner, *args, **kwargs)
-            was_clearing, self._trace.clearing = self._trace.clearing, True
-            try:
-                result = zero_grad(owner, *args, **kwargs)
-            finally:
-                self._trace.clearing = was_clearing
+            was_clearing = self._trace.clearing
             if not was_clearing:
                 if isinstance(owner, Optimizer):
                     tensors = [p for g in owner.param_groups for p in g["params"]]
                 else:
                     tensors = list(owner.parameters())
+                # Before, and not as it comes to them: the order would depend on which have one.
                 to_none = args[0] if args else kwargs.get("set_to_none", True)
-                self._trace.cleared(tensors, to_none)
-            return result
+                self._trace.clears(tensors, to_none)
+            self._trace.clearing = True
+            try:
+                return zero_grad(owner, *args, **kwargs)
+            finally:
+                self._trace.clearing = was_clearing
 
         return seen
 

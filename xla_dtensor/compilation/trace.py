@@ -176,8 +176,8 @@ class StepTrace(TraceNumbers, TraceAssertions):
             known.asks_grad = True
             known.cleared |= is_first
 
-    def cleared(self, tensors: Iterable[Any], to_none: bool) -> None:
-        """``zero_grad`` has run, which has looked at gradients for nothing but that: of the tensors
+    def clears(self, tensors: Iterable[Any], to_none: bool) -> None:
+        """``zero_grad`` is to run, which looks at gradients for nothing but that: of the tensors
         that the step hasn't used yet, it doesn't matter whether they have one when it begins."""
         for tensor in tensors:
             if isinstance(tensor, Ours):
