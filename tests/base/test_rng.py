@@ -14,7 +14,7 @@ from xla_dtensor.dispatch import execute
 
 def test_taking_is_advancing() -> None:
     torch.manual_seed(5)
-    first, more, last = rng.take(), rng.take(3), rng.take()
+    first, more, last = rng.default.take(), rng.default.take(3), rng.default.take()
     assert [s.tolist() for s in (first, more, last)] == [[5, 0, n, 0] for n in (0, 1, 4)]
     assert rng.position() == (5, 5)
 
@@ -22,25 +22,25 @@ def test_taking_is_advancing() -> None:
 def test_large_counters() -> None:
     torch.manual_seed(2**40 + 3)
     rng.advance(2**32 - 1)
-    state = rng.take(2)
+    state = rng.default.take(2)
     assert state.tolist() == [3, 2**8, 2**32 - 1, 0]
     assert rng.words().tolist() == [3, 2**8, 1, 1]
-    rng.give_back(state, 2)
+    rng.default.give_back(state, 2)
     assert rng.words().tolist() == state.tolist()
 
 
 def test_giving_back() -> None:
     torch.manual_seed(5)
-    rng.give_back(rng.take(3), 3)
+    rng.default.give_back(rng.default.take(3), 3)
     assert rng.position() == (5, 0)
-    lost = rng.take()
-    rng.take()
-    rng.give_back(lost)  # somebody has drawn since
+    lost = rng.default.take()
+    rng.default.take()
+    rng.default.give_back(lost)  # somebody has drawn since
     assert rng.position() == (5, 2)
-    taken = rng.take()
+    taken = rng.default.take()
     torch.manual_seed(6)
     rng.advance(3)
-    rng.give_back(taken)
+    rng.default.give_back(taken)
     assert rng.position() == (6, 3)
 
 

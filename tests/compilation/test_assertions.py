@@ -8,24 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from tests.dispatch.out_of_range import CALLS, OTHER_TEXTS, X, i
+from tests.dispatch.out_of_range import CALLS, LAYOUTS, OTHER_TEXTS, R, S, X, i, place
+from tests.parallel.harness import full
 from xla_dtensor.base import assertions
 
-R, S = Replicate(), Shard
-LAYOUTS: dict[str, Any] = {"one device": None, "shards": [S(0), R], "uneven": [R, S(0)]}
-
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
-
-
-def place(tensor: torch.Tensor, layout: Any, mesh: DeviceMesh) -> Any:
-    return tensor.to("xla") if layout is None else distribute_tensor(tensor, mesh, layout)
-
-
-def full(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, xd.XLAShardedTensor) else tensor).cpu()
 
 
 @pytest.mark.one_in(3)

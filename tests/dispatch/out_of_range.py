@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-Place = Callable[[torch.Tensor], Any]
+R, S = Replicate(), Shard
+LAYOUTS: dict[str, Any] = {"one device": None, "shards": [S(0), R], "uneven": [R, S(0)]}
 X = torch.arange(40.0).reshape(10, 4)
 SQUARE = torch.ones(2, 3, 2, 2)
 ROW = torch.ones(1, 4)
@@ -16,6 +19,10 @@ ROW = torch.ones(1, 4)
 
 def i(*values: int) -> torch.Tensor:
     return torch.tensor(values)
+
+
+def place(tensor: torch.Tensor, layout: Any, mesh: DeviceMesh) -> Any:
+    return tensor.to("xla") if layout is None else distribute_tensor(tensor, mesh, layout)
 
 
 def in_place(x: Any, write: Callable[[Any], Any]) -> Any:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from tests.dispatch.out_of_range import CALLS, OTHER_TEXTS, X, i
+from tests.dispatch.out_of_range import CALLS, LAYOUTS, OTHER_TEXTS, R, X, i, place
+from tests.parallel.harness import full
 from xla_dtensor.base import assertions
 from xla_dtensor.dispatch import conditions
-
-R, S = Replicate(), Shard
-LAYOUTS: dict[str, Any] = {"one device": None, "shards": [S(0), R], "uneven": [R, S(0)]}
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
 
@@ -28,14 +24,6 @@ def _on() -> Iterator[None]:
     xd.check_indices(True)
     yield
     xd.check_indices(before)
-
-
-def place(tensor: torch.Tensor, layout: Any, mesh: DeviceMesh) -> Any:
-    return tensor.to("xla") if layout is None else distribute_tensor(tensor, mesh, layout)
-
-
-def full(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, xd.XLAShardedTensor) else tensor).cpu()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.parallel.harness import full
+
 pytestmark = pytest.mark.filterwarnings(  # torch's own, when it first differentiates forward
     "ignore:.torch.jit.script. is deprecated",
     "ignore:There is a performance drop",
@@ -26,10 +28,6 @@ def place(value: torch.Tensor, where: str, mesh: Any) -> torch.Tensor:
     if where == "device":
         return value.to("xla")
     return distribute_tensor(value, mesh, [Shard(0), Replicate()])
-
-
-def plain(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor.cpu()
 
 
 CHANGES = {
@@ -53,7 +51,7 @@ def test_a_weight_that_moves_between_forward_and_backward(
         out = F.linear(x, w, b if bias else None).pow(2).sum()
         CHANGES[change](w)
         out.backward()
-        found.append([plain(w.grad), plain(x.grad), plain(w.detach())])
+        found.append([full(w.grad), full(x.grad), full(w.detach())])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
 

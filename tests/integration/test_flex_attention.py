@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import xla_dtensor as xd
+from tests.parallel.harness import full
 
 R, S = Replicate(), Shard
 BATCH, HEADS, LENGTH, DIM = 2, 4, 12, 8
@@ -104,11 +105,6 @@ def expected(
     out, sums, highest = math_attention(*tensors, score_mod, mask.as_tuple(), scale, {})
     ln2 = torch.tensor(2.0).log()
     return out, sums * ln2, highest * ln2
-
-
-def full(tensor: Any) -> torch.Tensor:
-    tensor = tensor.full_tensor() if isinstance(tensor, xd.XLAShardedTensor) else tensor
-    return tensor.detach().cpu()
 
 
 def placing(where: Any, mesh: DeviceMesh) -> Callable[[torch.Tensor], Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
+from tests.parallel.harness import full
 
 X = torch.randn(4, 6, 8)
 PADDING = torch.arange(6) >= torch.tensor([6, 4, 5, 2])[:, None]
@@ -53,10 +54,6 @@ def run(module: nn.Module, kind: str, where: str, mesh: Any, mode: Any, **option
         out = module(x, x, x, **kwargs) if attends else module(x, **kwargs)
     parts = out if isinstance(out, tuple) else (out,)
     return [t if t is None or where == "cpu" else full(t) for t in parts]
-
-
-def full(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor.cpu()
 
 
 def compare(module: nn.Module, kind: str, where: str, mesh: Any, mode: Any, **options: Any) -> None:

@@ -96,16 +96,6 @@ def words() -> np.ndarray:
     return words_at(*position())
 
 
-def take(operations: int = 1) -> np.ndarray:
-    """`RandomStream.take` of the default stream."""
-    return default.take(operations)
-
-
-def give_back(state: np.ndarray, operations: int = 1) -> None:
-    """`RandomStream.give_back` of the default stream."""
-    default.give_back(state, operations)
-
-
 def advance(operations: int = 1) -> None:
     """Count ``operations`` random operations."""
     traced = thread_state.random_numbers()

@@ -1,4 +1,4 @@
-"""As many traces of a step as it takes until one knew what it may change; what it then did."""
+"""As many traces of a step as it takes until one knew what it may change."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 from xla_dtensor.base import interrupts
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.effects import Effect
 from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread
 from xla_dtensor.compilation.installed import Recorder
-from xla_dtensor.compilation.lowered import Lowered
 from xla_dtensor.compilation.traced import Traced
 
 
@@ -72,11 +70,3 @@ def _trace(
             if not traced.unforeseen:
                 return traced
             traced.undo()
-
-
-def is_counted_on(effect: Effect, traced: Traced, last: Lowered | None) -> bool:
-    """Whether a step changes what it reads itself, as it did when it was traced before."""
-    if last is None or not effect.place.guarded or effect.labels() <= traced.names_of_carried:
-        return False
-    before = {key for earlier in last.effects for key in earlier.changed()}
-    return bool(effect.changed() & before)

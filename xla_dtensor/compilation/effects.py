@@ -10,7 +10,7 @@ counter) can't be had that way, and is refused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -206,6 +206,18 @@ def check_replayable(effect: Effect, is_new: Callable[[Any], bool]) -> None:
 
 def _grows(effect: Effect) -> bool:
     return any(value is MISSING for value in effect.before.values())
+
+
+def is_counted_on(effect: Effect, carried: frozenset[str], earlier: Iterable[Effect]) -> bool:
+    """Whether a step changes what it reads itself, as it did when it was traced before.
+
+    Args:
+        carried: the labels of what each call takes from where it is.
+        earlier: the effects of that trace.
+    """
+    if not effect.place.guarded or effect.labels() <= carried:
+        return False
+    return bool(effect.changed() & {key for each in earlier for key in each.changed()})
 
 
 def counter_refused(effect: Effect) -> DataDependentError:

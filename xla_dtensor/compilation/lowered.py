@@ -325,7 +325,7 @@ class Lowered:
             dtype = np.int64 if number.integer else np.float64
             words[2 * i : 2 * i + 2].view(dtype)[0] = value
         operations = self._random_operations
-        words[-4:] = (rng.take(operations) if take else rng.words()) if operations else 0
+        words[-4:] = (rng.default.take(operations) if take else rng.words()) if operations else 0
         return words
 
 

@@ -179,25 +179,21 @@ class OptimizerHooks:
             stepped.undo()
 
     def _seeing(self, zero_grad: Any) -> Any:
-        """``zero_grad`` that tells the trace about it."""
+        """``zero_grad`` that tells the trace what it sets to None."""
 
         def seen(owner: Any, *args: Any, **kwargs: Any) -> Any:
             if thread_state.current() is not self._trace:
                 return zero_grad(owner, *args, **kwargs)
-            was_clearing = self._trace.clearing
-            if not was_clearing:
+            # Before, and not as it comes to them: the order would depend on which have one.
+            if args[0] if args else kwargs.get("set_to_none", True):
                 if isinstance(owner, Optimizer):
-                    tensors = [p for g in owner.param_groups for p in g["params"]]
+                    tensors = [p for group in owner.param_groups for p in group["params"]]
                 else:
                     tensors = list(owner.parameters())
-                # Before, and not as it comes to them: the order would depend on which have one.
-                to_none = args[0] if args else kwargs.get("set_to_none", True)
-                self._trace.clears(tensors, to_none)
-            self._trace.clearing = True
-            try:
-                return zero_grad(owner, *args, **kwargs)
-            finally:
-                self._trace.clearing = was_clearing
+                for tensor in tensors:
+                    if isinstance(tensor, TensorMethods):
+                        self._trace.sets_grad(tensor)
+            return zero_grad(owner, *args, **kwargs)
 
         return seen
 

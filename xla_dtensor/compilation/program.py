@@ -102,7 +102,7 @@ class Program(WriteBack):
                 arrays = self.compiled(*inputs)
             except BaseException as error:
                 if self._random_operations:
-                    rng.give_back(inputs[3][-4:], self._random_operations)
+                    rng.default.give_back(inputs[3][-4:], self._random_operations)
                 check_alive(inputs[0], error)
                 raise
             residuals = []

@@ -15,9 +15,9 @@ from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.attempts import Attempt, is_counted_on, trace
+from xla_dtensor.compilation.attempts import Attempt, trace
 from xla_dtensor.compilation.audit import compare
-from xla_dtensor.compilation.effects import counter_refused
+from xla_dtensor.compilation.effects import counter_refused, is_counted_on
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
@@ -342,7 +342,9 @@ class CompiledStep:
                 self._not_carried |= dict.fromkeys(suspects, error)
                 tried = set()
                 continue
-            again = [e for e in traced.effects if is_counted_on(e, traced, family.latest())]
+            last, carried = family.latest(), traced.names_of_carried
+            earlier = () if last is None else last.effects
+            again = [e for e in traced.effects if is_counted_on(e, carried, earlier)]
             counted = {label for effect in again for label in effect.labels()} & traced.counted
             found = (traced.replaced | counted) - self._not_carried.keys() - self._carried
             if found:

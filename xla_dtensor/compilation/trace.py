@@ -35,7 +35,6 @@ from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
 from xla_dtensor.tensors.base import grad_of, set_grad_of
-from xla_dtensor.tensors.of_form import Ours
 
 # What marks of reads are called, in front of their number.
 READ = "xla_dtensor reads "
@@ -47,7 +46,6 @@ class StepTrace(TraceNumbers, TraceAssertions):
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
         # Tensors that the step is known to reach, as they are before it.
         self.before = {id(t): (t, Outside(t)) for t in leaves}
-        self.clearing = False  # ``zero_grad`` runs
         self.optimizer_hooks: Any = None
         self.captured: list[Captured] = []
         self._captured_by_id: dict[int, Captured] = {}
@@ -162,29 +160,17 @@ class StepTrace(TraceNumbers, TraceAssertions):
             known.switched = True
 
     def reads_grad(self, tensor: Any) -> None:
-        if not self.clearing and not self.owns(tensor._storage_):
-            self.touched(tensor)
-            known = self.outside.get(id(tensor))
-            if known is not None:
-                known.asks_grad = True
-
-    def sets_grad(self, tensor: Any) -> None:
-        is_first = id(tensor) not in self.outside
         self.touched(tensor)
         known = self.outside.get(id(tensor))
         if known is not None:
             known.asks_grad = True
-            known.cleared |= is_first
 
-    def clears(self, tensors: Iterable[Any], to_none: bool) -> None:
-        """``zero_grad`` is to run, which looks at gradients for nothing but that: of the tensors
-        that the step hasn't used yet, it doesn't matter whether they have one when it begins."""
-        for tensor in tensors:
-            if isinstance(tensor, Ours):
-                if to_none:
-                    self.sets_grad(tensor)
-                else:  # None stays None
-                    self.reads_grad(tensor)
+    def sets_grad(self, tensor: Any) -> None:
+        is_first = id(tensor) not in self.outside
+        self.reads_grad(tensor)
+        known = self.outside.get(id(tensor))
+        if known is not None:
+            known.cleared |= is_first
 
     def _made_here(self, tensor: Any) -> bool:
         """Whether a tensor that has a history is a view that the step made."""

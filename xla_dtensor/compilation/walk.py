@@ -164,6 +164,10 @@ class Walk:
         )
 
     def _start(self) -> None:
+        # Whether the code may ask for attributes that aren't there.
+        self._asks_for_absent = any(
+            "getattr" in names or "hasattr" in names for _, names in self._globals.values()
+        )
         self.places: list[Place] = []
         self.carried: list[Carried] = []
         self.inside: set[int] = set()
@@ -378,11 +382,6 @@ class Walk:
             return
         self._place(place)
         self.inside.add(place.container)
-
-    @property
-    def _asks_for_absent(self) -> bool:
-        """Whether the code may ask for attributes that aren't there."""
-        return any("getattr" in names or "hasattr" in names for _, names in self._globals.values())
 
     def _is_read(self, name: str) -> bool:
         names = self._names

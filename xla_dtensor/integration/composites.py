@@ -18,6 +18,7 @@ from torch.utils import _python_dispatch
 
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.tensors.backend import backend
+from xla_dtensor.tensors.kept import keep
 
 _libraries: list[torch.library.Library] = []
 
@@ -137,11 +138,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, bias: Any) -> Any:
-        from xla_dtensor.tensors.kept import keep
-
         ctx.save_for_backward(input, weight)
-        # torch saves views of these two.
-        ctx.kept = keep(weight), keep(input) if input.ndim > 2 else None
+        # torch saves views of these two, each for the other's gradient.
+        of_input, of_weight, _ = ctx.needs_input_grad
+        ctx.kept = (
+            keep(weight) if of_input else None,
+            keep(input) if of_weight and input.ndim > 2 else None,
+        )
         return _dispatch(torch.ops.aten.linear.default, input, weight, bias)
 
     @staticmethod

@@ -38,16 +38,17 @@ def install() -> None:
 def set_aside(module: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Take the uninitialized tensors that are, or are going to be, on "xla" out of a module that
     ``move`` is to be applied to, which they have been told of; by dict and name."""
+    found = [
+        (own, name, tensor, move(torch.empty(0, dtype=tensor.data.dtype, device="cpu")))
+        for own in (module._parameters, module._buffers)
+        for name, tensor in own.items()
+        if is_lazy(tensor)
+    ]
     taken: dict[str, Any] = {}
-    for part in ("_parameters", "_buffers"):
-        own = getattr(module, part)
-        for name, tensor in list(own.items()):
-            if not is_lazy(tensor):
-                continue
-            moved = move(torch.empty(0, dtype=tensor.data.dtype, device="cpu"))
-            if not (getattr(tensor, _MARK, False) or moved.device.type == "xla"):
-                continue
-            setattr(tensor, _MARK, moved.device.type == "xla" or _keeps_device(move))
+    for own, name, tensor, moved in found:
+        to_xla = moved.device.type == "xla"
+        if to_xla or getattr(tensor, _MARK, False):
+            setattr(tensor, _MARK, to_xla or _keeps_device(move))
             tensor.data = torch.empty(0, dtype=moved.dtype, device="cpu")
             taken[name] = own, tensor
             own[name] = None

@@ -24,7 +24,7 @@ from xla_dtensor.integration.take_over import take_over
 _Arguments = dict[str, Any]
 
 # The tensors of those that are served, and what else has to do with values; the rest is refused.
-_COLLECTIVES: dict[str, Callable[[_Arguments, Any], Any]] = {}
+_COLLECTIVES: dict[str, Callable[[Any, _Arguments, Any], Any]] = {}  # first `movement.in_place`
 _QUESTIONS: dict[str, Callable[[_Arguments, Any], Any]] = {}
 
 _WAY_OUT = {
@@ -170,10 +170,10 @@ def _call(name: str, signature: inspect.Signature, original: Any, args: Any, kwa
             f"torch.distributed.{name} with group {str(found)!r}: one process drives all devices, "
             f"and has no call for one of them; use {_WAY_OUT[name]}"
         )
-    from xla_dtensor.movement.in_place import Work
+    from xla_dtensor.movement import in_place
 
-    tensors = _COLLECTIVES[name](arguments, _of_tensors(found, arguments))
-    return Work(tensors) if arguments.get("async_op") else None
+    tensors = _COLLECTIVES[name](in_place, arguments, _of_tensors(found, arguments))
+    return in_place.Work(tensors) if arguments.get("async_op") else None
 
 
 def _of_tensors(group: Any, arguments: _Arguments) -> Any:
@@ -221,62 +221,46 @@ def _serves(table: dict[str, Any], *names: str) -> Callable[[Any], Any]:
 
 
 @_serves(_COLLECTIVES, "all_reduce")
-def _all_reduce(given: _Arguments, group: Any) -> Any:
-    from xla_dtensor.movement import in_place
-
+def _all_reduce(in_place: Any, given: _Arguments, group: Any) -> Any:
     return in_place.all_reduce(given["tensor"], group, in_place.reduction_of(given["op"]))
 
 
 @_serves(_COLLECTIVES, "all_gather_single", "all_gather_into_tensor")
-def _all_gather_into_tensor(given: _Arguments, group: Any) -> Any:
-    from xla_dtensor.movement import in_place
-
+def _all_gather_into_tensor(in_place: Any, given: _Arguments, group: Any) -> Any:
     return in_place.all_gather_into_tensor(given["output_tensor"], given["input_tensor"], group)
 
 
 @_serves(_COLLECTIVES, "all_gather")
-def _all_gather(given: _Arguments, group: Any) -> Any:
-    from xla_dtensor.movement import in_place
-
+def _all_gather(in_place: Any, given: _Arguments, group: Any) -> Any:
     return in_place.all_gather(given["tensor_list"], given["tensor"], group)
 
 
 @_serves(_COLLECTIVES, "reduce_scatter_single", "reduce_scatter_tensor")
-def _reduce_scatter_tensor(given: _Arguments, group: Any) -> Any:
-    from xla_dtensor.movement import in_place
-
+def _reduce_scatter_tensor(in_place: Any, given: _Arguments, group: Any) -> Any:
     op = in_place.reduction_of(given["op"])
     return in_place.reduce_scatter_tensor(given["output"], given["input"], group, op)
 
 
 @_serves(_COLLECTIVES, "reduce_scatter")
-def _reduce_scatter(given: _Arguments, group: Any) -> Any:
-    from xla_dtensor.movement import in_place
-
+def _reduce_scatter(in_place: Any, given: _Arguments, group: Any) -> Any:
     op = in_place.reduction_of(given["op"])
     return in_place.reduce_scatter(given["output"], given["input_list"], group, op)
 
 
 @_serves(_COLLECTIVES, "all_to_all_single")
-def _all_to_all_single(given: _Arguments, group: Any) -> Any:
-    from xla_dtensor.movement import in_place
-
+def _all_to_all_single(in_place: Any, given: _Arguments, group: Any) -> Any:
     sizes = given["output_split_sizes"], given["input_split_sizes"]
     return in_place.all_to_all_single(given["output"], given["input"], group, *sizes)
 
 
 @_serves(_COLLECTIVES, "all_to_all")
-def _all_to_all(given: _Arguments, group: Any) -> Any:
-    from xla_dtensor.movement import in_place
-
+def _all_to_all(in_place: Any, given: _Arguments, group: Any) -> Any:
     outputs, inputs = given["output_tensor_list"], given["input_tensor_list"]
     return in_place.all_to_all(outputs, inputs, group)
 
 
 @_serves(_COLLECTIVES, "broadcast")
-def _broadcast(given: _Arguments, group: Any) -> Any:
-    from xla_dtensor.movement import in_place
-
+def _broadcast(in_place: Any, given: _Arguments, group: Any) -> Any:
     src = in_place.coordinate_of(given["src"], given["group_src"], group, "broadcast")
     return in_place.broadcast(given["tensor"], group, src)
 

@@ -279,12 +279,12 @@ def make_sharded(
 
             jitted = jax.jit(function, out_shardings=form.sharding)
             maker = _makers.put((name, form, type(fill_value)), jitted)
-        state = rng.take(name in _RANDOM)
+        state = rng.default.take(name in _RANDOM)
         try:
             with jax.enable_x64(True):
                 array = maker(state, fill_value)
         except BaseException:
-            rng.give_back(state, name in _RANDOM)
+            rng.default.give_back(state, name in _RANDOM)
             raise
     result = XLAShardedTensor(Storage(array, form), form)
     return result.requires_grad_(True) if requires_grad else result

@@ -160,8 +160,11 @@ def broadcast(tensor: Any, group: MeshGroup, src: int) -> list[Any]:
     return _write("broadcast", [tensor], tensor, lambda x: [collectives.broadcast(x, group, src)])
 
 
-def _flat(tensor: Any) -> Any:
-    return tensor.reshape(-1)
+def _write_elements(
+    name: str, output: Any, tensor: Any, compute: Callable[[Any], Any]
+) -> list[Any]:
+    """Compute from the elements in a row, whatever the shapes."""
+    return _write(name, [output], tensor, lambda x: [compute(x.reshape(-1)).reshape(output.shape)])
 
 
 def _check_sizes(name: str, many: Any, one: Any, group: MeshGroup) -> None:
@@ -180,12 +183,7 @@ def all_gather_into_tensor(output: Any, tensor: Any, group: MeshGroup) -> list[A
     """``torch.distributed.all_gather_into_tensor``."""
     name = "all_gather_into_tensor"
     _check_sizes(name, output, tensor, group)
-    return _write(
-        name,
-        [output],
-        tensor,
-        lambda x: [collectives.all_gather(_flat(x), group).reshape(output.shape)],
-    )
+    return _write_elements(name, output, tensor, lambda x: collectives.all_gather(x, group))
 
 
 def all_gather(outputs: Sequence[Any], tensor: Any, group: MeshGroup) -> list[Any]:
@@ -202,11 +200,8 @@ def reduce_scatter_tensor(output: Any, tensor: Any, group: MeshGroup, op: str) -
     """``torch.distributed.reduce_scatter_tensor``."""
     name = "reduce_scatter_tensor"
     _check_sizes(name, tensor, output, group)
-    return _write(
-        name,
-        [output],
-        tensor,
-        lambda x: [collectives.reduce_scatter(_flat(x), group, op=op).reshape(output.shape)],
+    return _write_elements(
+        name, output, tensor, lambda x: collectives.reduce_scatter(x, group, op=op)
     )
 
 

@@ -91,28 +91,28 @@ def is_idle() -> bool:
 
 def allocated() -> int:
     """Bytes in use on the device that holds the most."""
-    return _in_use_and_peak()[0]
+    return stats()["allocated_bytes.all.current"]
 
 
 def peak() -> int:
     """The most bytes in use since the start or the last `reset_peak`; of simulated devices, and
     after a reset until XLA's own peak rises, the most of when it was asked for."""
-    return _peak.update(*_in_use_and_peak())
+    return stats()["allocated_bytes.all.peak"]
 
 
 def reset_peak() -> None:
     """Let `peak` start again."""
-    _peak.reset(*_in_use_and_peak())
+    _peak.reset(*_in_use_and_peak(_statistics()))
 
 
 def reserved() -> int:
     """Bytes that XLA's allocator has taken from the device, in use or not."""
-    return max(max(each.get("pool_bytes", 0), each["bytes_in_use"]) for each in _statistics())
+    return stats()["reserved_bytes.all.current"]
 
 
 def peak_reserved() -> int:
     """The most bytes that it has taken; what it takes it keeps."""
-    return max(reserved(), peak())
+    return stats()["reserved_bytes.all.peak"]
 
 
 def free_and_total() -> tuple[int, int]:
@@ -130,12 +130,14 @@ def stats() -> dict[str, Any]:
     """A dict with torch's names for what is known, and ``"devices"``: for each device what XLA's
     allocator says, a dict of its own names."""
     statistics = _statistics()
-    in_use, most = allocated(), peak()
+    in_use, peak_of_xla = _in_use_and_peak(statistics)
+    most = _peak.update(in_use, peak_of_xla)
+    taken = max(max(each.get("pool_bytes", 0), each["bytes_in_use"]) for each in statistics)
     return {
         "allocated_bytes.all.current": in_use,
         "allocated_bytes.all.peak": most,
-        "reserved_bytes.all.current": reserved(),
-        "reserved_bytes.all.peak": peak_reserved(),
+        "reserved_bytes.all.current": taken,
+        "reserved_bytes.all.peak": max(taken, most),
         "num_alloc_retries": 0,
         "num_ooms": 0,
         "devices": statistics,
@@ -149,8 +151,7 @@ def _devices() -> list[Any]:
     return jax.local_devices()
 
 
-def _in_use_and_peak() -> tuple[int, int]:
-    statistics = _statistics()
+def _in_use_and_peak(statistics: list[dict[str, int]]) -> tuple[int, int]:
     in_use = max(each["bytes_in_use"] for each in statistics)
     return in_use, max(each.get("peak_bytes_in_use", in_use) for each in statistics)
 

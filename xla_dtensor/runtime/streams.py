@@ -118,15 +118,13 @@ class Stream(torch.Stream):
         return event
 
     def __enter__(self) -> Stream:
-        self._contexts().append(StreamContext(self))
-        self._contexts()[-1].__enter__()
+        context = StreamContext(self)
+        _current.contexts.append(context)
+        context.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._contexts().pop().__exit__(*exc_info)
-
-    def _contexts(self) -> list[StreamContext]:
-        return _current.contexts
+        _current.contexts.pop().__exit__(*exc_info)
 
     def __repr__(self) -> str:
         return "torch.xla.Stream()"
