@@ -164,3 +164,12 @@ def test_assert_async(mesh_2x4: DeviceMesh) -> None:
         with pytest.raises(RuntimeError) as ours:
             torch._assert_async(value.to("xla"))
         assert str(ours.value) == str(theirs.value)
+
+
+def test_printing_a_large_tensor_reads_values_too() -> None:
+    """What waits to be judged is judged then, as where a small one is printed."""
+    table = torch.ones(10, 4, device="xla")
+    index = torch.full((conditions.ON_HOST + 1,), 99).to("xla") + 0
+    F.embedding(index, table)
+    with pytest.raises(IndexError, match="index out of range in self"):
+        repr(torch.ones(2000, device="xla"))

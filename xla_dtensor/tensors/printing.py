@@ -16,7 +16,7 @@ import torch
 from torch import _tensor_str
 from torch.utils._python_dispatch import _disable_current_modes
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import assertions, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
@@ -105,6 +105,7 @@ def _edges(tensor: Any) -> torch.Tensor:
     reader = _readers.get_or_make(
         (form, tuple(map(len, kept))), lambda: jax.jit(functools.partial(_take, form=form))
     )
+    assertions.look()  # a value is read
     with jax.enable_x64(True):
         taken = reader(read(tensor), kept)
     return to_host(fetch(taken, tuple(taken.shape)))
