@@ -31,23 +31,31 @@ def expected_indices(
 ) -> list[Index]:
     """Per device of the mesh, in order, the slice it holds.
 
-    Equal to torch's, but for one case: where several mesh dims cut one tensor dim unevenly, torch
-    cuts the pieces of the first cut again (10 over 2x4: 2 2 1 0 2 2 1 0), XLA cuts once into equal
-    pieces (2 2 2 2 2 0 0 0).
+    Equal to torch's, but for one case: where ``_StridedShard`` cuts unevenly, torch computes from
+    the placements what its `fully_shard` doesn't do. There it is what cutting in the order of the
+    placements gives.
     """
     coordinates = list(itertools.product(*map(range, mesh_shape)))
     result = [list(torch_index(shape, mesh_shape, c, placements)) for c in coordinates]
     for dim, size in enumerate(shape):
         cutters = [i for i, p in enumerate(placements) if getattr(p, "dim", None) == dim]
-        pieces = math.prod(mesh_shape[i] for i in cutters)
-        if len(cutters) < 2 or size % pieces == 0:
+        if not any(isinstance(placements[i], _StridedShard) for i in cutters):
             continue
-        # The same order as over a size that divides.
+        # The order is that over a size that divides: the first to cut moves furthest.
+        pieces = math.prod(mesh_shape[i] for i in cutters)
         even = [*shape[:dim], pieces, *shape[dim + 1 :]]
-        step = -(-size // pieces)
+        step = {}
+        for i in cutters:
+            unit = [int(i == j) for j in range(len(mesh_shape))]
+            step[i] = torch_index(even, mesh_shape, unit, placements)[dim].start
+        order = sorted(cutters, key=lambda i: -step[i])
         for index, coordinate in zip(result, coordinates, strict=True):
-            position = torch_index(even, mesh_shape, coordinate, placements)[dim].start
-            index[dim] = slice(min(position * step, size), min((position + 1) * step, size))
+            start, stop = 0, size
+            for i in order:
+                chunk = -(-(stop - start) // mesh_shape[i])
+                start = min(start + coordinate[i] * chunk, stop)
+                stop = min(start + chunk, stop)
+            index[dim] = slice(start, stop) if start < stop else slice(size, size)
     return [tuple(index) for index in result]
 
 

@@ -353,3 +353,11 @@ def test_from_local_replicates(mesh_2x4: DeviceMesh) -> None:
     assert (type(x), x.placements, x.shape) == (xd.XLAShardedTensor, (R, R), (3,))
     (x.to_local() * x).sum().backward()
     assert local.grad.tolist() == [8, 8, 8]
+
+
+def test_distribute_tensor_of_one_value_per_device() -> None:
+    mesh = shared.make_mesh("2x4")
+    x = xd.from_device_values([torch.ones(8, 8) * i for i in range(8)], mesh, ["tp"])
+    for placements in ([Shard(0), Replicate()], [Replicate(), Shard(0)]):
+        with pytest.raises(xd.PerDeviceValueError, match=r"varies along \['tp'\].*from_local"):
+            xd.distribute_tensor(x, mesh, placements)

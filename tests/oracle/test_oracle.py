@@ -42,6 +42,7 @@ FAST = (
     "local_map_attention",
     "loss_parallel",
     "tp_sp_transformer",
+    "uneven_nested",
 )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from xla_dtensor.base import sequence_order
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library
@@ -352,6 +353,7 @@ _STATE = (
     *("torch.is_anomaly_enabled()", "torch.is_anomaly_check_nan_enabled()"),
     *("autocast on xla", "autocast on the CPU", "autocast's dtype on xla", "its dtype on the CPU"),
     *("torch.get_default_device()", "saved-tensor hooks", "torch's modes", "__torch_function__"),
+    "the order of sequences in context_parallel",
 )
 
 
@@ -374,6 +376,7 @@ def global_state() -> tuple[Any, ...]:
         torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
         _modes() if _function_modes() or _dispatch_modes() else None,
         torch._C._is_torch_function_enabled(),
+        sequence_order.current(),
     )
 
 

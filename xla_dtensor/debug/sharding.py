@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from xla_dtensor.forms.pieces import pieces
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Range = tuple[int, int]
@@ -19,18 +20,10 @@ def device_ranges(tensor: XLAShardedTensor) -> list[tuple[tuple[Range, ...], int
     form = tensor._form
     if form.unreduced:
         form = form.reduced()
-    frame = form.frame
-    assert frame is not None
-    lead = len(form.varying)
-    index_of = form.sharding.devices_indices_map(form.array_shape)
-    found = []
-    for number, device in zip(frame.device_ids, frame.jax_mesh.devices.flat, strict=True):
-        ranges = []
-        for part, size in zip(index_of[device][lead:], form.shape, strict=True):
-            start, stop, _ = part.indices(max(size, part.stop or 0))  # the last one is padded
-            ranges.append((min(start, size), min(stop, size) - 1))
-        found.append((tuple(ranges), number))
-    return found
+    return [
+        (tuple((part.start, part.stop - 1) for part in piece.index), piece.number)
+        for piece in pieces(form)
+    ]
 
 
 def sharding_text(tensor: XLAShardedTensor) -> str:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
+from xla_dtensor.integration.context_parallel import causal_mask
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.kept import keep
@@ -185,6 +186,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    if is_causal:
+        dealt_out = causal_mask(query, key, attn_mask)
+        if dealt_out is not None:
+            attn_mask, is_causal = dealt_out, False
     batch = query.shape[:-3] if enable_gqa else query.shape[:-2]
     same_batch = all((t.shape[:-3] if enable_gqa else t.shape[:-2]) == batch for t in (key, value))
     mask_needs_grad = attn_mask is not None and attn_mask.requires_grad

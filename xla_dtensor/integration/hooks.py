@@ -21,6 +21,7 @@ from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
     accelerator,
     autocast,
+    context_parallel,
     data_parallel,
     debug_modes,
     device,
@@ -65,6 +66,7 @@ def install() -> None:
     data_parallel.install()
     debug_modes.install()
     tools.install()
+    context_parallel.install()
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()

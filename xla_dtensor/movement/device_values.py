@@ -15,6 +15,7 @@ from xla_dtensor.errors import MeshDimError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.host_values import from_numpy, to_devices
 from xla_dtensor.forms.per_device import logical, union
+from xla_dtensor.forms.pieces import pieces
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
@@ -116,16 +117,18 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
 
         with jax.enable_x64(True):
             array = movers.get_or_make((form, reduced), make)(array)
-    lead = len(form.varying)
+        form = reduced
     by_device = {shard.device: shard for shard in array.addressable_shards}
+    found = list(pieces(form))
+    whole = None if all(piece.is_block for piece in found) else np.asarray(array)
     shards = []
-    assert form.frame is not None
-    for number, device in zip(form.frame.device_ids, form.frame.jax_mesh.devices.flat, strict=True):
-        shard = by_device[device]
-        index = []
-        for part, size in zip(shard.index[lead:], form.shape, strict=True):
-            start, stop, _ = part.indices(max(size, part.stop or 0))
-            index.append(slice(min(start, size), min(stop, size)))
-        data = np.asarray(shard.data)[(0,) * lead][tuple(slice(0, s.stop - s.start) for s in index)]
-        shards.append(LocalShard(number, tuple(index), from_numpy(data)))
+    for piece in found:
+        number, device, index, lead = piece.number, piece.device, piece.index, piece.lead
+        if whole is None:
+            at: tuple[Any, ...] = tuple(slice(0, part.stop - part.start) for part in index)
+            data = np.asarray(by_device[device].data)[(0,) * len(lead)][at]
+        else:
+            at = (*lead, *index)
+            data = whole[at]
+        shards.append(LocalShard(number, index, from_numpy(data)))
     return shards

@@ -19,7 +19,12 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.errors import MeshMismatchError, PlacementError, UnsupportedOpError
+from xla_dtensor.errors import (
+    MeshMismatchError,
+    PerDeviceValueError,
+    PlacementError,
+    UnsupportedOpError,
+)
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import to_devices
 from xla_dtensor.forms.read import logical_value
@@ -58,6 +63,7 @@ def distribute_tensor(
         RuntimeError: ``tensor`` isn't a leaf (as in torch), or there is no mesh.
         PlacementError: the placements don't fit mesh or tensor, or a sharded tensor has others.
         MeshMismatchError: ``tensor`` is sharded over another mesh.
+        PerDeviceValueError: ``tensor`` is another one on each device.
         UnsupportedOpError: ``tensor`` has a sparse layout.
 
     Example::
@@ -118,6 +124,13 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 def _placed(tensor: torch.Tensor, form: Form) -> Any:
     trace = thread_state.current()
     if isinstance(tensor, XLATensor):
+        if tensor.varying:
+            raise PerDeviceValueError(
+                f"distribute_tensor: a per-device tensor of shape {list(tensor.shape)} varies "
+                f"along {list(tensor.varying)}, so it isn't one value to deal out. Make it one "
+                "first (xd.collectives.broadcast, all_reduce), or say that the devices hold parts "
+                "of a whole: DTensor.from_local(x, mesh, placements)"
+            )
         value = logical_value(tensor)
         frame = tensor._form.frame
         if trace is not None:

@@ -87,6 +87,14 @@ def _for_gradient(placements: Placements) -> Placements:
     return unpartial(placements)
 
 
+def _tell_trace(tensor: Any) -> None:
+    """No operation reads a tensor when it is seen in the other view, but a leaf gets its gradient
+    through that, and a step that is traced looks after the leaves that it has met."""
+    trace = thread_state.current()
+    if trace is not None:
+        trace.touched(tensor)
+
+
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -98,6 +106,7 @@ class _FromLocal(torch.autograd.Function):
         meta: tuple[tuple[int, ...], tuple[int, ...]] | None,
         grad_placements: Placements | None,
     ) -> XLAShardedTensor:
+        _tell_trace(local)
         ctx.grad_layout = mesh, grad_placements or _for_gradient(placements)
         ctx.set_materialize_grads(False)
         return _shard(local, mesh, placements, run_check, meta)
@@ -120,6 +129,7 @@ class _ToLocal(torch.autograd.Function):
         ctx.given = grad_placements is not None
         ctx.meta = tuple(tensor.shape), tuple(tensor.stride())
         ctx.set_materialize_grads(False)
+        _tell_trace(tensor)
         form = tensor._form.on_current_frame()
         target = local_form(form)
         observer = events.observer

@@ -8,6 +8,7 @@ what each of them contributes.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,6 +34,20 @@ def sum_over(tensor: XLATensor, axes: Axes, frame: Frame) -> XLATensor:
     differentiable. Axes along which ``tensor`` doesn't vary are left alone."""
     found = tuple(axis for axis in axes if axis in tensor.varying)
     return _SumOver.apply(tensor, found, frame) if found else tensor
+
+
+def forget_variation(tensor: XLATensor, varying: Axes) -> None:
+    """Let ``tensor`` vary along no more than ``varying``, in place: whoever calls this knows that
+    the devices have one value along its other axes. Of a view of something larger nobody knows, so
+    nothing happens."""
+    storage = tensor._storage_
+    source = storage.form
+    if source.varying == varying or math.prod(source.shape) != tensor.numel():
+        return
+    whole = tensor if tensor._form is source else XLATensor(storage, source)
+    assert source.frame is not None
+    same = _relaid(whole, varying, source.frame, _first)
+    storage.write(same._storage_.array, same._form)
 
 
 class _Vary(torch.autograd.Function):
@@ -68,6 +83,10 @@ def _relaid(tensor: XLATensor, varying: Axes, frame: Frame, convert: Any) -> XLA
     if target.meta:
         return XLATensor(Storage(None, target), target)
     return relayout(tensor, source, target, convert)
+
+
+def _first(array: Any, source: Form, target: Form) -> Any:
+    return array[tuple(slice(None) if axis in target.varying else 0 for axis in source.varying)]
 
 
 def _spread(array: Any, source: Form, target: Form) -> Any:

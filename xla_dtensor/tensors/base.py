@@ -287,8 +287,9 @@ class TensorMethods:
     def jax_array(self) -> jax.Array:
         """The tensor's ``jax.Array`` in its physical form: before the tensor's own dims one for
         each mesh axis along which devices hold values of their own, and dims that don't divide
-        padded. Read-only. A compiled step that overwrites the tensor deletes the array, as
-        ``jax.jit`` does.
+        padded to equal blocks (of a dim that several mesh dims cut ``local_shards`` may then say
+        other pieces, torch's). Read-only. A compiled step that overwrites the tensor deletes the
+        array, as ``jax.jit`` does.
 
         Example::
 

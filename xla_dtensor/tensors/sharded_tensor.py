@@ -228,9 +228,10 @@ class XLAShardedTensor(TensorMethods, DTensor):
 
     @property
     def local_shards(self) -> list[LocalShard]:
-        """What each device holds of the logical tensor, in the order of the mesh's devices: of each
-        its number (``device``), a slice per tensor dim (``index``) and a CPU copy of the values
-        (``data``). ``Partial`` values whose reduction is pending are reduced first.
+        """What each device holds of the logical tensor, cut as torch cuts it, in the order of the
+        mesh's devices: of each its number (``device``), a slice per tensor dim (``index``) and a
+        CPU copy of the values (``data``). ``Partial`` values whose reduction is pending are reduced
+        first.
 
         Raises:
             DataDependentError: in a compiled step.
