@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Compiled steps look at indices, too: a test that has one out of range by mistake fails.
 os.environ.setdefault("XLA_DTENSOR_CHECKS", "all")
 # Small programs, compiled once and run once: a fifth of the compile time.

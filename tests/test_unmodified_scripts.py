@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import local_map
 from torch.nn.utils import parametrizations
 
 import xla_dtensor as xd
@@ -117,3 +118,19 @@ def test_non_blocking_moves_and_a_progress_line() -> None:
             optimizer.step()
             lines.append(f"step {step} loss {loss:.4f} norm {norm:.3f}")
     assert lines[:3] == lines[3:]
+
+
+def test_local_map_of_tensors_on_meshes_of_two_shapes(mesh_2x4: Any) -> None:
+    """Of one root it works; of two, the message says how to make it one."""
+    one, other = torch.randn(8, 8), torch.randn(8, 8)
+    partial, rows = [Partial(), Partial()], [Shard(0), Shard(1)]
+    function = local_map(
+        lambda x, y: x.sum() + y.sum(), out_placements=partial, in_placements=(rows, [Shard(0)])
+    )
+    x = distribute_tensor(one, mesh_2x4, rows)
+    flat = mesh_2x4._flatten()
+    result = function(x, distribute_tensor(other, flat, [Shard(0)]))
+    assert result.full_tensor().item() == pytest.approx((one + other).sum().item(), abs=1e-4)
+    root = xd.init_device_mesh("xla", (8,))
+    with pytest.raises(xd.MeshMismatchError, match=r"make one mesh of the other .*_flatten"):
+        function(x, distribute_tensor(other, root, [Shard(0)]))

@@ -130,6 +130,21 @@ def test_events_measure_what_the_devices_did():
     assert end.elapsed_time(start) == -start.elapsed_time(end)
 
 
+def test_torchs_own_name_for_an_event():
+    for made in (torch.Event("xla"), torch.Event(torch.device("xla"), enable_timing=True)):
+        assert isinstance(made, torch.xla.Event) and isinstance(made, torch.Event)
+    start, end = (torch.Event("xla", enable_timing=True) for _ in range(2))
+    start.record()
+    y = torch.ones(400, 400, device="xla") @ torch.ones(400, 400, device="xla")
+    end.record()
+    assert y.jax_array.is_ready() and 0 < start.elapsed_time(end) < 60_000
+    other = torch.Event("cpu")
+    assert isinstance(other, torch.Event) and not isinstance(other, torch.xla.Event)
+    assert other.device.type == "cpu"
+
+    assert isinstance(torch.xla.current_stream().record_event(), torch.Event)
+
+
 def test_an_event_without_timing():
     event = torch.xla.Event()
     assert event.query()

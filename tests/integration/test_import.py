@@ -12,7 +12,7 @@ import pytest
 CLEAN = {
     name: value
     for name, value in os.environ.items()
-    if not name.startswith(("JAX_", "XLA_")) and name != "NPROC"
+    if not name.startswith(("JAX_", "XLA_", "TF_CPP_")) and name != "NPROC"
 }
 
 
@@ -140,3 +140,21 @@ def test_more_threads_than_devices_whoever_starts_jax_first() -> None:
         JAX_NUM_CPU_DEVICES="8",
     )
     assert out == "64"
+
+
+@pytest.mark.parametrize(
+    "level", [None, pytest.param("1", marks=pytest.mark.slow)], ids=["quiet", "asked"]
+)
+def test_xlas_own_warnings(level: str | None) -> None:
+    """Of layouts between which its partitioner makes a tensor whole: unless they are asked for."""
+    code = (
+        "import torch, xla_dtensor as xd\n"
+        "mesh = xd.init_device_mesh('xla', (2, 4))\n"
+        "both, other = [xd.Shard(1), xd.Shard(1)], [xd.Shard(1), xd.Shard(0)]\n"
+        "x = xd.distribute_tensor(torch.ones(5, 5), mesh, other)\n"
+        "print(x.redistribute(placements=both).sum().item())\n"
+    )
+    env = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
+    result = run(code, JAX_NUM_CPU_DEVICES="8", JAX_ENABLE_COMPILATION_CACHE="0", **env)
+    assert result.stdout.strip() == "25.0"
+    assert ("full rematerialization" in result.stderr) is (level is not None)

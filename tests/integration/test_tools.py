@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._random import manual_seed
@@ -171,3 +172,16 @@ def test_torch_export_of_a_sharded_module_says_what_to_do(mesh_2x4: DeviceMesh) 
     x = distribute_tensor(torch.ones(2, 4), mesh_2x4, [Replicate(), Replicate()])
     with pytest.raises(NotImplementedError, match=r"xla_dtensor\.compile.*module\.cpu\(\)"):
         torch.export.export(layer, (x,))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("sharded", [False, True])
+def test_torch_compile_says_what_to_use(mesh_2x4: DeviceMesh, sharded: bool) -> None:
+    layer = nn.Linear(4, 4)
+    layer = xd.distribute_module(layer, mesh_2x4) if sharded else layer.to("xla")
+    x = torch.ones(2, 4, device="xla")
+    for compiled in (torch.compile(layer), torch.compile(lambda x: layer(x))):
+        with pytest.raises(RuntimeError, match=r"torch\.compile of .* xla_dtensor\.compile"):
+            compiled(x)
+    torch._dynamo.reset()
+    assert torch.compile(torch.sin, backend="eager")(torch.zeros(2)).tolist() == [0, 0]

@@ -119,3 +119,23 @@ def test_antialiased(name: str) -> None:
         assert check_call(op.default, x, size, False).mismatches == []
         grad = torch.randn(1, 2, *size)
         assert check_call(backward.default, grad, size, x.shape, False).mismatches == []
+
+
+@pytest.mark.parametrize(
+    "make,shape",
+    [
+        (lambda: torch.nn.Conv1d(3, 4, 3), (1, 4, 8)),
+        (lambda: torch.nn.Conv2d(3, 4, 3), (1, 5, 8, 8)),
+        (lambda: torch.nn.Conv2d(4, 4, 3, groups=2), (1, 5, 8, 8)),
+        (lambda: torch.nn.ConvTranspose2d(3, 4, 3), (1, 5, 8, 8)),
+        (lambda: torch.nn.Conv2d(3, 4, 3), (5, 8, 8)),
+    ],
+)
+def test_channels_that_do_not_fit(make: Any, shape: tuple[int, ...]) -> None:
+    layer, x = make(), torch.randn(shape)
+    messages = []
+    for device in ("cpu", "xla"):
+        with pytest.raises(RuntimeError) as error:
+            layer.to(device)(x.to(device))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]

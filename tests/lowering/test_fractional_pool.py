@@ -30,3 +30,12 @@ def test_3d() -> None:
     backward = aten.fractional_max_pool3d_backward.default
     grad = torch.randn_like(values)
     assert not check_call(backward, grad, x, kernel, out, indices).mismatches
+
+
+@pytest.mark.parametrize("spatial", [2, 3])
+def test_numbers_of_more_batches_than_there_are(spatial: int) -> None:
+    x = torch.randn(4, *(6,) * spatial)
+    samples = torch.rand(2, 4, spatial)
+    layer = getattr(torch.nn, f"FractionalMaxPool{spatial}d")
+    layer = layer(2, output_size=3, _random_samples=samples)
+    torch.testing.assert_close(layer.to("xla")(x.to("xla")).cpu(), layer.to("cpu")(x))

@@ -1,5 +1,5 @@
-"""``torch.accelerator`` for "xla": C++ has no way to ask a device that is written in Python for its
-memory, its streams, or to wait for it. ``torch.xla`` has the answers."""
+"""``torch.accelerator`` and ``torch.Event`` for "xla": C++ has no way to ask a device that is
+written in Python for its memory, its streams, or to wait for it. ``torch.xla`` has the answers."""
 
 from __future__ import annotations
 
@@ -40,6 +40,30 @@ def install() -> None:
         for module in modules:
             if isinstance(module, types.ModuleType) and hasattr(module, name):
                 setattr(module, name, hooked)
+    _hook_events()
+
+
+def _hook_events() -> None:
+    """``torch.Event("xla")`` is a ``torch.xla.Event``; of what C++ makes nobody could wait."""
+    original = torch.Event
+
+    class OfAnyDevice(type):
+        def __call__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if cls is not torch.Event:  # a class of the user's
+                return super().__call__(device, *args, **kwargs)
+            of_xla = is_xla() if device is None else torch.device(device).type == "xla"
+            if of_xla:
+                return torch.xla.Event(*args, **kwargs)
+            return original(*(() if device is None else (device,)), *args, **kwargs)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, original)
+
+    namespace = {"__doc__": original.__doc__, "__module__": "torch"}
+    torch.Event = OfAnyDevice("Event", (original,), namespace)
 
 
 def _hooked(original: Callable[..., Any], ours: str) -> Callable[..., Any]:

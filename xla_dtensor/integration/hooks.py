@@ -37,6 +37,7 @@ from xla_dtensor.integration import (
     recomputation,
     tools,
 )
+from xla_dtensor.runtime.jax_runtime import keep_quiet
 from xla_dtensor.tensors import backend
 
 _installed = False
@@ -47,6 +48,7 @@ def install() -> None:
     global _installed
     if _installed:
         return
+    keep_quiet()
     device.install()
     autocast.install()
     flex_attention.install()

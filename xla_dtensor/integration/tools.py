@@ -1,4 +1,5 @@
-"""torch's tools for tensors on a mesh: tables of shards, seeds, ``assert_close``."""
+"""torch's tools for tensors on a mesh: tables of shards, seeds, ``assert_close``, and what
+``torch.compile`` says."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.integration.take_over import take_over
 
@@ -17,6 +19,23 @@ def install() -> None:
     on_import("torch.distributed.tensor._random", _hook_random)
     on_import("torch.distributed.tensor.debug._visualize_sharding", _hook_visualize)
     on_import("torch.testing._comparison", _hook_comparison)
+    on_import("torch._dynamo.trace_rules", lambda module: module.add("xla_dtensor"))
+    on_import("torch._dynamo.variables.builder", _hook_dynamo)
+
+
+def _hook_dynamo(module: Any) -> None:
+    """``torch.compile`` would look for a graph in our dispatch; it says what to use instead."""
+    take_over(module.VariableBuilder.__call__, _refuse_tensor)
+
+
+def _refuse_tensor(original: Any, args: Any, kwargs: Any) -> Any:
+    value = args[1] if len(args) > 1 else kwargs["value"]
+    if hasattr(type(value), "_form"):
+        raise UnsupportedOpError(
+            f"torch.compile of code that uses a tensor of shape {list(value.shape)} on "
+            f"{value.device}: XLA is the compiler of xla tensors, by xla_dtensor.compile(function)"
+        )
+    return original(*args, **kwargs)
 
 
 def _hook_random(module: Any) -> None:

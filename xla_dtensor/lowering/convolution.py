@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from xla_dtensor.lowering.indexing import scatter_add
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.matmul import _precision
+from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
@@ -84,6 +86,21 @@ def _convolve(
         feature_group_count=groups,
         precision=_precision() if math_dtype(x.dtype) == x.dtype else None,
     )
+
+
+@meta_of("convolution")
+def _convolution_meta(input: Any, weight: Any, *args: Any) -> Any:
+    """torch's own, behind the check that its CPU kernels make, with their words."""
+    transposed, groups = args[4], args[6]
+    wanted = weight.shape[0] if transposed else weight.shape[1] * groups
+    if input.ndim == weight.ndim and input.shape[1] != wanted:
+        kind = f"transposed={int(transposed)}" if transposed else f"groups={groups}"
+        raise RuntimeError(
+            f"Given {kind}, weight of size {list(weight.shape)}, expected input"
+            f"{list(input.shape)} to have {wanted} channels, but got {input.shape[1]} channels "
+            "instead"
+        )
+    return torch.ops.aten.convolution.default(input, weight, *args)
 
 
 @lowers("convolution", "convolution_overrideable")

@@ -47,7 +47,8 @@ def _fractional_max_pool(spatial: int) -> Callable[..., tuple[jax.Array, jax.Arr
         shape = (*x.shape[: x.ndim - spatial], *output_size)
         if 0 in shape:
             return jnp.zeros(shape, x.dtype), jnp.zeros(shape, np.int64)
-        samples = random_samples.astype(math_dtype(random_samples.dtype))
+        # Of more batches' numbers than there are torch takes the first.
+        samples = random_samples[: lead[0]].astype(math_dtype(random_samples.dtype))
         # torch's numbers belong to the dims from the last on in 2-d, from the first on in 3-d.
         order = range(spatial) if spatial == 3 else reversed(range(spatial))
         # [N, C, outputs..., elements of the window...]

@@ -24,6 +24,16 @@ _start_lock = threading.Lock()
 _CPU_THREADS = "64"
 
 
+def keep_quiet() -> None:
+    """Let XLA report errors alone, unless the user has said otherwise.
+
+    Its partitioner warns in ordinary layouts, 600 characters at a time, of an "involuntary full
+    rematerialization": that it makes a tensor whole on its way from one sharding to another. The
+    level is read once, when JAX is imported.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
 def is_started() -> bool:
     """Whether a JAX backend runs already (then the number of devices is fixed)."""
     from jax._src import xla_bridge

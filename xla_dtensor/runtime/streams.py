@@ -17,13 +17,16 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.runtime import memory
 
 
-class Event:
+class Event(torch.Event):
     """A moment: everything that was asked of the devices before it.
 
     Args:
         enable_timing: whether `elapsed_time` may be asked for; then `record` waits.
         blocking, interprocess, external: as torch has them; nothing depends on them.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Event:
+        return super().__new__(cls, device="xla:0")
 
     def __init__(
         self,
