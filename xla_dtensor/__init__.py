@@ -51,13 +51,16 @@ _LAZY = {
     "from_device_values": "xla_dtensor.movement.device_values",
     "from_jax": "xla_dtensor.movement.jax_arrays",
     "fully_shard": "xla_dtensor.parallel",
+    "get_mesh": "xla_dtensor.mesh",
     "jax_function": "xla_dtensor.custom_ops",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
+    "set_mesh": "xla_dtensor.mesh",
     "to_jax": "xla_dtensor.movement.jax_arrays",
 }
 _MODULES = {
     "collectives": "xla_dtensor.movement.collectives",
+    "data": "xla_dtensor.data",
     "debug": "xla_dtensor.debug",
     "rules": "xla_dtensor.rules",
 }
@@ -94,6 +97,7 @@ __all__ = [
     "check_indices",
     "collectives",
     "compile",
+    "data",
     "debug",
     "distribute_module",
     "distribute_tensor",
@@ -101,11 +105,13 @@ __all__ = [
     "from_device_values",
     "from_jax",
     "fully_shard",
+    "get_mesh",
     "init_device_mesh",
     "jax_function",
     "register_rule",
     "replicate",
     "rules",
+    "set_mesh",
     "to_jax",
 ]
 

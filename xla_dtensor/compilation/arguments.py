@@ -21,6 +21,7 @@ from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.objects import opened_record
 from xla_dtensor.compilation.outside import hooks_of
 from xla_dtensor.compilation.reflection import is_strict
+from xla_dtensor.mesh import current_mesh
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -353,7 +354,7 @@ _STATE = (
     *("torch.is_anomaly_enabled()", "torch.is_anomaly_check_nan_enabled()"),
     *("autocast on xla", "autocast on the CPU", "autocast's dtype on xla", "its dtype on the CPU"),
     *("torch.get_default_device()", "saved-tensor hooks", "torch's modes", "__torch_function__"),
-    "the order of sequences in context_parallel",
+    *("the order of sequences in context_parallel", "the current mesh"),
 )
 
 
@@ -377,6 +378,7 @@ def global_state() -> tuple[Any, ...]:
         _modes() if _function_modes() or _dispatch_modes() else None,
         torch._C._is_torch_function_enabled(),
         sequence_order.current(),
+        current_mesh(),
     )
 
 

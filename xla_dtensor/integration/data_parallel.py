@@ -9,7 +9,6 @@ import inspect
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import _mesh_resources
 from torch.nn.parallel import DistributedDataParallel
 
 from xla_dtensor.errors import UnsupportedOpError
@@ -84,8 +83,10 @@ def _is_ours(module: Any, mesh: Any) -> bool:
     modules = [module] if isinstance(module, nn.Module) else module
     if any(p.device.type == "xla" for m in modules for p in m.parameters()):
         return True
-    stack: Any = getattr(_mesh_resources, "mesh_stack", None)
-    return bool(stack) and stack[-1].device_type == "xla"
+    from xla_dtensor.mesh import current_mesh
+
+    mesh = current_mesh()
+    return mesh is not None and mesh.device_type == "xla"
 
 
 def _share(original: Any, args: Any, kwargs: Any) -> Any:

@@ -54,6 +54,7 @@ def install() -> None:
     flex_attention.install()
     optimizers.install()
     _hook_mesh_class()
+    _hook_current_mesh()
     _hook_distribute()
     recomputation.install()
     accelerator.install()
@@ -165,6 +166,25 @@ def _hook_mesh_class() -> None:
         return object.__new__(XLADeviceMesh)
 
     mesh_class.__new__ = staticmethod(new)
+
+
+def _hook_current_mesh() -> None:
+    """Functions of torch that are given no mesh ask for that of a ``with`` block; outside of one it
+    is that of `set_mesh`."""
+    environment: Any = type(torch_device_mesh._mesh_resources)
+    original = environment.get_current_mesh
+
+    @functools.wraps(original)
+    def get_current_mesh(self: Any) -> Any:
+        if not self.mesh_stack and "xla_dtensor.mesh.current" in sys.modules:
+            from xla_dtensor.mesh import current_mesh
+
+            mesh = current_mesh()
+            if mesh is not None:
+                return mesh
+        return original(self)
+
+    environment.get_current_mesh = get_current_mesh
 
 
 def _hook_distribute() -> None:

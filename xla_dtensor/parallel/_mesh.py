@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xla_dtensor import runtime
 from xla_dtensor.errors import MeshError
-from xla_dtensor.mesh import mesh_dim_axes
+from xla_dtensor.mesh import current_mesh, mesh_dim_axes
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -77,10 +77,8 @@ def data_parallel(
 
 
 def _default_mesh(call: str) -> DeviceMesh:
-    """The current mesh (``with mesh:``), else one of all devices."""
-    if getattr(_mesh_resources, "mesh_stack", None):
-        return _mesh_resources.get_current_mesh()
-    return init_device_mesh("xla", (runtime.device_count(),))
+    """The current mesh (``with mesh:``, `set_mesh`), else one of all devices."""
+    return current_mesh() or init_device_mesh("xla", (runtime.device_count(),))
 
 
 def _named(mesh: DeviceMesh, dims: DataParallelMeshDims, call: str, *, shard: bool) -> DataParallel:
