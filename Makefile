@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance oracle bench bench-eager bench-host bench-torch bench-commits clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -33,7 +33,7 @@ test-audit: env ## the tests of compiled steps, each call audited (about eight m
 	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(AUDITED) \
 	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
 
-test-all: check test test-slow test-audit rules-check conformance ## everything there is (about three hours on two cores)
+test-all: check test test-slow test-audit rules-check suites ## everything there is (about three hours on two cores)
 
 check: env ## lint, formatting, types
 	$(BIN)/ruff check .
@@ -42,6 +42,16 @@ check: env ## lint, formatting, types
 
 rules-check: env ## the layout rules against what XLA does (about eight minutes on two cores)
 	$(BIN)/python -m xla_dtensor.debug.rule_check $(ARGS)
+
+SUITES := $(BIN)/python -W ignore -m tests.suites
+SUITE_RECORDS := .cache/suites
+suites: conformance ## torch's op_db, module_db and optim_db, and one report (about an hour and a half on two cores)
+	mkdir -p $(SUITE_RECORDS)
+	for i in 0 1; do ( \
+	  $(SUITES) modules --shard $$i/2 --limit 6 --layouts 2 --out $(SUITE_RECORDS)/modules.$$i && \
+	  $(SUITES) optimizers --shard $$i/2 --out $(SUITE_RECORDS)/optimizers.$$i ) & \
+	done > $(SUITE_RECORDS)/log 2>&1; wait
+	$(BIN)/python -W ignore -m tests.suites.report $(RECORDS)/*.[01] $(SUITE_RECORDS)/*.[01] > tests/suites/REPORT.md
 
 oracle: env ## all scenarios and random programs, torchrun against one process (about ten minutes)
 	$(BIN)/python -m pytest tests/oracle $(ARGS)

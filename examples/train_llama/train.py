@@ -47,6 +47,16 @@ def make_train_step(
     return train_step
 
 
+def memory_line(step: Callable[[Tensor, Tensor], Tensor]) -> str:
+    """What each device holds after a step, and what a step needs beside it."""
+    held = torch.xla.memory_allocated() / 2**20
+    text = f"each device holds {held:.1f} MB of parameters and optimizer state"
+    if hasattr(step, "compiled_programs"):
+        needed = step.compiled_programs()[-1].memory_analysis().temp_size_in_bytes / 2**20
+        text += f"; a step needs {needed:.1f} MB beside it"
+    return text
+
+
 def plot(losses: list[float], path: Path, title: str) -> None:
     import matplotlib
 
@@ -102,6 +112,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         losses.append(step(place_batch(tokens), place_batch(targets)).item())
         seconds.append(time.perf_counter() - begin)
         schedule.step()
+        if len(losses) == 2 and not options.reference:  # the optimizer has its state
+            progress.write(memory_line(step))
         typical = statistics.median(seconds[-20:])
         speed = f"{options.batch * options.seq / typical:,.0f} tokens/s"
         progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed}, {1000 * typical:.1f} ms/step")

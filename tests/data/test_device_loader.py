@@ -126,7 +126,8 @@ def test_what_is_taken_ahead(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("workers", [0, 2])
+# (torch waits ten seconds for workers of a loop that an error has ended.)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_error_comes_in_its_turn(prefetch: int, workers: int) -> None:
     loader = DataLoader(Rows(bad=7), batch_size=2, num_workers=workers)
     seen = []

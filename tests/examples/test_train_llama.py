@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ def test_golden_losses(tmp_path: Path, mesh: str) -> None:
     assert losses == pytest.approx(GOLDEN["losses"], abs=1e-3)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert "tokens/s" in printed and "ms/step" in printed
+    assert re.search(r"each device holds \d+\.\d MB .*; a step needs \d+\.\d MB beside it", printed)
 
 
 def test_golden_losses_are_those_of_cpu_torch(tmp_path: Path) -> None:
