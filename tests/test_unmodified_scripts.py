@@ -134,3 +134,10 @@ def test_local_map_of_tensors_on_meshes_of_two_shapes(mesh_2x4: Any) -> None:
     root = xd.init_device_mesh("xla", (8,))
     with pytest.raises(xd.MeshMismatchError, match=r"make one mesh of the other .*_flatten"):
         function(x, distribute_tensor(other, root, [Shard(0)]))
+
+
+def test_the_layout_of_a_sharded_tensor_is_none_for_torchs_cpp(mesh_2x4: Any) -> None:
+    x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
+    with pytest.raises(TypeError, match="layout.* must be torch.layout"):
+        torch.zeros(3, layout=x.layout)
+    assert torch.zeros(3, device="xla").layout is torch.strided

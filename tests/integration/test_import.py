@@ -68,8 +68,9 @@ def test_the_device_slot_is_taken(owner: str) -> None:
     assert result.returncode == 1
     assert result.stderr.strip().splitlines()[-1] == (
         "RuntimeError: xla_dtensor needs torch's out-of-tree device slot (PrivateUse1), but "
-        f"{owner!r} has taken it in this process; import xla_dtensor without that backend "
-        "(torch_npu, torchax, ...)"
+        f"{owner!r} has taken it in this process. Run without that backend: don't import it "
+        "(torch_npu, torchax, ...), and where torch imports it by itself, as it does with every "
+        "backend that is installed (torch_tpu), set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     )
 
 

@@ -31,8 +31,9 @@ def install() -> None:
     if current != "privateuseone":
         raise RuntimeError(
             f"xla_dtensor needs torch's out-of-tree device slot (PrivateUse1), but {current!r} has "
-            "taken it in this process; import xla_dtensor without that backend (torch_npu, "
-            "torchax, ...)"
+            "taken it in this process. Run without that backend: don't import it (torch_npu, "
+            "torchax, ...), and where torch imports it by itself, as it does with every backend "
+            "that is installed (torch_tpu), set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         )
     # Not torch's generate_methods_for_privateuse1_backend: its is_xla collides with torch's own.
     backend_registration.rename_privateuse1_backend("xla")

@@ -1,4 +1,4 @@
-"""Conversions to sparse layouts, which XLA doesn't have: they raise."""
+"""What makes tensors of sparse layouts, which XLA doesn't have: it raises."""
 
 from __future__ import annotations
 
@@ -19,16 +19,36 @@ _CONVERSIONS = (
 )
 
 
-def _refusal(name: str) -> Callable[..., Any]:
+_OF_INDICES = (
+    "_sparse_coo_tensor_unsafe",
+    "_sparse_coo_tensor_with_dims_and_tensors",
+    "_sparse_compressed_tensor_unsafe",
+    "sparse_coo_tensor.indices",
+    "sparse_coo_tensor.indices_size",
+)
+
+
+def _refusal(name: str, way_out: str) -> Callable[..., Any]:
     def refuse(*args: Any, **options: Any) -> Any:
-        raise UnsupportedOpError(
-            f"aten::{name}: XLA has dense arrays only; keep the tensor dense (multiply by a mask), "
-            "or move it to the CPU with .full_tensor().cpu() and make that sparse"
-        )
+        raise UnsupportedOpError(f"aten::{name}: XLA has dense arrays only; {way_out}")
 
     return refuse
 
 
+def _refuse(name: str, way_out: str) -> None:
+    lowers(name)(_refusal(name, way_out))
+    meta_of(name)(_refusal(name, way_out))
+
+
 for _name in _CONVERSIONS:
-    lowers(_name)(_refusal(_name))
-    meta_of(_name)(_refusal(_name))
+    _refuse(
+        _name,
+        "keep the tensor dense (multiply by a mask), or move it to the CPU with "
+        ".full_tensor().cpu() and make that sparse",
+    )
+for _name in _OF_INDICES:
+    _refuse(
+        _name,
+        "give an embedding sparse=False, and its optimizer will get a dense gradient (Adam in place "
+        "of SparseAdam); other sparse tensors make on the CPU",
+    )
