@@ -138,6 +138,6 @@ def test_local_map_of_tensors_on_meshes_of_two_shapes(mesh_2x4: Any) -> None:
 
 def test_the_layout_of_a_sharded_tensor_is_none_for_torchs_cpp(mesh_2x4: Any) -> None:
     x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
-    with pytest.raises(TypeError, match="layout.* must be torch.layout"):
+    with pytest.raises(TypeError, match=r"layout.* must be torch.layout"):
         torch.zeros(3, layout=x.layout)
     assert torch.zeros(3, device="xla").layout is torch.strided

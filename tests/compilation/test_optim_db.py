@@ -198,5 +198,5 @@ def test_sparse_gradients(mesh_2x4: DeviceMesh, compiled: bool) -> None:
         nn.functional.embedding(rows, table, sparse=True).sum().backward()
         optimizer.step()
 
-    with pytest.raises(xd.UnsupportedOpError, match="give an embedding sparse=False.*SparseAdam"):
+    with pytest.raises(xd.UnsupportedOpError, match=r"give an embedding sparse=False.*SparseAdam"):
         (xd.compile(step) if compiled else step)()

@@ -12,6 +12,7 @@ from xla_dtensor.debug._caches import CacheTable, caches, clear_caches
 from xla_dtensor.debug._explain import Explanation, explain
 from xla_dtensor.debug._logs import set_logs, start_from_environment
 from xla_dtensor.debug._records import Operation, Redistribution, Transfer
+from xla_dtensor.debug._rematerializations import Rematerialization, rematerializations
 from xla_dtensor.debug._rules import RegisteredRule, RuleTable, rules
 
 __all__ = [
@@ -20,11 +21,13 @@ __all__ = [
     "Operation",
     "Redistribution",
     "RegisteredRule",
+    "Rematerialization",
     "RuleTable",
     "Transfer",
     "caches",
     "clear_caches",
     "explain",
+    "rematerializations",
     "rules",
     "set_logs",
 ]

@@ -49,6 +49,6 @@ for _name in _CONVERSIONS:
 for _name in _OF_INDICES:
     _refuse(
         _name,
-        "give an embedding sparse=False, and its optimizer will get a dense gradient (Adam in place "
+        "give an embedding sparse=False, and its optimizer gets a dense gradient (Adam in place "
         "of SparseAdam); other sparse tensors make on the CPU",
     )
