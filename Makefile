@@ -48,7 +48,7 @@ SUITE_RECORDS := .cache/suites
 suites: conformance ## torch's op_db, module_db and optim_db, and one report (about an hour and a half on two cores)
 	mkdir -p $(SUITE_RECORDS)
 	for i in 0 1; do ( \
-	  $(SUITES) modules --shard $$i/2 --limit 6 --layouts 2 --out $(SUITE_RECORDS)/modules.$$i && \
+	  $(SUITES) modules --shard $$i/2 --limit 4 --out $(SUITE_RECORDS)/modules.$$i && \
 	  $(SUITES) optimizers --shard $$i/2 --out $(SUITE_RECORDS)/optimizers.$$i ) & \
 	done > $(SUITE_RECORDS)/log 2>&1; wait
 	$(BIN)/python -W ignore -m tests.suites.report $(RECORDS)/*.[01] $(SUITE_RECORDS)/*.[01] > tests/suites/REPORT.md

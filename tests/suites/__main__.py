@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--mesh", default="2x4")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th entry from the i-th")
     parser.add_argument("--out", default="suite.jsonl")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds per entry")
+    parser.add_argument("--timeout", type=int, default=1200, help="seconds per entry")
     options = parser.parse_args()
     signal.signal(signal.SIGALRM, _on_alarm)
     index, count = map(int, options.shard.split("/"))

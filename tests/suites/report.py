@@ -83,7 +83,13 @@ def _summary(records: list[Record], commit: str) -> Iterator[str]:
                     f"{counts['reason']} | {counts['none']} |"
                 )
         samples = sum(r["samples"] for r in chosen)
-        yield f"\n{len(chosen)} records, {samples} samples.\n"
+        closer = sum(r.get("more_exact", 0) for r in chosen)
+        yield (
+            f"\n{len(chosen)} entries, {samples} settings or samples; {closer} results are outside "
+            "of torch's tolerance of CPU torch's, but as close to double precision.\n"
+        )
+    if all(record["suite"] != "operations" for record in records):
+        yield "`op_db` has a [report of its own](../conformance/REPORT.md).\n"
 
 
 def _failures(records: list[Record]) -> Iterator[str]:
