@@ -55,8 +55,10 @@ def render(records: list[Record], commit: str) -> str:
 
 def _summary(records: list[Record], commit: str) -> Iterator[str]:
     yield "# torch's own suites\n"
+    limits = sorted({record["limit"] for record in records if record["suite"] == "modules"})
+    settings = f", with up to {limits[-1]} settings of a module in each mode" if limits else ""
     yield (
-        f"Made by `make suites` at {commit}. Everything runs on sharded tensors, in layouts drawn "
+        f"Made at {commit}{settings}; `make suites` makes it again. Everything runs on sharded tensors, in layouts drawn "
         "for it, and is compared with CPU torch. Nothing may fail without a reason "
         "(`expected.py` here and in `tests/conformance`).\n"
     )

@@ -1,7 +1,7 @@
 """What torch's own tests of DTensor do, written down from what they are about.
 
-Each is a small program that runs twice: on CPU tensors, and on an xla mesh. Results and gradients are
-the same, and results have the placements that torch's tests want.
+Each is a small program that runs twice: on CPU tensors, and on an xla mesh. Results and gradients
+are the same, and results have the placements that torch's tests want.
 """
 
 from __future__ import annotations
@@ -138,10 +138,9 @@ def positions_of_extremes(w: World) -> Any:
 
 @program()
 def products_of_every_layout(w: World) -> Any:
-    out = []
-    for left in ([R], [S0], [S1]):
-        for right in ([R], [S0], [S1]):
-            out.append(w.tensor(8, 4, at=left) @ w.tensor(4, 12, at=right))
+    kinds = ([R], [S0], [S1])
+    pairs = [(left, right) for left in kinds for right in kinds]
+    out = [w.tensor(8, 4, at=left) @ w.tensor(4, 12, at=right) for left, right in pairs]
     sum(o.sin().sum() for o in out).backward()
     return out
 

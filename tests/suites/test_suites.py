@@ -83,7 +83,7 @@ def test_all_of_torchs_entries_are_there() -> None:
 
 
 def test_the_report_names_what_has_no_reason() -> None:
-    common = {"dtype": "float32", "mesh": "2x4", "samples": 2}
+    common = {"dtype": "float32", "mesh": "2x4", "samples": 2, "limit": 1}
     failure = {"form": "eval forward", "class": "wrong", "text": "7 | 8", "layouts": []}
     sparse = {"form": "forward", "class": "unsupported", "text": "no", "layouts": []}
     records = [
