@@ -59,8 +59,8 @@ def _summary(records: list[Record], commit: str) -> Iterator[str]:
     settings = f", with up to {limits[-1]} settings of a module in each mode" if limits else ""
     yield (
         f"Made at {commit}{settings}; `make suites` makes it again. Everything runs on sharded "
-        "tensors, in layouts drawn for it, and is compared with CPU torch. Nothing may fail without "
-        "a reason (`expected.py` here and in `tests/conformance`).\n"
+        "tensors, in layouts drawn for it, and is compared with CPU torch. Nothing may fail "
+        "without a reason (`expected.py` here and in `tests/conformance`).\n"
     )
     for suite, title in TITLES.items():
         chosen = [record for record in records if record["suite"] == suite]

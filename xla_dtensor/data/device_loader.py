@@ -39,8 +39,8 @@ def device_loader(
         mesh: an xla mesh; by default the current one (`set_mesh`).
         placements: one placement per mesh dim, for all tensors; or such lists in the tuples, lists
             and dicts of a batch, where a list stands for all below it and None for the default. By
-            default dim 0 is sharded over the first mesh dim, and tensors
-            without dims are replicated.
+            default dim 0 is sharded over the first mesh dim, and tensors without dims are
+            replicated.
         prefetch: how many batches are on their way while one is used. They take memory on the
             devices, and have been taken from ``loader`` when the loop ends early; 0 for none.
 
