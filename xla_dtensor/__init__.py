@@ -12,6 +12,7 @@ from xla_dtensor import integration
 integration.install()
 
 from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
+    CheckpointError,
     DataDependentError,
     DeviceCountError,
     LayoutRuleError,
@@ -57,12 +58,14 @@ _LAZY = {
     "to_jax": "xla_dtensor.movement.jax_arrays",
 }
 _MODULES = {
+    "checkpoint": "xla_dtensor.checkpoint",
     "collectives": "xla_dtensor.movement.collectives",
     "debug": "xla_dtensor.debug",
     "rules": "xla_dtensor.rules",
 }
 
 __all__ = [
+    "CheckpointError",
     "CompiledStep",
     "DFunction",
     "DataDependentError",
@@ -92,6 +95,7 @@ __all__ = [
     "XlaDTensorError",
     "axis_index",
     "check_indices",
+    "checkpoint",
     "collectives",
     "compile",
     "debug",

@@ -21,6 +21,7 @@ from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
     accelerator,
     autocast,
+    checkpoints,
     data_parallel,
     debug_modes,
     device,
@@ -59,6 +60,7 @@ def install() -> None:
     _hook_handles()
     loaders.install()
     loading.install()
+    checkpoints.install()
     modules.install()
     observers.install()
     process_groups.install(data_parallel.install_for_modules)

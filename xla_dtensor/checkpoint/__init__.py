@@ -1,0 +1,5 @@
+"""Checkpoints: ``torch.distributed.checkpoint`` of xla tensors, and what is built on it."""
+
+from xla_dtensor.checkpoint.reading import FileSystemReader
+
+__all__ = ["FileSystemReader"]
