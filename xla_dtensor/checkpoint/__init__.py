@@ -1,5 +1,6 @@
 """Checkpoints: ``torch.distributed.checkpoint`` of xla tensors, and what is built on it."""
 
+from xla_dtensor.checkpoint.manager import CheckpointManager
 from xla_dtensor.checkpoint.reading import FileSystemReader
 
-__all__ = ["FileSystemReader"]
+__all__ = ["CheckpointManager", "FileSystemReader"]

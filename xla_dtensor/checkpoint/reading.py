@@ -32,15 +32,16 @@ class FileSystemReader(TorchReader):
 
     Example::
 
-        import tempfile, torch, torch.distributed.checkpoint as dcp, xla_dtensor as xd
+        import tempfile, warnings, torch, torch.distributed.checkpoint as dcp, xla_dtensor as xd
 
-        x = torch.ones(3, device="xla")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         with tempfile.TemporaryDirectory() as folder:
-            dcp.save({"x": x}, checkpoint_id=folder, no_dist=True)
-            x.zero_()
+            dcp.save({"x": torch.ones(3, device="xla")}, checkpoint_id=folder)
             reader = xd.checkpoint.FileSystemReader(folder)
-            dcp.load({"x": x}, storage_reader=reader, no_dist=True)
-        assert x.tolist() == [1, 1, 1]
+            assert list(reader.read_metadata().state_dict_metadata) == ["x"]
+            state = {"x": torch.zeros(3)}
+            dcp.load(state, storage_reader=reader)  # calls reader.read_data(plan, planner)
+        assert state["x"].tolist() == [1, 1, 1]
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -87,7 +87,7 @@ def _run(original: Any, given: Any, error_of: Any = None) -> Any:
         if error_of is not None:
             causes.insert(0, error_of())
         for cause in causes:
-            if isinstance(cause, XlaDTensorError):
+            if isinstance(cause, XlaDTensorError | KeyboardInterrupt | SystemExit):
                 raise cause from error
         raise
 
