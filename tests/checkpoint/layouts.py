@@ -48,4 +48,5 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of a CPU tensor's elements."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().tobytes()

@@ -2,5 +2,6 @@
 
 from xla_dtensor.checkpoint.manager import CheckpointManager
 from xla_dtensor.checkpoint.reading import FileSystemReader
+from xla_dtensor.checkpoint.safetensors import load_safetensors, save_safetensors
 
-__all__ = ["CheckpointManager", "FileSystemReader"]
+__all__ = ["CheckpointManager", "FileSystemReader", "load_safetensors", "save_safetensors"]

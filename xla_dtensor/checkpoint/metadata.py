@@ -135,8 +135,11 @@ def size_of_file(folder: Path, name: str) -> int:
         raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
-def inside(folder: Path, name: Any) -> Path:
+def inside(folder: Path, name: Any, links: bool = False) -> Path:
     """The path of ``name``, which a checkpoint says is in ``folder``.
+
+    Args:
+        links: whether it may be a link to another folder.
 
     Raises:
         CheckpointError: it would be elsewhere.
@@ -146,7 +149,7 @@ def inside(folder: Path, name: Any) -> Path:
     leaves = pure.is_absolute() or ".." in pure.parts or PureWindowsPath(str(name)).drive
     if leaves or not isinstance(name, str) or not pure.parts or "\0" in name:
         raise CheckpointError(f"{folder}: its metadata names {name!r}, which isn't in this folder")
-    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+    if not links and path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
         raise CheckpointError(f"{path}: a link that leaves the folder of the checkpoint")
     return path
 

@@ -73,6 +73,11 @@ class StoredTensor:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class _Values:
@@ -343,6 +348,12 @@ def _box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # whatever the strides of dims of one element
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
 def _fill(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value.reshape(target.shape))
 
@@ -355,7 +366,7 @@ def _read(file: BinaryIO, stored: StoredTensor, first: int, count: int) -> torch
 
 
 def _read_into(file: BinaryIO, position: int, target: torch.Tensor) -> None:
-    view = memoryview(target.reshape(-1).view(torch.uint8).numpy())
+    view = bytes_of(target)
     file.seek(position)
     while len(view):
         count = file.readinto(view)  # type: ignore[attr-defined]

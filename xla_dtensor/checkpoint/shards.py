@@ -41,6 +41,11 @@ class Chunk:
         """The number of elements."""
         return math.prod(self.sizes)
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The index of the chunk in the whole tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
 
 @dataclass(frozen=True)
 class Own:

@@ -104,6 +104,13 @@ class Departing(StandIn):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return self._read(self._chunk_at(index))
 
+    def whole(self) -> torch.Tensor:
+        """All of the value on the host."""
+        result = torch.empty(self.own.size, dtype=self.dtype)
+        for chunk in self.own.chunks:
+            result[chunk.box] = self._read(chunk)
+        return result
+
     def staged(self) -> Departing:
         """The same with copies of the values: they stay, whatever is written to the tensor."""
         values = {chunk: self._read(chunk) for chunk in self.own.chunks}
@@ -158,6 +165,14 @@ def departing(tensor: Ours, path: Path) -> Departing:
 def saved(tensor: Ours | Staged, path: Path) -> Departing:
     """What is saved of a tensor, or of what `staged` has made of it."""
     return tensor.tensor if isinstance(tensor, Staged) else departing(tensor, path)
+
+
+def saved_whole(tensor: Ours | Staged, path: Path) -> Departing:
+    """The same with one shard, all of the tensor: for storages that keep one for each name."""
+    parts = saved(tensor, path)
+    box = Chunk((0,) * parts.ndim, tuple(parts.size()))
+    own = Own(box.sizes, {box: []}, [], ())
+    return Departing(own, parts.dtype, lambda _: parts.whole())
 
 
 def staged(tensor: Ours | Staged, path: Path) -> Staged:

@@ -318,13 +318,13 @@ def _check_same(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> 
 
 def _restore_module(module: nn.Module, state: dict[str, Any]) -> None:
     """Its own tensors have been loaded into; what else ``state_dict`` gives is up to the module."""
-    own = {_memory(t) for t in (*module.parameters(), *module.buffers())}
-    if all(isinstance(v, torch.Tensor) and _memory(v) in own for v in state.values()):
+    own = {memory_of(t) for t in (*module.parameters(), *module.buffers())}
+    if all(isinstance(v, torch.Tensor) and memory_of(v) in own for v in state.values()):
         return
     torch_state_dict.set_model_state_dict(module, state)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[bool, int]:
+def memory_of(tensor: torch.Tensor) -> tuple[bool, int]:
     """Which memory a tensor sees."""
     if isinstance(tensor, Ours):
         return True, id(tensor._storage_)

@@ -42,8 +42,18 @@ def _save(original: Any, args: Any, kwargs: Any) -> Any:
     given = _bound(original, args, kwargs)
     state = given.arguments["state_dict"]
     if stand_ins.has_ours(state):
-        given.arguments["state_dict"] = stand_ins.replaced(state, stand_ins.saved)
+        storage = given.arguments["storage_writer"]
+        # Of several shards of one name in a file, torch's writer of safetensors files keeps one.
+        one_each = getattr(storage, "serialization_format", None) == _safetensors()
+        saved = stand_ins.saved_whole if one_each else stand_ins.saved
+        given.arguments["state_dict"] = stand_ins.replaced(state, saved)
     return _run(original, given)
+
+
+def _safetensors() -> Any:
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    return SerializationFormat.SAFETENSORS
 
 
 def _async_save(original: Any, args: Any, kwargs: Any) -> Any:
