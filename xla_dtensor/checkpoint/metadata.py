@@ -50,6 +50,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
+_LONGEST_LIST = 2**20
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = _ALLOWED.get((module, name))
@@ -93,6 +96,7 @@ def check_files(metadata: Metadata, folder: Path) -> None:
             elements than it has bytes.
     """
     sizes: dict[str, int] = {}
+    taken: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
         name = info.relative_path
         if name not in sizes:
@@ -102,6 +106,9 @@ def check_files(metadata: Metadata, folder: Path) -> None:
                 f"{folder / name}: the file has {sizes[name]} bytes, and {index.fqn!r} is to be at "
                 f"{info.offset} with {info.length}: it is truncated, or of another checkpoint"
             )
+        taken[name] = taken.get(name, 0) + info.length
+        if taken[name] > sizes[name]:
+            raise CheckpointError(f"{folder / name}: several entries are to be in one place")
     for fqn, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
@@ -165,6 +172,9 @@ def _problem(found: Any) -> str | None:
         problem = _problem_of_entry(entry)
         if problem is not None or not isinstance(fqn, str):
             return f"the entry {fqn!r} {problem or 'has no name'}"
+    problem = _problem_of_paths(vars(found).get("planner_data"))
+    if problem is not None:
+        return problem
     for index, info in places.items():
         if not isinstance(index, MetadataIndex) or not isinstance(info, filesystem._StorageInfo):
             return f"the place of {index!r} is none"
@@ -172,6 +182,21 @@ def _problem(found: Any) -> str | None:
         numbers = fields.get("offset"), fields.get("length")
         if not isinstance(fields.get("relative_path"), str) or not _is_shape(numbers):
             return f"the place of {index!r} is none"
+    return None
+
+
+def _problem_of_paths(paths: Any) -> str | None:
+    """Where entries are in nested dicts and lists."""
+    if paths is None:
+        return None
+    if not isinstance(paths, dict):
+        return "its paths are none"
+    for name, path in paths.items():
+        if not isinstance(path, tuple) or not path or not isinstance(path[0], str):
+            return f"the path of {name!r} is none"
+        for part in path:
+            if not isinstance(part, str) and not (type(part) is int and 0 <= part < _LONGEST_LIST):
+                return f"the path of {name!r} is none"
     return None
 
 

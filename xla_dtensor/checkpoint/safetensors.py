@@ -225,7 +225,7 @@ def save_safetensors(
         Path(folder),
         {name: (dtype_of(value), tuple(value.shape)) for name, value in sources.items()},
         lambda name: whole_value(sources[name]).to(dtype_of(sources[name])),
-        _bytes(max_shard_size),
+        bytes_of_size(max_shard_size),
         {"format": "pt"} | dict(metadata or {}),
     )
 
@@ -256,7 +256,12 @@ def _renamed(name: str, rename: Rename | None) -> str | None:
     return rename(name) if callable(rename) else rename.get(name, name)
 
 
-def _bytes(size: int | str) -> int:
+def bytes_of_size(size: int | str) -> int:
+    """A size as "500MB", in bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", size.upper())
         if match is None:

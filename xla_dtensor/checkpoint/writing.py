@@ -28,7 +28,9 @@ class FileSystemWriter(TorchWriter):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)
+        # Shards come from the host, one by one: nothing is to be copied ahead, which torch would
+        # wait for by waiting for the devices.
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
         self._own_files: dict[str, tuple[int, int]] = {}
         self.files: dict[str, tuple[int, int]] = {}
         self.fs = _Files(self._own_files)
