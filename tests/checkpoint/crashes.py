@@ -70,6 +70,8 @@ class Events:
             finally:
                 sys.setprofile(None)
                 self.longest = max(self.longest, self._count)
+            if self._armed and self._kill_at is not None:  # a save of fewer events than others
+                os.kill(os.getpid(), signal.SIGKILL)
 
         manager._write = watched
 

@@ -6,6 +6,7 @@ classes are made of it, and what it says is compared with the files before memor
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -96,7 +97,7 @@ def check_files(metadata: Metadata, folder: Path) -> None:
             elements than it has bytes.
     """
     sizes: dict[str, int] = {}
-    taken: dict[str, int] = {}
+    taken: list[tuple[str, int, int]] = []
     for index, info in metadata.storage_data.items():
         name = info.relative_path
         if name not in sizes:
@@ -106,11 +107,15 @@ def check_files(metadata: Metadata, folder: Path) -> None:
                 f"{folder / name}: the file has {sizes[name]} bytes, and {index.fqn!r} is to be at "
                 f"{info.offset} with {info.length}: it is truncated, or of another checkpoint"
             )
-        taken[name] = taken.get(name, 0) + info.length
-        if taken[name] > sizes[name]:
-            raise CheckpointError(f"{folder / name}: several entries are to be in one place")
+        taken.append((name, info.offset, info.offset + info.length))
+    taken.sort()
+    for (name, _, end), (other, begin, _) in itertools.pairwise(taken):
+        if name == other and begin < end:
+            raise CheckpointError(f"{folder / name}: two entries are to be at {begin}")
     for fqn, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
+            if MetadataIndex(fqn) not in metadata.storage_data:
+                raise CheckpointError(f"{folder}: its metadata lacks the place of {fqn!r}")
             continue
         for chunk in entry.chunks:
             info = metadata.storage_data.get(MetadataIndex(fqn, chunk.offsets))

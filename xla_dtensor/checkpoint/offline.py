@@ -134,8 +134,10 @@ def _reader_of_dcp(folder: Path, metadata: Any, name: str) -> Callable[[], torch
             with path.open("rb", buffering=0) as file:
                 try:
                     stored = stored_tensor(cast(BinaryIO, file), info.offset, info.length)
-                    if stored.sizes != tuple(chunk.sizes):
-                        raise CheckpointError(f"a tensor of sizes {list(stored.sizes)}")
+                    if stored.sizes != tuple(chunk.sizes) or stored.dtype != whole.dtype:
+                        raise CheckpointError(
+                            f"a tensor of sizes {list(stored.sizes)} and {stored.dtype}"
+                        )
                     box = Chunk(tuple(chunk.offsets), tuple(chunk.sizes)).box
                     part = Part((0,) * len(stored.sizes), whole[box])
                     read_parts(cast(BinaryIO, file), stored, [part])

@@ -57,6 +57,11 @@ class FileSystemReader(TorchReader):
         """
         metadata = read_metadata(Path(self._get_metadata_path(kwargs.get("rank"))))
         check_files(metadata, Path(self.path))
+        self._dtypes = {
+            fqn: entry.properties.dtype
+            for fqn, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -118,6 +123,8 @@ class FileSystemReader(TorchReader):
             return
         try:
             stored = stored_tensor(file, info.offset, info.length)
+            if stored.dtype != self._dtypes[index.fqn]:
+                raise CheckpointError(f"a tensor of {stored.dtype}, not {self._dtypes[index.fqn]}")
             for part in parts:
                 ends = [o + n for o, n in zip(part.offsets, part.target.shape, strict=True)]
                 if len(ends) != len(stored.sizes) or any(
