@@ -23,7 +23,7 @@ import xla_dtensor as xd
 from tests.checkpoint.layouts import laid_out, same, value_of
 from tests.checkpoint.run import Data, Run, manager_of
 from tests.conftest import make_mesh
-from xla_dtensor.checkpoint import writing
+from xla_dtensor.checkpoint import streams
 
 Manager = xd.checkpoint.CheckpointManager
 
@@ -498,7 +498,7 @@ def test_a_full_disk(
     manager, state = simple(tmp_path, asynchronous=asynchronous)
     manager.save(1)
     manager.wait()
-    original, room = writing._Counting.write, [after]
+    original, room = streams.Stream.write, [after]
 
     def write(self: Any, data: Any) -> int:
         room[0] -= len(memoryview(data).cast("B"))
@@ -506,7 +506,7 @@ def test_a_full_disk(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(self, data)
 
-    monkeypatch.setattr(writing._Counting, "write", write)
+    monkeypatch.setattr(streams.Stream, "write", write)
     error = failing_save(manager, 2)
     assert "No space left on device" in str(error.value) and "00000002" in str(error.value)
     monkeypatch.undo()
@@ -592,7 +592,7 @@ def test_an_interrupt_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def write(self: Any, data: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing._Counting, "write", write)
+    monkeypatch.setattr(streams.Stream, "write", write)
     with pytest.raises(KeyboardInterrupt):
         manager.save(1)
     manager.close()

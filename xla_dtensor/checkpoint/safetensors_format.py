@@ -7,11 +7,12 @@ https://huggingface.co/docs/safetensors; tests compare with the package.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,7 @@ import torch
 from xla_dtensor.checkpoint.manifest import sync_folder
 from xla_dtensor.checkpoint.metadata import inside
 from xla_dtensor.checkpoint.records import StoredTensor, bytes_of
+from xla_dtensor.checkpoint.streams import Stream
 from xla_dtensor.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -207,29 +209,23 @@ def write_files(
     return paths
 
 
-class _completed:
+@contextlib.contextmanager
+def _completed(path: Path) -> Iterator[Stream]:
     """A file that gets its name when the block has ended and it is on the disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._unfinished = path.with_name(f".{path.name}.unfinished")
-
-    def __enter__(self) -> BinaryIO:
-        self._file = self._unfinished.open("wb", buffering=0)
-        return self._file
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        with self._file:
-            if kind is None:
-                os.fsync(self._file.fileno())
-        if kind is None:
-            self._unfinished.rename(self._path)
-        else:
-            self._unfinished.unlink(missing_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with unfinished.open("wb", buffering=0) as raw:
+            stream = Stream(raw)
+            yield stream
+            stream.sync()
+        unfinished.rename(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _write(
-    file: BinaryIO,
+    file: Stream,
     tensors: Mapping[str, Described],
     value_of: Callable[[str], torch.Tensor],
     about: Mapping[str, str],
@@ -254,9 +250,8 @@ def _write(
         value = value_of(name)
         dtype, sizes = tensors[name]
         assert value.dtype == dtype and tuple(value.shape) == sizes
-        left = bytes_of(value.contiguous())
-        while len(left):
-            left = left[file.write(left) :]
+        file.write(bytes_of(value.contiguous()))
+        del value  # before the next one is fetched
 
 
 def _bytes_of(described: Described) -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from xla_dtensor.checkpoint.streams import Stream
 from xla_dtensor.errors import CheckpointError
 
 _CHECKSUMS = "xla_dtensor.checksums"
@@ -70,35 +68,9 @@ class _Files(FileSystem):
                 if "w" not in mode:
                     yield raw
                     return
-                stream = _Counting(raw)
+                stream = Stream(raw)
                 yield stream
-                os.fsync(raw.fileno())
+                stream.sync()
                 self._files[path.name] = stream.position, stream.checksum
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
-
-
-class _Counting(io.RawIOBase):
-    """A file that is written from its beginning to its end."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        self.position, self.checksum = 0, 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        count = len(left)
-        self.checksum = zlib.crc32(left, self.checksum)
-        self.position += count
-        while len(left):
-            left = left[self._raw.write(left) :]
-        return count
-
-    def tell(self) -> int:
-        return self.position
-
-    def fileno(self) -> int:
-        return self._raw.fileno()
