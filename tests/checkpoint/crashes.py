@@ -38,9 +38,8 @@ def live(folder: Path, kill_at: int | None, last: int, every: int) -> None:
     with manager_of(run, folder / "checkpoints", every=every, keep_last=2) as manager:
         begin = manager.restore()
         note(folder, {"restored": begin, "skipped": [why for _, why in manager.skipped]})
-        events.watch(manager)
+        events.watch(manager, begin)
         for step in range(begin, last):
-            events.arm(step - begin >= STEPS_PER_LIFE)
             loss = run.step()
             note(folder, {"step": step + 1, "loss": loss.hex(), "digest": run.digest()})
             manager.after_step(step + 1)
@@ -56,17 +55,14 @@ class Events:
         self._count = self.longest = 0
         self._armed = False
 
-    def arm(self, armed: bool) -> None:
-        self._armed = armed
-
-    def watch(self, manager: Any) -> None:
+    def watch(self, manager: Any, begin: int) -> None:
         write = manager._write
 
-        def watched(*args: Any) -> None:
-            self._count = 0
+        def watched(step: int, *args: Any) -> None:
+            self._count, self._armed = 0, step - begin > STEPS_PER_LIFE
             sys.setprofile(self._see)
             try:
-                write(*args)
+                write(step, *args)
             finally:
                 sys.setprofile(None)
                 self.longest = max(self.longest, self._count)

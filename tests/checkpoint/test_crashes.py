@@ -43,7 +43,8 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "lives", [pytest.param(3, id="3"), pytest.param(100, id="100", marks=pytest.mark.slow)]
+    "lives",
+    [1, pytest.param(10, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],
 )
 def test_killed_at_instants_of_saving(tmp_path: Path, lives: int) -> None:
     """Each life goes on from a checkpoint, and every step of all lives has the loss, and the bits

@@ -45,7 +45,7 @@ def uninterrupted() -> list[Any]:
     return [(run.step(), run.digest()) for _ in range(6)]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_restored_run_is_the_uninterrupted_one(
     tmp_path: Path, uninterrupted: list[Any], asynchronous: bool
 ) -> None:
@@ -79,6 +79,7 @@ def test_restoring_in_the_middle_of_a_run(tmp_path: Path, uninterrupted: list[An
             manager.restore(9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", ["8", "5"])
 def test_onto_another_mesh(tmp_path: Path, mesh: str) -> None:
     """Every value is the one that was saved, on a mesh of other devices."""
@@ -303,6 +304,19 @@ def test_torch_loads_what_the_manager_saves(tmp_path: Path) -> None:
         for key, value in run.optimizer.state[p].items():
             assert same(optimizer.state[q][key], value_of(value)), key
     assert optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
+
+
+def test_the_default_group_of_all_devices(tmp_path: Path) -> None:
+    """``init_process_group("xla")`` makes no other processes."""
+    manager, state = simple(tmp_path)
+    torch.distributed.init_process_group("xla")
+    try:
+        manager.save(1)
+        state["n"] = 5
+        assert manager.restore() == 1 and state["n"] == 1
+    finally:
+        torch.distributed.destroy_process_group()
+        manager.close()
 
 
 # --- when it saves, and what it keeps ------------------------------------------------------------

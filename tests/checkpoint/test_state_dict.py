@@ -84,6 +84,7 @@ def trained() -> dict[str, Model]:
     return made
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("target", ["8", "2x4", "5", None])
 @pytest.mark.parametrize("source", ["2x4", "8"])
 def test_a_state_goes_onto_other_meshes(
@@ -126,6 +127,19 @@ def test_full_state_on_the_host_and_back(
     set_model_state_dict(other[0], copy.deepcopy(model_state), options=put)
     set_optimizer_state_dict(*other, copy.deepcopy(optimizer_state), options=put)
     assert_same(pair, other)
+
+
+def test_broadcasting_in_the_default_group(trained: dict[str, Model]) -> None:
+    state = get_model_state_dict(trained["2x4"][0], options=StateDictOptions(full_state_dict=True))
+    other = build("8", 3)
+    torch.distributed.init_process_group("xla")
+    try:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(other[0], dict(state), options=options)
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, value in trained["2x4"][0].state_dict().items():
+        assert same(value_of(other[0].state_dict()[name]), value_of(value))
 
 
 def test_flattened_optimizer_state(tmp_path: Path, trained: dict[str, Model]) -> None:
