@@ -180,7 +180,7 @@ def test_a_structure_of_tensors_that_are_not_there(tmp_path: Path, lie: Any) -> 
         manager._states.captured = captured  # type: ignore[method-assign]
         manager.save(1)
         optimizer.state.clear()
-        with pytest.raises(xd.CheckpointError, match="tells of 'o.* what isn't in it"):
+        with pytest.raises(xd.CheckpointError, match="what isn't in it"):
             manager.restore()
 
 
