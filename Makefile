@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits bench-checkpoints clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -82,6 +82,9 @@ bench-torch: env ## FSDP x TP against torch's DTensor in 8 gloo processes (about
 
 bench-commits: env ## eager and compiled calls of this checkout and another commit (BASE=...), in one run
 	$(BIN)/python benchmarks/compare_commits.py $(or $(BASE),main) $(ARGS)
+
+bench-checkpoints: env ## saving and loading 2 GB: time next to dd, and the memory of the host (five minutes)
+	$(BIN)/python benchmarks/checkpoints.py $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -48,7 +48,7 @@ Batch = tuple[Tensor, Tensor]
 
 def make_batches() -> list[Batch]:
     text, _ = data.load()
-    stream = data.batches(text, BATCH, CONFIG.max_seq, seed=0)
+    stream = data.Batches(text, BATCH, CONFIG.max_seq, seed=0)
     return [next(stream) for _ in range(CHECKED_STEPS)]
 
 

@@ -58,7 +58,7 @@ class Size:
     def batches(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Endless; each the (tokens, targets) of every data-parallel device."""
         text, _ = data.load()
-        stream = data.batches(text, self.batch, self.seq, seed=0)
+        stream = data.Batches(text, self.batch, self.seq, seed=0)
         batches = [next(stream) for _ in range(CHECKED_STEPS)]
         for tokens, targets in itertools.cycle(batches):
             parts = (tokens.chunk(MESH_SHAPE[0]), targets.chunk(MESH_SHAPE[0]))

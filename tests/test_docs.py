@@ -49,6 +49,7 @@ def blocks(page: str) -> list[str]:
         ),
         ("coming_from.md", 6, []),
         ("context_parallel.md", 2, []),
+        ("checkpoints.md", 3, []),
         ("dfunction.md", 6, ["Layout(dp=2, tp=4; [None, None]; sum over tp)"]),
         (
             "compile.md",

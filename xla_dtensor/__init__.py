@@ -12,6 +12,7 @@ from xla_dtensor import integration
 integration.install()
 
 from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
+    CheckpointError,
     DataDependentError,
     DeviceCountError,
     LayoutRuleError,
@@ -59,6 +60,7 @@ _LAZY = {
     "to_jax": "xla_dtensor.movement.jax_arrays",
 }
 _MODULES = {
+    "checkpoint": "xla_dtensor.checkpoint",
     "collectives": "xla_dtensor.movement.collectives",
     "data": "xla_dtensor.data",
     "debug": "xla_dtensor.debug",
@@ -66,6 +68,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "CheckpointError",
     "CompiledStep",
     "DFunction",
     "DataDependentError",
@@ -95,6 +98,7 @@ __all__ = [
     "XlaDTensorError",
     "axis_index",
     "check_indices",
+    "checkpoint",
     "collectives",
     "compile",
     "data",

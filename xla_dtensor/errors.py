@@ -146,3 +146,15 @@ class StaleStepError(XlaDTensorError, RuntimeError):
         step(torch.ones(8, device="xla"))
         step(torch.ones(8, device="xla"))
     """
+
+
+class CheckpointError(XlaDTensorError, RuntimeError):
+    """Raised for a checkpoint that can't be read, or isn't what it says it is: the message names
+    the file. Take an older one (`CheckpointManager` does by itself).
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.checkpoint.FileSystemReader("no/such/folder").read_metadata()
+    """

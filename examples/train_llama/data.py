@@ -33,15 +33,29 @@ def load(text_file: Path | None = None, val_fraction: float = 0.05) -> tuple[Ten
     return tokens[: len(tokens) - val_size], tokens[len(tokens) - val_size :]
 
 
-def batches(tokens: Tensor, batch: int, seq: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+class Batches:
     """Endless (inputs, targets), both int64 [batch, seq]; targets are the next bytes.
 
-    Windows start at random places, which depend on `seed` alone.
+    Windows start at random places, which depend on `seed` alone. `state_dict` says where it is.
     """
-    if len(tokens) <= seq:
-        raise ValueError(f"a text of {len(tokens)} bytes is too short for windows of {seq} + 1")
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(tokens) - seq, (batch, 1), generator=generator)
-        windows = tokens[starts + torch.arange(seq + 1)].long()
-        yield windows[:, :-1], windows[:, 1:]
+
+    def __init__(self, tokens: Tensor, batch: int, seq: int, seed: int) -> None:
+        if len(tokens) <= seq:
+            raise ValueError(f"a text of {len(tokens)} bytes is too short for windows of {seq} + 1")
+        self.tokens, self.batch, self.seq = tokens, batch, seq
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        places = len(self.tokens) - self.seq
+        starts = torch.randint(places, (self.batch, 1), generator=self.generator)
+        windows = self.tokens[starts + torch.arange(self.seq + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.generator.set_state(state["generator"])

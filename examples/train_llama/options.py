@@ -45,11 +45,20 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     train("--seed", type=int, default=0)
     train("--text", type=Path, help="train on this file instead of the standard library")
 
+    kept = parser.add_argument_group("checkpoints").add_argument
+    kept("--resume", action="store_true", help="go on from the newest checkpoint")
+    kept("--checkpoints", type=Path, metavar="FOLDER", help="where they are; by default in --out")
+    kept("--save-every", type=int, default=50, metavar="STEPS")
+    kept("--export", type=Path, metavar="FOLDER", help="write the weights as safetensors files")
+
     add("--sample", type=int, default=200, metavar="BYTES", help="length of the final sample")
     add("--temperature", type=float, default=0.7, help="of the sample; 0 takes the likeliest")
     add("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the plot")
     add("--losses", type=Path, metavar="FILE", help="write every step's loss as JSON")
     options = parser.parse_args(argv)
+    options.checkpoints = options.checkpoints or options.out / "checkpoints"
+    if options.reference and (options.resume or options.export):
+        parser.error("--reference keeps no checkpoints: no --resume, no --export")
     if options.dim % (2 * options.heads) or options.heads % options.kv_heads:
         parser.error("--dim must be a multiple of 2 * --heads, --heads one of --kv-heads")
     return options

@@ -4,12 +4,16 @@ The training step is ordinary torch. Two lines make it a sharded XLA program: `s
 distributes the parameters, and `xd.compile`.
 """
 
+import argparse
 import json
 import math
+import shutil
+import signal
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import data
 import torch
@@ -71,6 +75,24 @@ def plot(losses: list[float], path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def open_checkpoints(options: argparse.Namespace, objects: dict[str, Any]) -> Any:
+    """The checkpoints of this run; those of another one go, unless this is to go on from them.
+
+    The first Ctrl-C, or SIGTERM, ends the run after the step, with a checkpoint.
+    """
+    import xla_dtensor as xd
+
+    if not options.resume and options.checkpoints.exists():
+        print(f"removing the checkpoints of an earlier run in {options.checkpoints}")
+        shutil.rmtree(options.checkpoints)
+    return xd.checkpoint.CheckpointManager(
+        options.checkpoints,
+        objects,
+        every=options.save_every,
+        signals=(signal.SIGINT, signal.SIGTERM),
+    )
+
+
 def main(argv: list[str] | None = None) -> list[float]:
     """Train as the command line says; returns the loss of every step."""
     start = time.perf_counter()
@@ -100,13 +122,29 @@ def main(argv: list[str] | None = None) -> list[float]:
     step = compiled(make_train_step(model, optimizer, options.clip))
 
     train_text, val_text = data.load(options.text)
-    batches = data.batches(train_text, options.batch, options.seq, options.seed)
+    batches = data.Batches(train_text, options.batch, options.seq, options.seed)
     print(f"{parameters:,} parameters on {where}, {len(train_text):,} bytes of text")
 
     losses: list[float] = []
+    log = {"losses": losses}
+    manager, begun = None, 0
+    if not options.reference:
+        objects = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        manager = open_checkpoints(options, objects | {"batches": batches, "log": log})
+        if options.resume:
+            begun = manager.restore()
+            losses = log["losses"]
+            print(f"going on after step {begun}")
+
     seconds: list[float] = []
-    progress = tqdm(range(options.steps), unit="step", dynamic_ncols=True)
-    for _ in progress:
+    progress = tqdm(
+        range(begun, options.steps),
+        initial=begun,
+        total=options.steps,
+        unit="step",
+        dynamic_ncols=True,
+    )
+    for done in progress:
         tokens, targets = next(batches)
         begin = time.perf_counter()
         losses.append(step(place_batch(tokens), place_batch(targets)).item())
@@ -117,10 +155,23 @@ def main(argv: list[str] | None = None) -> list[float]:
         typical = statistics.median(seconds[-20:])
         speed = f"{options.batch * options.seq / typical:,.0f} tokens/s"
         progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed}, {1000 * typical:.1f} ms/step")
+        if manager is not None and manager.after_step(done + 1):
+            progress.close()
+            manager.close()
+            print(f"stopped by {manager.stopped_by} after step {done + 1}; --resume goes on")
+            return losses
+
+    if manager is not None:
+        if begun < options.steps and options.steps % options.save_every:
+            manager.save(options.steps)
+        manager.close()
+        if options.export:
+            files = xd.checkpoint.save_safetensors(model, options.export)
+            print(f"weights in {', '.join(map(str, files))}")
 
     with torch.no_grad():
         validate = compiled(lambda tokens, targets: next_token_loss(model(tokens), targets))
-        val_batches = data.batches(val_text, options.batch, options.seq, seed=0)
+        val_batches = data.Batches(val_text, options.batch, options.seq, seed=0)
         val_losses = []
         for _, (tokens, targets) in zip(range(10), val_batches, strict=False):
             val_losses.append(validate(place_batch(tokens), place_batch(targets)).item())
@@ -139,7 +190,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     print(
         f"loss {losses[0]:.3f} -> {statistics.fmean(losses[-20:]):.3f}"
         f" (validation {statistics.fmean(val_losses):.3f}) in {options.steps} steps,"
-        f" {1000 * statistics.median(seconds):.1f} ms each, the first {seconds[0]:.1f} s;"
+        f" {1000 * statistics.median(seconds or [0]):.1f} ms each, the first"
+        f" {sum(seconds[:1]):.1f} s;"
         f" {time.perf_counter() - start:.0f} s in all. Plot: {options.out / 'loss.png'}"
     )
     return losses

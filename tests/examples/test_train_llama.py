@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,48 @@ def test_fifty_steps_agree_with_the_reference(tmp_path: Path) -> None:
     sharded, _ = losses_of(tmp_path, *steps)
     assert len(sharded) == 50
     assert sharded == pytest.approx(reference, abs=1e-3)
+
+
+def run(tmp_path: Path, *options: str, stop_after: str | None = None) -> tuple[int, str]:
+    """The exit status of train.py and what it printed; it gets a Ctrl-C when it prints
+    ``stop_after``."""
+    command = [sys.executable, "-u", EXAMPLE / "train.py", *GOLDEN["args"], "--out", tmp_path]
+    process = subprocess.Popen(
+        [*command, "--losses", tmp_path / "losses.json", *options],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    printed = b""
+    with process:
+        try:
+            while part := os.read(process.stdout.fileno(), 4096):
+                printed += part
+                if stop_after is not None and stop_after.encode() in printed:
+                    process.send_signal(signal.SIGINT)
+                    stop_after = None
+            return process.wait(120), printed.decode()
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """With the losses of the run that nobody stopped, and weights that load."""
+    status, printed = run(tmp_path, "--save-every", "100", stop_after="loss ")
+    assert status == 0 and "stopped by SIGINT after step" in printed, printed
+    assert not (tmp_path / "losses.json").exists()
+    export = tmp_path / "weights"
+    status, printed = run(tmp_path, "--resume", "--export", str(export))
+    assert status == 0 and "going on after step" in printed, printed
+    assert json.loads((tmp_path / "losses.json").read_text()) == pytest.approx(
+        GOLDEN["losses"], abs=1e-3
+    )
+    assert (export / "model.safetensors").stat().st_size > 10_000
+    # It has come to its end: there is nothing more to do, and a new run begins anew.
+    status, printed = run(tmp_path, "--resume")
+    assert status == 0 and f"going on after step {len(GOLDEN['losses'])}" in printed, printed
+    status, printed = run(tmp_path)
+    assert status == 0 and "removing the checkpoints of an earlier run" in printed, printed

@@ -46,6 +46,15 @@ def from_numpy(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+def viewed_by_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A contiguous CPU tensor's own memory, not a copy: nobody may write to the tensor any more."""
+    bits = _AS_BITS.get(tensor.dtype)
+    tensor = tensor.detach()
+    if bits is None:
+        return tensor.numpy()
+    return tensor.view(bits).numpy().view(to_jax_dtype(tensor.dtype))
+
+
 def to_devices(tensor: torch.Tensor, form: Form) -> Any:
     """The array in ``form`` of a CPU tensor's value: each device receives its shard alone."""
     import jax

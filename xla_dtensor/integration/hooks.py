@@ -21,6 +21,7 @@ from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
     accelerator,
     autocast,
+    checkpoints,
     context_parallel,
     data_parallel,
     debug_modes,
@@ -63,6 +64,7 @@ def install() -> None:
     _hook_handles()
     loaders.install()
     loading.install()
+    checkpoints.install()
     modules.install()
     observers.install()
     process_groups.install(data_parallel.install_for_modules)

@@ -113,6 +113,8 @@ def _init(prepare: Callable[[], None], original: Any, args: Any, kwargs: Any) ->
 _ABOUT_PROCESSES = (
     "torch.utils.",
     "torch.distributed.checkpoint.",
+    "xla_dtensor.checkpoint.",
+    "xla_dtensor.integration.checkpoints",
     "torch.distributed.c10d_logger",
     "torch.profiler.",
     "torch.autograd.profiler",

@@ -5,7 +5,7 @@ Loading it registers every handler: operations come in through here.
 
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.movement import collective_ops, host_ops  # noqa: F401  (register handlers)
-from xla_dtensor.movement.device_values import local_shards, local_values
+from xla_dtensor.movement.device_values import from_host, local_shards, local_values
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.jax_arrays import to_jax
 from xla_dtensor.movement.local_view import as_sharded, to_local
@@ -15,6 +15,7 @@ __all__ = [
     "as_sharded",
     "dispatch",
     "distribute_tensor",
+    "from_host",
     "full_tensor",
     "local_shards",
     "local_values",

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base import assertions, thread_state
 from xla_dtensor.errors import MeshDimError
-from xla_dtensor.forms.form import device_form
-from xla_dtensor.forms.host_values import from_numpy, to_devices
+from xla_dtensor.forms.form import Form, device_form
+from xla_dtensor.forms.host_values import from_numpy, to_devices, to_numpy
 from xla_dtensor.forms.per_device import logical, union
 from xla_dtensor.forms.pieces import pieces
 from xla_dtensor.forms.read import read
@@ -21,6 +21,7 @@ from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
 from xla_dtensor.movement.relayout import movers
 from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import LocalShard, XLAShardedTensor
 
 
@@ -79,6 +80,20 @@ def from_device_values(
     shape = tuple(values[0].shape)
     form = device_form(frame, shape, dtype=values[0].dtype, varying=varying)
     return XLATensor(Storage(to_devices(stacked, form), form), form)
+
+
+def from_host(value: torch.Tensor, form: Form) -> Any:
+    """A tensor of ``form``, which has no reductions pending.
+
+    Args:
+        value: on the CPU; the varying axes, then the tensor's dims.
+    """
+    array = to_numpy(value)
+    lead = len(form.varying)
+    pads = [(0, p - n) for p, n in zip(form.padded_shape, form.shape, strict=True)]
+    array = np.pad(array, [(0, 0)] * lead + pads)
+    with jax.enable_x64(True):
+        return new_tensor(jax.device_put(array, form.sharding), form)
 
 
 def local_values(tensor: XLATensor) -> list[torch.Tensor]:

@@ -53,6 +53,9 @@ class Backend(Protocol):
     def to_jax(self, tensor: Any, /) -> Any:
         """The value as a ``jax.Array``."""
 
+    def from_host(self, value: torch.Tensor, form: Any, /) -> Any:
+        """A tensor of a form, of values that have its varying axes in front."""
+
     def local_values(self, tensor: Any, /) -> list[torch.Tensor]:
         """The values of a per-device tensor, on the host."""
 

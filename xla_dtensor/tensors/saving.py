@@ -1,4 +1,5 @@
-"""Pickling, ``copy`` and ``torch.save``: a tensor is saved as its full value and its layout."""
+"""Pickling, ``copy`` and ``torch.save``: a tensor is saved as its full value and its layout; of one
+that varies from device to device, the values of all devices."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import map_location
+from xla_dtensor.base import map_location, thread_state
+from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
+from xla_dtensor.forms.form import device_form, sharded_form
+from xla_dtensor.forms.host_values import fetch, to_host
+from xla_dtensor.forms.read import read
+from xla_dtensor.mesh import frame_of
 from xla_dtensor.tensors.backend import backend
 
 if TYPE_CHECKING:
@@ -23,16 +29,58 @@ def reduce_tensor(tensor: Any, own: frozenset[str]) -> tuple[Any, ...]:
     """
     form = tensor._form
     attributes = {k: v for k, v in vars(tensor).items() if k not in own and k != "_is_param"}
-    with torch.no_grad():
-        value = tensor.detach().cpu()
+    mesh = form.mesh
+    rest: tuple[Any, ...] = (attributes,) if attributes else ()
+    if form.varying:
+        value, rest = _of_all_devices(tensor), (attributes, form.varying)
+        mesh = form.frame.root if mesh is None else mesh
+    else:
+        with torch.no_grad():
+            value = tensor.detach().cpu()
     return rebuild_tensor, (
         value,
-        form.mesh,
+        mesh,
         None if form.placements is None else tuple(map(_encoded, form.placements)),
         tensor.requires_grad,
         getattr(tensor, "_is_param", False),
-        *((attributes,) if attributes else ()),
+        *rest,
     )
+
+
+def _of_all_devices(tensor: Any) -> torch.Tensor:
+    """The values of a tensor that varies: a dim for each mesh axis along which it does, and its
+    own."""
+    form = tensor._form
+    if form.unreduced:
+        raise UnsupportedOpError(
+            f"saving a tensor {form} that varies and has reductions pending: redistribute it first"
+        )
+    trace = thread_state.current()
+    if trace is not None:
+        trace.refuse("saving a tensor")
+    lead = form.array_shape[: len(form.varying)]
+    return to_host(fetch(read(tensor), (*lead, *form.shape)))
+
+
+def _on_each_device(
+    value: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[tuple[Any, ...]] | None,
+    varying: tuple[str, ...],
+) -> Any:
+    """What `_of_all_devices` has taken apart."""
+    frame, shape = frame_of(mesh), tuple(value.shape[len(varying) :])
+    missing = [name for name in varying if name not in frame.sizes]
+    if missing:
+        raise MeshMismatchError(
+            f"a tensor that was saved varying along {missing}: {mesh!r} is now cut into {frame!r}"
+        )
+    if placements is None:
+        form = device_form(frame, shape, dtype=value.dtype, varying=varying)
+    else:
+        placed = tuple(_decoded(*p) for p in placements)
+        form = sharded_form(mesh, placed, shape, dtype=value.dtype, varying=varying)
+    return backend().from_host(value, form)
 
 
 def rebuild_tensor(
@@ -42,6 +90,7 @@ def rebuild_tensor(
     requires_grad: bool,
     is_param: bool,
     attributes: dict[str, Any] | None = None,
+    varying: tuple[str, ...] = (),
 ) -> torch.Tensor:
     """The tensor that `reduce_tensor` took apart; its full value where ``torch.load`` is told to
     put it, if that is no xla device."""
@@ -50,6 +99,8 @@ def rebuild_tensor(
         result = value.to(map_location.device_for("xla:0"))
         if is_param:
             result = torch.nn.Parameter(result, requires_grad)
+    elif varying and mesh is not None:
+        result = _on_each_device(value, mesh, placements, varying)
     elif mesh is None or placements is None:
         result = value.to("xla")
     else:

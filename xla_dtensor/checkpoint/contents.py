@@ -1,0 +1,106 @@
+"""States in a folder, by ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+from xla_dtensor.checkpoint.metadata import inside
+from xla_dtensor.checkpoint.reading import FileSystemReader, LoadPlannerOfPlainData, plain_data
+from xla_dtensor.checkpoint.writing import FileSystemWriter
+from xla_dtensor.errors import CheckpointError
+
+# Not ``dcp.save`` and ``load``, which warn where there is no process group.
+
+
+def save_state(folder: Path, state: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Write a state; returns per file its size and CRC-32.
+
+    Raises:
+        CheckpointError: a file can't be written.
+    """
+    writer = FileSystemWriter(folder)
+    _save_state_dict(dict(state), writer, no_dist=not _has_processes())
+    return writer.files
+
+
+def load_state(folder: Path, targets: dict[str, torch.Tensor]) -> None:
+    """Load into tensors, by the names that they have in the checkpoint.
+
+    Raises:
+        CheckpointError: one isn't there, or a file can't be read.
+    """
+    try:
+        _load_state_dict(
+            targets,
+            FileSystemReader(folder),
+            planner=LoadPlannerOfPlainData(),
+            no_dist=not _has_processes(),
+        )
+    except (RuntimeError, ValueError) as error:  # a key that is missing, another size
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def read_entry(folder: Path, name: str) -> Any:
+    """What is no tensor, of one entry.
+
+    Raises:
+        CheckpointError: there is none of that name, or it is no plain data.
+    """
+    metadata = FileSystemReader(folder).read_metadata()
+    if not isinstance(metadata.state_dict_metadata.get(name), BytesStorageMetadata):
+        raise CheckpointError(f"{folder}: a checkpoint without {name!r}, made by something else?")
+    info = metadata.storage_data[MetadataIndex(name)]
+    path = inside(folder, info.relative_path)
+    try:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            return plain_data(io.BytesIO(file.read(info.length)))
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(f"{path}: {name!r} can't be read ({error})") from error
+
+
+def read_saved(folder: Path, name: str) -> Any:
+    """What ``torch.save`` has made bytes of, which are one entry.
+
+    Raises:
+        CheckpointError: there is none of that name, or it is no plain data.
+    """
+    content = read_entry(folder, name)
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(f"{folder}: {name!r} is no plain data ({error})") from error
+
+
+def described(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtypes and sizes of the tensors in a checkpoint.
+
+    Raises:
+        CheckpointError: its metadata can't be read, or contradicts the files.
+    """
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: (entry.properties.dtype, tuple(entry.size))
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _has_processes() -> bool:
+    """Whether torch has processes that save together."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()

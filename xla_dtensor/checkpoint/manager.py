@@ -1,0 +1,307 @@
+"""`CheckpointManager`: the checkpoints of a training run."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import logging
+import os
+import platform
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+
+from xla_dtensor.checkpoint.contents import described, load_state, read_saved, save_state
+from xla_dtensor.checkpoint.folders import Folder
+from xla_dtensor.checkpoint.manifest import Manifest, read_manifest, verify
+from xla_dtensor.checkpoint.random_state import random_state, set_random_state
+from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
+from xla_dtensor.checkpoint.stopping import Stopping
+from xla_dtensor.checkpoint.tensor_kinds import Kind, text_of
+from xla_dtensor.errors import CheckpointError, UnsupportedOpError
+
+_log = logging.getLogger("xla_dtensor.checkpoint")
+
+_RANDOM = "random"
+
+
+class CheckpointManager:
+    """Saves what a training run consists of, and finds it again.
+
+    Each checkpoint has a folder of its own, which gets its name when all of it is on the disk: a
+    run may be killed at any instant. It is in the format of ``torch.distributed.checkpoint``, with
+    a manifest of checksums, and loads onto any mesh.
+
+    Args:
+        folder: where the checkpoints are; one run saves there at a time.
+        objects: by name, what is saved and restored: modules, optimizers, schedulers, data
+            loaders and whatever else has ``state_dict`` and ``load_state_dict``; dicts of plain
+            values; ``torch.Generator``s. Random state and the number of steps are saved with them.
+        every: save after so many steps; None: only when `save` is called.
+        every_seconds: save when so many seconds have gone by since the last time.
+        keep_last: how many of the newest checkpoints stay; None: all.
+        keep_every: those whose step divides by it stay for good.
+        asynchronous: write in a thread of its own, from a copy in the memory of the host. A save
+            waits until the one before it is written.
+        signals: save and stop when one of them comes: `after_step` returns True. By default
+            SIGTERM, which clusters send before they take a machine back.
+        deadline: save and stop in time before it: seconds from now, or a ``datetime``.
+
+    Attributes:
+        skipped: per checkpoint that `restore` has found damaged its folder, and why.
+        stopped_by: why `after_step` has returned True: the name of a signal, "deadline", or None.
+
+    Raises:
+        TypeError: an object can't be saved.
+        ValueError: a number makes no sense.
+
+    Example::
+
+        import tempfile, torch, xla_dtensor as xd
+
+        model = torch.nn.Linear(4, 4).to("xla")
+        optimizer = torch.optim.AdamW(model.parameters())
+        log = {"losses": []}
+        with tempfile.TemporaryDirectory() as folder:
+            objects = {"model": model, "optimizer": optimizer, "log": log}
+            with xd.checkpoint.CheckpointManager(folder, objects, every=2) as manager:
+                for step in range(manager.restore(), 5):
+                    log["losses"].append(0.5 ** step)
+                    if manager.after_step(step + 1):
+                        break
+                manager.save(5)  # the last step
+                manager.wait()
+                assert [step for step, _ in manager.checkpoints()] == [5, 4, 2]
+            manager.close()
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        objects: Mapping[str, Any],
+        *,
+        every: int | None = None,
+        every_seconds: float | None = None,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        asynchronous: bool = True,
+        signals: Sequence[int] = (signal.SIGTERM,),
+        deadline: float | datetime.datetime | None = None,
+    ) -> None:
+        numbers = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise ValueError(f"CheckpointManager({name}={number}): give 1 or more, or None")
+        if _RANDOM in objects:
+            raise ValueError(f"CheckpointManager: the name {_RANDOM!r} is taken")
+        self._folder = Folder(Path(folder))
+        self._states = States(objects)
+        self._every, self._every_seconds = every, every_seconds
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._asynchronous = asynchronous
+        self._stopping = Stopping(signals, deadline)
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+        self._saved_step: int | None = None
+        self._saved_at = self._step_at = time.monotonic()
+        self._longest_step = self._longest_save = 0.0
+        self.skipped: list[tuple[Path, str]] = []
+        self.stopped_by: str | None = None
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """The checkpoints in the folder, newest first.
+
+        Returns:
+            of each the number of steps that had been done, and its folder.
+
+        Raises:
+            CheckpointError: the folder can't be read.
+        """
+        return self._folder.steps()
+
+    def restore(self, step: int | None = None) -> int:
+        """Load the newest checkpoint that isn't damaged; all its files are read and compared with
+        their checksums first. Those passed over are in `skipped`, and logged.
+
+        Args:
+            step: of the checkpoint to load; by default the newest.
+
+        Returns:
+            how many steps had been done when it was saved; 0 if there is no checkpoint at all, in
+            which case nothing is changed.
+
+        Raises:
+            CheckpointError: all there are are damaged; there is none of ``step``; or the objects
+                aren't those that were saved.
+        """
+        self.wait()
+        self.skipped = []
+        found = [c for c in self._folder.steps() if step in (None, c[0])]
+        for _, path in found:
+            try:
+                manifest = read_manifest(path)
+                verify(path, manifest)
+            except CheckpointError as error:
+                _log.warning("the checkpoint %s is passed over: %s", path, error)
+                self.skipped.append((path, str(error)))
+                continue
+            self._load(path)
+            self._saved_step = manifest.step
+            self._saved_at = self._step_at = time.monotonic()
+            _log.info("restored %s", path)
+            return manifest.step
+        if self.skipped:
+            told = "\n".join(f"  {path.name}: {why}" for path, why in self.skipped)
+            raise CheckpointError(f"{self._folder.path}: every checkpoint is damaged:\n{told}")
+        if step is not None:
+            raise CheckpointError(f"{self._folder.path}: no checkpoint of step {step}")
+        return 0
+
+    def _load(self, path: Path) -> None:
+        structure = read_saved(path, STRUCTURE)
+        random = read_saved(path, f"{_RANDOM}.{jax.process_index()}")
+        states, targets = self._states.targets(structure, described(path))
+        load_state(path, targets)
+        self._states.restore(states)
+        set_random_state(random)
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint. With ``asynchronous`` its values are copied when this returns, and it
+        is on the disk after `wait`.
+
+        Args:
+            step: how many steps have been done.
+
+        Raises:
+            UnsupportedOpError: in several processes; a tensor has reductions pending.
+            CheckpointError: this checkpoint, or the one before it, can't be written: the disk is
+                full, the folder read-only, another run saves there. Earlier checkpoints stay.
+        """
+        if jax.process_count() > 1:
+            raise UnsupportedOpError(
+                "CheckpointManager in several processes: not yet; torch.distributed.checkpoint's "
+                "save, with a process group of torch's, has each process write what it holds"
+            )
+        self.wait()
+        begin = time.monotonic()
+        state, kinds = self._states.captured()
+        random = io.BytesIO()
+        torch.save(random_state(), random)
+        state[_RANDOM] = {str(jax.process_index()): random.getvalue()}
+        if self._asynchronous:
+            state = snapshot(state)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "xla_dtensor checkpoints")
+            self._writing = self._thread.submit(self._write, step, state, kinds, begin)
+        else:
+            self._write(step, state, kinds, begin)
+        self._saved_step, self._saved_at = step, time.monotonic()
+
+    def _write(
+        self, step: int, state: dict[str, Any], kinds: dict[str, Kind], begin: float
+    ) -> None:
+        with self._folder.adding(step) as path:
+            files = save_state(path, state)
+            tensors = {name: text_of(kind) for name, kind in kinds.items()}
+            Manifest(step, files, tensors, _about()).write(path)
+        self._longest_save = max(self._longest_save, time.monotonic() - begin)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """The one just written is whole, so older ones may go. Damaged ones don't count."""
+        if self._keep_last is None:
+            return
+        damaged = {path for path, _ in self.skipped}
+        good = [(step, path) for step, path in self._folder.steps() if path not in damaged]
+        for step, path in good[self._keep_last :]:
+            if not self._keep_every or step % self._keep_every:
+                self._folder.remove(path)
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk.
+
+        Raises:
+            CheckpointError: it can't be written.
+        """
+        if self._writing is None:
+            return
+        try:
+            self._writing.result()
+        finally:  # also Ctrl-C comes out of it
+            if self._writing.done():
+                self._writing = None
+
+    def after_step(self, step: int) -> bool:
+        """Save if it is time to.
+
+        Args:
+            step: how many steps have been done.
+
+        Returns:
+            whether to stop: a signal has come, or the deadline is near; a checkpoint of this step
+            is on the disk then.
+
+        Raises:
+            CheckpointError: a checkpoint can't be written.
+        """
+        now = time.monotonic()
+        self._longest_step = max(self._longest_step, now - self._step_at)
+        self._step_at = now
+        reason = self._stopping.reason
+        # Another step, and this save, must still fit.
+        if reason is None and self._stopping.comes_within(
+            self._longest_step + 2 * self._longest_save
+        ):
+            reason = "deadline"
+        due = self._every is not None and step % self._every == 0
+        if self._every_seconds is not None and now - self._saved_at >= self._every_seconds:
+            due = True
+        if reason is not None:
+            try:
+                self.wait()
+            except CheckpointError as error:  # there may not be another chance than this
+                _log.error("the checkpoint before the last can't be written: %s", error)
+                self._saved_step = None
+        if (due or reason is not None) and step != self._saved_step:
+            self.save(step)
+            self._step_at = time.monotonic()
+        if reason is not None:
+            self.wait()
+            self.stopped_by = reason
+        return reason is not None
+
+    def close(self) -> None:
+        """Wait until what was saved is on the disk, and let signals do what they did before.
+
+        Raises:
+            CheckpointError: it can't be written.
+        """
+        self._stopping.close()
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+            self._folder.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _about() -> dict[str, Any]:
+    return {
+        "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "torch": torch.__version__,
+        "jax": jax.__version__,
+    }

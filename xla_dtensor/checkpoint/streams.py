@@ -1,0 +1,60 @@
+"""Writing a large file from its beginning to its end."""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from typing import Any
+
+_BEHIND = 32 * 2**20
+
+
+class Stream(io.RawIOBase):
+    """A file that is written once, counted, and on its way to the disk while it is.
+
+    Linux would begin to write it to the disk when there is much to write, or a sync asks for it,
+    which would then wait for all of it.
+
+    Args:
+        raw: opened without a buffer.
+
+    Attributes:
+        position: how many bytes have been written.
+        checksum: their CRC-32.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._begun = 0
+        self.position, self.checksum = 0, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        count = len(left)
+        self.checksum = zlib.crc32(left, self.checksum)
+        while len(left):
+            written = self._raw.write(left)
+            self.position, left = self.position + written, left[written:]
+            if self.position - self._begun >= _BEHIND:
+                self._begin()
+        return count
+
+    def _begin(self) -> None:
+        length = self.position - self._begun
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fileno(), self._begun, length, os.POSIX_FADV_DONTNEED)
+        self._begun = self.position
+
+    def sync(self) -> None:
+        """Wait until it is on the disk."""
+        os.fsync(self.fileno())
+
+    def tell(self) -> int:
+        return self.position
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
