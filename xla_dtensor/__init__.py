@@ -14,6 +14,8 @@ integration.install()
 from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     DataDependentError,
     DeviceCountError,
+    DistributedError,
+    DivergenceError,
     LayoutRuleError,
     MeshDimError,
     MeshError,
@@ -59,6 +61,7 @@ _LAZY = {
 _MODULES = {
     "collectives": "xla_dtensor.movement.collectives",
     "debug": "xla_dtensor.debug",
+    "distributed": "xla_dtensor.runtime.distributed",
     "rules": "xla_dtensor.rules",
 }
 
@@ -68,7 +71,9 @@ __all__ = [
     "DataDependentError",
     "DeviceCountError",
     "DeviceMesh",
+    "DistributedError",
     "DistributedOp",
+    "DivergenceError",
     "Explanation",
     "FSDPModule",
     "Layout",
@@ -97,6 +102,7 @@ __all__ = [
     "debug",
     "distribute_module",
     "distribute_tensor",
+    "distributed",
     "explain",
     "from_device_values",
     "from_jax",

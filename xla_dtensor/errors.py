@@ -133,6 +133,34 @@ class PerDeviceValueError(XlaDTensorError, RuntimeError):
     """
 
 
+class DistributedError(XlaDTensorError, RuntimeError):
+    """Raised where several processes can't find each other, don't fit together, or one of them is
+    gone: the message names the variable, the process and its host.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.distributed.initialize("localhost:1234", num_processes=2, process_id=2)  # there are 0, 1
+    """
+
+
+class DivergenceError(DistributedError):
+    """Raised in each of several processes when they are about to run different programs: all have
+    to execute the same operations, on the same meshes, in the same order. The message has the
+    operation and the user's line on both sides.
+
+    Example::
+
+        import torch.distributed as dist, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,))
+        x = xd.axis_index(mesh)
+        if dist.is_initialized() and dist.get_rank() == 0:
+            print(x + 1)  # raises with two processes or more: the other one doesn't add
+    """
+
+
 class StaleStepError(XlaDTensorError, RuntimeError):
     """Raised by a compiled step whose audit finds that its Python would now do something else: make
     what has changed an argument, or call ``clear_cache()`` when it changes. The call in which it is

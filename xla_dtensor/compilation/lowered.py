@@ -28,6 +28,7 @@ from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.runtime import agreement
 
 # Sources that are inputs of the program as they are.
 ARRAY_KINDS = ("state", "argument", "grad", "host")
@@ -248,6 +249,11 @@ class Lowered:
             compiled = executables.get(key)
             self.newly_compiled = compiled is None
             if compiled is None:
+                if self._frame is not None:
+                    agreement.agree(
+                        f"compiles a step of {len(jaxpr.eqns)} operations (digest {text[:16]}) on "
+                        f"{self._frame}"
+                    )
                 compiled = executables.put(key, lowered.compile(options))
             self.compiled = compiled
 

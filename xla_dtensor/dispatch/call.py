@@ -144,6 +144,11 @@ class Call:
         key.append(form)
         return self._leaf(value, form)
 
+    def described(self) -> str:
+        """The operation and its tensors as a text that is the same in all processes."""
+        tensors = [str(form) for form in self.forms if isinstance(form, Form)]
+        return f"{self.info.name}{self.args} {self.kwargs or ''} of {'; '.join(tensors)}"
+
     def _leaf(self, value: Any, form: Form | type) -> Slot:
         self.leaves.append(value)
         self.forms.append(form)

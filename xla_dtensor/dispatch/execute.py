@@ -17,6 +17,7 @@ from xla_dtensor.dispatch import conditions
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, Slot, fill
+from xla_dtensor.dispatch.joining import join
 from xla_dtensor.dispatch.one_mesh import on_one_mesh
 from xla_dtensor.dispatch.ops import SPECIAL, info_of
 from xla_dtensor.dispatch.plan import Plan, mutated_leaves
@@ -30,6 +31,7 @@ from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering import (
     families,  # noqa: F401  (registers all lowerings)
 )
+from xla_dtensor.runtime import agreement, processes
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.of_form import new_tensor, tensor_class
 
@@ -61,6 +63,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Autograd takes these apart, and is not there in inference mode and below other kernels.
         return func.decompose(*args, **kwargs)
     call = Call(info, args, kwargs)
+    if processes.several() and trace is None and join(call):
+        call = Call(info, args, kwargs)
     tensors = call.leaves
     key = call.key
     if info.mutated:
@@ -75,6 +79,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return results
     plan = _plans.get(key)
     if plan is None:
+        if processes.several():
+            _agree(call)
         plan = _plans.put(key, _make_plan(call))
     observer = events.observer
     if observer is not None:
@@ -90,6 +96,12 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if observer is not None:
         observer.operation(call, plan)
     return results
+
+
+def _agree(call: Call) -> None:
+    """Let all processes compile the same operation, if it is one of all their devices."""
+    if any(form.__class__ is Form and form.frame is not None for form in call.forms):
+        agreement.agree(lambda: f"executes {call.described()}")
 
 
 def _make_plan(call: Call) -> Plan | ViewPlan:

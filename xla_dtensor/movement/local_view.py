@@ -41,7 +41,8 @@ def from_local(
     """A sharded tensor from what each device holds; differentiable.
 
     Args:
-        local_tensor: a per-device tensor, or a CPU tensor (then every device holds it).
+        local_tensor: a per-device tensor, or a CPU tensor (then every device holds it; of several
+            processes, each one's devices its own).
         placements: how the local tensors make up the sharded one; replicated by default.
         run_check: along mesh dims that replicate, take the value of coordinate 0 for all, as torch
             does by a broadcast. Without it such a mesh dim refuses a tensor that varies along it.
@@ -171,11 +172,11 @@ def _shard(
         form = device_form(frame, tuple(local.shape), local.stride(), 0, local.dtype, meta=True)
         local = XLATensor(Storage(None, form), form)
     if thread_state.current() is None and not local.is_meta:
-        local._storage_.place(frame)
+        _place(local, mesh, placements, run_check)
     source = local._form.placed(frame)
     source.check_axes("from_local", frame)
     for i in _replicated_but_varying(source.varying, mesh, placements):
-        if not run_check:
+        if not run_check and not frame.one_each:
             raise UnsupportedOpError(
                 f"from_local(placements={list(placements)}) on {mesh!r}: the local tensor differs "
                 f"from device to device along {dim_name(mesh, i)!r}, where the placement is "
@@ -214,6 +215,23 @@ def _shard(
     if target.meta:
         return XLAShardedTensor(Storage(None, target), target)
     return relayout(local, source, target, from_devices)
+
+
+def _place(local: XLATensor, mesh: DeviceMesh, placements: Placements, run_check: bool) -> None:
+    """Bring a process's own tensor to all devices: where the placements say that devices hold
+    parts, or may hold other values, each of several processes has its own."""
+    frame = frame_of(mesh)
+    same = [
+        name
+        for placement, names in zip(placements, mesh_dim_axes(mesh), strict=True)
+        if isinstance(placement, Replicate) and not run_check
+        for name in names
+    ]
+    apart = tuple(name for name in frame.process_axes if name not in same)
+    if apart and local._storage_.form.frame is None:
+        local._storage_.join(frame, apart)
+    else:
+        local._storage_.place(frame)
 
 
 def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:

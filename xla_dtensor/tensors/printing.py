@@ -22,6 +22,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
+from xla_dtensor.runtime import arrays
 
 _readers: Cache[tuple[Form, tuple[int, ...]], Any] = Cache("readers of edges", 256)
 
@@ -106,6 +107,7 @@ def _edges(tensor: Any) -> torch.Tensor:
         (form, tuple(map(len, kept))), lambda: jax.jit(functools.partial(_take, form=form))
     )
     assertions.look()  # a value is read
+    arrays.about_to_read(tensor._storage_.array, f"a tensor of shape {list(form.shape)}")
     with jax.enable_x64(True):
         taken = reader(read(tensor), kept)
     return to_host(fetch(taken, tuple(taken.shape)))
