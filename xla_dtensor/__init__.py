@@ -41,6 +41,7 @@ _LAZY = {
     "Replicate": "torch.distributed.tensor.placement_types",
     "ReplicateModule": "xla_dtensor.parallel",
     "Shard": "torch.distributed.tensor.placement_types",
+    "ShardedLoader": "xla_dtensor.data",
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.tensors.sharded_tensor",
     "XLATensor": "xla_dtensor.tensors.device_tensor",
@@ -56,6 +57,7 @@ _LAZY = {
     "jax_function": "xla_dtensor.custom_ops",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
+    "shard_batch": "xla_dtensor.data",
     "to_jax": "xla_dtensor.movement.jax_arrays",
 }
 _MODULES = {
@@ -89,6 +91,7 @@ __all__ = [
     "Replicate",
     "ReplicateModule",
     "Shard",
+    "ShardedLoader",
     "StaleStepError",
     "UnsupportedOpError",
     "XLADeviceMesh",
@@ -112,6 +115,7 @@ __all__ = [
     "register_rule",
     "replicate",
     "rules",
+    "shard_batch",
     "to_jax",
 ]
 

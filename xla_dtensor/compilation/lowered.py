@@ -247,12 +247,14 @@ class Lowered:
             text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
             key = text, devices, lowered.in_tree, _layouts(inputs)
             compiled = executables.get(key)
+            self.digest = text[:16]
             self.newly_compiled = compiled is None
             if compiled is None:
                 if self._frame is not None:
+                    seed = f" with the seed {rng.default.seed}" if self._random_operations else ""
                     agreement.agree(
-                        f"compiles a step of {len(jaxpr.eqns)} operations (digest {text[:16]}) on "
-                        f"{self._frame}"
+                        f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
+                        f"on {self._frame}{seed}"
                     )
                 compiled = executables.put(key, lowered.compile(options))
             self.compiled = compiled

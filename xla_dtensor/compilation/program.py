@@ -19,6 +19,7 @@ from xla_dtensor.compilation.node import Call, Kept, OnHost, Read, WithHistory, 
 from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.run import Prepared, Run
 from xla_dtensor.compilation.write_back import WriteBack
+from xla_dtensor.runtime import agreement
 from xla_dtensor.tensors.of_form import new_tensor
 
 
@@ -94,6 +95,8 @@ class Program(WriteBack):
 
     def _execute(self, run: Run, history: bool = False) -> list[Any]:
         """Launch, and write to what was there before; the backward pass's residuals."""
+        if self._frame is not None and agreement.every_launch():
+            agreement.agree(f"launches the compiled step with the digest {self.digest}")
         with jax.enable_x64(True):
             inputs = self._gather(run.arguments, run.prepared)
             try:

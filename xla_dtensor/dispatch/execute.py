@@ -63,8 +63,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Autograd takes these apart, and is not there in inference mode and below other kernels.
         return func.decompose(*args, **kwargs)
     call = Call(info, args, kwargs)
-    if processes.several() and trace is None and join(call):
-        call = Call(info, args, kwargs)
+    if processes.several() and trace is None:
+        if join(call):
+            call = Call(info, args, kwargs)
+        if agreement.every_launch():
+            _agree(call, f" at the seed and position {call.stream.position()}")
     tensors = call.leaves
     key = call.key
     if info.mutated:
@@ -79,9 +82,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return results
     plan = _plans.get(key)
     if plan is None:
-        if processes.several():
+        if processes.several() and not agreement.every_launch():
             _agree(call)
         plan = _plans.put(key, _make_plan(call))
+        if processes.several() and isinstance(plan, Plan) and plan.random:
+            _agree(call, f" with the seed and position {call.stream.position()}")
     observer = events.observer
     if observer is not None:
         observer.planned(call, plan)
@@ -98,10 +103,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return results
 
 
-def _agree(call: Call) -> None:
-    """Let all processes compile the same operation, if it is one of all their devices."""
+def _agree(call: Call, details: str = "") -> None:
+    """Let all processes execute the same operation, if it is one of all their devices."""
     if any(form.__class__ is Form and form.frame is not None for form in call.forms):
-        agreement.agree(lambda: f"executes {call.described()}")
+        agreement.agree(lambda: f"executes {call.described()}{details}")
 
 
 def _make_plan(call: Call) -> Plan | ViewPlan:

@@ -22,6 +22,7 @@ from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.movement.relayout import relayout
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -219,19 +220,26 @@ def _shard(
 
 def _place(local: XLATensor, mesh: DeviceMesh, placements: Placements, run_check: bool) -> None:
     """Bring a process's own tensor to all devices: where the placements say that devices hold
-    parts, or may hold other values, each of several processes has its own."""
-    frame = frame_of(mesh)
-    same = [
-        name
-        for placement, names in zip(placements, mesh_dim_axes(mesh), strict=True)
-        if isinstance(placement, Replicate) and not run_check
-        for name in names
-    ]
-    apart = tuple(name for name in frame.process_axes if name not in same)
-    if apart and local._storage_.form.frame is None:
-        local._storage_.join(frame, apart)
+    parts, each of several processes has its own."""
+    frame, storage = frame_of(mesh), local._storage_
+    if storage.form.frame is not None or not frame.process_axes:
+        storage.place(frame)
+        return
+    apart: set[str] = set()
+    inside: set[str] = set()
+    for placement, names in zip(placements, mesh_dim_axes(mesh), strict=True):
+        inside.update(names)
+        if run_check or not isinstance(placement, Replicate):
+            apart.update(names)
+    outside = set(frame.process_axes) - inside
+    if outside and frame.one_each and not arrays.is_equal(storage.array):
+        # A parameter is the same along mesh dims that this mesh leaves out, a batch isn't.
+        apart |= outside
+    axes = tuple(name for name in frame.process_axes if name in apart)
+    if axes:
+        storage.join(frame, axes)
     else:
-        local._storage_.place(frame)
+        storage.place(frame)
 
 
 def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:

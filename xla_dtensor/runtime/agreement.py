@@ -14,9 +14,11 @@ import os
 import threading
 from collections.abc import Callable
 
+from xla_dtensor.base import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DivergenceError
 from xla_dtensor.runtime import processes, watch
+from xla_dtensor.runtime.idle import is_idle
 
 logger = logging.getLogger("xla_dtensor")
 
@@ -113,6 +115,15 @@ def texts_of_all(what: str, own: str) -> list[str]:
     return found
 
 
+def share_seeds() -> None:
+    """Let fresh seeds be process 0's in all processes."""
+
+    def shared(make: Callable[[], int]) -> int:
+        return int(texts_of_all("draws a fresh seed", str(make()))[0])
+
+    rng.share_seeds(shared)
+
+
 def _compare(number: int, what: str, advice: str) -> None:
     store, me = processes.store(), processes.index()
     line = user_line().strip()
@@ -135,6 +146,7 @@ def _message(number: int, index: int, what: str, line: str) -> str:
 
 
 def _of(number: int, other: int, what: str, line: str) -> tuple[str, str]:
+    """What another process does in a step, and where."""
     store = processes.store()
     waited = 0
     while True:
@@ -145,20 +157,19 @@ def _of(number: int, other: int, what: str, line: str) -> tuple[str, str]:
         if watch.has_ended(other):
             return "has come to the end of its program", ""
         waited += 1
+        there = watch.where(other)
+        if there is None:
+            continue
+        if there.in_xla and there.seconds > watch.STUCK < waited and is_idle():
+            # Nothing that this process has launched is left to wait for.
+            return "waits for what all processes can compute together only", there.line
         if waited % _TELL == 0:
-            last = store.wait_for(f"program/{number - 1}/{other}", 0.1)
-            theirs = "" if last is None else ", whose last was" + _message(0, other, *_pair(last))
             logger.warning(
-                "xla_dtensor: process %d has waited %d s, before %s%s, for process %d%s",
+                "xla_dtensor: process %d, which %s%s, has waited %d s for process %d%s",
                 processes.index(),
-                waited,
                 what,
-                f" ({line})" if line else "",
+                f" {line}" if line else "",
+                waited,
                 other,
-                theirs,
+                f", which is {there.line}" if there.line else "",
             )
-
-
-def _pair(text: str) -> tuple[str, str]:
-    what, line = json.loads(text)
-    return what, line

@@ -245,18 +245,17 @@ def _join(
         _connect(jax, address, launch, ids, timeout)
     store = processes.Store(global_state.client)
     table = _table(launch, store)
-    processes.join(launch.process_id, table, store)
+    address = global_state.coordinator_address or ""
+    processes.join(launch.process_id, table, store, address)
     watch.start(timeout)
 
 
 def described() -> str:
     """Which process this is, of how many, who started and who coordinates them."""
-    from jax._src.distributed import global_state
-
     assert _done.launch is not None
     return (
         f"{_who(_done.launch)}, started by {_done.launch.launcher} and coordinated by "
-        f"{processes.known(0)} at {global_state.coordinator_address or 'an address of its own'}"
+        f"{processes.known(0)} at {processes.coordinator()}"
     )
 
 

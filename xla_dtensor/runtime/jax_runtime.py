@@ -15,7 +15,7 @@ from typing import Any
 
 from xla_dtensor.base import forked
 from xla_dtensor.errors import DeviceCountError
-from xla_dtensor.runtime import distributed, processes
+from xla_dtensor.runtime import agreement, distributed, processes
 
 logger = logging.getLogger("xla_dtensor")
 _start_lock = threading.Lock()
@@ -57,6 +57,7 @@ def start(min_cpu_devices: int = 1) -> None:
         devices = jax.devices()
         forked.watch()
         if processes.several():
+            agreement.share_seeds()
             # One line for all of them, unless somebody wants to know.
             logger.log(
                 logging.INFO if processes.index() else logging.WARNING,

@@ -71,13 +71,15 @@ class _State:
     count = 1
     table: tuple[Process, ...] = ()
     store: Store | None = None
+    coordinator = ""
 
 
 _state = _State()
 
 
-def join(index: int, table: tuple[Process, ...], store: Store) -> None:
-    """Note that this is one of several processes."""
+def join(index: int, table: tuple[Process, ...], store: Store, coordinator: str) -> None:
+    """Note that this is one of several processes, which process 0 coordinates at an address."""
+    _state.coordinator = coordinator
     _state.index, _state.table, _state.store = index, table, store
     _state.count = len(table)
 
@@ -102,24 +104,12 @@ def known(index: int) -> Process:
     return _state.table[index]
 
 
+def coordinator() -> str:
+    """``"host:port"``, where process 0 coordinates the others."""
+    return _state.coordinator
+
+
 def store() -> Store:
     """The key-value store that all have; only where there are several."""
     assert _state.store is not None
     return _state.store
-
-
-def share(name: str, make: Any) -> str:
-    """A text that process 0 makes and all have. All processes ask in the same order.
-
-    Args:
-        name: what it is, unique in the program.
-        make: called in process 0.
-    """
-    if not several():
-        return make()
-    if index() == 0:
-        store().put(f"shared/{name}", make())
-    while True:
-        value = store().wait_for(f"shared/{name}", 60)
-        if value is not None:
-            return value

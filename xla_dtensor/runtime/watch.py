@@ -8,8 +8,11 @@ too, later, and names numbers of tasks only.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -17,13 +20,18 @@ import traceback
 from typing import Any
 
 from xla_dtensor.base.source_line import is_users
-from xla_dtensor.runtime import processes
+from xla_dtensor.runtime import processes, whereabouts
+from xla_dtensor.runtime.idle import is_idle
+from xla_dtensor.runtime.whereabouts import Whereabouts
 
 logger = logging.getLogger("xla_dtensor")
 
 EXIT_CODE = 1
+STUCK = 6.0
+"""Seconds after which a process that waits for XLA, while another one waits for it, is stuck."""
+
 _LISTEN = 0.5  # seconds; the end of the program waits for it
-_GRACE = 2.0  # what a process that learns of an end has to come to its own
+_GRACE = 1.0  # what a process that learns of an end has to come to its own
 _AT_THE_END = 300.0  # how long a process that has finished waits for the others
 
 
@@ -41,11 +49,11 @@ class _Watch:
     def _beat(self) -> None:
         store, me = processes.store(), processes.index()
         seen: dict[str, tuple[str, float]] = {}
-        number = 0
+        number, observer = 0, whereabouts.Observer()
         while not self.stopping.wait(min(2.0, self.timeout / 5)):
             number += 1
             try:
-                store.put(f"alive/{me}", str(number), again=True)
+                store.put(f"alive/{me}", f"{number} {observer.look().text()}", again=True)
                 self.heard = time.monotonic()
                 if me == 0:
                     self._look(store.all_of("alive"), seen)
@@ -132,6 +140,8 @@ def start(timeout: float) -> None:
 
     sys.excepthook = excepthook
     atexit.register(_at_exit)
+    if processes.index():
+        _say_when_aborted()
 
 
 def _line(trace: Any) -> str:
@@ -156,13 +166,48 @@ def leave() -> None:
     flush.join(0.5)
     if processes.index() == 0:
         # The others hear through process 0; they may not have heard yet.
-        time.sleep(_GRACE + 1)
+        time.sleep(_GRACE + 0.5)
     os._exit(EXIT_CODE)
+
+
+def _say_when_aborted() -> None:
+    """Name process 0 when it is gone: JAX ends the others at once then, by ``abort()`` in a thread
+    of its own, and says that a "leader" is. No Python of ours comes before that, except as the
+    handler of the signal; that of a debugger (faulthandler) stays."""
+    global _handler
+    handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+    def aborted(signal_number: int) -> None:
+        me = processes.known(processes.index())
+        why = "JAX has ended it, as it says above"
+        host, _, port = processes.coordinator().rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+        except (OSError, ValueError):
+            why = f"{_coordinator()} is gone"
+        os.write(2, f"xla_dtensor: {me} ends, since {why}\n".encode())
+
+    library = ctypes.CDLL(None)
+    library.signal.restype = ctypes.c_void_p
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    _handler = handler_type(aborted)
+    previous = library.signal(signal.SIGABRT, ctypes.cast(_handler, ctypes.c_void_p))
+    if previous:
+        library.signal(signal.SIGABRT, previous)
+
+
+_handler: Any = None  # lives as long as the process
 
 
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def where(index: int) -> Whereabouts | None:
+    """Where the main thread of a process was at its last sign of life; None before the first."""
+    text = processes.store().all_of("alive").get(str(index))
+    return None if text is None else whereabouts.read(text.partition(" ")[2])
 
 
 def has_ended(index: int) -> bool:
@@ -181,11 +226,29 @@ def _at_exit() -> None:
     try:
         store.put(f"ended/{processes.index()}", "")
         end = time.monotonic() + _AT_THE_END
-        while len(store.all_of("ended")) < processes.count() and time.monotonic() < end:
-            time.sleep(0.02)
+        while len(ended := store.all_of("ended")) < processes.count():
+            if time.monotonic() > end:
+                logger.warning("xla_dtensor: not waiting for the other processes any longer")
+                break
+            time.sleep(0.02 if time.monotonic() < end - _AT_THE_END + 5 else 1)
+            _look_for_waiting(ended)
     except Exception as error:
         watch._lost(error)
     stop()
+
+
+def _look_for_waiting(ended: dict[str, str]) -> None:
+    """End all if another process waits, in a collective, for this one, which is at its end."""
+    for index in range(processes.count()):
+        if str(index) in ended or not is_idle():
+            continue
+        there = where(index)
+        if there is not None and there.in_xla and there.seconds > STUCK:
+            say_failed(
+                f"{processes.known(processes.index())} has come to the end of its program, and "
+                f"{processes.known(index)} waits for what they can compute together only "
+                f"({there.line}): all processes have to do the same"
+            )
 
 
 def stop() -> None:
