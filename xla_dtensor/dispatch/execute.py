@@ -104,8 +104,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _agree(call: Call, details: str = "") -> None:
-    """Let all processes execute the same operation, if it is one of all their devices."""
-    if any(form.__class__ is Form and form.frame is not None for form in call.forms):
+    """Let all processes execute the same operation, if it is one on sharded tensors. On per-device
+    tensors no device waits for another: a process may do it alone, or something else."""
+    if any(form.__class__ is Form and form.is_sharded for form in call.forms):
         agreement.agree(lambda: f"executes {call.described()}{details}")
 
 

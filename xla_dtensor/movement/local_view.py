@@ -21,6 +21,7 @@ from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.mesh.placements import unpartial
+from xla_dtensor.movement.own_piece import has_own_piece, of_own_pieces, own_piece
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
@@ -110,7 +111,8 @@ class _FromLocal(torch.autograd.Function):
             return (None,) * 6
         mesh, placements = ctx.grad_layout
         grad = as_sharded(grad, mesh).redistribute(placements=placements)
-        return _ToLocal.apply(grad, None), None, None, None, None, None
+        view = _OwnPiece if has_own_piece(grad._form) else _ToLocal
+        return view.apply(grad, None), None, None, None, None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -149,6 +151,26 @@ class _ToLocal(torch.autograd.Function):
         return _FromLocal.apply(grad, mesh, placements, False, ctx.meta, None), None
 
 
+class _OwnPiece(torch.autograd.Function):
+    """`_ToLocal` where only the process itself knows the shape of what it holds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: XLAShardedTensor, grad_placements: Placements | None
+    ) -> XLATensor:
+        ctx.layout = tensor.device_mesh, grad_placements or _for_gradient(tensor.placements)
+        ctx.meta = tuple(tensor.shape), tuple(tensor.stride())
+        ctx.set_materialize_grads(False)
+        return own_piece(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None
+        mesh, placements = ctx.layout
+        return _FromLocal.apply(grad, mesh, placements, False, ctx.meta, None), None
+
+
 def _replicated_but_varying(
     varying: tuple[str, ...], mesh: DeviceMesh, placements: Placements
 ) -> list[int]:
@@ -172,6 +194,10 @@ def _shard(
     if local.is_meta and not isinstance(local, XLATensor):
         form = device_form(frame, tuple(local.shape), local.stride(), 0, local.dtype, meta=True)
         local = XLATensor(Storage(None, form), form)
+    if meta is not None and local._form.frame is None:
+        target = sharded_form(mesh, placements, *meta, 0, local.dtype, meta=local.is_meta)
+        if has_own_piece(target):
+            return of_own_pieces(local, target)
     if thread_state.current() is None and not local.is_meta:
         _place(local, mesh, placements, run_check)
     source = local._form.placed(frame)
@@ -261,7 +287,8 @@ def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | No
         # Unless it has become something else (t_, requires_grad_, ...).
         if local is not None and local._steps is known[2] and local.requires_grad is recording:
             return local
-    local = _ToLocal.apply(tensor, grad_placements)
+    view = _OwnPiece if has_own_piece(form) else _ToLocal
+    local = view.apply(tensor, grad_placements)
     # A leaf's local tensor holds the leaf through the autograd graph: weak, or neither would go.
     reference = weakref.ref(local) if recording and tensor.is_leaf else _Strong(local)
     tensor._local = (key, reference, local._steps)

@@ -41,7 +41,7 @@ class Launch:
     @property
     def local_device_ids(self) -> list[int] | None:
         """The accelerators of the host that are this process's; None for all of them."""
-        if self.local_id is None or (self.local_count or 1) < 2:
+        if self.local_id is None or self.local_count == 1:
             return None
         return [self.local_id]
 

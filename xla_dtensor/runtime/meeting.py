@@ -162,9 +162,16 @@ def _by_jax(launch: Launch, patience: float) -> str:
     for cluster in ClusterEnv._cluster_types:
         if cluster.name == launch.launcher:
             port = os.environ.get("JAX_COORDINATOR_PORT")
-            return cluster.get_coordinator_address(
-                timeout_secs=int(patience), override_coordinator_port=port
-            )
+            try:
+                return cluster.get_coordinator_address(
+                    timeout_secs=int(patience), override_coordinator_port=port
+                )
+            except Exception as error:
+                raise DistributedError(
+                    f"process {launch.process_id} of {launch.num_processes} ({launch.launcher}) on "
+                    f"{socket.gethostname()}: JAX doesn't find out where process 0 is: {error}. "
+                    "JAX_COORDINATOR_ADDRESS, its host:port, says it"
+                ) from error
     raise AssertionError(f"JAX has lost its cluster {launch.launcher}")
 
 
@@ -187,6 +194,8 @@ def _by_horovod_server(launch: Launch, patience: float) -> str:
                 return answer.read().decode()
         except OSError as failed:  # 404 until process 0 has been there
             error = failed
+            if isinstance(failed, urllib.error.HTTPError):
+                failed.close()
             time.sleep(0.1)
     raise DistributedError(
         f"process {launch.process_id} of {launch.num_processes} (Horovod) on "
