@@ -19,8 +19,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-train: env ## train the example on a simulated 2x4 mesh (about two minutes)
-	$(BIN)/python examples/train_llama/train.py $(ARGS)
+PROCESSES ?= 1
+LAUNCH := $(if $(filter-out 1,$(PROCESSES)),-m torch.distributed.run --standalone --nproc-per-node=$(PROCESSES))
+train: env ## train the example on a simulated 2x4 mesh (about two minutes); PROCESSES=2 shares it out
+	$(BIN)/python $(LAUNCH) examples/train_llama/train.py $(ARGS)
 
 test: env ## all tests but the slow ones (ten minutes on two quiet cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)

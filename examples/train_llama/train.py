@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     """Train as the command line says; returns the loss of every step."""
     start = time.perf_counter()
     options = parse_options(argv)
+    is_first = True  # of several processes, the one that prints, plots and writes
     torch.manual_seed(options.seed)
     model: nn.Module = Llama(model_config(options))
     parameters = sum(param.numel() for param in model.parameters())
@@ -76,7 +77,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     else:
         import xla_dtensor as xd
 
+        is_first = xd.distributed.process_index() == 0
+        processes = xd.distributed.process_count()
         where = f"mesh {'x'.join(map(str, options.mesh))}"
+        where += f" in {processes} processes" if processes > 1 else ""
         names = mesh_dim_names(len(options.mesh))
         mesh = xd.init_device_mesh("xla", options.mesh, mesh_dim_names=names)
         model = shard_model(model, mesh)
@@ -91,11 +95,12 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     train_text, val_text = data.load(options.text)
     batches = data.batches(train_text, options.batch, options.seq, options.seed)
-    print(f"{parameters:,} parameters on {where}, {len(train_text):,} bytes of text")
+    if is_first:
+        print(f"{parameters:,} parameters on {where}, {len(train_text):,} bytes of text")
 
     losses: list[float] = []
     seconds: list[float] = []
-    progress = tqdm(range(options.steps), unit="step", dynamic_ncols=True)
+    progress = tqdm(range(options.steps), unit="step", dynamic_ncols=True, disable=not is_first)
     for _ in progress:
         tokens, targets = next(batches)
         begin = time.perf_counter()
@@ -116,10 +121,12 @@ def main(argv: list[str] | None = None) -> list[float]:
         if options.sample:
             forward = compiled(lambda tokens: model(tokens))
             predict = lambda tokens: forward(place_sample(tokens)).cpu()
-            print(f"\n--- a sample of {options.sample} bytes ---")
-            print(generate(predict, "def ", options.sample, options.seq, options.temperature))
-            print("---\n")
+            sample = generate(predict, "def ", options.sample, options.seq, options.temperature)
+            if is_first:
+                print(f"\n--- a sample of {options.sample} bytes ---\n{sample}\n---\n")
 
+    if not is_first:
+        return losses
     options.out.mkdir(parents=True, exist_ok=True)
     plot(losses, options.out / "loss.png", f"{parameters:,} parameters on {where}")
     if options.losses:

@@ -41,6 +41,12 @@ class Store:
     def __init__(self, client: Any) -> None:
         self._client = client
 
+    def is_open(self) -> bool:
+        """Whether nobody has shut JAX's distributed runtime down."""
+        from jax._src.distributed import global_state
+
+        return global_state.client is self._client
+
     def put(self, key: str, value: str, *, again: bool = False) -> None:
         """Set a key; ``again`` if it may have a value."""
         self._client.key_value_set(f"xla_dtensor/{key}", value, allow_overwrite=again)

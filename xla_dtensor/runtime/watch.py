@@ -90,6 +90,9 @@ class _Watch:
     def _lost(self, error: Exception) -> None:
         if self.stopping.is_set() or self.failing:
             return
+        if not processes.store().is_open():
+            self.stopping.set()  # Ray, or the user, has shut JAX's runtime down
+            return
         if "UNAVAILABLE" in str(error):
             self._end(f"{_coordinator()} is gone ({str(error).splitlines()[0]})")
         elif time.monotonic() - self.heard > self.timeout:
@@ -218,7 +221,7 @@ def has_ended(index: int) -> bool:
 def _at_exit() -> None:
     """Come to the end together: process 0 is where the others hear from each other."""
     watch = _watch
-    if watch is None or watch.stopping.is_set():
+    if watch is None or watch.stopping.is_set() or not processes.store().is_open():
         return
     if watch.failing:
         leave()
