@@ -146,18 +146,18 @@ class DistributedError(XlaDTensorError, RuntimeError):
 
 
 class DivergenceError(DistributedError):
-    """Raised in each of several processes when they are about to run different programs: all have
-    to execute the same operations, on the same meshes, in the same order. The message has the
-    operation and the user's line on both sides.
+    """Raised where several processes are about to run different programs: all have to execute the
+    same operations, on the same meshes, in the same order. The message has the operation and the
+    user's line on both sides.
 
     Example::
 
-        import torch.distributed as dist, xla_dtensor as xd
+        import torch, xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", (8,))
-        x = xd.axis_index(mesh)
-        if dist.is_initialized() and dist.get_rank() == 0:
-            print(x + 1)  # raises with two processes or more: the other one doesn't add
+        x = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0)])
+        if xd.distributed.process_index() == 0:
+            print(x)  # raises with two processes or more: the others don't ask for its value
     """
 
 

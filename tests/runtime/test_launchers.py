@@ -48,7 +48,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         (TORCHRUN, Launch("torchrun", 3, 4, None, "torch", 1, 2)),
         (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
         (without(TORCHRUN, "LOCAL_WORLD_SIZE"), Launch("torchrun", 3, 4, None, "torch", 1, None)),
-        ({"WORLD_SIZE": "4"}, None),  # anybody's
+        ({"WORLD_SIZE": "1"}, None),
         (HOROVOD, Launch("Horovod", 1, 2, None, "http://10.0.0.1:4000", 0, 1)),
         (
             without(HOROVOD, "HOROVOD_GLOO_RENDEZVOUS_ADDR")
@@ -71,6 +71,7 @@ def test_found(variables: dict[str, str], launch: Launch | None) -> None:
         (without(TORCHRUN, "MASTER_PORT"), ["MASTER_PORT isn't"]),
         (TORCHRUN | {"MASTER_PORT": "http"}, ["MASTER_PORT='http'", "no number"]),
         (without(TORCHRUN, "RANK"), ["RANK isn't"]),
+        ({"WORLD_SIZE": "4"}, ["RANK isn't"]),
         (TORCHRUN | {"RANK": "four"}, ["RANK='four'"]),
         (TORCHRUN | {"RANK": "4"}, ["RANK=4 of WORLD_SIZE=4"]),
         (TORCHRUN | {"RANK": "-1"}, ["RANK=-1"]),
@@ -113,6 +114,7 @@ GKE_TPU = {
     [
         (SLURM, Launch("slurm", 5, 8, None, "jax", 1), "node007:"),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None, ""),
+        (SLURM | {"WORLD_SIZE": "8"}, Launch("slurm", 5, 8, None, "jax", 1), "node007:"),
         (OPEN_MPI, Launch("ompi", 2, 4, None, "jax", 0), "10.96.0.1:"),
         (GKE_TPU, Launch("gketpu", 3, 4, None, "jax", None), "localhost:"),
         # SkyPilot's recipe starts torchrun with its own variables.

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests import launch
+from tests.test_docstrings import EXAMPLES, OF_SEVERAL_PROCESSES
 
 FAILING = ["-m", "tests.runtime.programs.failing"]
 HEARTBEAT = {"XLA_DTENSOR_HEARTBEAT_TIMEOUT": "5"}
@@ -97,6 +98,13 @@ def test_processes_that_differ_say_where(how: str) -> None:
         assert "process 0 on " in output and "process 1 on " in output
     # Not the heartbeat: they notice in seconds.
     assert max(result.seconds for result in results) < 75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OF_SEVERAL_PROCESSES))
+def test_examples_that_raise_in_several_processes(name: str) -> None:
+    results = launch.run(["-c", EXAMPLES[name]], 2, 90, HEARTBEAT)
+    assert all(name in ended(results, index) for index in range(2))
 
 
 @pytest.mark.slow

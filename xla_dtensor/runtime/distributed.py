@@ -116,6 +116,9 @@ def initialize(
 def is_initialized() -> bool:
     """Whether this process is one of several.
 
+    Returns:
+        True once `initialize` has joined it with others.
+
     Example::
 
         import xla_dtensor as xd
@@ -129,12 +132,16 @@ def process_index() -> int:
     """The number of this process; 0 where it is alone. Process 0 is the one to print and to write
     files.
 
+    Returns:
+        from 0 to ``process_count() - 1``.
+
     Example::
 
         import xla_dtensor as xd
 
         if xd.distributed.process_index() == 0:
             print("one line, however many processes there are")
+        assert xd.distributed.process_index() < xd.distributed.process_count()
     """
     initialize()
     return processes.index()
@@ -142,6 +149,9 @@ def process_index() -> int:
 
 def process_count() -> int:
     """How many processes there are.
+
+    Returns:
+        1 for a process that is alone.
 
     Example::
 
@@ -160,6 +170,7 @@ def shutdown() -> None:
         import xla_dtensor as xd
 
         xd.distributed.shutdown()  # alone: nothing to leave
+        assert not xd.distributed.is_initialized()
     """
     import jax
 

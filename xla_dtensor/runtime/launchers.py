@@ -59,6 +59,8 @@ def find(environ: Mapping[str, str]) -> Launch | None:
         launch = look(environ)
         if launch is not None:
             return launch if launch.num_processes > 1 else None
+    if environ.get("WORLD_SIZE", "1") != "1":
+        _numbers(environ, "RANK", "WORLD_SIZE")  # raises: nobody says which one this is
     return None
 
 
