@@ -45,7 +45,7 @@ check: env ## lint, formatting, types
 rules-check: env ## the layout rules against what XLA does (about eight minutes on two cores)
 	$(BIN)/python -m xla_dtensor.debug.rule_check $(ARGS)
 
-oracle: env ## all scenarios and random programs, torchrun against one process (about ten minutes)
+oracle: env ## all scenarios and random programs, torchrun against one process, two and four (an hour)
 	$(BIN)/python -m pytest tests/oracle $(ARGS)
 
 CONFORMANCE := $(BIN)/python -W ignore -m tests.conformance --restart

@@ -86,9 +86,8 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(h, marks=pytest.mark.slow) if h != "mesh" else h for h in DIFFERENCES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", DIFFERENCES)
 def test_processes_that_differ_say_where(how: str) -> None:
     results = launch.run([*FAILING, how], 2, 90, HEARTBEAT)
     for index in range(2):

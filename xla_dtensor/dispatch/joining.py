@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from xla_dtensor.dispatch.call import Call
 from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.base import TensorMethods
+
+
+def _is_of_the_host(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, TensorMethods)
 
 
 def join(call: Call) -> bool:
@@ -31,6 +39,9 @@ def join(call: Call) -> bool:
         and not leaf._storage_.form.meta
     ]
     apart = frame.one_each and not any(form.is_sharded for form in forms)
+    if not apart:
+        hosts = [leaf for leaf in call.leaves if _is_of_the_host(leaf)]
+        arrays.check_same(map(to_numpy, hosts), "combines with sharded tensors, from the CPU,")
     for tensor in own:
         if apart:
             tensor._storage_.join(frame, frame.process_axes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,19 @@ def check_equal(value: Any, what: str = "distributes", *, always: bool = False) 
             "xla_dtensor.shard_batch(value, mesh, placements), DTensor.from_local(value, mesh, "
             "placements) or xla_dtensor.from_device_values(values, mesh)",
         )
+
+
+def check_same(values: Iterable[np.ndarray], what: str) -> None:
+    """See that all processes have the same values of the host, where these become replicated. A
+    single number is as good as Python's, and isn't looked at.
+
+    Raises:
+        DivergenceError: they haven't.
+    """
+    if agreement.checks_values():
+        for value in values:
+            if value.size > 1:
+                check_equal(value, what, always=True)
 
 
 def is_equal(value: Any) -> bool:

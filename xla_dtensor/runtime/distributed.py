@@ -34,8 +34,9 @@ logger = logging.getLogger("xla_dtensor")
 
 HEARTBEAT_VARIABLE = "XLA_DTENSOR_HEARTBEAT_TIMEOUT"
 _LIBRARIES = ("torch", "jax", "jaxlib", "xla-dtensor")
-# How long the processes may come after each other; shorter than what people wait for an error.
-_PATIENCE = 25
+START_VARIABLE = "XLA_DTENSOR_START_TIMEOUT"
+"""Seconds that processes may come after each other: 25, as an error is to come within half a
+minute."""
 
 _lock = threading.RLock()
 
@@ -179,6 +180,10 @@ def shutdown() -> None:
         jax.distributed.shutdown()
 
 
+def _patience() -> float:
+    return float(os.environ.get(START_VARIABLE, "25"))
+
+
 def _given(address: str | None, count: int | None, index: int | None) -> Launch | None:
     """The launch that the arguments describe, if they do."""
     if count == 1 or (address is None and count is None and index is None):
@@ -247,11 +252,11 @@ def _join(
                 "before: make the mesh, or call xla_dtensor.distributed.initialize(), before "
                 "anything asks JAX for devices"
             )
-        address = meeting.address_of_coordinator(launch, _PATIENCE)
+        address = meeting.address_of_coordinator(launch, _patience())
         if launch.process_id == 0:
             meeting.check_free(address, launch)
         else:
-            meeting.wait_until_there(address, launch, _PATIENCE)
+            meeting.wait_until_there(address, launch, _patience())
         ids = launch.local_device_ids if local_device_ids is None else list(local_device_ids)
         _connect(jax, address, launch, ids, timeout)
     store = processes.Store(global_state.client)
@@ -281,7 +286,7 @@ def _connect(
         "num_processes": launch.num_processes,
         "process_id": launch.process_id,
         "cluster_detection_method": "deactivate",
-        "initialization_timeout": _PATIENCE,
+        "initialization_timeout": int(_patience()),
         "heartbeat_timeout_seconds": int(2 * timeout) + 5,
     }
     if ids is not None and os.environ.get("JAX_LOCAL_DEVICE_IDS") is None:
@@ -314,10 +319,11 @@ def _table(launch: Launch, store: processes.Store) -> tuple[processes.Process, .
     store.put(f"process/{launch.process_id}", own)
     table = []
     for index in range(launch.num_processes):
-        text = store.wait_for(f"process/{index}", _PATIENCE)
+        text = store.wait_for(f"process/{index}", _patience())
         if text is None:
             raise DistributedError(
-                f"{_who(launch)}: process {index} hasn't come within {_PATIENCE} s"
+                f"{_who(launch)}: process {index} hasn't come within {_patience():g} s "
+                f"({START_VARIABLE})"
             )
         host, pid, facts = json.loads(text)
         table.append(processes.Process(index, host, pid, facts))

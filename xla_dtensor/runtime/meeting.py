@@ -107,7 +107,7 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     where = f"MASTER_ADDR={host}, MASTER_PORT={port}"
     me = f"process {launch.process_id} of {launch.num_processes} on {socket.gethostname()}"
-    store = _torch_store(where, me, patience)
+    store = _torch_store(where, me, patience, launch.process_id == 0)
     _stores.append(store)
     who = f"{socket.gethostname()} (pid {os.getpid()})"
     key = f"xla_dtensor/rank/{launch.process_id}"
@@ -134,12 +134,12 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
     return store.get("xla_dtensor/coordinator").decode()
 
 
-def _torch_store(where: str, me: str, patience: float) -> Any:
+def _torch_store(where: str, me: str, patience: float, first: bool) -> Any:
     import torch.distributed as dist
 
     try:
-        # It tries twice.
-        timeout = timedelta(seconds=patience / 2.5)
+        # Who comes to it tries twice.
+        timeout = timedelta(seconds=patience if first else patience / 2.5)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
@@ -149,7 +149,9 @@ def _torch_store(where: str, me: str, patience: float) -> Any:
             text = "the port is in use there, by another program or by a second process 0"
         raise DistributedError(
             f"{me} can't meet the others at {where}: {text}. MASTER_ADDR is the host of RANK 0, "
-            "MASTER_PORT a port there that is free and that the others can reach"
+            "MASTER_PORT a port there that is free and that the others can reach, and all "
+            "WORLD_SIZE processes have to be started within some seconds of each other "
+            "(XLA_DTENSOR_START_TIMEOUT)"
         ) from error
 
 

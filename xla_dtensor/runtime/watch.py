@@ -134,7 +134,8 @@ def start(timeout: float) -> None:
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
         assert _watch is not None
-        if not _watch.stopping.is_set():
+        # At a prompt an exception ends nothing.
+        if not _watch.stopping.is_set() and not hasattr(sys, "ps1"):
             _watch.failing = True
             me = processes.known(processes.index())
             text = traceback.format_exception_only(kind, value)[-1].strip()

@@ -161,7 +161,15 @@ def own_and_shared(mesh: xd.DeviceMesh, me: int) -> None:
     assert (x * torch.full((8,), 2.0, device="xla")).tolist() == [2] * 8
     local = torch.full((8,), float(me), device="xla") + 1  # nobody else needs to know
     assert local.tolist() == [me + 1] * 8
-    refuses(xd.DivergenceError, "has to be the same in all processes", lambda: x * local)
+    same = "has to be the same in all processes"
+    refuses(xd.DivergenceError, same, lambda: x * local)
+    assert (x * torch.full((8,), 3.0)).tolist() == [3] * 8  # of the CPU
+    refuses(xd.DivergenceError, same, lambda: x * torch.full((8,), float(me)))
+    step = xd.compile(lambda x, y: x + y)
+    assert step(x, torch.arange(8.0)).tolist() == list(range(1, 9))
+    refuses(xd.DivergenceError, same, lambda: step(x, torch.arange(8.0) * me))
+    refuses(xd.DivergenceError, same, lambda: step(x, local))
+    assert step(x, torch.arange(8.0)).tolist() == list(range(1, 9))
 
 
 def refuses(kind, text, call) -> None:
