@@ -21,7 +21,12 @@ from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.mesh.placements import unpartial
-from xla_dtensor.movement.own_piece import has_own_piece, of_own_pieces, own_piece
+from xla_dtensor.movement.own_piece import (
+    are_equal_along,
+    has_own_piece,
+    of_own_pieces,
+    own_piece,
+)
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
@@ -141,6 +146,8 @@ class _ToLocal(torch.autograd.Function):
         mesh, placements = ctx.layout
         varying = grad._form.varying if isinstance(grad, XLATensor) else ()
         for i in _replicated_but_varying(varying, mesh, placements):
+            if are_equal_along(grad, mesh, i):
+                continue
             raise UnsupportedOpError(
                 f"the gradient of to_local() or full_tensor() differs from device to device along "
                 f"{dim_name(mesh, i)!r}, where the sharded tensor on {mesh!r} is replicated: "
@@ -203,7 +210,7 @@ def _shard(
     source = local._form.placed(frame)
     source.check_axes("from_local", frame)
     for i in _replicated_but_varying(source.varying, mesh, placements):
-        if not run_check and not frame.one_each:
+        if not run_check and not are_equal_along(local, mesh, i):
             raise UnsupportedOpError(
                 f"from_local(placements={list(placements)}) on {mesh!r}: the local tensor differs "
                 f"from device to device along {dim_name(mesh, i)!r}, where the placement is "

@@ -10,12 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.mesh import frame_of, mesh_dim_axes
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -77,6 +79,25 @@ def of_own_pieces(local: Any, form: Form) -> XLAShardedTensor:
     with jax.enable_x64(True):
         array = arrays.put_each(form.padded_shape, sharding, {device: value})
     return XLAShardedTensor(Storage(array, form), form)
+
+
+def are_equal_along(tensor: Any, mesh: DeviceMesh, dim: int) -> bool:
+    """Whether the devices along a mesh dim have the same value of a per-device tensor that varies
+    along it; False where a process can't tell, since it drives several or traces a step.
+
+    What a process has of its own varies when it has met what others have, also if it is the same in
+    all: a parameter, and its gradient.
+    """
+    frame = frame_of(mesh)
+    if not frame.one_each or thread_state.current() is not None or tensor.is_meta:
+        return False
+    value = np.asarray(arrays.own_shard(read(tensor)))
+    sums = arrays.checksums(value)
+    owners = np.vectorize(lambda device: device.process_index, otypes=[int])
+    placed = np.array(sums)[owners(frame.jax_mesh.devices)]
+    names = [axis.name for axis in frame.axes]
+    along = tuple(names.index(name) for name in mesh_dim_axes(mesh)[dim])
+    return bool((placed == placed.max(axis=along, keepdims=True)).all())
 
 
 def _inside(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[slice]:

@@ -137,9 +137,18 @@ def is_equal(value: Any) -> bool:
     Args:
         value: what NumPy takes.
     """
+    return len(set(checksums(value))) == 1
+
+
+def checksums(value: Any) -> list[int]:
+    """The checksums of the value that each process has; all have to ask.
+
+    Args:
+        value: what NumPy takes.
+    """
     value = np.ascontiguousarray(value)
     what = f"brings a value of its own of shape {list(value.shape)}, {value.dtype}, to all devices"
-    return len(set(agreement.texts_of_all(what, f"{zlib.crc32(value.tobytes()):08x}"))) == 1
+    return list(map(int, agreement.texts_of_all(what, str(zlib.crc32(value.tobytes())))))
 
 
 def is_here(array: Any) -> bool:
