@@ -160,7 +160,7 @@ def _of(number: int, other: int, what: str, line: str) -> tuple[str, str]:
         there = watch.where(other)
         if there is None:
             continue
-        if there.in_xla and there.seconds > watch.STUCK < waited and is_idle():
+        if there.reads_for > watch.STUCK < waited and is_idle():
             # Nothing that this process has launched is left to wait for.
             return "waits for what all processes can compute together only", there.line
         if waited % _TELL == 0:

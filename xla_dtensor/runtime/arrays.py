@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_dtensor.runtime import agreement, processes
+from xla_dtensor.runtime import agreement, processes, whereabouts
 
 
 def put(value: Any, sharding: Any) -> Any:
@@ -177,9 +177,12 @@ def get(array: Any) -> np.ndarray:
     Args:
         array: a ``jax.Array`` or what NumPy takes.
     """
-    if processes.several() and getattr(array, "sharding", None) is not None and not is_here(array):
-        array = _resharded(_replicated(array.sharding))(array)
-    return np.asarray(array)
+    if not processes.several() or getattr(array, "is_fully_addressable", True):
+        return np.asarray(array)
+    with whereabouts.reading():
+        if not is_here(array):
+            array = _resharded(_replicated(array.sharding))(array)
+        return np.asarray(array)
 
 
 @functools.cache

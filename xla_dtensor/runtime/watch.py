@@ -28,7 +28,7 @@ logger = logging.getLogger("xla_dtensor")
 
 EXIT_CODE = 1
 STUCK = 6.0
-"""Seconds after which a process that waits for XLA, while another one waits for it, is stuck."""
+"""Seconds after which a process that waits for a value, while another waits for it, is stuck."""
 
 _LISTEN = 0.5  # seconds; the end of the program waits for it
 _GRACE = 1.0  # what a process that learns of an end has to come to its own
@@ -49,11 +49,11 @@ class _Watch:
     def _beat(self) -> None:
         store, me = processes.store(), processes.index()
         seen: dict[str, tuple[str, float]] = {}
-        number, observer = 0, whereabouts.Observer()
+        number = 0
         while not self.stopping.wait(min(2.0, self.timeout / 5)):
             number += 1
             try:
-                store.put(f"alive/{me}", f"{number} {observer.look().text()}", again=True)
+                store.put(f"alive/{me}", f"{number} {whereabouts.here().text()}", again=True)
                 self.heard = time.monotonic()
                 if me == 0:
                     self._look(store.all_of("alive"), seen)
@@ -247,7 +247,7 @@ def _look_for_waiting(ended: dict[str, str]) -> None:
         if str(index) in ended or not is_idle():
             continue
         there = where(index)
-        if there is not None and there.in_xla and there.seconds > STUCK:
+        if there is not None and there.reads_for > STUCK:
             say_failed(
                 f"{processes.known(processes.index())} has come to the end of its program, and "
                 f"{processes.known(index)} waits for what they can compute together only "
