@@ -26,10 +26,12 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     if tensor._form.meta:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     trace = thread_state.current()
-    if trace is None and is_own(tensor._form):
-        return from_numpy(own_value(tensor))
-    refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
-    if trace is None:
+    own = trace is None and tensor._form.has_own_value
+    if not own:
+        refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
+    if own:
+        value = from_numpy(_own_value(tensor))
+    elif trace is None:
         assertions.look()
         form = tensor._form
         arrays.about_to_read(tensor._storage_.array, f"a tensor of shape {list(form.shape)}")
@@ -48,14 +50,8 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     return value if out.stride() == value.stride() else out.copy_(value)
 
 
-def is_own(form: Form) -> bool:
-    """Whether a tensor that varies has one value in this process: that of its one device."""
-    frame = form.frame
-    return bool(form.varying) and frame is not None and frame.one_each and not form.is_sharded
-
-
-def own_value(tensor: Any) -> Any:
-    """The value of such a tensor on the host."""
+def _own_value(tensor: Any) -> Any:
+    """The value that this process's one device has, on the host."""
     assertions.look()
     (shard,) = read(tensor).addressable_shards
     return np.asarray(shard.data).reshape(tensor._form.shape)

@@ -38,7 +38,8 @@ def text_of(tensor: Any, name: str, more: list[str]) -> str:
         step) or another on each device has its shape and dtype instead.
     """
     form = tensor._form
-    known = not form.meta and thread_state.current() is None and not form.varying
+    known = not form.meta and thread_state.current() is None
+    known = known and (not form.varying or form.has_own_value)
     parts = []
     if not known:
         parts += [f"shape={list(tensor.shape)}", f"dtype={tensor.dtype}"]
@@ -83,7 +84,7 @@ def _is_large(tensor: Any) -> bool:
 
 def _values(tensor: Any, name_length: int) -> str:
     with _disable_current_modes(), torch.no_grad():
-        if _is_large(tensor):
+        if _is_large(tensor) and not tensor._form.varying:
             with _tensor_str.printoptions(threshold=0):
                 text = repr(_edges(tensor))
         else:
