@@ -12,7 +12,7 @@ from tests import launch
 from tests.test_docstrings import EXAMPLES, OF_SEVERAL_PROCESSES
 
 FAILING = ["-m", "tests.runtime.programs.failing"]
-HEARTBEAT = {"XLA_DTENSOR_HEARTBEAT_TIMEOUT": "5"}
+HEARTBEAT = {"XLA_DTENSOR_HEARTBEAT_TIMEOUT": "8"}
 
 
 @pytest.mark.slow
@@ -33,6 +33,12 @@ def test_one_device_per_process_is_as_in_torch() -> None:
     assert all(output.rstrip().endswith("all of it") for output in launch.succeeded(run))
 
 
+@pytest.mark.slow
+def test_data_parallel_scripts_of_torch() -> None:
+    run = launch.run(["-m", "tests.runtime.programs.data_parallel"], 2, 200)
+    assert all(output.rstrip().endswith("all of it") for output in launch.succeeded(run))
+
+
 def ended(results: list[launch.Result], index: int) -> str:
     """What a process has printed that ended by itself, with an error."""
     assert results[index].code not in (0, -signal.SIGKILL), results[index].output
@@ -50,16 +56,16 @@ def test_a_killed_process_is_named_by_the_others(victim: int) -> None:
     output = ended(results, 1 - victim)
     assert f"process {1 - victim} on {os.uname().nodename} (pid " in output
     assert f"since process {victim} on {os.uname().nodename} (pid " in output
-    assert results[1 - victim].seconds - results[victim].seconds < 15
-    assert time.monotonic() - began < 60
+    assert results[1 - victim].seconds - results[victim].seconds < 25
+    assert time.monotonic() - began < 65
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_process_is_named_by_the_others(victim: int) -> None:
     variables = HEARTBEAT | {"XLA_DTENSOR_TEST_VICTIM": str(victim)}
-    results = launch.run([*FAILING, "stop"], 2, 45, variables)
-    assert results[1 - victim].seconds < 40
+    results = launch.run([*FAILING, "stop"], 2, 60, variables)
+    assert results[1 - victim].seconds < 55
     assert f"since process {victim} on " in ended(results, 1 - victim)
 
 
@@ -72,7 +78,7 @@ def test_an_exception_on_one_process_ends_all(victim: int) -> None:
     other = ended(results, 1 - victim)
     assert f"process {victim} on " in other and "has ended with ValueError: a bad batch" in other
     assert "failing.py" in other  # the line
-    assert abs(results[0].seconds - results[1].seconds) < 15
+    assert abs(results[0].seconds - results[1].seconds) < 25
 
 
 # What process 1 does, and the words of both sides.
