@@ -19,8 +19,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-train: env ## train the example on a simulated 2x4 mesh (about two minutes)
-	$(BIN)/python examples/train_llama/train.py $(ARGS)
+PROCESSES ?= 1
+LAUNCH := $(if $(filter-out 1,$(PROCESSES)),-m torch.distributed.run --standalone --nproc-per-node=$(PROCESSES))
+train: env ## train the example on a simulated 2x4 mesh (about two minutes); PROCESSES=2 shares it out
+	$(BIN)/python $(LAUNCH) examples/train_llama/train.py $(ARGS)
 
 test: env ## all tests but the slow ones (ten minutes on two quiet cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
@@ -53,7 +55,7 @@ suites: conformance ## torch's op_db, module_db and optim_db, and one report (ab
 	done > $(SUITE_RECORDS)/log 2>&1; wait
 	$(BIN)/python -W ignore -m tests.suites.report $(RECORDS)/*.[01] $(SUITE_RECORDS)/*.[01] > tests/suites/REPORT.md
 
-oracle: env ## all scenarios and random programs, torchrun against one process (about ten minutes)
+oracle: env ## all scenarios and random programs, torchrun against one process, two and four (an hour)
 	$(BIN)/python -m pytest tests/oracle $(ARGS)
 
 CONFORMANCE := $(BIN)/python -W ignore -m tests.conformance --restart

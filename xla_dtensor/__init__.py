@@ -15,6 +15,8 @@ from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     CheckpointError,
     DataDependentError,
     DeviceCountError,
+    DistributedError,
+    DivergenceError,
     LayoutRuleError,
     MeshDimError,
     MeshError,
@@ -40,6 +42,7 @@ _LAZY = {
     "Replicate": "torch.distributed.tensor.placement_types",
     "ReplicateModule": "xla_dtensor.parallel",
     "Shard": "torch.distributed.tensor.placement_types",
+    "ShardedLoader": "xla_dtensor.data",
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.tensors.sharded_tensor",
     "XLATensor": "xla_dtensor.tensors.device_tensor",
@@ -57,6 +60,7 @@ _LAZY = {
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
     "set_mesh": "xla_dtensor.mesh",
+    "shard_batch": "xla_dtensor.data",
     "to_jax": "xla_dtensor.movement.jax_arrays",
 }
 _MODULES = {
@@ -64,6 +68,7 @@ _MODULES = {
     "collectives": "xla_dtensor.movement.collectives",
     "data": "xla_dtensor.data",
     "debug": "xla_dtensor.debug",
+    "distributed": "xla_dtensor.runtime.distributed",
     "rules": "xla_dtensor.rules",
 }
 
@@ -74,7 +79,9 @@ __all__ = [
     "DataDependentError",
     "DeviceCountError",
     "DeviceMesh",
+    "DistributedError",
     "DistributedOp",
+    "DivergenceError",
     "Explanation",
     "FSDPModule",
     "Layout",
@@ -90,6 +97,7 @@ __all__ = [
     "Replicate",
     "ReplicateModule",
     "Shard",
+    "ShardedLoader",
     "StaleStepError",
     "UnsupportedOpError",
     "XLADeviceMesh",
@@ -105,6 +113,7 @@ __all__ = [
     "debug",
     "distribute_module",
     "distribute_tensor",
+    "distributed",
     "explain",
     "from_device_values",
     "from_jax",
@@ -116,6 +125,7 @@ __all__ = [
     "replicate",
     "rules",
     "set_mesh",
+    "shard_batch",
     "to_jax",
 ]
 

@@ -133,6 +133,34 @@ class PerDeviceValueError(XlaDTensorError, RuntimeError):
     """
 
 
+class DistributedError(XlaDTensorError, RuntimeError):
+    """Raised where several processes can't find each other, don't fit together, or one of them is
+    gone: the message names the variable, the process and its host.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.distributed.initialize("localhost:1234", num_processes=2, process_id=2)  # there are 0, 1
+    """
+
+
+class DivergenceError(DistributedError):
+    """Raised where several processes are about to run different programs: all have to execute the
+    same operations, on the same meshes, in the same order. The message has the operation and the
+    user's line on both sides.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,))
+        x = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0)])
+        if xd.distributed.process_index() == 0:
+            print(x)  # raises with two processes or more: the others don't ask for its value
+    """
+
+
 class StaleStepError(XlaDTensorError, RuntimeError):
     """Raised by a compiled step whose audit finds that its Python would now do something else: make
     what has changed an argument, or call ``clear_cache()`` when it changes. The call in which it is

@@ -97,6 +97,8 @@ def main(argv: list[str] | None = None) -> list[float]:
     """Train as the command line says; returns the loss of every step."""
     start = time.perf_counter()
     options = parse_options(argv)
+    processes = 1
+    is_first = True  # of several processes, the one that prints, plots and writes
     torch.manual_seed(options.seed)
     model: nn.Module = Llama(model_config(options))
     parameters = sum(param.numel() for param in model.parameters())
@@ -108,7 +110,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     else:
         import xla_dtensor as xd
 
+        is_first = xd.distributed.process_index() == 0
+        processes = xd.distributed.process_count()
         where = f"mesh {'x'.join(map(str, options.mesh))}"
+        where += f" in {processes} processes" if processes > 1 else ""
         names = mesh_dim_names(len(options.mesh))
         mesh = xd.init_device_mesh("xla", options.mesh, mesh_dim_names=names)
         model = shard_model(model, mesh)
@@ -123,12 +128,13 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     train_text, val_text = data.load(options.text)
     batches = data.Batches(train_text, options.batch, options.seq, options.seed)
-    print(f"{parameters:,} parameters on {where}, {len(train_text):,} bytes of text")
+    if is_first:
+        print(f"{parameters:,} parameters on {where}, {len(train_text):,} bytes of text")
 
     losses: list[float] = []
     log = {"losses": losses}
     manager, begun = None, 0
-    if not options.reference:
+    if not options.reference and processes == 1:
         objects = {"model": model, "optimizer": optimizer, "schedule": schedule}
         manager = open_checkpoints(options, objects | {"batches": batches, "log": log})
         if options.resume:
@@ -143,6 +149,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         total=options.steps,
         unit="step",
         dynamic_ncols=True,
+        disable=not is_first,
     )
     for done in progress:
         tokens, targets = next(batches)
@@ -150,7 +157,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         losses.append(step(place_batch(tokens), place_batch(targets)).item())
         seconds.append(time.perf_counter() - begin)
         schedule.step()
-        if len(losses) == 2 and not options.reference:  # the optimizer has its state
+        if len(losses) == 2 and is_first and not options.reference:  # the optimizer has its state
             progress.write(memory_line(step))
         typical = statistics.median(seconds[-20:])
         speed = f"{options.batch * options.seq / typical:,.0f} tokens/s"
@@ -179,10 +186,12 @@ def main(argv: list[str] | None = None) -> list[float]:
         if options.sample:
             forward = compiled(lambda tokens: model(tokens))
             predict = lambda tokens: forward(place_sample(tokens)).cpu()
-            print(f"\n--- a sample of {options.sample} bytes ---")
-            print(generate(predict, "def ", options.sample, options.seq, options.temperature))
-            print("---\n")
+            sample = generate(predict, "def ", options.sample, options.seq, options.temperature)
+            if is_first:
+                print(f"\n--- a sample of {options.sample} bytes ---\n{sample}\n---\n")
 
+    if not is_first:
+        return losses
     options.out.mkdir(parents=True, exist_ok=True)
     plot(losses, options.out / "loss.png", f"{parameters:,} parameters on {where}")
     if options.losses:

@@ -12,23 +12,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import clean_environment
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_llama"
 GOLDEN = json.loads((EXAMPLE / "golden.json").read_text())
 
 
-def losses_of(tmp_path: Path, *options: str) -> tuple[list[float], str]:
+def losses_of(tmp_path: Path, *options: str, processes: int = 1) -> tuple[list[float], str]:
     """The losses of a run of train.py, and what it printed."""
     losses = tmp_path / "losses.json"
-    command = [sys.executable, EXAMPLE / "train.py", *options]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *(launcher if processes > 1 else ()), EXAMPLE / "train.py", *options]
     # One thread for CPU torch: more of them only wait for each other at this size.
     result = subprocess.run(
         [*command, "--out", tmp_path, "--losses", losses],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=(clean_environment() if processes > 1 else os.environ) | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
+        timeout=900,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(losses.read_text()), result.stdout + result.stderr
@@ -41,6 +45,15 @@ def test_golden_losses(tmp_path: Path, mesh: str) -> None:
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert "tokens/s" in printed and "ms/step" in printed
     assert re.search(r"each device holds \d+\.\d MB .*; a step needs \d+\.\d MB beside it", printed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_golden_losses_in_several_processes(tmp_path: Path, processes: int) -> None:
+    losses, printed = losses_of(tmp_path, *GOLDEN["args"], processes=processes)
+    assert losses == pytest.approx(GOLDEN["losses"], abs=1e-3)
+    assert printed.count("parameters on mesh") == 1 == printed.count("Plot:")  # by process 0 alone
+    assert f"in {processes} processes" in printed
 
 
 def test_golden_losses_are_those_of_cpu_torch(tmp_path: Path) -> None:

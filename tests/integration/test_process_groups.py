@@ -369,8 +369,9 @@ def test_other_devices_keep_their_process_groups() -> None:
     subprocess.run([sys.executable, "-c", _OTHERS], check=True)
 
 
-def test_a_process_of_several_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(xd.UnsupportedOpError, match="without torchrun"):
-        dist.init_process_group("xla")
+@pytest.mark.parametrize("given", [{"rank": 1}, {"rank": 2, "world_size": 4}])
+def test_a_rank_that_nobody_has_launched_is_refused(given: dict[str, int]) -> None:
+    """Several processes: `tests/runtime`."""
+    with pytest.raises(xd.UnsupportedOpError, match=r"process 0 of 1.*torchrun, mpirun"):
+        dist.init_process_group("xla", **given)
     assert not dist.is_initialized()

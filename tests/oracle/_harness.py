@@ -279,15 +279,24 @@ class TorchrunOracle(Oracle):
         return self._local_values(tensor.to_local())
 
 
+def own_ranks(world_size: int) -> range:
+    """The devices of this process, of so many in all processes."""
+    import xla_dtensor
+
+    count = world_size // xla_dtensor.distributed.process_count()
+    first = xla_dtensor.distributed.process_index() * count
+    return range(first, first + count)
+
+
 class XLAOracle(Oracle):
-    """All devices of an ``xla`` mesh, in this process. Rank r is the mesh's r-th device, row-major:
-    the numbering that ``init_device_mesh`` gives ranks."""
+    """All of this process's devices of an ``xla`` mesh. Rank r is the mesh's r-th device,
+    row-major: the numbering that ``init_device_mesh`` gives ranks."""
 
     device = "xla"
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
-        self.all: list[Dump] = [{} for _ in range(world_size)]
+        self.all: list[Dump] = [{} for _ in own_ranks(world_size)]
 
     @property
     def _dumps(self) -> list[Dump]:
@@ -318,8 +327,8 @@ class XLAOracle(Oracle):
         else:
             values = [tensor.cpu()]
         if len(values) == 1:  # the same on every device
-            values = values * self.world_size
-        assert len(values) == self.world_size
+            values = values * len(self.all)
+        assert len(values) == len(self.all)
         return values
 
     def _shards(self, tensor: DTensor) -> list[torch.Tensor]:
@@ -333,15 +342,16 @@ def _per_device_xla(
     """THE place where a per-device tensor is built from the devices' values.
 
     ``xla_dtensor.from_device_values(values, mesh, vary)`` takes one CPU tensor per device of the
-    mesh, in row-major order, and the names of the mesh dims along which they differ (along the
-    others the values given are equal).
+    mesh that this process drives, in row-major order, and the names of the mesh dims along which
+    they differ (along the others the values given are equal).
     """
     import xla_dtensor
 
     names = mesh.mesh_dim_names
     assert names is not None
     positions = [names.index(dim) for dim in vary]
-    coordinates = itertools.product(*map(range, mesh.shape))
+    coordinates = list(itertools.product(*map(range, mesh.shape)))
+    coordinates = [coordinates[rank] for rank in own_ranks(mesh.size())]
     values = [value(tuple(c[i] for i in positions)) for c in coordinates]
     return xla_dtensor.from_device_values(values, mesh, tuple(vary))
 
@@ -379,7 +389,7 @@ def run_rank(main: Callable[[Oracle], None]) -> Dump:
 
 
 def run_xla(main: Callable[[Oracle], None], world_size: int) -> list[Dump]:
-    """Every rank's dump of a scenario, from this process."""
+    """The dumps of a scenario of this process's devices: every rank's, where it is alone."""
     import xla_dtensor  # noqa: F401  (the device; torchrun's ranks have to do without)
 
     oracle = XLAOracle(world_size)

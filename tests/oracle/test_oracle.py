@@ -68,31 +68,40 @@ class Launches:
         folder, log = self._folder / launch, self._folder / f"{launch}.log"
         with FileLock(self._folder / f"{launch}.lock"):
             if not log.exists():
-                log.write_text(_torchrun(size, ["--out", str(folder), *names]))
+                log.write_text(launched(size, ["--out", str(folder), *names]))
         files = [folder / f"{wanted}.{rank}.pt" for rank in range(size)]
         if not all(file.exists() for file in files):
             pytest.fail(f"torchrun made no dump of {wanted}:\n{log.read_text()[-6000:]}")
         return [torch.load(file, weights_only=False) for file in files]
 
 
-def _torchrun(size: int, arguments: list[str]) -> str:
+def launched(
+    size: int,
+    arguments: list[str],
+    environ: dict[str, str] | None = None,
+    timeout: int = LAUNCH_TIMEOUT,
+) -> str:
     """Run ``tests.oracle`` in ``size`` processes; its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={size}", "-m", "tests.oracle", *arguments]
     process = subprocess.Popen(
         command,
         cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=environ or os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
     try:
-        return process.communicate(timeout=LAUNCH_TIMEOUT)[0]
+        return process.communicate(timeout=timeout)[0]
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return f"{process.communicate()[0]}\nno end after {LAUNCH_TIMEOUT} s"
+        process.terminate()  # its agent ends the workers, which aren't in its group
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        return f"{process.communicate()[0]}\nno end after {timeout} s"
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,22 @@ def manual_seed(seed: int) -> None:
 
 
 def fresh_seed() -> int:
-    """A seed that nobody knows yet."""
+    """A seed that nobody knows yet; of several processes, the same in all."""
+    return _source_of_seeds()
+
+
+def _own_seed() -> int:
     return secrets.randbits(53)
+
+
+_source_of_seeds: Callable[[], int] = _own_seed
+
+
+def share_seeds(share: Callable[[Callable[[], int]], int]) -> None:
+    """Let several processes have the same fresh seeds: ``share(make)`` gives what one of them has
+    made."""
+    global _source_of_seeds
+    _source_of_seeds = lambda: share(_own_seed)
 
 
 def initial_seed() -> int:

@@ -28,6 +28,7 @@ from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.runtime import agreement, arrays
 
 # Sources that are inputs of the program as they are.
 ARRAY_KINDS = ("state", "argument", "grad", "host")
@@ -246,8 +247,15 @@ class Lowered:
             text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
             key = text, devices, lowered.in_tree, _layouts(inputs)
             compiled = executables.get(key)
+            self.digest = text[:16]
             self.newly_compiled = compiled is None
             if compiled is None:
+                if self._frame is not None:
+                    seed = f" with the seed {rng.default.seed}" if self._random_operations else ""
+                    agreement.agree(
+                        f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
+                        f"on {self._frame}{seed}"
+                    )
                 compiled = executables.put(key, lowered.compile(options))
             self.compiled = compiled
 
@@ -312,6 +320,8 @@ class Lowered:
             to_numpy(self._traced.host.reader(s.what)(arguments, prepared.host))
             for s in self._hosts
         ]
+        if take and self._frame is not None:
+            arrays.check_same(hosts, "gives a compiled step from the CPU")
         # Last: from here on nothing fails that would leave drawn numbers behind.
         return donated, kept, hosts, self._words(prepared, take)
 

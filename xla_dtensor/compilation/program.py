@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from xla_dtensor.compilation.node import Call, Kept, OnHost, Read, WithHistory, 
 from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.run import Prepared, Run
 from xla_dtensor.compilation.write_back import WriteBack
+from xla_dtensor.runtime import agreement
 from xla_dtensor.tensors.of_form import new_tensor
 
 
@@ -97,6 +99,12 @@ class Program(WriteBack):
         with jax.enable_x64(True):
             inputs = self._gather(run.arguments, run.prepared)
             try:
+                if self._frame is not None and agreement.every_launch():
+                    numbers = zlib.crc32(inputs[3].tobytes())
+                    agreement.agree(
+                        f"launches the compiled step with the digest {self.digest}, on numbers "
+                        f"and a seed with the checksum {numbers:08x}"
+                    )
                 if Losses.seen:
                     refuse_deleted((*inputs[0], *inputs[1]))
                 arrays = self.compiled(*inputs)

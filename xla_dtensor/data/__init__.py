@@ -1,5 +1,7 @@
 """Batches on their way to the devices."""
 
+from xla_dtensor.data.batches import shard_batch
 from xla_dtensor.data.device_loader import DeviceLoader, device_loader
+from xla_dtensor.data.loader import ShardedLoader
 
-__all__ = ["DeviceLoader", "device_loader"]
+__all__ = ["DeviceLoader", "ShardedLoader", "device_loader", "shard_batch"]

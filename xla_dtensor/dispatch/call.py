@@ -144,6 +144,13 @@ class Call:
         key.append(form)
         return self._leaf(value, form)
 
+    def described(self) -> str:
+        """The operation and its tensors as a text that is the same in all processes."""
+        tensors = [str(form) for form in self.forms if isinstance(form, Form)]
+        given = [_written(value) for value in self.args]
+        given += [f"{name}={_written(value)}" for name, value in self.kwargs.items()]
+        return f"{self.info.name}({', '.join(given)}) of {'; '.join(tensors)}"
+
     def _leaf(self, value: Any, form: Form | type) -> Slot:
         self.leaves.append(value)
         self.forms.append(form)
@@ -160,6 +167,18 @@ class Call:
                 raise UnsupportedOpError(
                     f"{self.info.name}: device='meta' from an xla tensor; make it with torch.empty"
                 )
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Slot):
+        return f"#{value.index}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    # Of an object the address would differ.
+    return str(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+
+_PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 
 
 def refuse_other_device(name: str, device: torch.device) -> None:

@@ -27,6 +27,7 @@ from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value, read
 from xla_dtensor.lowering.bounds import Condition, bounds_of
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.base import TensorMethods
 
 AWAITED, ON_HOST = 2**10, 2**16
@@ -119,10 +120,14 @@ def check(checked: tuple[Checked, ...], call: Call) -> None:
             array = leaf._storage_.array if not leaf._steps else read(leaf)
             if array is one.last():
                 continue
+            if not arrays.is_here(array):
+                # Not by what is ready: all processes have to do the same.
+                _look_later(one, leaf)
+                continue
             if one.size > AWAITED and (one.size > ON_HOST or not array.is_ready()):
                 _look_later(one, leaf)
                 continue
-            values = np.asarray(logical_value(leaf) if one.form.unreduced else array)
+            values = arrays.get(logical_value(leaf) if one.form.unreduced else array)
             if one.cut is not None and not one.form.unreduced:
                 values = values[one.cut]
         condition = one.condition
@@ -139,8 +144,11 @@ def _look_later(one: Checked, leaf: Any) -> None:
     def summary(array: Any) -> Any:
         return _summary(condition, logical(array, form))
 
+    def make() -> Any:
+        return jax.jit(summary, out_shardings=None if form.frame is None else form.frame.replicated)
+
     with jax.enable_x64(True):
-        numbers = _summaries.get_or_make((form, condition), lambda: jax.jit(summary))(read(leaf))
+        numbers = _summaries.get_or_make((form, condition), make)(read(leaf))
     assertions.later(numbers, (_Judge(one, here()),))
 
 
@@ -189,7 +197,7 @@ def assert_true(tensor: Any, message: str) -> None:
 
     line = ""
     if current is None:
-        assertions.judge(np.repeat((np.asarray(logical_value(tensor)) != 0).all(), 2), (judge,))
+        assertions.judge(np.repeat((arrays.get(logical_value(tensor)) != 0).all(), 2), (judge,))
         return
     if current.asserted is None:
         current.refuse("torch._assert_async")

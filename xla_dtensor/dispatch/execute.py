@@ -17,6 +17,7 @@ from xla_dtensor.dispatch import conditions
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, Slot, fill
+from xla_dtensor.dispatch.joining import join
 from xla_dtensor.dispatch.one_mesh import on_one_mesh
 from xla_dtensor.dispatch.ops import SPECIAL, info_of
 from xla_dtensor.dispatch.plan import Plan, mutated_leaves
@@ -30,6 +31,7 @@ from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering import (
     families,  # noqa: F401  (registers all lowerings)
 )
+from xla_dtensor.runtime import agreement, processes
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.of_form import new_tensor, tensor_class
 
@@ -61,6 +63,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Autograd takes these apart, and is not there in inference mode and below other kernels.
         return func.decompose(*args, **kwargs)
     call = Call(info, args, kwargs)
+    if processes.several() and trace is None:
+        if join(call):
+            call = Call(info, args, kwargs)
+        if agreement.every_launch():
+            _agree(call, f" at the seed and position {call.stream.position()}")
     tensors = call.leaves
     key = call.key
     if info.mutated:
@@ -75,7 +82,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return results
     plan = _plans.get(key)
     if plan is None:
+        if processes.several() and not agreement.every_launch():
+            _agree(call)
         plan = _plans.put(key, _make_plan(call))
+        if processes.several() and isinstance(plan, Plan) and plan.random:
+            _agree(call, f" with the seed and position {call.stream.position()}")
     observer = events.observer
     if observer is not None:
         observer.planned(call, plan)
@@ -90,6 +101,13 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if observer is not None:
         observer.operation(call, plan)
     return results
+
+
+def _agree(call: Call, details: str = "") -> None:
+    """Let all processes execute the same operation, if it is one on sharded tensors. On per-device
+    tensors no device waits for another: a process may do it alone, or something else."""
+    if any(form.__class__ is Form and form.is_sharded for form in call.forms):
+        agreement.agree(lambda: f"executes {call.described()}{details}")
 
 
 def _make_plan(call: Call) -> Plan | ViewPlan:

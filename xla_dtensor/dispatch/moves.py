@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_dtensor.base import assertions, thread_state
@@ -13,8 +14,9 @@ from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import PerDeviceValueError
 from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.host_values import fetch, to_host
+from xla_dtensor.forms.host_values import fetch, from_numpy, to_host
 from xla_dtensor.forms.read import constant_recipe, logical_value, read
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.of_form import Ours, new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -23,11 +25,16 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     """The full value of an xla tensor as a CPU tensor."""
     if tensor._form.meta:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-    refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
     trace = thread_state.current()
-    if trace is None:
+    own = trace is None and tensor._form.has_own_value
+    if not own:
+        refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
+    if own:
+        value = from_numpy(_own_value(tensor))
+    elif trace is None:
         assertions.look()
         form = tensor._form
+        arrays.about_to_read(tensor._storage_.array, f"a tensor of shape {list(form.shape)}")
         array = logical_value(tensor) if form.unreduced else read(tensor)
         # Padding is cut off here: on the devices that would be a program per shape.
         value = to_host(fetch(array, form.shape))
@@ -41,6 +48,13 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=value.dtype, device="meta")
     out = torch.empty_like(model, device="cpu")
     return value if out.stride() == value.stride() else out.copy_(value)
+
+
+def _own_value(tensor: Any) -> Any:
+    """The value that this process's one device has, on the host."""
+    assertions.look()
+    (shard,) = read(tensor).addressable_shards
+    return np.asarray(shard.data).reshape(tensor._form.shape)
 
 
 def refuse_varying(form: Form, what: str) -> None:

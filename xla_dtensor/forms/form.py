@@ -89,6 +89,14 @@ class Form:
         return self.mesh is not None
 
     @property
+    def has_own_value(self) -> bool:
+        """Whether a per-device tensor varies, and yet has one value in this process: that of its
+        one device."""
+        if not self.varying or self.mesh is not None or self.frame is None:
+            return False
+        return self.frame.one_each
+
+    @property
     def array_shape(self) -> tuple[int, ...]:
         """The shape of the array in this form."""
         lead: tuple[int, ...] = ()

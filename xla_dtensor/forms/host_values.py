@@ -9,6 +9,7 @@ import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.forms.form import Form
+from xla_dtensor.runtime import arrays
 
 # Dtypes that torch can't hand to NumPy; their bits travel as integers of the same size.
 _AS_BITS = {
@@ -64,8 +65,9 @@ def to_devices(tensor: torch.Tensor, form: Form) -> Any:
         if form.sharding is None:
             return jax.numpy.asarray(value)
         if form.padded_shape == form.shape:
-            return jax.device_put(value, form.sharding)
-        return jax.make_array_from_callback(
+            return arrays.put(value, form.sharding)
+        arrays.check_equal(value)
+        return arrays.put_shards(
             form.padded_shape, form.sharding, lambda index: _padded_slice(value, index)
         )
 
@@ -91,9 +93,10 @@ def fetch(array: Any, shape: tuple[int, ...]) -> np.ndarray:
     if 0 in shape:
         # Of an array without elements, XLA gives shards of other shapes than their sharding says.
         return np.zeros(shape, array.dtype)
-    return np.asarray(array)[tuple(slice(0, n) for n in shape)]
+    value = arrays.get(array)
+    return value[tuple(slice(0, n) for n in shape)]
 
 
 def to_host(array: Any) -> torch.Tensor:
     """A CPU tensor with the value of a (logical) array."""
-    return from_numpy(np.asarray(array))
+    return from_numpy(arrays.get(array))

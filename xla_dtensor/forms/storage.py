@@ -17,6 +17,7 @@ import torch
 
 from xla_dtensor.base import epoch, interrupts, thread_state
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.runtime import arrays, processes
 
 if TYPE_CHECKING:
     import jax
@@ -180,21 +181,40 @@ class Storage:
 
     @interrupts.atomic
     def place(self, frame: Frame | None) -> None:
-        """Copy the value of the default device to all devices of ``frame``."""
+        """Copy the value of the default device to all devices of ``frame``. Each of several
+        processes has such a value, and they have to be the same.
+
+        Raises:
+            DivergenceError: they aren't.
+        """
         form = self.form.placed(frame)
         if form is not self.form:
-            import jax
+            if processes.several():
+                what = "puts on the devices of all processes"
+                arrays.check_equal(self.array, what, always=True)
+            self._move(arrays.put, form)
 
-            # A trace knows captured state by its array.
-            assert thread_state.current() is None, "placed while a step is traced"
+    @interrupts.atomic
+    def join(self, frame: Frame, axes: tuple[str, ...]) -> None:
+        """Make the values that the processes have of their own one tensor, which varies along
+        ``axes`` of ``frame``; along the others it is taken to be the same."""
+        form = self.form.placed(frame).with_varying(axes)
+        if form is not self.form:
+            self._move(arrays.put_own, form)
 
-            with jax.enable_x64(True):
-                array = jax.device_put(self.array, form.sharding)
-            batch = thread_state.batch()
-            if batch is not None:
-                batch.replaces(self)
-            self.array = array
-            self.reform(form)
+    def _move(self, put: Callable[[Any, Any], Any], form: Form) -> None:
+        import jax
+
+        # A trace knows captured state by its array.
+        assert thread_state.current() is None, "placed while a step is traced"
+
+        with jax.enable_x64(True):
+            array = put(self.array, form.sharding)
+        batch = thread_state.batch()
+        if batch is not None:
+            batch.replaces(self)
+        self.array = array
+        self.reform(form)
 
     def reform(self, form: Form) -> None:
         """Note the form that the value now has."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -90,18 +89,26 @@ def _init(prepare: Callable[[], None], original: Any, args: Any, kwargs: Any) ->
             return original(*args, **kwargs)
     if c10d.GroupMember.WORLD is not None:
         raise ValueError("trying to initialize the default process group twice!")
-    rank = given.get("rank", -1)
-    if rank > 0 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UnsupportedOpError(
-            "init_process_group('xla'): one process drives all devices, and this one has been "
-            f"started as one of several (rank {max(rank, int(os.environ.get('RANK', '0')))}); "
-            "start it once, without torchrun"
-        )
-    count = given.get("world_size", -1)
     from xla_dtensor import runtime
     from xla_dtensor.mesh.group import world
+    from xla_dtensor.runtime import distributed, processes
 
-    if count > 0:
+    distributed.initialize()
+    rank, count = given.get("rank", -1), given.get("world_size", -1)
+    if rank not in (-1, processes.index()):
+        raise UnsupportedOpError(
+            f"init_process_group('xla', rank={rank}): this is process {processes.index()} of "
+            f"{processes.count()}. A launcher says which one a process is (torchrun, mpirun, "
+            "srun), or xla_dtensor.distributed.initialize(address, num_processes, process_id)"
+        )
+    if processes.several():
+        if count not in (-1, processes.count()):
+            raise UnsupportedOpError(
+                f"init_process_group('xla', world_size={count}): there are {processes.count()} "
+                "processes; leave world_size out"
+            )
+        count = -1
+    elif count > 0:
         runtime.devices(range(count))
     prepare()
     c10d.GroupMember.WORLD = world(count if count > 0 else None)
@@ -173,7 +180,14 @@ def _call(name: str, signature: inspect.Signature, original: Any, args: Any, kwa
             f"and has no call for one of them; use {_WAY_OUT[name]}"
         )
     from xla_dtensor.movement import in_place
+    from xla_dtensor.runtime import processes
 
+    if found is c10d.GroupMember.WORLD and processes.several() and not found.frame.one_each:
+        raise UnsupportedOpError(
+            f"torch.distributed.{name} without a group: the default group's ranks are the "
+            f"{processes.count()} processes, and each drives several devices, which hold tensors "
+            "of their own: say along which devices, group=mesh.get_group(dim)"
+        )
     tensors = _COLLECTIVES[name](in_place, arguments, _of_tensors(found, arguments))
     return in_place.Work(tensors) if arguments.get("async_op") else None
 
@@ -272,20 +286,30 @@ def _broadcast(in_place: Any, given: _Arguments, group: Any) -> Any:
 
 @_serves(_QUESTIONS, "barrier", "monitored_barrier")
 def _barrier(given: _Arguments, group: Any) -> Any:
-    """Nothing: one process is where it is."""
+    """All processes come here; nothing in one that is alone."""
     from xla_dtensor.movement.in_place import Work
+    from xla_dtensor.runtime import agreement
 
+    agreement.meet("comes to a barrier")
     return Work() if given.get("async_op") else None
 
 
 @_serves(_QUESTIONS, "get_world_size")
 def _world_size(given: _Arguments, group: Any) -> int:
+    from xla_dtensor.runtime import processes
+
+    if processes.several() and group is c10d.GroupMember.WORLD:
+        return processes.count()
     return group.size()
 
 
 @_serves(_QUESTIONS, "get_rank")
 def _rank(given: _Arguments, group: Any) -> int:
-    return group.rank()  # raises
+    from xla_dtensor.runtime import processes
+
+    if processes.several() and group is c10d.GroupMember.WORLD:
+        return processes.index()
+    return group.rank()  # raises where it differs
 
 
 @_serves(_QUESTIONS, "get_backend", "get_backend_config")
@@ -295,6 +319,10 @@ def _backend(given: _Arguments, group: Any) -> str:
 
 @_serves(_QUESTIONS, "get_process_group_ranks")
 def _ranks(given: _Arguments, group: Any) -> list[int]:
+    from xla_dtensor.runtime import processes
+
+    if processes.several() and group is c10d.GroupMember.WORLD:
+        return list(range(processes.count()))
     devices = group.devices()
     if devices is None:
         raise PerDeviceValueError(
@@ -306,15 +334,59 @@ def _ranks(given: _Arguments, group: Any) -> list[int]:
 
 @_serves(_QUESTIONS, "all_gather_object")
 def _all_gather_object(given: _Arguments, group: Any) -> None:
-    """Each device has the process's object; a copy for each, as torch's are."""
-    objects, count = given["object_list"], group.size()
-    if len(objects) < count:
-        raise ValueError(
-            f"all_gather_object: the list has {len(objects)} places, and the group {count} devices"
-        )
+    """Each device has the process's object; a copy for each, as torch's are. Of several
+    processes, the default group's ranks."""
+    from xla_dtensor.runtime import processes
+
+    objects = given["object_list"]
+    if processes.several():
+        _check_objects("all_gather_object", group)
+        count = processes.count()
+        _check_places(objects, count)
+        objects[:count] = _from_all("all_gather_object", given["obj"])
+        return
+    count = group.size()
+    _check_places(objects, count)
     objects[:count] = [copy.deepcopy(given["obj"]) for _ in range(count)]
 
 
 @_serves(_QUESTIONS, "broadcast_object_list")
 def _broadcast_object_list(given: _Arguments, group: Any) -> None:
-    """Nothing: all devices have the process's objects."""
+    """Those of the process ``src``; nothing where all devices have one process's."""
+    from xla_dtensor.runtime import processes
+
+    if processes.several():
+        _check_objects("broadcast_object_list", group)
+        src = given.get("group_src")
+        src = given.get("src") if src is None else src
+        objects = given["object_list"]
+        everyone = _from_all(
+            "broadcast_object_list", list(objects) if processes.index() == (src or 0) else None
+        )
+        objects[:] = everyone[src or 0]
+
+
+def _from_all(name: str, value: Any) -> list[Any]:
+    """Every process's object."""
+    import base64
+    import pickle
+
+    from xla_dtensor.runtime import agreement
+
+    texts = agreement.texts_of_all(f"calls {name}", base64.b64encode(pickle.dumps(value)).decode())
+    return [pickle.loads(base64.b64decode(text)) for text in texts]
+
+
+def _check_objects(name: str, group: Any) -> None:
+    if group is not c10d.GroupMember.WORLD:
+        raise UnsupportedOpError(
+            f"torch.distributed.{name} with group {str(group)!r}: objects go between processes, "
+            "which are the ranks of the default group; leave group out"
+        )
+
+
+def _check_places(objects: list[Any], count: int) -> None:
+    if len(objects) < count:
+        raise ValueError(
+            f"all_gather_object: the list has {len(objects)} places, and the group {count} ranks"
+        )

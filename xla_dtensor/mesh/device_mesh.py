@@ -14,16 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
+from xla_dtensor.mesh.frame import frame_of
 from xla_dtensor.mesh.group import group_of
 from xla_dtensor.mesh.saving import reduce_mesh
+from xla_dtensor.runtime import processes
 
 
 class XLADeviceMesh(DeviceMesh):
     """What torch's ``DeviceMesh`` is over XLA devices; ``init_device_mesh("xla", ...)`` and
     ``DeviceMesh("xla", ...)`` make it. The numbers in ``mesh`` are positions in ``jax.devices()``.
 
-    Every device is driven by this process, so what torch defines per rank (``get_rank``,
-    ``get_local_rank``, ``get_coordinate``) has no value here and raises ``PerDeviceValueError``.
+    A process drives many devices, so what torch defines per rank (``get_rank``,
+    ``get_local_rank``, ``get_coordinate``) has no value here and raises ``PerDeviceValueError``,
+    unless it is the same for all of the process's devices: with several processes of one device
+    each it is as in torch.
 
     Args:
         device_type: "xla".
@@ -62,6 +66,12 @@ class XLADeviceMesh(DeviceMesh):
                     "they are positions in jax.devices()"
                 )
             runtime.devices(ids)  # starts the backend, or says what is missing
+            if processes.several() and len(ids) != runtime.device_count():
+                raise MeshError(
+                    f"DeviceMesh('xla', {ids}): {processes.count()} processes have "
+                    f"{runtime.device_count()} devices together, and a mesh has to have all of "
+                    "them; cut it from one that has, mesh[name]"
+                )
 
     @staticmethod
     def _init_process_groups(*args: Any, **kwargs: Any) -> list[str]:
@@ -108,32 +118,45 @@ class XLADeviceMesh(DeviceMesh):
     def _is_current_rank_part_of_mesh(self) -> bool:
         return True
 
-    def get_rank(self) -> NoReturn:
-        """Has another value on each device; use `axis_index`.
+    def get_rank(self) -> int:
+        """The number of the process's one device. Where a process has several, it is another one
+        for each; use `axis_index`.
 
         Raises:
-            PerDeviceValueError: always.
+            PerDeviceValueError: the process drives several devices.
         """
-        self._no_rank("get_rank()")
+        if not frame_of(self).one_each:
+            self._no_rank("get_rank()")
+        return processes.index()
 
-    def get_local_rank(self, mesh_dim: int | str | None = None) -> NoReturn:
-        """Has another value on each device; use `axis_index`.
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """The coordinate along a mesh dim of this process's devices, if they have the same, as they
+        have where each process drives one device. Else use `axis_index`.
 
         Args:
-            mesh_dim: name or number.
+            mesh_dim: name or number; not needed with one dim.
 
         Raises:
-            PerDeviceValueError: always.
+            MeshDimError: the mesh has no such dim.
+            PerDeviceValueError: the process's devices have several.
         """
-        self._no_rank(f"get_local_rank({mesh_dim!r})")
+        found = group_of(self, mesh_dim).own_ranks() if processes.several() else ()
+        if len(found) != 1:
+            self._no_rank(f"get_local_rank({mesh_dim!r})")
+        return found[0]
 
-    def get_coordinate(self) -> NoReturn:
-        """Has another value on each device; use `axis_index`.
+    def get_coordinate(self) -> list[int]:
+        """The coordinate of the process's one device, or of its devices, if they have the same;
+        else use `axis_index`.
 
         Raises:
-            PerDeviceValueError: always.
+            PerDeviceValueError: the process's devices have several.
         """
-        self._no_rank("get_coordinate()")
+        groups = map(group_of, [self] * self.ndim, range(self.ndim))
+        found = [group.own_ranks() for group in groups] if processes.several() else [()]
+        if any(len(ranks) != 1 for ranks in found):
+            self._no_rank("get_coordinate()")
+        return [ranks[0] for ranks in found]
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """What stands for the process group of a mesh dim in torch's functional collectives.
@@ -169,9 +192,10 @@ class XLADeviceMesh(DeviceMesh):
         return self.size(names.index(name))
 
     def _no_rank(self, call: str) -> NoReturn:
+        whose = "several" if processes.several() else "them all"
         raise PerDeviceValueError(
-            f"{self!r}.{call} has a different value on each device, and one process drives them "
-            "all: xla_dtensor.axis_index(mesh, dim) has the coordinate along a dim as a per-device "
+            f"{self!r}.{call} has a different value on each device, and one process drives {whose}:"
+            " xla_dtensor.axis_index(mesh, dim) has the coordinate along a dim as a per-device "
             "tensor; full_tensor(), local_shards and collectives see every device"
         )
 

@@ -23,6 +23,7 @@ from xla_dtensor import runtime
 from xla_dtensor.base.cache import Table
 from xla_dtensor.base.torch_versions import layout_pieces
 from xla_dtensor.errors import MeshError
+from xla_dtensor.runtime import processes
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Frame:
         root: the torch root mesh.
         axes: major to minor; sizes multiply to the number of devices.
         jax_mesh: ``jax.sharding.Mesh`` over ``axes``.
+        process_axes: the names of those along which another process has the next device; () in a
+            process that is alone.
+        own_ids: the numbers of this process's devices.
+        one_each: whether there are several processes, and each has one device: then what a device
+            holds is a process's, and a Python value.
         mesh_dim_axes: per mesh of this root asked about so far, see `mesh_dim_axes`.
     """
 
@@ -57,6 +63,10 @@ class Frame:
         self.jax_mesh = jax.sharding.Mesh(
             devices.reshape([axis.size for axis in axes]), tuple(axis.name for axis in axes)
         )
+        self.process_axes = _process_axes(self.jax_mesh)
+        flat = zip(ids, devices.flat, strict=True)
+        self.one_each = processes.several() and len(ids) == processes.count()
+        self.own_ids = frozenset(i for i, d in flat if d.process_index == d.client.process_index())
         self.replicated = jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec())
 
     @property
@@ -72,6 +82,13 @@ class Frame:
 
     def __repr__(self) -> str:
         return f"Frame({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)})"
+
+
+def _process_axes(jax_mesh: Any) -> tuple[str, ...]:
+    owners = np.vectorize(lambda device: device.process_index, otypes=[int])(jax_mesh.devices)
+    return tuple(
+        name for i, name in enumerate(jax_mesh.axis_names) if np.any(np.diff(owners, axis=i))
+    )
 
 
 # None goes: forms, plans and `is_current` compare the identity of frames, so two of one mesh would

@@ -12,6 +12,7 @@ from xla_dtensor import runtime
 from xla_dtensor.base.cache import Table
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
 from xla_dtensor.mesh.frame import Frame, frame_of, mesh_dim_axes, root_mesh
+from xla_dtensor.runtime import processes
 
 
 class MeshGroup(str):
@@ -61,15 +62,32 @@ class MeshGroup(str):
         rest = [name for name in names if name not in axes]  # of size 1
         return tuple(ids.transpose([names.index(name) for name in (*axes, *rest)]).ravel().tolist())
 
-    def rank(self) -> NoReturn:
-        """Differs from device to device, so it raises.
+    def own_ranks(self) -> tuple[int, ...]:
+        """The ranks in their groups of this process's devices."""
+        frame, axes = self.frame, self.axes
+        sizes = [axis.size for axis in frame.axes]
+        names = [axis.name for axis in frame.axes]
+        places = np.indices(sizes)
+        ranks = np.zeros(sizes, int)
+        for name in axes:
+            ranks = ranks * frame.sizes[name] + places[names.index(name)]
+        own = np.isin(np.array(frame.device_ids).reshape(sizes), list(frame.own_ids))
+        return tuple(sorted(set(ranks[own].tolist())))
+
+    def rank(self) -> int:
+        """The rank of this process's devices, if they have the same: those of a process that is
+        alone, or that drives several along the mesh dim, have not.
 
         Raises:
-            PerDeviceValueError: always.
+            PerDeviceValueError: they haven't.
         """
+        found = self.own_ranks() if processes.several() else ()
+        if len(found) == 1:
+            return found[0]
         raise PerDeviceValueError(
             f"the rank in group {str(self)!r} differs from device to device, and one process "
-            "drives them all: xla_dtensor.axis_index(mesh, dim) has it as a per-device tensor"
+            f"drives {'several' if processes.several() else 'them all'}: "
+            "xla_dtensor.axis_index(mesh, dim) has it as a per-device tensor"
         )
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -16,11 +16,13 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.per_device import expand, union
+from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.group import MeshGroup
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.rules.cost import Collective
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 _Axes: TypeAlias = tuple[str, ...]
@@ -210,7 +212,11 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
     check_tensor(name, tensor)
     group = group.within(tensor._form.frame)
     frame, axes, count = group.frame, group.axes, group.size()
-    if thread_state.current() is None and not tensor.is_meta:
+    alone = thread_state.current() is None and not tensor.is_meta
+    own = alone and frame.one_each and tensor._form.frame is None
+    if own:
+        tensor = _of_all_processes(tensor, frame)
+    elif alone:
         tensor._storage_.place(frame)
     source = tensor._form.placed(frame)
     source.check_axes(name, frame)
@@ -245,8 +251,25 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
         return XLATensor(Storage(None, target), target)
     # A group of one device; equal values, which no permutation changes.
     if not axes or (name == "permute" and not set(axes) & set(source.varying)):
-        return tensor.clone()
-    return relayout(tensor, source, target, _Collective(name, axes, options))
+        result = tensor.clone()
+    else:
+        result = relayout(tensor, source, target, _Collective(name, axes, options))
+    return _of_this_process(result) if own else result
+
+
+def _of_all_processes(tensor: XLATensor, frame: Frame) -> XLATensor:
+    """What each process has, as one tensor that varies; the processes' own stay theirs."""
+    copy = XLATensor(Storage(read(tensor), tensor._form), tensor._form)
+    copy._storage_.join(frame, frame.process_axes)
+    return copy
+
+
+def _of_this_process(tensor: XLATensor) -> XLATensor:
+    """What this process's one device has, as a tensor of its own."""
+    form = tensor._form
+    array = arrays.own_shard(read(tensor)).reshape(form.shape)
+    form = device_form(None, form.shape, form.stride, 0, form.dtype)
+    return XLATensor(Storage(array, form), form)
 
 
 def summed(axes: _Axes) -> Callable[[Any, Form, Form], Any]:

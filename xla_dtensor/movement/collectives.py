@@ -22,6 +22,7 @@ from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh.group import MeshGroup, group_of, resolve_group
 from xla_dtensor.movement.collective_kernels import check_tensor, run
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 __all__ = [
@@ -308,5 +309,5 @@ def _index(group: MeshGroup) -> XLATensor:
         index = index.transpose([axes.index(name) for name in varying])
         form = device_form(frame, (), dtype=torch.int64, varying=varying)
         if thread_state.current() is None:
-            index = jax.device_put(index, form.sharding)
+            index = arrays.put(index, form.sharding)
     return XLATensor(Storage(index, form), form)

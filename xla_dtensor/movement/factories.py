@@ -33,6 +33,7 @@ from xla_dtensor.lowering import random
 from xla_dtensor.mesh import normalize_placements
 from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.movement.shared_parameters import share_again, shared_slots
+from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor, keep_leaf_gradients_sharded
 
@@ -144,7 +145,7 @@ def _placed(tensor: torch.Tensor, form: Form) -> Any:
                 lambda: jax.jit(lambda value: form.physical(value), out_shardings=sharding),
             )
             padded = padder(value)
-            return padded if in_place else jax.device_put(padded, form.sharding)
+            return padded if in_place else arrays.put(padded, form.sharding)
     if trace is not None:
         return constrain(trace.host_tensor(tensor), form)
     return to_devices(tensor.detach().cpu(), form)
@@ -285,6 +286,8 @@ def make_sharded(
     else:
         maker = _makers.get((name, form, type(fill_value)))
         if maker is None:
+            seed = f" of the seed and position {rng.position()}" if name in _RANDOM else ""
+            agreement.agree(f"makes {name}{seed}, {form}")
 
             def function(state: Any, fill_value: Any) -> Any:
                 key = rng.key_of(state) if name in _RANDOM else None

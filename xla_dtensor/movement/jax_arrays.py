@@ -20,6 +20,7 @@ from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh.placements import normalize_placements
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import Ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -72,7 +73,7 @@ def from_jax(
         form = device_form(None, shape, dtype=dtype)
         # Not on a device for good: JAX would refuse to compute with it and arrays of a mesh.
         with jax.enable_x64(True):
-            return XLATensor(Storage(jax.numpy.asarray(np.array(array)), form), form)
+            return XLATensor(Storage(jax.numpy.asarray(arrays.get(array)), form), form)
     placed = normalize_placements(placements, device_mesh, len(shape), "from_jax")
     if any(placement.is_partial() for placement in placed):
         raise UnsupportedOpError(
@@ -82,10 +83,10 @@ def from_jax(
     form = sharded_form(device_mesh, placed, shape, dtype=dtype)
     with jax.enable_x64(True):
         if form.padded_shape == shape:
-            array = jax.device_put(array, form.sharding)
+            array = arrays.put(array, form.sharding)
         else:
             padder = _padders.get_or_make(form, lambda: jax.jit(form.physical))
-            array = jax.device_put(padder(array), form.sharding)
+            array = arrays.put(padder(array), form.sharding)
     return XLAShardedTensor(Storage(array, form), form)
 
 

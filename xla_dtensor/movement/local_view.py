@@ -21,7 +21,14 @@ from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.mesh.placements import unpartial
+from xla_dtensor.movement.own_piece import (
+    are_equal_along,
+    has_own_piece,
+    of_own_pieces,
+    own_piece,
+)
 from xla_dtensor.movement.relayout import relayout
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -41,7 +48,8 @@ def from_local(
     """A sharded tensor from what each device holds; differentiable.
 
     Args:
-        local_tensor: a per-device tensor, or a CPU tensor (then every device holds it).
+        local_tensor: a per-device tensor, or a CPU tensor (then every device holds it; of several
+            processes, each one's devices its own).
         placements: how the local tensors make up the sharded one; replicated by default.
         run_check: along mesh dims that replicate, take the value of coordinate 0 for all, as torch
             does by a broadcast. Without it such a mesh dim refuses a tensor that varies along it.
@@ -117,7 +125,8 @@ class _FromLocal(torch.autograd.Function):
             return (None,) * 6
         mesh, placements = ctx.grad_layout
         grad = as_sharded(grad, mesh).redistribute(placements=placements)
-        return _ToLocal.apply(grad, None), None, None, None, None, None
+        view = _OwnPiece if has_own_piece(grad._form) else _ToLocal
+        return view.apply(grad, None), None, None, None, None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -147,6 +156,8 @@ class _ToLocal(torch.autograd.Function):
         mesh, placements = ctx.layout
         varying = grad._form.varying if isinstance(grad, XLATensor) else ()
         for i in _replicated_but_varying(varying, mesh, placements):
+            if are_equal_along(grad, mesh, i):
+                continue
             raise UnsupportedOpError(
                 f"the gradient of to_local() or full_tensor() differs from device to device along "
                 f"{dim_name(mesh, i)!r}, where the sharded tensor on {mesh!r} is replicated: "
@@ -154,6 +165,26 @@ class _ToLocal(torch.autograd.Function):
                 "grad_placements=[...] with Partial() there sums them"
             )
         # Of a dim that doesn't divide there is no local view; so the shape is that of the tensor.
+        return _FromLocal.apply(grad, mesh, placements, False, ctx.meta, None), None
+
+
+class _OwnPiece(torch.autograd.Function):
+    """`_ToLocal` where only the process itself knows the shape of what it holds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: XLAShardedTensor, grad_placements: Placements | None
+    ) -> XLATensor:
+        ctx.layout = tensor.device_mesh, grad_placements or _for_gradient(tensor.placements)
+        ctx.meta = tuple(tensor.shape), tuple(tensor.stride())
+        ctx.set_materialize_grads(False)
+        return own_piece(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None
+        mesh, placements = ctx.layout
         return _FromLocal.apply(grad, mesh, placements, False, ctx.meta, None), None
 
 
@@ -180,12 +211,16 @@ def _shard(
     if local.is_meta and not isinstance(local, XLATensor):
         form = device_form(frame, tuple(local.shape), local.stride(), 0, local.dtype, meta=True)
         local = XLATensor(Storage(None, form), form)
+    if meta is not None and local._form.frame is None:
+        target = sharded_form(mesh, placements, *meta, 0, local.dtype, meta=local.is_meta)
+        if has_own_piece(target):
+            return of_own_pieces(local, target)
     if thread_state.current() is None and not local.is_meta:
-        local._storage_.place(frame)
+        _place(local, mesh, placements, run_check)
     source = local._form.placed(frame)
     source.check_axes("from_local", frame)
     for i in _replicated_but_varying(source.varying, mesh, placements):
-        if not run_check:
+        if not run_check and not are_equal_along(local, mesh, i):
             raise UnsupportedOpError(
                 f"from_local(placements={list(placements)}) on {mesh!r}: the local tensor differs "
                 f"from device to device along {dim_name(mesh, i)!r}, where the placement is "
@@ -226,6 +261,30 @@ def _shard(
     return relayout(local, source, target, from_devices)
 
 
+def _place(local: XLATensor, mesh: DeviceMesh, placements: Placements, run_check: bool) -> None:
+    """Bring a process's own tensor to all devices: where the placements say that devices hold
+    parts, each of several processes has its own."""
+    frame, storage = frame_of(mesh), local._storage_
+    if storage.form.frame is not None or not frame.process_axes:
+        storage.place(frame)
+        return
+    apart: set[str] = set()
+    inside: set[str] = set()
+    for placement, names in zip(placements, mesh_dim_axes(mesh), strict=True):
+        inside.update(names)
+        if run_check or not isinstance(placement, Replicate):
+            apart.update(names)
+    outside = set(frame.process_axes) - inside
+    if outside and frame.one_each and not arrays.is_equal(storage.array):
+        # A parameter is the same along mesh dims that this mesh leaves out, a batch isn't.
+        apart |= outside
+    axes = tuple(name for name in frame.process_axes if name in apart)
+    if axes:
+        storage.join(frame, axes)
+    else:
+        storage.place(frame)
+
+
 def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """`XLAShardedTensor.to_local`.
 
@@ -245,7 +304,8 @@ def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | No
         # Unless it has become something else (t_, requires_grad_, ...).
         if local is not None and local._steps is known[2] and local.requires_grad is recording:
             return local
-    local = _ToLocal.apply(tensor, grad_placements)
+    view = _OwnPiece if has_own_piece(form) else _ToLocal
+    local = view.apply(tensor, grad_placements)
     # A leaf's local tensor holds the leaf through the autograd graph: weak, or neither would go.
     reference = weakref.ref(local) if recording and tensor.is_leaf else _Strong(local)
     tensor._local = (key, reference, local._steps)

@@ -19,6 +19,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -40,6 +41,7 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
         key = (convert, source, target)
         converter = _converters.get(key)
         if converter is None:
+            _agree("converts", source, target)
             function = functools.partial(convert, source=source, target=target)
             converter = _converters.put(key, jax.jit(function, out_shardings=target.sharding))
         with jax.enable_x64(True):
@@ -73,6 +75,7 @@ def move(
         return _move_devices(array, source, target)
     mover = movers.get((source, target))
     if mover is None:
+        _agree("redistributes", source, target)
 
         def function(array: Any) -> Any:
             return target.physical(logical(array, source))
@@ -81,6 +84,11 @@ def move(
     with jax.enable_x64(True):
         moved = mover(array)
     return XLAShardedTensor(Storage(moved, target), target)
+
+
+def _agree(what: str, source: Form, target: Form) -> None:
+    if source.frame is not None:
+        agreement.agree(lambda: f"{what} {source} to {target}")
 
 
 def constrain(value: Any, form: Form) -> Any:
@@ -119,5 +127,5 @@ def _move_devices(array: Any, source: Form, target: Form) -> XLAShardedTensor:
 
     with jax.enable_x64(True):
         prepared = movers.get_or_make((source, target), make)(array)
-        moved = jax.device_put(prepared, target.sharding)
+        moved = arrays.put(prepared, target.sharding)
     return XLAShardedTensor(Storage(moved, target), target)

@@ -16,6 +16,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.mesh import Frame
 from xla_dtensor.rules.cost import Collective
+from xla_dtensor.runtime import arrays
 
 
 def gather(array: Any, source: Form, target: Form) -> Any:
@@ -58,7 +59,7 @@ class Keep:
         if isinstance(array, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(array, sharding)
         with jax.enable_x64(True):
-            return jax.device_put(array, sharding)
+            return arrays.put(array, sharding)
 
     def _sharding(self, form: Form) -> Any:
         frame = form.frame

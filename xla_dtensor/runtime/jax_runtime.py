@@ -15,6 +15,7 @@ from typing import Any
 
 from xla_dtensor.base import forked
 from xla_dtensor.errors import DeviceCountError
+from xla_dtensor.runtime import agreement, distributed, processes
 
 logger = logging.getLogger("xla_dtensor")
 _start_lock = threading.Lock()
@@ -42,10 +43,16 @@ def is_started() -> bool:
 
 
 def start(min_cpu_devices: int = 1) -> None:
-    """Start JAX's backend unless it runs; if it is the CPU's, with so many devices or more."""
+    """Start JAX's backend unless it runs; if it is the CPU's, with so many devices or more. Of
+    several processes, each has its part of them.
+
+    Raises:
+        DistributedError: this is one of several processes, and they don't come together.
+    """
     if forked.is_child():
         forked.refuse()
     with _start_lock:
+        distributed.initialize()
         if is_started():
             forked.watch()
             return
@@ -53,13 +60,32 @@ def start(min_cpu_devices: int = 1) -> None:
 
         os.environ.setdefault("NPROC", _CPU_THREADS)
         configured = getattr(jax.config, "jax_num_cpu_devices", -1)
+        min_cpu_devices = -(-min_cpu_devices // processes.count())
         forced_by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
         if configured < min_cpu_devices and min_cpu_devices > 1 and not forced_by_flag:
             jax.config.update("jax_num_cpu_devices", min_cpu_devices)
         devices = jax.devices()
         forked.watch()
-        if devices[0].platform == "cpu" and len(devices) > 1:
+        if processes.several():
+            agreement.share_seeds()
+            # One line for all of them, unless somebody wants to know.
+            logger.log(
+                logging.INFO if processes.index() else logging.WARNING,
+                "xla_dtensor: %s, with %d of %d %s devices",
+                distributed.described(),
+                len(jax.local_devices()),
+                len(devices),
+                devices[0].platform,
+            )
+        elif devices[0].platform == "cpu" and len(devices) > 1:
             logger.warning("xla_dtensor: using %d simulated CPU devices", len(devices))
+
+
+def all_devices() -> list[Any]:
+    """JAX's devices, those of all processes, each process's together."""
+    import jax
+
+    return sorted(jax.devices(), key=lambda device: device.process_index)
 
 
 def devices(ids: Sequence[int]) -> list[Any]:
@@ -68,12 +94,11 @@ def devices(ids: Sequence[int]) -> list[Any]:
     Raises:
         DeviceCountError: there are fewer devices.
     """
-    import jax
 
     wanted = max(ids) + 1
     was_started = is_started()
     start(wanted)
-    available = jax.devices()
+    available = all_devices()
     if wanted > len(available):
         platform = available[0].platform
         if platform == "cpu" and was_started:
@@ -103,9 +128,7 @@ def device_count() -> int:
     """How many devices JAX has; 1 (without starting JAX) if no backend runs yet."""
     if not is_started():
         return 1
-    import jax
-
-    return len(jax.devices())
+    return len(all_devices())
 
 
 def live_programs() -> tuple[int, int | None]:

@@ -82,13 +82,6 @@ def synchronize() -> None:
     assertions.look()
 
 
-def is_idle() -> bool:
-    """Whether they have."""
-    import jax
-
-    return all(array.is_deleted() or array.is_ready() for array in jax.live_arrays())
-
-
 def allocated() -> int:
     """Bytes in use on the device that holds the most."""
     return stats()["allocated_bytes.all.current"]

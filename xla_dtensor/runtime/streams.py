@@ -15,6 +15,7 @@ import torch
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.runtime import memory
+from xla_dtensor.runtime.idle import is_idle
 
 
 class Event(torch.Event):
@@ -54,7 +55,7 @@ class Event(torch.Event):
 
     def query(self) -> bool:
         """Whether the devices have done what was asked of them before it."""
-        return not self._recorded or self._time is not None or memory.is_idle()
+        return not self._recorded or self._time is not None or is_idle()
 
     def synchronize(self) -> None:
         """Wait until they have."""
@@ -106,7 +107,7 @@ class Stream(torch.Stream):
 
     def query(self) -> bool:
         """Whether they have."""
-        return memory.is_idle()
+        return is_idle()
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing: what comes later finds its data when it is there."""

@@ -123,7 +123,8 @@ class TensorMethods:
     def __format__(self, format_spec: str) -> str:
         """As of torch's own tensors: one element is formatted as the number that it is; what has no
         number (now) as `repr` has it, unless it is to be formatted in a certain way."""
-        known = thread_state.current() is None and not self._form.varying
+        known = thread_state.current() is None
+        known = known and (not self._form.varying or self._form.has_own_value)
         if not self._form.meta and not self._form.shape and (format_spec or known):
             return format(self.detach().item(), format_spec)  # type: ignore[attr-defined]
         return object.__format__(self, format_spec)

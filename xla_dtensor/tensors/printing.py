@@ -22,6 +22,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
+from xla_dtensor.runtime import arrays
 
 _readers: Cache[tuple[Form, tuple[int, ...]], Any] = Cache("readers of edges", 256)
 
@@ -37,7 +38,8 @@ def text_of(tensor: Any, name: str, more: list[str]) -> str:
         step) or another on each device has its shape and dtype instead.
     """
     form = tensor._form
-    known = not form.meta and thread_state.current() is None and not form.varying
+    known = not form.meta and thread_state.current() is None
+    known = known and (not form.varying or form.has_own_value)
     parts = []
     if not known:
         parts += [f"shape={list(tensor.shape)}", f"dtype={tensor.dtype}"]
@@ -82,7 +84,7 @@ def _is_large(tensor: Any) -> bool:
 
 def _values(tensor: Any, name_length: int) -> str:
     with _disable_current_modes(), torch.no_grad():
-        if _is_large(tensor):
+        if _is_large(tensor) and not tensor._form.varying:
             with _tensor_str.printoptions(threshold=0):
                 text = repr(_edges(tensor))
         else:
@@ -106,6 +108,7 @@ def _edges(tensor: Any) -> torch.Tensor:
         (form, tuple(map(len, kept))), lambda: jax.jit(functools.partial(_take, form=form))
     )
     assertions.look()  # a value is read
+    arrays.about_to_read(tensor._storage_.array, f"a tensor of shape {list(form.shape)}")
     with jax.enable_x64(True):
         taken = reader(read(tensor), kept)
     return to_host(fetch(taken, tuple(taken.shape)))

@@ -1,0 +1,124 @@
+"""Several processes: what everything means, and what happens when one fails or differs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests import launch
+from tests.test_docstrings import EXAMPLES, OF_SEVERAL_PROCESSES
+
+FAILING = ["-m", "tests.runtime.programs.failing"]
+HEARTBEAT = {"XLA_DTENSOR_HEARTBEAT_TIMEOUT": "8"}
+
+
+@pytest.mark.slow
+def test_what_everything_means() -> None:
+    outputs = launch.succeeded(launch.run(["-m", "tests.runtime.programs.meanings"], 2, 200))
+    assert all(output.rstrip().endswith("all of it") for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_same_with_every_launch_compared() -> None:
+    checks = {"XLA_DTENSOR_CHECK_PROCESSES": "1"}
+    run = launch.run(["-m", "tests.runtime.programs.meanings"], 2, 300, checks)
+    assert all(output.rstrip().endswith("all of it") for output in launch.succeeded(run))
+
+
+def test_one_device_per_process_is_as_in_torch() -> None:
+    run = launch.run(["-m", "tests.runtime.programs.one_device_each"], 2, 200)
+    assert all(output.rstrip().endswith("all of it") for output in launch.succeeded(run))
+
+
+@pytest.mark.slow
+def test_data_parallel_scripts_of_torch() -> None:
+    run = launch.run(["-m", "tests.runtime.programs.data_parallel"], 2, 200)
+    assert all(output.rstrip().endswith("all of it") for output in launch.succeeded(run))
+
+
+def ended(results: list[launch.Result], index: int) -> str:
+    """What a process has printed that ended by itself, with an error."""
+    assert results[index].code not in (0, -signal.SIGKILL), results[index].output
+    return results[index].output
+
+
+@pytest.mark.parametrize(
+    "victim", [1, pytest.param(0, marks=pytest.mark.slow, id="the one that coordinates")]
+)
+def test_a_killed_process_is_named_by_the_others(victim: int) -> None:
+    began = time.monotonic()
+    variables = HEARTBEAT | {"XLA_DTENSOR_TEST_VICTIM": str(victim)}
+    results = launch.run([*FAILING, "kill"], 2, 60, variables)
+    assert results[victim].code == -signal.SIGKILL
+    output = ended(results, 1 - victim)
+    assert f"process {1 - victim} on {os.uname().nodename} (pid " in output
+    assert f"since process {victim} on {os.uname().nodename} (pid " in output
+    assert results[1 - victim].seconds - results[victim].seconds < 25
+    assert time.monotonic() - began < 65
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_process_is_named_by_the_others(victim: int) -> None:
+    variables = HEARTBEAT | {"XLA_DTENSOR_TEST_VICTIM": str(victim)}
+    results = launch.run([*FAILING, "stop"], 2, 60, variables)
+    assert results[1 - victim].seconds < 55
+    assert f"since process {victim} on " in ended(results, 1 - victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_exception_on_one_process_ends_all(victim: int) -> None:
+    variables = HEARTBEAT | {"XLA_DTENSOR_TEST_VICTIM": str(victim)}
+    results = launch.run([*FAILING, "raise"], 2, 60, variables)
+    assert 'raise ValueError("a bad batch")' in ended(results, victim)
+    other = ended(results, 1 - victim)
+    assert f"process {victim} on " in other and "has ended with ValueError: a bad batch" in other
+    assert "failing.py" in other  # the line
+    assert abs(results[0].seconds - results[1].seconds) < 25
+
+
+# What process 1 does, and the words of both sides.
+DIFFERENCES = {
+    "order": ("aten::cos", "aten::sin", "x.cos()", "x.sin()"),
+    "operation": ("aten::exp", "x.exp()", "step(x).item()"),
+    "mesh": ("DeviceMesh((2, 4)", "DeviceMesh((4, 2)"),
+    "step": ("compiles a step of 2 operations (digest ", "step(x).item()"),
+    "read": ("print(x)", "step(x).item()"),
+    "leave": ("has come to the end of its program", "step(x).item()"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_processes_that_differ_say_where(how: str) -> None:
+    results = launch.run([*FAILING, how], 2, 90, HEARTBEAT)
+    for index in range(2):
+        output = ended(results, index)
+        for word in DIFFERENCES[how]:
+            assert word in output, output
+        assert "process 0 on " in output and "process 1 on " in output
+    # Not the heartbeat: they notice in seconds.
+    assert max(result.seconds for result in results) < 75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OF_SEVERAL_PROCESSES))
+def test_examples_that_raise_in_several_processes(name: str) -> None:
+    results = launch.run(["-c", EXAMPLES[name]], 2, 90, HEARTBEAT)
+    assert all(name in ended(results, index) for index in range(2))
+
+
+@pytest.mark.slow
+def test_a_hundred_starts_and_stops() -> None:
+    program = (
+        "import xla_dtensor as xd, torch\n"
+        "mesh = xd.init_device_mesh('xla', (4,))\n"
+        "x = xd.distribute_tensor(torch.ones(4), mesh, [xd.Shard(0)])\n"
+        "assert x.sum().item() == 4\n"
+    )
+    for _ in range(100):
+        launch.succeeded(launch.run(["-c", program], 2, 120))

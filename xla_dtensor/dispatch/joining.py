@@ -1,0 +1,50 @@
+"""Tensors that a process has of its own, in a call with tensors of all processes' devices."""
+
+from __future__ import annotations
+
+import torch
+
+from xla_dtensor.dispatch.call import Call
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.runtime import arrays
+from xla_dtensor.tensors.base import TensorMethods
+
+
+def _is_of_the_host(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, TensorMethods)
+
+
+def join(call: Call) -> bool:
+    """Bring tensors of the default device to all devices, if the call has others that are there.
+
+    With one device per process each device has its process's value, as under torch. Else, and
+    where one joins a sharded tensor, it counts as replicated, and has to be the same everywhere.
+
+    Returns:
+        whether there were any: the call is another one then.
+
+    Raises:
+        DivergenceError: values that have to be the same aren't.
+    """
+    forms = [form for form in call.forms if form.__class__ is Form]
+    frame = next((form.frame for form in forms if form.frame is not None), None)
+    if frame is None:
+        return False
+    own = [
+        leaf
+        for leaf in call.leaves
+        if isinstance(leaf, TensorMethods)
+        and leaf._storage_.form.frame is None
+        and not leaf._storage_.form.meta
+    ]
+    apart = frame.one_each and not any(form.is_sharded for form in forms)
+    if not apart:
+        hosts = [leaf for leaf in call.leaves if _is_of_the_host(leaf)]
+        arrays.check_same(map(to_numpy, hosts), "combines with sharded tensors, from the CPU,")
+    for tensor in own:
+        if apart:
+            tensor._storage_.join(frame, frame.process_axes)
+        else:
+            tensor._storage_.place(frame)
+    return bool(own)

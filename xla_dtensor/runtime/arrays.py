@@ -1,0 +1,208 @@
+"""Values from the host to devices, and back: the one place where it matters that a process reaches
+its own devices alone.
+
+What is put, every process has (a value that differs from process to process is put shard by shard,
+`put_shards`). What is got of an array that lies on several processes' devices is replicated first,
+by a program that all processes have to run.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from xla_dtensor.runtime import agreement, processes, whereabouts
+
+
+def put(value: Any, sharding: Any) -> Any:
+    """An array with ``sharding`` of a value that every process has.
+
+    Args:
+        value: a NumPy array, or a ``jax.Array``, which may lie on other devices.
+        sharding: a JAX sharding.
+    """
+    import jax
+
+    if not processes.several():
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array):
+        if not value.is_fully_addressable and value.sharding.device_set == sharding.device_set:
+            return _resharded(sharding)(value)
+        if value.is_fully_addressable and sharding.is_fully_replicated:
+            return _to_all(value, sharding)
+        value = get(value)
+    value = np.asarray(value)
+    check_equal(value)
+    return put_shards(value.shape, sharding, lambda index: value[index])
+
+
+def _to_all(value: Any, sharding: Any) -> Any:
+    """The same value of this process on all of its devices, without a way over the host."""
+    import jax
+
+    pieces = [jax.device_put(value, device) for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, pieces)
+
+
+def put_shards(
+    shape: tuple[int, ...], sharding: Any, shard: Callable[[tuple[slice, ...]], np.ndarray]
+) -> Any:
+    """An array from its shards; only those of this process's devices are asked for.
+
+    Args:
+        shape: of the whole array.
+        sharding: a JAX sharding.
+        shard: gives the elements at an index.
+    """
+    import jax
+
+    return jax.make_array_from_callback(shape, sharding, shard)
+
+
+def put_each(shape: tuple[int, ...], sharding: Any, shards: dict[Any, np.ndarray]) -> Any:
+    """An array from what each of this process's devices has of it.
+
+    Args:
+        shape: of the whole array.
+        sharding: a JAX sharding.
+        shards: by device.
+    """
+    import jax
+
+    pieces = [jax.device_put(shards[device], device) for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def put_own(value: Any, sharding: Any) -> Any:
+    """An array with ``sharding`` of values that processes have of their own: the shard of each
+    device is the value of its process, behind leading dims of size 1.
+
+    Args:
+        value: a ``jax.Array`` of this process.
+        sharding: a JAX sharding whose leading dims are those along which the values differ.
+    """
+    import jax
+
+    devices = sorted(sharding.addressable_devices, key=lambda device: device.id)
+    lead = [sharding.mesh.shape[name] for name in sharding.spec if name is not None]
+    shard = value.reshape((1,) * len(lead) + value.shape)
+    pieces = [jax.device_put(shard, device) for device in devices]
+    shape = (*lead, *value.shape)
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def own_shard(array: Any) -> Any:
+    """The shard of this process's one device, as an array of its own."""
+    (shard,) = array.addressable_shards
+    return shard.data
+
+
+def check_equal(value: Any, what: str = "distributes", *, always: bool = False) -> None:
+    """See that all processes have the same value: under the debug switch, or ``always``.
+
+    Raises:
+        DivergenceError: they haven't.
+    """
+    if agreement.every_launch() or (always and agreement.checks_values()):
+        value = np.ascontiguousarray(value)
+        agreement.agree(
+            f"{what} a value of shape {list(value.shape)}, {value.dtype}, with the checksum "
+            f"{zlib.crc32(value.tobytes()):08x}",
+            "The value has to be the same in all processes. Where each has its own: "
+            "xla_dtensor.shard_batch(value, mesh, placements), DTensor.from_local(value, mesh, "
+            "placements) or xla_dtensor.from_device_values(values, mesh)",
+        )
+
+
+def check_same(values: Iterable[np.ndarray], what: str) -> None:
+    """See that all processes have the same values of the host, where these become replicated. A
+    single number is as good as Python's, and isn't looked at.
+
+    Raises:
+        DivergenceError: they haven't.
+    """
+    if agreement.checks_values():
+        for value in values:
+            if value.size > 1:
+                check_equal(value, what, always=True)
+
+
+def is_equal(value: Any) -> bool:
+    """Whether all processes have the same value; all have to ask.
+
+    Args:
+        value: what NumPy takes.
+    """
+    return len(set(checksums(value))) == 1
+
+
+def checksums(value: Any) -> list[int]:
+    """The checksums of the value that each process has; all have to ask.
+
+    Args:
+        value: what NumPy takes.
+    """
+    value = np.ascontiguousarray(value)
+    what = f"brings a value of its own of shape {list(value.shape)}, {value.dtype}, to all devices"
+    return list(map(int, agreement.texts_of_all(what, str(zlib.crc32(value.tobytes())))))
+
+
+def is_here(array: Any) -> bool:
+    """Whether this process can read all of an array without asking others."""
+    return array.is_fully_addressable or array.is_fully_replicated
+
+
+def about_to_read(array: Any, what: str) -> None:
+    """What comes before the value of an array, or of a view of it, is brought to the host: where
+    other processes have parts of it, all have to ask.
+
+    Args:
+        array: a ``jax.Array``.
+        what: of which value, for the message where not all ask.
+
+    Raises:
+        DivergenceError: another process does something else.
+    """
+    if processes.several() and not is_here(array):
+        agreement.agree(f"reads the value of {what} on the host")
+
+
+def get(array: Any) -> np.ndarray:
+    """The value of an array on the host. Where other processes have parts of it, all have to ask.
+
+    Args:
+        array: a ``jax.Array`` or what NumPy takes.
+    """
+    if not processes.several() or getattr(array, "is_fully_addressable", True):
+        return np.asarray(array)
+    with whereabouts.reading():
+        if not is_here(array):
+            array = _resharded(_replicated(array.sharding))(array)
+        return np.asarray(array)
+
+
+@functools.cache
+def _resharded(sharding: Any) -> Callable[[Any], Any]:
+    import jax
+
+    jitted = jax.jit(_same, out_shardings=sharding)
+
+    def resharded(array: Any) -> Any:
+        with jax.enable_x64(True):
+            return jitted(array)
+
+    return resharded
+
+
+def _same(array: Any) -> Any:
+    return array
+
+
+def _replicated(sharding: Any) -> Any:
+    import jax
+
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())

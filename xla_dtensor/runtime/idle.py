@@ -1,0 +1,10 @@
+"""Whether the devices have anything left to do."""
+
+from __future__ import annotations
+
+
+def is_idle() -> bool:
+    """Whether this process's devices have done what was asked of them."""
+    import jax
+
+    return all(array.is_deleted() or array.is_ready() for array in jax.live_arrays())

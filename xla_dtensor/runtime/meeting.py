@@ -1,0 +1,207 @@
+"""Where the processes find the coordinator of ``jax.distributed``, which is process 0.
+
+Errors of networks name the variable that says where to go. JAX's own end the process, so what can
+go wrong is tried first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+import warnings
+from datetime import timedelta
+from typing import Any
+
+from xla_dtensor.errors import DistributedError
+from xla_dtensor.runtime.launchers import Launch
+
+_stores: list[Any] = []  # torch's store ends with its object, and others may still ask it
+
+
+def address_of_coordinator(launch: Launch, patience: float) -> str:
+    """``"host:port"`` of process 0.
+
+    Raises:
+        DistributedError: the meeting place isn't there, or a process of this number has been.
+    """
+    if launch.coordinator is not None:
+        return launch.coordinator
+    if launch.meeting == "torch":
+        return _by_torch_store(launch, patience)
+    if launch.meeting == "jax":
+        return _by_jax(launch, patience)
+    return _by_horovod_server(launch, patience)
+
+
+def check_free(address: str, launch: Launch) -> None:
+    """See that process 0 can listen where the others will look for it.
+
+    Raises:
+        DistributedError: it can't.
+    """
+    port = int(address.rpartition(":")[2])
+    try:
+        with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+    except OSError as error:
+        raise DistributedError(
+            f"process 0 ({launch.launcher}) on {socket.gethostname()} can't listen on port {port} "
+            f"of the coordinator's address {address}: {error.strerror}. Another program uses it, "
+            "or there is a second process 0: give another port "
+            f"({_where_from(launch)})"
+        ) from error
+
+
+def wait_until_there(address: str, launch: Launch, patience: float) -> None:
+    """Wait until process 0 listens.
+
+    Raises:
+        DistributedError: it doesn't in that time.
+    """
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise DistributedError(
+                    f"process {launch.process_id} of {launch.num_processes} ({launch.launcher}) on "
+                    f"{socket.gethostname()} finds no coordinator at {address}: "
+                    f"{error.strerror or error}. Process 0 has to run there, and its port to be "
+                    f"reachable ({_where_from(launch)})"
+                ) from error
+            time.sleep(0.1)
+
+
+def _where_from(launch: Launch) -> str:
+    """Which variable has the address."""
+    if launch.meeting == "torch":
+        return "JAX_COORDINATOR_PORT sets it, and else a free one is taken"
+    if launch.meeting == "jax":
+        return "JAX_COORDINATOR_ADDRESS or JAX_COORDINATOR_PORT"
+    if launch.launcher == "initialize()":
+        return "coordinator_address="
+    return "JAX_COORDINATOR_ADDRESS"
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _chosen_port() -> int:
+    return int(os.environ.get("JAX_COORDINATOR_PORT") or free_port())
+
+
+def _by_torch_store(launch: Launch, patience: float) -> str:
+    """Through the store that torchrun's agent keeps at ``MASTER_ADDR:MASTER_PORT``, or that process
+    0 opens there: ``MASTER_PORT`` itself is the store's."""
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    where = f"MASTER_ADDR={host}, MASTER_PORT={port}"
+    me = f"process {launch.process_id} of {launch.num_processes} on {socket.gethostname()}"
+    store = _torch_store(where, me, patience, launch.process_id == 0)
+    _stores.append(store)
+    who = f"{socket.gethostname()} (pid {os.getpid()})"
+    key = f"xla_dtensor/rank/{launch.process_id}"
+    if store.add(f"{key}/count", 1) > 1:
+        raise DistributedError(
+            f"RANK={launch.process_id} is asked for twice: by {store.get(key).decode()} and by "
+            f"{who}. Each process needs its own RANK below WORLD_SIZE={launch.num_processes}"
+        )
+    store.set(key, who)
+    if launch.process_id == 0:
+        store.set("xla_dtensor/coordinator", f"{host}:{_chosen_port()}")
+    end = time.monotonic() + patience
+    missing = list(range(launch.num_processes))
+    while missing:
+        missing = [i for i in missing if not store.check([f"xla_dtensor/rank/{i}"])]
+        if missing and time.monotonic() > end:
+            raise DistributedError(
+                f"{me} ({where}) has waited {patience:.0f} s for RANK "
+                f"{', '.join(map(str, missing))}: WORLD_SIZE={launch.num_processes} processes have "
+                "to be started within that time"
+            )
+        if missing:
+            time.sleep(0.05)
+    return store.get("xla_dtensor/coordinator").decode()
+
+
+def _torch_store(where: str, me: str, patience: float, first: bool) -> Any:
+    import torch.distributed as dist
+
+    try:
+        # Who comes to it tries twice.
+        timeout = timedelta(seconds=patience if first else patience / 2.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
+    except Exception as error:
+        text = str(error).splitlines()[0]
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            text = "the port is in use there, by another program or by a second process 0"
+        raise DistributedError(
+            f"{me} can't meet the others at {where}: {text}. MASTER_ADDR is the host of RANK 0, "
+            "MASTER_PORT a port there that is free and that the others can reach, and all "
+            "WORLD_SIZE processes have to be started within some seconds of each other "
+            "(XLA_DTENSOR_START_TIMEOUT)"
+        ) from error
+
+
+def _by_jax(launch: Launch, patience: float) -> str:
+    from jax._src.clusters import ClusterEnv
+
+    known = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if known:
+        return known
+    for cluster in ClusterEnv._cluster_types:
+        if cluster.name == launch.launcher:
+            port = os.environ.get("JAX_COORDINATOR_PORT")
+            try:
+                return cluster.get_coordinator_address(
+                    timeout_secs=int(patience), override_coordinator_port=port
+                )
+            except Exception as error:
+                raise DistributedError(
+                    f"process {launch.process_id} of {launch.num_processes} ({launch.launcher}) on "
+                    f"{socket.gethostname()}: JAX doesn't find out where process 0 is: {error}. "
+                    "JAX_COORDINATOR_ADDRESS, its host:port, says it"
+                ) from error
+    raise AssertionError(f"JAX has lost its cluster {launch.launcher}")
+
+
+def _by_horovod_server(launch: Launch, patience: float) -> str:
+    """Through the key-value server that ``horovodrun`` keeps for its workers to meet at."""
+    url = f"{launch.meeting}/xla_dtensor/coordinator"
+    error: Exception | None = None
+    if launch.process_id == 0:
+        address = f"{socket.gethostname()}:{_chosen_port()}"
+        request = urllib.request.Request(url, data=address.encode(), method="PUT")
+        try:
+            urllib.request.urlopen(request, timeout=patience).close()
+            return address
+        except OSError as failed:
+            error = failed
+    end = time.monotonic() + patience
+    while launch.process_id and time.monotonic() < end:
+        try:
+            with urllib.request.urlopen(url, timeout=patience) as answer:
+                return answer.read().decode()
+        except OSError as failed:  # 404 until process 0 has been there
+            error = failed
+            if isinstance(failed, urllib.error.HTTPError):
+                failed.close()
+            time.sleep(0.1)
+    raise DistributedError(
+        f"process {launch.process_id} of {launch.num_processes} (Horovod) on "
+        f"{socket.gethostname()} can't meet the others at HOROVOD_GLOO_RENDEZVOUS_ADDR and "
+        f"HOROVOD_GLOO_RENDEZVOUS_PORT, {launch.meeting}: {error}. JAX_COORDINATOR_ADDRESS, "
+        "host:port of rank 0, takes their place"
+    ) from error

@@ -1,0 +1,264 @@
+"""One process gone, all told: by name, instead of a collective that waits for ever.
+
+Each process gives signs of life through the key-value store, and process 0 looks at them. Who finds
+a process gone, or ends with an exception, says so there; all listen, and end. JAX would end them
+too, later, and names numbers of tasks only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from xla_dtensor.base.source_line import is_users
+from xla_dtensor.runtime import processes, whereabouts
+from xla_dtensor.runtime.idle import is_idle
+from xla_dtensor.runtime.whereabouts import Whereabouts
+
+logger = logging.getLogger("xla_dtensor")
+
+EXIT_CODE = 1
+STUCK = 6.0
+"""Seconds after which a process that waits for a value, while another waits for it, is stuck."""
+
+_LISTEN = 0.5  # seconds; the end of the program waits for it
+_GRACE = 1.0  # what a process that learns of an end has to come to its own
+_AT_THE_END = 300.0  # how long a process that has finished waits for the others
+
+
+class _Watch:
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.stopping = threading.Event()
+        self.failing = False
+        self.heard = time.monotonic()  # when the store last answered
+        self.threads = [
+            threading.Thread(target=run, name=f"xla_dtensor {name}", daemon=True)
+            for name, run in (("signs of life", self._beat), ("listening", self._listen))
+        ]
+
+    def _beat(self) -> None:
+        store, me = processes.store(), processes.index()
+        seen: dict[str, tuple[str, float]] = {}
+        number = 0
+        while not self.stopping.wait(min(2.0, self.timeout / 5)):
+            number += 1
+            try:
+                store.put(f"alive/{me}", f"{number} {whereabouts.here().text()}", again=True)
+                self.heard = time.monotonic()
+                if me == 0:
+                    self._look(store.all_of("alive"), seen)
+            except Exception as error:
+                self._lost(error)
+
+    def _look(self, alive: dict[str, str], seen: dict[str, tuple[str, float]]) -> None:
+        now = time.monotonic()
+        for index in map(str, range(1, processes.count())):
+            value = alive.get(index, "")
+            if index not in seen or seen[index][0] != value:
+                seen[index] = value, now
+            elif now - seen[index][1] > self.timeout:
+                say_failed(
+                    f"{processes.known(int(index))} has given no sign of life for "
+                    f"{self.timeout:g} s: it was killed or stopped, or its host is gone"
+                )
+
+    def _listen(self) -> None:
+        store = processes.store()
+        while not self.stopping.is_set():
+            try:
+                text = store.wait_for("failed", _LISTEN)
+            except Exception as error:
+                self._lost(error)
+                return
+            if text is not None:
+                self._end(text)
+                return
+            if time.monotonic() - self.heard > self.timeout:
+                self._end(f"{_coordinator()} hasn't answered for {self.timeout:g} s")
+                return
+
+    def _lost(self, error: Exception) -> None:
+        if self.stopping.is_set() or self.failing:
+            return
+        if not processes.store().is_open():
+            self.stopping.set()  # Ray, or the user, has shut JAX's runtime down
+            return
+        if "UNAVAILABLE" in str(error):
+            self._end(f"{_coordinator()} is gone ({str(error).splitlines()[0]})")
+        elif time.monotonic() - self.heard > self.timeout:
+            self._end(f"{_coordinator()} doesn't answer ({str(error).splitlines()[0]})")
+
+    def _end(self, text: str) -> None:
+        """End this process, since another one has failed."""
+        if self.failing or self.stopping.is_set():
+            return
+        me = processes.known(processes.index())
+        os.write(2, f"xla_dtensor: {me} ends, since {text}\n".encode())
+        end = time.monotonic() + _GRACE
+        while time.monotonic() < end:
+            if self.stopping.wait(0.1):
+                return
+            if self.failing:
+                return  # the main thread is on its way
+        leave()
+
+
+_watch: _Watch | None = None
+
+
+def _coordinator() -> str:
+    return f"{processes.known(0)}, which coordinates,"
+
+
+def start(timeout: float) -> None:
+    """Watch over the other processes from now on.
+
+    Args:
+        timeout: seconds without a sign of life after which one counts as gone.
+    """
+    global _watch
+    _watch = _Watch(timeout)
+    for thread in _watch.threads:
+        thread.start()
+    previous = sys.excepthook
+
+    def excepthook(kind: Any, value: Any, trace: Any) -> None:
+        assert _watch is not None
+        # At a prompt an exception ends nothing.
+        if not _watch.stopping.is_set() and not hasattr(sys, "ps1"):
+            _watch.failing = True
+            me = processes.known(processes.index())
+            text = traceback.format_exception_only(kind, value)[-1].strip()
+            say_failed(f"{me} has ended with {text}{_line(trace)}")
+        previous(kind, value, trace)
+
+    sys.excepthook = excepthook
+    atexit.register(_at_exit)
+    if processes.index():
+        _say_when_aborted()
+
+
+def _line(trace: Any) -> str:
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if is_users(frame.filename)] or list(frames)
+    return f"\n  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def say_failed(text: str) -> None:
+    """Tell all processes that one has failed; only what is said first counts."""
+    try:
+        processes.store().put("failed", text)
+    except Exception as error:
+        if "ALREADY_EXISTS" not in str(error):
+            logger.warning("xla_dtensor: could not tell the others that %s (%s)", text, error)
+
+
+def leave() -> None:
+    """End the process without waiting for the others, as JAX's own end would."""
+    flush = threading.Thread(target=_flush, daemon=True)  # the main thread may hold their locks
+    flush.start()
+    flush.join(0.5)
+    if processes.index() == 0:
+        # The others hear through process 0; they may not have heard yet.
+        time.sleep(_GRACE + 0.5)
+    os._exit(EXIT_CODE)
+
+
+def _say_when_aborted() -> None:
+    """Name process 0 when it is gone: JAX ends the others at once then, by ``abort()`` in a thread
+    of its own, and says that a "leader" is. No Python of ours comes before that, except as the
+    handler of the signal; that of a debugger (faulthandler) stays."""
+    global _handler
+    handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+    def aborted(signal_number: int) -> None:
+        me = processes.known(processes.index())
+        why = "JAX has ended it, as it says above"
+        host, _, port = processes.coordinator().rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+        except (OSError, ValueError):
+            why = f"{_coordinator()} is gone"
+        os.write(2, f"xla_dtensor: {me} ends, since {why}\n".encode())
+
+    library = ctypes.CDLL(None)
+    library.signal.restype = ctypes.c_void_p
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    _handler = handler_type(aborted)
+    previous = library.signal(signal.SIGABRT, ctypes.cast(_handler, ctypes.c_void_p))
+    if previous:
+        library.signal(signal.SIGABRT, previous)
+
+
+_handler: Any = None  # lives as long as the process
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def where(index: int) -> Whereabouts | None:
+    """Where the main thread of a process was at its last sign of life; None before the first."""
+    text = processes.store().all_of("alive").get(str(index))
+    return None if text is None else whereabouts.read(text.partition(" ")[2])
+
+
+def has_ended(index: int) -> bool:
+    """Whether a process has come to the end of its program."""
+    return str(index) in processes.store().all_of("ended")
+
+
+def _at_exit() -> None:
+    """Come to the end together: process 0 is where the others hear from each other."""
+    watch = _watch
+    if watch is None or watch.stopping.is_set() or not processes.store().is_open():
+        return
+    if watch.failing:
+        leave()
+    store = processes.store()
+    try:
+        store.put(f"ended/{processes.index()}", "")
+        end = time.monotonic() + _AT_THE_END
+        while len(ended := store.all_of("ended")) < processes.count():
+            if time.monotonic() > end:
+                logger.warning("xla_dtensor: not waiting for the other processes any longer")
+                break
+            time.sleep(0.02 if time.monotonic() < end - _AT_THE_END + 5 else 1)
+            _look_for_waiting(ended)
+    except Exception as error:
+        watch._lost(error)
+    stop()
+
+
+def _look_for_waiting(ended: dict[str, str]) -> None:
+    """End all if another process waits, in a collective, for this one, which is at its end."""
+    for index in range(processes.count()):
+        if str(index) in ended or not is_idle():
+            continue
+        there = where(index)
+        if there is not None and there.reads_for > STUCK:
+            say_failed(
+                f"{processes.known(processes.index())} has come to the end of its program, and "
+                f"{processes.known(index)} waits for what they can compute together only "
+                f"({there.line}): all processes have to do the same"
+            )
+
+
+def stop() -> None:
+    """Watch no longer."""
+    if _watch is not None:
+        _watch.stopping.set()
+        for thread in _watch.threads:
+            if thread is not threading.current_thread():
+                thread.join(5)
