@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,11 +13,11 @@ from xla_dtensor.base import assertions, thread_state
 from xla_dtensor.errors import MeshDimError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.host_values import from_numpy, to_devices
-from xla_dtensor.forms.per_device import logical, union
+from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
-from xla_dtensor.movement.relayout import movers
+from xla_dtensor.movement.relayout import same_value
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import LocalShard, XLAShardedTensor
 
@@ -106,16 +105,8 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
     form = tensor._form
     array = read(tensor)
     if form.unreduced:
-        reduced = form.reduced()
-
-        def make() -> Any:
-            def function(array: Any) -> Any:
-                return reduced.physical(logical(array, form))
-
-            return jax.jit(function, out_shardings=reduced.sharding)
-
         with jax.enable_x64(True):
-            array = movers.get_or_make((form, reduced), make)(array)
+            (array,) = same_value(form, form.reduced()).eager(None, [array], [])
     lead = len(form.varying)
     by_device = {shard.device: shard for shard in array.addressable_shards}
     shards = []
