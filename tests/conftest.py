@@ -32,6 +32,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import xla_dtensor as xd
+from xla_dtensor.dispatch import lazy
 from xla_dtensor.rules import registry
 from xla_dtensor.runtime import live_programs
 
@@ -52,6 +53,16 @@ def make_mesh(name: str) -> DeviceMesh:
         shape = tuple(map(int, name.split("x")))
         names = tuple(f"d{i}" for i in range(len(shape)))
     return xd.init_device_mesh("xla", shape, mesh_dim_names=names)
+
+
+@pytest.fixture
+def strict_eager() -> Iterator[None]:
+    """Every eager operation is launched where it stands: for tests that count launches, or look at
+    what is in a tensor's storage."""
+    lazy.flush()
+    before, lazy.switch.lazy = lazy.switch.lazy, False
+    yield
+    lazy.switch.lazy = before
 
 
 @pytest.fixture(params=list(MESHES))

@@ -118,7 +118,7 @@ def forget_programs() -> None:
     from xla_dtensor.dispatch import batch, execute
 
     execute._plans.clear()
-    batch._executables.clear()
+    batch.executables.clear()
     jax.clear_caches()
 
 

@@ -266,6 +266,7 @@ def test_under_a_debugger() -> None:
     assert done == ["atomic 0", "atomic 1", "atomic 2"]
 
 
+@pytest.mark.usefixtures("strict_eager")
 def test_an_operation_is_done_when_it_comes(
     x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def test_giving_back() -> None:
     assert rng.position() == (6, 3)
 
 
+@pytest.mark.usefixtures("strict_eager")
 def test_a_failed_operation_takes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.rand(3, 7, device="xla")
     torch.manual_seed(5)

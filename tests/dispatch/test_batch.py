@@ -13,6 +13,8 @@ import xla_dtensor as xd
 from tests.dispatch.launches import launches
 from xla_dtensor.dispatch import batch, batched
 
+pytestmark = pytest.mark.usefixtures("strict_eager")
+
 
 @pytest.fixture
 def x(mesh_2x4: DeviceMesh) -> torch.Tensor:
@@ -62,9 +64,9 @@ def test_without_views_one_launch_whatever_the_numbers(x: torch.Tensor) -> None:
     expected = x.cpu()
     for scale in (2.0, 3.0, 0.25):
         results: list[torch.Tensor] = []
-        known = len(batch._executables)
+        known = len(batch.executables)
         assert launches(lambda scale=scale, r=results: r.append(work(scale))) == 1
-        assert len(batch._executables) == known + (scale == 2.0)
+        assert len(batch.executables) == known + (scale == 2.0)
         y = expected * scale + 1
         expected = expected + y * scale
         torch.testing.assert_close(results[0].cpu(), y + scale)

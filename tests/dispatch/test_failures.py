@@ -16,6 +16,8 @@ import xla_dtensor as xd
 from xla_dtensor.dispatch import batch, batched
 from xla_dtensor.errors import UnsupportedOpError
 
+pytestmark = pytest.mark.usefixtures("strict_eager")
+
 
 class _Expected(BaseException):
     """Like `KeyboardInterrupt`, no `Exception`."""
@@ -123,7 +125,7 @@ def _fail_launch(patch: pytest.MonkeyPatch) -> None:
 
         return launch
 
-    patch.setattr(batch, "_executable", executable)
+    patch.setattr(batch, "fused", executable)
 
 
 def _fail_tracing(patch: pytest.MonkeyPatch) -> None:
@@ -157,7 +159,7 @@ def _interrupt_launch(patch: pytest.MonkeyPatch) -> None:
     def executable(*args: Any) -> Any:
         raise _Expected("in the launch")
 
-    patch.setattr(batch, "_executable", executable)
+    patch.setattr(batch, "fused", executable)
 
 
 FAILURES = {
@@ -177,9 +179,9 @@ def failure(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def _no_executables() -> Iterator[None]:
     """Those that a test breaks are made in it, and not found by the next."""
-    batch._executables.clear()
+    batch.executables.clear()
     yield
-    batch._executables.clear()
+    batch.executables.clear()
 
 
 def test_a_batch_that_fails(failure: Any, mesh_2x4: DeviceMesh) -> None:
@@ -329,13 +331,13 @@ def test_a_step_whose_launch_fails(
     training = Training(optimizer, options, mesh_2x4)
     for _ in range(steps):
         training.step()
-    batch._executables.clear()
+    batch.executables.clear()
     before = training.snapshot()
     with pytest.raises(error), pytest.MonkeyPatch.context() as patch:
         inject(patch)
         training.optimizer.step()
     assert training.snapshot() == before
-    batch._executables.clear()
+    batch.executables.clear()
     training.step()
     training.step()
     training.check()

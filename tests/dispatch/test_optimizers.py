@@ -118,7 +118,7 @@ def test_200_parameters_are_one_launch(
         both.step()
     for lr in (0.03, 0.04):
         both.prepare(lr)
-        known, compiled = len(batch._executables), []
+        known, compiled = len(batch.executables), []
         jax.monitoring.register_event_duration_secs_listener(
             lambda event, duration, c=compiled, **kw: c.append(event) if "compile" in event else 0
         )
@@ -126,7 +126,7 @@ def test_200_parameters_are_one_launch(
             assert both.counted_step() == 1
         finally:
             jax.monitoring.clear_event_listeners()
-        assert compiled == [] and len(batch._executables) == known
+        assert compiled == [] and len(batch.executables) == known
     both.check()
 
 
@@ -139,11 +139,11 @@ def test_a_learning_rate_that_is_a_tensor(
         group["lr"] = torch.tensor(0.1)
     both.prepare(lr=0.01)
     both.step()
-    known = len(batch._executables)
+    known = len(batch.executables)
     for lr in (0.02, 0.03):
         both.prepare(lr)
         assert both.counted_step() == 1
-        assert len(batch._executables) == known
+        assert len(batch.executables) == known
     both.check()
 
 

@@ -15,6 +15,8 @@ import xla_dtensor as xd
 from xla_dtensor.dispatch import execute
 from xla_dtensor.lowering import find_lowering, lowers
 
+pytestmark = pytest.mark.usefixtures("strict_eager")
+
 
 def sharded(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return distribute_tensor(value, mesh, [Shard(0), *[Replicate()] * (mesh.ndim - 1)])

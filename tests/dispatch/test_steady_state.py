@@ -25,6 +25,8 @@ from xla_dtensor.dispatch import batch, execute, ops
 from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.lowering import lowers
 
+pytestmark = pytest.mark.usefixtures("strict_eager")
+
 
 @pytest.fixture
 def small_mesh() -> DeviceMesh:
@@ -57,7 +59,7 @@ def cache_sizes() -> dict[str, int]:
     for index, plan in enumerate(execute._plans.values()):
         if isinstance(plan, Plan):
             sizes[f"plan {index}: {plan.info.name}"] = plan.eager._cache_size()
-    for index, executable in enumerate(batch._executables.values()):
+    for index, executable in enumerate(batch.executables.values()):
         sizes[f"batch {index}"] = executable._cache_size()
     return sizes
 
@@ -177,15 +179,15 @@ def test_a_new_lowering_clears_what_was_made_with_the_old_ones(small_mesh: Devic
 
     expected = work()
     executables = [p.eager for p in execute._plans.values() if isinstance(p, Plan)]
-    assert executables and len(batch._executables) and ops._infos
+    assert executables and len(batch.executables) and ops._infos
     del executables
     lowers("xd_test_clearing::nothing")(lambda x: x)
     gc.collect()
-    assert not (len(execute._plans) or len(batch._executables) or ops._infos)
+    assert not (len(execute._plans) or len(batch.executables) or ops._infos)
     assert not [o for o in gc.get_objects() if type(o) is Plan]
     for value, want in zip(work(), expected, strict=True):
         assert torch.equal(value, want)
-    assert len(execute._plans) and len(batch._executables)
+    assert len(execute._plans) and len(batch.executables)
 
 
 def test_a_new_rule_clears_the_batches_too(small_mesh: DeviceMesh, scratch: None) -> None:
@@ -197,5 +199,5 @@ def test_a_new_rule_clears_the_batches_too(small_mesh: DeviceMesh, scratch: None
 
     assert work().placements == (Shard(0),)
     xd.register_rule("aten::relu", lambda call: "a b -> a b", override=True)
-    assert not len(execute._plans) and not len(batch._executables)
+    assert not len(execute._plans) and not len(batch.executables)
     torch.testing.assert_close(work().cpu(), torch.ones(8, 4))

@@ -56,3 +56,12 @@ ENVIRONMENT_VARIABLE = "XLA_DTENSOR_LOGS"
 
 observer: Observer | None = None
 """Who is told."""
+
+before_waiting: list[Callable[[], None]] = []
+"""Who has something that waits to be begun."""
+
+
+def settle() -> None:
+    """Have everything that was asked for begun."""
+    for function in before_waiting:
+        function()

@@ -141,6 +141,13 @@ def _position(state: Any) -> tuple[int, int]:
     return w[0] | w[1] << 32, w[2] | w[3] << 32
 
 
+def operations_between(first: np.ndarray, second: np.ndarray) -> int | None:
+    """How many operations of one stream are between two states; None if they aren't of one, or
+    the second comes before the first."""
+    (seed, start), (other, end) = _position(first), _position(second)
+    return end - start if seed == other and 0 <= end - start < 2**32 else None
+
+
 def tensor_of_state(state: np.ndarray) -> torch.Tensor:
     """Words as a CPU uint8 tensor of 16 bytes."""
     with _disable_current_modes():  # torch saves and restores it under fake tensors, too

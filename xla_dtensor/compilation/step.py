@@ -22,6 +22,7 @@ from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.dispatch import lazy
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
 logger = logging.getLogger("xla_dtensor")
@@ -156,6 +157,7 @@ class CompiledStep:
             return self._function(*args, **kwargs)  # part of the step that is being traced
         if not interrupts.ready():
             interrupts.install()
+        lazy.flush_all()
         with self._lock:
             return self._call(Arguments(args, kwargs))
 
@@ -198,6 +200,7 @@ class CompiledStep:
             step = xd.compile(lambda x: x.sin())
             assert "sine" in step.lower(torch.ones(4, device="xla")).as_text() and step.traces == 0
         """
+        lazy.flush_all()
         arguments = Arguments(args, kwargs)
         with self._lock, _tracing, self._checks:
             traced, _ = trace(self._function, arguments, frozenset(), self._carried)

@@ -12,6 +12,7 @@ from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
+from xla_dtensor.forms.views import leave_open
 from xla_dtensor.tensors.base import TensorMethods
 
 
@@ -26,7 +27,7 @@ def program_text(plan: Plan, call: Call) -> str:
         for leaf, form in zip(call.leaves, call.forms, strict=True)
     ]
     written = [call.leaves[i] for i in plan.mutated]
-    bases = [tensor._storage_.array if tensor._steps else None for tensor in written]
+    bases = [(t._storage_.array, leave_open(t._steps)[1]) if t._steps else None for t in written]
     state = rng.words() if plan.random else None
     with jax.enable_x64(True), thread_state.active(None):
         return plan.eager.lower(state, leaves, bases).compile().as_text()

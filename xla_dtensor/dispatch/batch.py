@@ -16,37 +16,42 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+import torch
 
 from xla_dtensor import rules
-from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base import interrupts, rng, thread_state
 from xla_dtensor.base.cache import Cache
+from xla_dtensor.dispatch.batch_program import (
+    ARRAY,
+    KINDS,
+    NUMBERS,
+    VALUE,
+    Entry,
+    Numbers,
+    fused,
+    look_at,
+    view_read,
+)
 from xla_dtensor.dispatch.call import Call, Slot
 from xla_dtensor.dispatch.plan import Plan
-from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import to_numpy
-from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Pending, Storage
+from xla_dtensor.forms.views import leave_open
 from xla_dtensor.lowering import changes as lowering_changes
+from xla_dtensor.lowering.bounds import Condition
 from xla_dtensor.mesh import Frame
 from xla_dtensor.tensors.base import TensorMethods
 
-# An operand is one integer, index * _KINDS + kind.
-_ARRAY = 0  # from outside
-_VALUE = 1  # computed by the batch
-_NUMBER = 2  # a Python number: an input of the program, like the arrays
-_KINDS = 3
-
-# A plan, its operands, and the operands that are bases of views it writes to (None: no view).
-_Entry = tuple[Plan, tuple[int, ...], tuple[int | None, ...]]
-
-_executables: Cache[Any, Any] = Cache("batches", 256)
-lowering_changes.listen(_executables.clear)
-rules.changes.listen(_executables.clear)
+executables: Cache[Any, Any] = Cache("batches", 256)
+"""By the operations and their operands, and the values wanted."""
+lowering_changes.listen(executables.clear)
+rules.changes.listen(executables.clear)
 
 
 # One for all batches, not one for each: of two threads, each in a batch and reading what the other
@@ -88,6 +93,11 @@ class batched(writing_down):
             self._batch.run()
 
 
+Codes = tuple[int, ...]
+Bases = tuple[tuple[int, Codes] | None, ...]
+Waiting = tuple[Storage, int, Form]
+
+
 class Batch:
     """Operations that are written down; `thread_state.batch()` is the one of this thread.
 
@@ -107,40 +117,60 @@ class Batch:
         self._start()
 
     def _start(self) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[Entry] = []
         self._arrays: list[Any] = []
         self._array_indices: dict[int, int] = {}
-        self._numbers: list[Any] = []
+        self._numbers = Numbers()
+        self._values = 0  # computed by the entries
         self._pending: list[Pending] = []
+        self._views: dict[Any, int] = {}  # operands of views, by the storage's version and steps
+        # Of the random operations the generators' states; the one that the last is counted from.
+        self._states: list[Any] = []
+        self._stream: tuple[Any, int] | None = None
         self._frame: Frame | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def add(self, plan: Plan, call: Call) -> list[Pending]:
         """Write a call down: what its results and its writes will be. The caller holds `lock` until
         they are in their storages; a batch that ran before would not know who waits for them."""
         self._check()
         operands = [
-            leaf if form.__class__ is not Form else _source(leaf)
+            leaf if form.__class__ is not Form else leaf if _is_ours(leaf) else to_numpy(leaf)
             for leaf, form in zip(call.leaves, call.forms, strict=True)
         ]
         written = [call.leaves[i] for i in plan.mutated]
         frame = _frame_of(plan)
+        self._make_room(frame, plan.result_forms)
         if frame is not None:
-            if self._frame is not None and self._frame.device_ids != frame.device_ids:
-                self.run()  # one program runs on one set of devices
             self._frame = frame
         # From here on nothing runs the batch, so that the operands stay what they are.
         leaves = self._operands(operands, _number_lists(call))
-        bases = tuple(self._operand(t._storage_) if t._steps else None for t in written)
-        self._entries.append((plan, leaves, bases))
-        first = len(self._pending)
-        count = sum(form is not None for form in plan.result_forms) + len(plan.base_forms)
-        results = [Pending(self, first + i) for i in range(count)]
+        bases = tuple(self._base(t) if t._steps else None for t in written)
+        state = self._state(call.stream) if plan.random else None
+        self._prove(plan, call, leaves, bases)
+        return self._write_down(Entry(plan, leaves, bases, state))
+
+    def look(self, tensor: Any, form: Form, condition: Condition) -> _Later:
+        """Write down what tells whether ``condition`` holds of a tensor."""
+        self._check()
+        operation = look_at(form, condition)
+        (pending,) = self._write_down(Entry(operation, (self._operand(tensor),)))
+        return _Later(Storage(pending, _TWO))
+
+    def _write_down(self, entry: Entry) -> list[Pending]:
+        self._entries.append(entry)
+        results = [Pending(self, self._values + i) for i in range(entry.operation.results)]
+        self._values += len(results)
         self._pending += results
         return results
 
     def _operands(self, sources: list[Any], number_lists: dict[int, int]) -> tuple[int, ...]:
         """Equal numbers of one list are one input: 200 parameters that have taken the same number
         of steps have one step size."""
+        if not number_lists:
+            return tuple(map(self._operand, sources))
         codes = []
         known: dict[Any, int] = {}
         for position, source in enumerate(sources):
@@ -155,18 +185,62 @@ class Batch:
         return tuple(codes)
 
     def _operand(self, source: Any) -> int:
-        if source.__class__ is Storage:
-            value = source.value
-            if value.__class__ is Pending and value.batch is self:
-                return value.index * _KINDS + _VALUE
-            source = source.array
-        elif isinstance(source, int | float | complex):
-            self._numbers.append(source)
-            return (len(self._numbers) - 1) * _KINDS + _NUMBER
-        index = self._array_indices.setdefault(id(source), len(self._arrays))
+        if isinstance(source, TensorMethods):
+            return self._view(source) if source._steps else self._stored(source._storage_)
+        if type(source) in NUMBERS:
+            return self._numbers.add(source)
+        return self._array(source)
+
+    def _stored(self, storage: Storage) -> int:
+        value = storage.value
+        if value.__class__ is Pending:
+            if value.batch is self:
+                return value.index * KINDS + VALUE
+            value = storage.array
+        return self._array(value)
+
+    def _array(self, array: Any) -> int:
+        index = self._array_indices.setdefault(id(array), len(self._arrays))
         if index == len(self._arrays):
-            self._arrays.append(source)
-        return index * _KINDS + _ARRAY
+            self._arrays.append(array)
+        return index * KINDS + ARRAY
+
+    def _view(self, view: Any) -> int:
+        """The value of a view, of an array or of what is written down."""
+        storage, steps = view._storage_, view._steps
+        key = storage.version, steps
+        known = self._views.get(key)
+        if known is None:
+            steps, positions = leave_open(steps)
+            operation = view_read(storage.form, steps, view._form.at_start())
+            operands = (self._stored(storage), *map(self._operand, positions))
+            known = self._views[key] = self._values * KINDS + VALUE
+            self._write_down(Entry(operation, operands))
+        return known
+
+    def _base(self, view: Any) -> tuple[int, tuple[int, ...]]:
+        positions = leave_open(view._steps)[1]
+        return self._stored(view._storage_), tuple(map(self._operand, positions))
+
+    def _state(self, stream: rng.RandomStream) -> tuple[int, int]:
+        """The state of a random operation, as one before it and the operations since."""
+        state = stream.take()
+        self._states.append(state)
+        if self._stream is not None:
+            since = rng.operations_between(self._stream[0], state)
+            if since is not None:
+                return self._stream[1], since
+        self._stream = state, self._array(state)
+        return self._stream[1], 0
+
+    def _make_room(self, frame: Frame | None, results: Sequence[Form | None]) -> None:
+        """Launch what is written down if an operation can't be in one program with it."""
+        own = self._frame
+        if frame is not None and own is not None and own.device_ids != frame.device_ids:
+            self.run()  # one program runs on one set of devices
+
+    def _prove(self, plan: Plan, call: Call, leaves: Codes, bases: Bases) -> None:
+        """Raise what the operation's lowering would raise when it is traced."""
 
     def replaces(self, storage: Storage) -> None:
         """A storage is about to get a value that this batch computes."""
@@ -188,34 +262,47 @@ class Batch:
         with lock:
             self._check()
             try:
-                waiting, results = self._launch()
+                done = self._launch()
             except BaseException as error:
                 self._put_back(error)
                 raise
-            for (storage, _, form), array in zip(waiting, results, strict=True):
+            for storage, form, array in done:
                 storage.array = array
                 storage.reform(form)
             self._start()
             if not self._all_or_nothing:
                 self._replaced.clear()
 
-    def _launch(self) -> tuple[list[tuple[Storage, int, Form]], list[Any]]:
-        entries = self._entries
+    def _waiting(self) -> list[Waiting]:
+        """The storages that wait for a value, which one, and the form that it will have."""
         waiting = []
         for value in self._pending:
             storage = value.storage()
             if storage is not None and storage.value is value:
                 # Per-device results live on all devices of the program.
                 waiting.append((storage, value.index, storage.form.placed(self._frame)))
+        return waiting
+
+    def _launch(self) -> list[tuple[Storage, Form, Any]]:
+        """Compute the values that storages wait for: the storages with their new forms and
+        arrays."""
+        waiting = self._waiting()
         if not waiting:
-            return [], []
-        outputs = tuple((index, form) for _, index, form in waiting)
-        key = (tuple(entries), outputs)
-        executable = _executables.get(key)
+            return []
+        key, outputs = self._key(waiting)
+        executable = executables.get(key)
         if executable is None:
-            executable = _executables.put(key, _executable(entries, outputs))
+            executable = executables.put(key, fused(self._entries, outputs))
+        return self._run(executable, waiting)
+
+    def _run(self, executable: Any, waiting: list[Waiting]) -> list[tuple[Storage, Form, Any]]:
         with jax.enable_x64(True):
-            return waiting, executable(self._arrays, self._numbers)
+            arrays = executable(self._arrays, self._numbers.packed())
+        return [(s, form, array) for (s, _, form), array in zip(waiting, arrays, strict=True)]
+
+    def _key(self, waiting: list[Waiting]) -> Any:
+        outputs = tuple((index, form) for _, index, form in waiting)
+        return (tuple(self._entries), outputs), outputs
 
     @interrupts.atomic
     def finish(self) -> None:
@@ -253,11 +340,21 @@ class Batch:
             ) from self._error
 
 
-def _source(leaf: Any) -> Any:
-    """Where a tensor's value comes from: its storage, or for a view and a CPU tensor an array."""
-    if not isinstance(leaf, TensorMethods):
-        return to_numpy(leaf)
-    return read(leaf) if leaf._steps else leaf._storage_
+_TWO = device_form(None, (2,), dtype=torch.int64)
+
+
+class _Later:
+    """Two integers, an array once somebody wants them."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.asarray(self._storage.array, *args, **kwargs)
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, TensorMethods)
 
 
 def _number_lists(call: Call) -> dict[int, int]:
@@ -279,34 +376,3 @@ def _frame_of(plan: Plan) -> Frame | None:
         if form is not None and form.frame is not None:
             return form.frame
     return None
-
-
-def _executable(
-    entries: list[_Entry], outputs: tuple[tuple[int, Form], ...]
-) -> Callable[[list[Any], list[Any]], list[Any]]:
-    def batch(arrays: list[Any], numbers: list[Any]) -> list[Any]:
-        values: list[Any] = []
-        sources = {_ARRAY: arrays, _VALUE: values, _NUMBER: numbers}
-
-        def operand(code: int | None) -> Any:
-            if code is None:
-                return None
-            index, kind = divmod(code, _KINDS)
-            return sources[kind][index]
-
-        for plan, leaves, bases in entries:
-            # Within the program values are logical; padding comes with the outputs.
-            values += plan.run(None, list(map(operand, leaves)), list(map(operand, bases)), False)
-        results = []
-        known = {id(array) for array in arrays}
-        for index, form in outputs:
-            value = form.physical(values[index])
-            # Two storages never share a buffer: writes to one donate it in compiled steps.
-            results.append(jnp.copy(value) if id(value) in known else value)
-            known.add(id(value))
-        return results
-
-    shardings = [form.sharding for _, form in outputs]
-    if any(sharding is not None for sharding in shardings):
-        return jax.jit(batch, out_shardings=shardings)
-    return jax.jit(batch)

@@ -15,6 +15,7 @@ from xla_dtensor.base.python_numbers import is_number, like_a_number
 from xla_dtensor.dispatch.ops import DROPPED, OpInfo
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form
+from xla_dtensor.forms.views import leave_open
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -53,6 +54,8 @@ class Call:
         default_dtype = torch.get_default_dtype()
         if default_dtype is not torch.float32:
             key.append(default_dtype)  # what factories make, and what divisions of ints give
+        if info.lowering is not None and info.lowering.has_position:
+            args = _with_position(args)
         new_args = []
         for name, value in zip(info.argument_names, args):  # noqa: B905  (fewer values)
             new_args.append(self._take(value, name, key))
@@ -75,14 +78,17 @@ class Call:
         cls = type(value)
         if cls is XLAShardedTensor or cls is XLATensor:
             steps = value._steps
-            form = value._form if steps else value._storage_.form
-            key.append(form)
-            if steps:
-                key.append(steps)
-            return self._leaf(value, form)
+            if not steps:
+                form = value._storage_.form
+                key.append(form)
+                return self._leaf(value, form)
+            return self._take_view(value, steps, key)
         if value is None or cls is str or cls is torch.dtype:
             key.append(value)
             return value
+        if cls is _Position:
+            key.append(cls)
+            return self._leaf(int(value), int)
         if cls is list or cls is tuple:
             key.append(len(value))
             return [self._take(item, name, key) for item in value]
@@ -111,6 +117,19 @@ class Call:
         key.append(value)
         return value
 
+    def _take_view(self, value: Any, steps: Any, key: list[Any]) -> Any:
+        """A view: of one that is only read, the position is an input, and where it lies no matter.
+        What is written goes through its steps; a view of it has them, and lies somewhere."""
+        form = value._form
+        if self.info.view is not None:
+            key.append(steps)
+        else:
+            form = form.at_start()
+            if self.info.mutated:
+                key.append(leave_open(steps)[0])
+        key.append(form)
+        return self._leaf(value, form)
+
     def _may_be_traced(self, value: Any, name: str) -> bool:
         """Whether a symbolic number, which eagerly would be part of the executable, needn't be."""
         if name not in self.info.symbolic_arguments or not is_number(value):
@@ -122,10 +141,7 @@ class Call:
     def _take_foreign(self, value: torch.Tensor, key: list[Any]) -> Any:
         """A plain CPU tensor joins as if it were the same on every device."""
         if isinstance(value, XLAShardedTensor | XLATensor):
-            steps = value._steps
-            key.append(value._form)
-            key.append(steps)
-            return self._leaf(value, value._form)
+            return self._take_view(value, value._steps, key)
         if isinstance(value, FakeTensor):
             raise UnsupportedOpError(
                 f"{self.info.name}: torch.compile and torch.export trace with FakeTensors, which "
@@ -179,6 +195,27 @@ def _written(value: Any) -> str:
 
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
+
+
+class _Position(int):
+    """A number that is an input of the executable."""
+
+
+def _with_position(args: Any) -> Any:
+    """The arguments of ``select_backward`` or ``slice_backward`` with the position as an input, as
+    `PositionStep` has it of the view. In a compiled step it is the number that it is."""
+    grad, sizes, dim, start = args[:4]
+    if type(start) is not int or start < 0 or thread_state.current() is not None:
+        return args
+    if len(args) == 4:
+        return grad, sizes, dim, _Position(start)
+    end, step = args[4:]
+    form, dim = grad._form, dim % len(sizes)
+    if type(end) is not int or step != 1 or not 0 < start < end < sizes[dim]:
+        return args
+    if form.dim_axes[dim]:
+        return args
+    return grad, sizes, dim, _Position(start), _Position(end), step
 
 
 def refuse_other_device(name: str, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from xla_dtensor.dispatch.meta import fill_kwargs
 from xla_dtensor.dispatch.result_placements import Pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
-from xla_dtensor.forms.views import Step, write_through
+from xla_dtensor.forms.views import Step, with_positions, write_through
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import Frame
 
@@ -26,7 +27,7 @@ class Write(NamedTuple):
 
     Attributes:
         own: the form of the argument; of one that gets memory of its own, that of the result.
-        steps: the views on the way to it from its storage.
+        steps: the views on the way to it from its storage, without their positions.
         before, after: the storage's forms.
     """
 
@@ -85,7 +86,8 @@ class Computation:
         Args:
             keys: gives a fresh PRNG key.
             leaves: the call's arrays and numbers.
-            base_arrays: of each write through a view the storage's array.
+            base_arrays: of each write through a view the storage's array, and the positions that
+                the view's steps leave open.
             pad: whether to return arrays in their physical forms, each with a buffer of its own.
         """
         compute = self._on_devices if self._axes else self._on_one_device
@@ -94,8 +96,10 @@ class Computation:
         for j, (write, base) in enumerate(zip(self._writes, base_arrays, strict=True)):
             value = out[first + j]
             if write.steps:
+                array, positions = base
                 placed = write.before.placed(write.after.frame)
-                value = write_through(base, placed, write.steps, value, self._axes)
+                steps = with_positions(write.steps, positions)
+                value = write_through(array, placed, steps, value, self._axes)
             out[first + j] = write.after.physical(value) if pad else value
         if pad:
             # A result that is an argument as it came would share its buffer, and writes to one
@@ -109,17 +113,19 @@ class Computation:
         forms = [*filter(None, self._result_forms), *(write.after for write in self._writes)]
         shardings = [form.sharding for form in forms]
         if all(sharding is None for sharding in shardings):
-            return jax.jit(self._from_state)
-        return jax.jit(self._from_state, out_shardings=shardings)
+            return jax.jit(self._alone)
+        return jax.jit(self._alone, out_shardings=shardings)
 
-    def _from_state(self, state: Any, leaves: Any, base_arrays: Any) -> list[Any]:
-        count = [0]
+    def part(self) -> Any:
+        """A part of a larger program (`Operation.part`): JAX traces it once for all of them."""
+        return jax.jit(self._inside)
 
-        def keys() -> Any:
-            count[0] += 1
-            return rng.key_of(state, count[0] - 1)
+    def _alone(self, state: Any, leaves: Any, base_arrays: Any) -> list[Any]:
+        return self(_keys(state, 0), leaves, base_arrays, True)
 
-        return self(keys, leaves, base_arrays, True)
+    def _inside(self, state: Any, leaves: Any, base_arrays: Any) -> list[Any]:
+        # Layouts are labels here, as in a compiled step: XLA is asked for those of the outputs.
+        return self(_keys(*(state or (None, 0))), leaves, base_arrays, False)
 
     def _on_devices(self, keys: Callable[[], Any], leaves: Any, pad: bool) -> list[Any]:
         """On each device by itself, where tensors differ from device to device."""
@@ -164,6 +170,12 @@ class Computation:
             value = jnp.zeros(form.shape, form.jax_dtype)
         value = checked(value, form.shape, form.jax_dtype, self._info)
         return value if self._pinned is None else _pin(value, self._pinned.results[index])
+
+
+def _keys(state: Any, offset: Any) -> Callable[[], Any]:
+    """Gives the keys of an operation ``offset`` random operations after ``state``."""
+    count = itertools.count()
+    return lambda: rng.key_of(state, offset + next(count))
 
 
 def _pin(value: Any, sharding: Any) -> Any:

@@ -26,6 +26,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value, read
+from xla_dtensor.forms.storage import Pending
 from xla_dtensor.lowering.bounds import Condition, bounds_of
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.base import TensorMethods
@@ -33,6 +34,9 @@ from xla_dtensor.tensors.base import TensorMethods
 AWAITED, ON_HOST = 2**10, 2**16
 
 _summaries: Cache[tuple[Form, Condition], Any] = Cache("summaries of indices", 512)
+
+
+Look = Callable[[Any, Form, Condition], Any]
 
 
 class Checked:
@@ -105,8 +109,11 @@ def _described(value: Any, forms: list[Any]) -> Any:
     return value
 
 
-def check(checked: tuple[Checked, ...], call: Call) -> None:
+def check(checked: tuple[Checked, ...], call: Call, look: Look | None = None) -> None:
     """Look at the arguments of an eager call.
+
+    Args:
+        look: has the summary of a tensor computed that is still to be computed itself.
 
     Raises:
         Exception: torch's, if something of few enough elements doesn't hold.
@@ -116,6 +123,9 @@ def check(checked: tuple[Checked, ...], call: Call) -> None:
         array: Any = None
         if not isinstance(leaf, TensorMethods):
             values: Any = to_numpy(leaf)
+        elif look is not None and leaf._storage_.value.__class__ is Pending:
+            assertions.later(look(leaf, one.form, one.condition), (_Judge(one, here()),))
+            continue
         else:
             array = leaf._storage_.array if not leaf._steps else read(leaf)
             if array is one.last():
@@ -141,18 +151,21 @@ def check(checked: tuple[Checked, ...], call: Call) -> None:
 def _look_later(one: Checked, leaf: Any) -> None:
     form, condition = one.form, one.condition
 
-    def summary(array: Any) -> Any:
-        return _summary(condition, logical(array, form))
+    def of_array(array: Any) -> Any:
+        return summary(condition, logical(array, form))
 
     def make() -> Any:
-        return jax.jit(summary, out_shardings=None if form.frame is None else form.frame.replicated)
+        return jax.jit(
+            of_array, out_shardings=None if form.frame is None else form.frame.replicated
+        )
 
     with jax.enable_x64(True):
         numbers = _summaries.get_or_make((form, condition), make)(read(leaf))
     assertions.later(numbers, (_Judge(one, here()),))
 
 
-def _summary(condition: Condition, values: Any) -> Any:
+def summary(condition: Condition, values: Any) -> Any:
+    """What a condition wants to know of ``values``: an array of two integers."""
     return jnp.stack([jnp.asarray(n, np.int64) for n in condition.summary(jnp, values)])
 
 
@@ -176,8 +189,8 @@ def trace(checked: tuple[Checked, ...], call: Call, trace: thread_state.Trace) -
         ours = isinstance(leaf, TensorMethods)
         with jax.enable_x64(True):
             values = logical(read(leaf), form) if ours else trace.host_tensor(leaf)
-            summary = _summary(one.condition, values)
-        trace.assertions.append((summary, _Judge(one, here())))
+            numbers = summary(one.condition, values)
+        trace.assertions.append((numbers, _Judge(one, here())))
 
 
 def assert_true(tensor: Any, message: str) -> None:

@@ -13,7 +13,7 @@ from xla_dtensor import rules
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.number_functions import number_value
-from xla_dtensor.dispatch import conditions
+from xla_dtensor.dispatch import conditions, lazy
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, Slot, fill
@@ -27,6 +27,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import constant_recipe, read
+from xla_dtensor.forms.views import leave_open
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering import (
     families,  # noqa: F401  (registers all lowerings)
@@ -127,11 +128,19 @@ def _is_ours(value: Any) -> bool:
 
 
 def _execute(plan: Plan, call: Call, trace: thread_state.Trace | None) -> Any:
-    batch = thread_state.batch()
-    if batch is None or trace is not None:
+    if trace is not None:
         return _perform(plan, call, trace, None)
+    batch = thread_state.batch()
+    if batch is not None:
+        with lock:
+            return _perform(plan, call, None, batch)
+    waiting = lazy.batch()
+    if waiting is None:
+        return _perform(plan, call, None, None)
     with lock:
-        return _perform(plan, call, None, batch)
+        result = _perform(plan, call, None, waiting)
+        waiting.cut()
+    return result
 
 
 def _perform(
@@ -150,8 +159,10 @@ def _perform(
     if plan.run is None:
         arrays = itertools.repeat(None)
     elif trace is None:
-        if plan.conditions and batch is None and assertions.switch.eager:
-            conditions.check(plan.conditions, call)
+        if plan.conditions and assertions.switch.eager:
+            look = batch.look if isinstance(batch, lazy.Lazy) else None
+            if batch is None or look is not None:
+                conditions.check(plan.conditions, call, look)
         arrays = _run(plan, call, batch)
     else:
         if plan.conditions:
@@ -198,7 +209,7 @@ def _check_writes(plan: Plan, mutated: list[Any]) -> None:
 def _run(plan: Plan, call: Call, batch: thread_state.Batch | None) -> Any:
     """The arrays of the call's results and writes, from the plan's executable."""
     # A tensor that gets other memory doesn't find back to what it was.
-    if batch is not None and not plan.random and not any(plan.grown):
+    if batch is not None and not any(plan.grown):
         return batch.add(plan, call)
     leaves: list[Any] = []
     for leaf, form in zip(call.leaves, call.forms):  # noqa: B905  (strict costs time)
@@ -211,7 +222,7 @@ def _run(plan: Plan, call: Call, batch: thread_state.Batch | None) -> Any:
     bases = []
     for i in plan.mutated:
         tensor = call.leaves[i]
-        bases.append(tensor._storage_.array if tensor._steps else None)
+        bases.append(_base(tensor, tensor._storage_.array) if tensor._steps else None)
     if not plan.random:
         with jax.enable_x64(True):
             return plan.eager(None, leaves, bases)
@@ -222,6 +233,11 @@ def _run(plan: Plan, call: Call, batch: thread_state.Batch | None) -> Any:
     except BaseException:
         call.stream.give_back(state)
         raise
+
+
+def _base(view: Any, array: Any) -> tuple[Any, tuple[int, ...]]:
+    """What a write to a view goes into: its storage's array, and where in that the view lies."""
+    return array, leave_open(view._steps)[1]
 
 
 def _trace(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
@@ -235,7 +251,7 @@ def _trace(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
         for leaf, form in zip(call.leaves, call.forms, strict=True)
     ]
     mutated = [call.leaves[i] for i in plan.mutated]
-    bases = [trace.array_of(t._storage_) if t._steps else None for t in mutated]
+    bases = [_base(t, trace.array_of(t._storage_)) if t._steps else None for t in mutated]
     key = alike = None
     if plan.of_scalars:
         # Of many parameters the step counts are one array; what is made of them is made once.

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.base import assertions, thread_state
+from xla_dtensor.base import assertions, events, thread_state
 from xla_dtensor.dispatch.conditions import assert_true
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import PerDeviceValueError
 from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.host_values import fetch, from_numpy, to_host
+from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_host
 from xla_dtensor.forms.read import constant_recipe, logical_value, read
-from xla_dtensor.runtime import arrays
+from xla_dtensor.runtime import arrays, processes
 from xla_dtensor.tensors.of_form import Ours, new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -129,9 +129,35 @@ def _with_a_value(tensor: Any) -> Any:
 
 @handles("aten::copy_.default")
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if isinstance(args[0], Ours):
+    target, source = args[:2]
+    if not isinstance(target, Ours):
+        return target.copy_(to_cpu(source))
+    form = target._storage_.form
+    if (
+        type(source) not in (torch.Tensor, torch.nn.Parameter)
+        or source.device.type != "cpu"
+        or target._steps
+        or form.varying
+        or form.meta
+        or thread_state.current() is not None
+        or thread_state.batch() is not None
+        or processes.several()  # which see to it that they have the same value
+        or events.observer is not None
+        or not _broadcasts(source.shape, form.shape)
+    ):
         return NotImplemented
-    return args[0].copy_(to_cpu(args[1]))
+    # From the host to where it belongs: no program, and no waiting for what was there.
+    value = source.detach().to(form.dtype).expand(form.shape)
+    form = form.reduced()
+    target._storage_.check_write()
+    target._storage_.write(to_devices(value, form), form)
+    return target
+
+
+def _broadcasts(shape: Any, wanted: tuple[int, ...]) -> bool:
+    if len(shape) > len(wanted):
+        return False
+    return all(n in (1, m) for n, m in zip(reversed(shape), reversed(wanted), strict=False))
 
 
 @handles("aten::_local_scalar_dense.default")

@@ -20,15 +20,20 @@ from xla_dtensor.dispatch.result_forms import (
 )
 from xla_dtensor.dispatch.result_placements import Answer, pins
 from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.views import leave_open
 
 
 class Plan:
     """A computing call.
 
     Attributes:
-        run: takes the leaves (arrays, numbers) and the bases of mutated views; returns the arrays
+        run: takes the leaves (arrays, numbers) and the bases of mutated views (arrays with the
+            positions that these leave open); returns the arrays
             of all results, then of all mutated storages: a `Computation`. ``eager`` is its
-            executable. Both are None where the tensors have no value.
+            executable, ``part`` itself inside of others. All are None where the tensors have no
+            value.
+        results: how many arrays these are.
+        proven: whether it is known that the lowering takes what it gets.
         result_forms: per result that aliases no argument, its form (None for an undefined one).
         mutated: the leaf indices of the arguments written, in schema order.
         base_forms: their storages' forms after the write.
@@ -48,14 +53,18 @@ class Plan:
         "info",
         "mutated",
         "of_scalars",
+        "part",
+        "proven",
         "random",
         "result_forms",
+        "results",
         "run",
         "structure",
     )
 
     run: Any
     eager: Any
+    part: Any
 
     def __init__(self, call: Call, tensors: list[Any]) -> None:
         info = call.info
@@ -80,15 +89,17 @@ class Plan:
             written_form(base, place.axes, place.frame, info) if grown is None else grown
             for base, grown in zip(bases, self.grown, strict=True)
         ]
+        self.results = len(self.base_forms) + sum(form is not None for form in self.result_forms)
+        self.proven = False
         if place.valueless:
             refuse_meta_write(info, before)
-            self.run = self.eager = None
+            self.run = self.eager = self.part = None
             self.random = self.of_scalars = False
             return
         writes = [
             Write(
                 call.forms[i] if grown is None else grown,
-                base._steps if grown is None else (),
+                leave_open(base._steps)[0] if grown is None else (),
                 form,
                 after,
             )
@@ -98,11 +109,17 @@ class Plan:
         ]
         pinned = pins(answer)
         self.run = Computation(call, lowered, self.result_forms, writes, pinned, place.frame)
-        self.eager, self.random = self.run.compiled(), self.run.random
+        self.eager, self.part = self.run.compiled(), self.run.part()
+        self.random = self.run.random
         forms = [*call.forms, *self.result_forms, *self.base_forms]
         self.of_scalars = not self.random and all(
             f.shape == () and not f.varying for f in forms if isinstance(f, Form)
         )
+
+    @property
+    def name(self) -> str:
+        """The overload's, qualified."""
+        return str(self.info.name)
 
 
 def mutated_leaves(call: Call) -> list[int]:

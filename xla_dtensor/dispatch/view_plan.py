@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from xla_dtensor.dispatch.result_placements import Answer
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, contiguous_stride
 from xla_dtensor.forms.storage import ONE_VIEWER
-from xla_dtensor.forms.views import ViewStep
+from xla_dtensor.forms.views import PositionStep, ViewStep
+from xla_dtensor.lowering import find_view
+from xla_dtensor.lowering.view import slice_bounds
 from xla_dtensor.tensors.of_form import tensor_class
 
 
@@ -57,7 +60,8 @@ class ViewPlan:
             assert meta is not None
             which = index if self.returns_list else None
             op = None if self.of_memory else info.func
-            self.steps.append(ViewStep(info.view, args, kwargs, which, meta.shape, op))
+            step = ViewStep(info.view, args, kwargs, which, meta.shape, op)
+            self.steps.append(_position_step(step, call, index, meta.shape) or step)
 
     def make(self, base: Any) -> Any:
         """The view or views of ``base``."""
@@ -80,6 +84,53 @@ class ViewPlan:
             for form, step in zip(self.forms, self.steps, strict=True)
         ]
         return results if self.returns_list else results[0]
+
+
+def _position_step(
+    step: ViewStep, call: Call, index: int, shape: tuple[int, ...]
+) -> PositionStep | None:
+    """The same step by its position, of a view that loops make anew in each round: ``x[t]``,
+    ``x[t : t + n]``, one of ``x.unbind()``. A slice that begins or ends where the dim does is known
+    by its length. A dim that devices share stays a slice that XLA knows.
+    """
+    name, base = call.info.name, call.forms[0]
+    if name not in _POSITIONS or not base.shape:
+        return None
+    bound = dict(zip(call.info.argument_names, call.args, strict=False)) | call.kwargs
+    dim = bound.get("dim", 0) % len(base.shape)
+    size = base.shape[dim]
+    length = None
+    if name == "aten::select.int":
+        start = bound["index"]
+        if start < 0:
+            return None  # counted from the end: the same one in each round
+    elif name == "aten::unbind.int":
+        start = index
+    else:
+        start, end = slice_bounds(size, bound.get("start"), bound.get("end"))
+        length = end - start
+        if bound.get("step", 1) != 1 or not start or end == size or not length:
+            return None
+    if base.dim_axes[dim]:
+        return None
+    lowering = find_view("aten::select.int" if length is None else "aten::slice.Tensor")
+    assert lowering is not None
+    left_open = PositionStep(lowering, (), (), None, shape, None, dim, length)
+    return PositionStep(
+        lowering,
+        step.args,
+        step.kwargs,
+        step.index,
+        shape,
+        step.op,
+        dim,
+        length,
+        int(start),
+        dataclasses.replace(left_open, left_open=left_open),
+    )
+
+
+_POSITIONS = frozenset({"aten::select.int", "aten::slice.Tensor", "aten::unbind.int"})
 
 
 def _memory_order(form: Form) -> tuple[ViewStep, ...]:

@@ -150,6 +150,28 @@ class Form:
             meta=self.meta,
         )
 
+    def at_start(self) -> Form:
+        """The same tensor at the start of its memory: operations that only read its value do the
+        same wherever it lies."""
+        if not self.offset:
+            return self
+        if self.mesh is None:
+            return device_form(
+                self.frame, self.shape, self.stride, 0, self.dtype, self.varying, self.meta
+            )
+        assert self.placements is not None
+        return sharded_form(
+            self.mesh,
+            self.placements,
+            self.shape,
+            self.stride,
+            0,
+            self.dtype,
+            self.unreduced,
+            self.varying,
+            self.meta,
+        )
+
     def with_varying(self, varying: tuple[str, ...]) -> Form:
         """The same tensor, varying along exactly these axes of its frame."""
         return self if varying == self.varying else self._with(varying, self.meta)

@@ -11,7 +11,7 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
-from xla_dtensor.forms.views import Step, read_through
+from xla_dtensor.forms.views import Step, leave_open, read_through, with_positions
 
 _view_readers: Cache[tuple[Form, tuple[Step, ...], Form], Any] = Cache("readers of views", 1024)
 _logical_readers: Cache[Form, Any] = Cache("readers of logical values", 512)
@@ -32,7 +32,7 @@ def read(tensor: Any) -> Any:
     cache = tensor._cache
     if cache is not None and cache[0] == storage.version:
         return cache[1]
-    array = _view_reader(storage.form, steps, tensor._form)(storage.array)
+    array = read_view(storage.form, steps, tensor._form, storage.array)
     tensor._cache = (storage.version, array)
     return array
 
@@ -63,23 +63,21 @@ def constant_recipe(tensor: Any) -> Any:
 
 def _read_recipe(recipe: Any, tensor: Any) -> Any:
     with thread_state.active(None), jax.ensure_compile_time_eval():
-        return _view_reader(tensor._storage_.form, tensor._steps, tensor._form)(recipe())
+        return read_view(tensor._storage_.form, tensor._steps, tensor._form, recipe())
 
 
-def _view_reader(form: Form, steps: tuple[Step, ...], own: Form) -> Any:
+def read_view(form: Form, steps: tuple[Step, ...], own: Form, array: Any) -> Any:
+    """The array in ``own`` form of the view ``steps`` of ``array``, which is in ``form``."""
+    steps, positions = leave_open(steps)
+    own = own.at_start()
     key = (form, steps, own)
     reader = _view_readers.get(key)
     if reader is None:
 
-        def function(array: Any) -> Any:
-            value = read_through(array, form, steps)
+        def function(array: Any, positions: tuple[Any, ...]) -> Any:
+            value = read_through(array, form, with_positions(steps, positions))
             return own.physical(value.astype(own.jax_dtype))
 
-        jitted = jax.jit(function, out_shardings=own.sharding)
-
-        def read_view(array: Any) -> Any:
-            with jax.enable_x64(True):
-                return jitted(array)
-
-        reader = _view_readers.put(key, read_view)
-    return reader
+        reader = _view_readers.put(key, jax.jit(function, out_shardings=own.sharding))
+    with jax.enable_x64(True):
+        return reader(array, positions)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
 
 from xla_dtensor.base.keys import thaw
 from xla_dtensor.forms.local_form import from_devices, to_devices
@@ -58,6 +63,52 @@ class ViewStep:
 
 
 @dataclass(frozen=True)
+class PositionStep(ViewStep):
+    """A step that takes one position, or a range, of a dim: ``x[:, t]``, ``x[t : t + 4]``.
+
+    Eagerly the position is an input of the programs that read and write through the step, so that
+    a loop over positions needs one of each. In a compiled step it is the number that it is.
+
+    Attributes:
+        lowering: of ``select`` or ``slice``, whichever overload made the view.
+        dim: counted from the front.
+        length: of the range; None where the view hasn't the dim.
+        start: the position: a number, or what stands for it in a program; None if left open.
+        left_open: the same step without its start, which all such steps have in common.
+    """
+
+    dim: int = 0
+    length: int | None = None
+    start: Any = None
+    left_open: PositionStep | None = field(default=None, compare=False)
+
+    def starting_at(self, start: Any) -> PositionStep:
+        """This step, left open, with a start."""
+        return dataclasses.replace(self, start=start)
+
+    def get(self, base: jax.Array) -> jax.Array:
+        """The view's value from its base's."""
+        if isinstance(self.start, int):
+            return self.lowering.get(base, *self._arguments(self.start))
+        part = lax.dynamic_slice_in_dim(base, self.start, self.length or 1, self.dim)
+        return part if self.length is not None else lax.squeeze(part, [self.dim])
+
+    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
+        """The base's value after ``value`` was written to the view."""
+        if isinstance(self.start, int):
+            return self.lowering.put(base, value, *self._arguments(self.start))
+        before, after = base.shape[: self.dim], base.shape[self.dim + 1 :]
+        if self.length is None:
+            value = jnp.expand_dims(jnp.broadcast_to(value, before + after), self.dim)
+        value = jnp.broadcast_to(value, (*before, self.length or 1, *after)).astype(base.dtype)
+        return lax.dynamic_update_slice_in_dim(base, value, self.start, self.dim)
+
+    def _arguments(self, start: int) -> tuple[int, ...]:
+        """Those of ``lowering``: ``select``'s, or ``slice``'s."""
+        return (self.dim, start) if self.length is None else (self.dim, start, start + self.length)
+
+
+@dataclass(frozen=True)
 class CrossingStep:
     """The step from a sharded tensor to what its devices hold, or back.
 
@@ -79,6 +130,22 @@ class CrossingStep:
 
 
 Step = ViewStep | CrossingStep
+
+
+def leave_open(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    """``steps`` without their positions, and these."""
+    positions = tuple(s.start for s in steps if s.__class__ is PositionStep)
+    if not positions:
+        return steps, ()
+    return tuple(getattr(s, "left_open", s) for s in steps), positions
+
+
+def with_positions(steps: tuple[Step, ...], positions: Sequence[Any]) -> tuple[Step, ...]:
+    """What `leave_open` has taken apart, put together: with numbers, or what stands for them."""
+    if not positions:
+        return steps
+    rest = iter(positions)
+    return tuple(s.starting_at(next(rest)) if s.__class__ is PositionStep else s for s in steps)
 
 
 def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:

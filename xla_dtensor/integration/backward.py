@@ -30,12 +30,16 @@ def install() -> None:
 
     @interrupts.completed
     def complete(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        from xla_dtensor.dispatch import lazy
+
         interrupts.take_error()
         # In this thread: the exception is put aside here, and thread-local state (a trace, JAX's
         # 64-bit types) holds. Nothing is lost, the devices work asynchronously.
         with torch.autograd.set_multithreading_enabled(False):
             try:
-                return original(outputs, *args, **kwargs)
+                result = original(outputs, *args, **kwargs)
+                lazy.flush()
+                return result
             except SystemError:  # "returned NULL without setting an exception"
                 error = interrupts.take_error()
                 if error is None:

@@ -25,6 +25,8 @@ class Lowering:
             do may be traced where it is a number of a compiled step that changes.
         traced_floats: ``float`` arguments may be traced, too.
         symbolic_floats: only those may that are numbers of a compiled step.
+        has_position: the fourth argument (``index``, ``start``) may be traced, where the dim that
+            the third one names is whole on each device and, of a range, the step is 1.
     """
 
     function: Callable[..., Any]
@@ -32,6 +34,7 @@ class Lowering:
     static_scalars: StaticScalars = False
     traced_floats: bool = False
     symbolic_floats: bool = False
+    has_position: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def lowers(
     static_scalars: StaticScalars = False,
     traced_floats: bool = False,
     symbolic_floats: bool = False,
+    has_position: bool = False,
 ) -> Callable[[F], F]:
     """Register the decorated function as the lowering of ``overloads`` (``"add.Tensor"``,
     ``"mylib::op.default"``; the ``aten`` namespace is implied).
@@ -74,7 +78,10 @@ def lowers(
         for name in map(qualified_name, overloads):
             _check_new(name)
             _LOWERINGS.add(
-                name, Lowering(function, random, static_scalars, traced_floats, symbolic_floats)
+                name,
+                Lowering(
+                    function, random, static_scalars, traced_floats, symbolic_floats, has_position
+                ),
             )
         return function
 

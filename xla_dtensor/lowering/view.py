@@ -546,11 +546,24 @@ def _transposed(get: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     slice gives a pad, which XLA partitions better than an update of zeros."""
 
     def backward(grad: jax.Array, input_sizes: Sequence[int], *args: Any) -> jax.Array:
+        if len(args) > 1 and not isinstance(args[1], int):
+            return _at_position(grad, input_sizes, *args[:2])
         wide = grad.astype(math_dtype(grad.dtype))  # overlapping windows are added up
         base = jax.ShapeDtypeStruct(tuple(input_sizes), wide.dtype)
         return jax.linear_transpose(lambda x: get(x, *args), base)(wide)[0].astype(grad.dtype)
 
     return backward
+
+
+def _at_position(
+    grad: jax.Array, input_sizes: Sequence[int], dim: int, start: jax.Array
+) -> jax.Array:
+    """``grad`` from a position of ``dim`` on that is an input of the program, zeros elsewhere."""
+    dim = wrap_dim(dim, len(input_sizes))
+    if grad.ndim < len(input_sizes):  # select's
+        grad = jnp.expand_dims(grad, dim)
+    zeros = jnp.zeros(tuple(input_sizes), grad.dtype)
+    return lax.dynamic_update_slice_in_dim(zeros, grad, start, dim)
 
 
 @lowers("unfold_backward")
@@ -583,4 +596,4 @@ _BACKWARDS: dict[str, Callable[..., jax.Array]] = {
     "diagonal_backward": diagonal,
 }
 for _name, _get in _BACKWARDS.items():
-    lowers(_name)(_transposed(_get))
+    lowers(_name, has_position=_get is not diagonal)(_transposed(_get))

@@ -14,12 +14,12 @@ from xla_dtensor.base import assertions, thread_state
 from xla_dtensor.errors import MeshDimError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_numpy
-from xla_dtensor.forms.per_device import logical, union
+from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.pieces import pieces
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
-from xla_dtensor.movement.relayout import movers
+from xla_dtensor.movement.relayout import same_value
 from xla_dtensor.runtime import arrays, processes
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import new_tensor
@@ -168,17 +168,9 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
     form = tensor._form
     array = read(tensor)
     if form.unreduced:
-        reduced = form.reduced()
-
-        def make() -> Any:
-            def function(array: Any) -> Any:
-                return reduced.physical(logical(array, form))
-
-            return jax.jit(function, out_shardings=reduced.sharding)
-
         with jax.enable_x64(True):
-            array = movers.get_or_make((form, reduced), make)(array)
-        form = reduced
+            (array,) = same_value(form, form.reduced()).eager(None, [array], [])
+        form = form.reduced()
     own = dict(_own(array, form))
     found = [piece for piece in pieces(form) if piece.number in own]
     whole = None if all(piece.is_block for piece in found) else fetch(array, array.shape)

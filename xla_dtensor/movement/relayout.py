@@ -5,7 +5,6 @@ No communication is written here: the value is given its new sharding, and XLA m
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -14,6 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base import events, thread_state
 from xla_dtensor.base.cache import Cache
+from xla_dtensor.dispatch import lazy
+from xla_dtensor.dispatch.batch_program import Conversion
 from xla_dtensor.errors import MeshMismatchError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
@@ -23,7 +24,8 @@ from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
-_converters: Cache[tuple[Any, Form, Form], Any] = Cache("conversions between forms", 1024)
+conversions: Cache[tuple[Any, Form, Form], Conversion] = Cache("conversions between forms", 2048)
+"""By the function that converts, and the forms from and to which it does."""
 
 
 def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
@@ -32,24 +34,18 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
     observer = events.observer
     if observer is not None:
         observer.relayout(convert, source, target)
-    array = read(tensor)
     if thread_state.current() is not None:
-        value = convert(array, source, target)
+        value = convert(read(tensor), source, target)
         if target.sharding is not None:
             value = jax.lax.with_sharding_constraint(value, target.sharding)
-    else:
-        key = (convert, source, target)
-        converter = _converters.get(key)
-        if converter is None:
-            _agree("converts", source, target)
-            function = functools.partial(convert, source=source, target=target)
-            converter = _converters.put(key, jax.jit(function, out_shardings=target.sharding))
-        with jax.enable_x64(True):
-            value = converter(array)
-    return new_tensor(value, target)
+        return new_tensor(value, target)
 
+    def make() -> Conversion:
+        _agree("converts", source, target)
+        return Conversion(convert, source, target)
 
-movers: Cache[tuple[Form, Form], Any] = Cache("redistributions", 1024)
+    conversion = conversions.get_or_make((convert, source, target), make)
+    return lazy.convert(tensor, conversion, target)
 
 
 def move(
@@ -63,27 +59,34 @@ def move(
         observer.redistribute(source, target)
     if target.meta:
         return XLAShardedTensor(Storage(None, target), target)
-    array = read(tensor)
-    trace = thread_state.current()
-    if trace is not None:
+    if thread_state.current() is not None:
         _check_same_devices(source, target)
-        value = logical(array, source)
+        value = logical(read(tensor), source)
         value = constrain(value, target)
         return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
-        return _move_devices(array, source, target)
-    mover = movers.get((source, target))
-    if mover is None:
+        return _move_devices(read(tensor), source, target)
+    moved: XLAShardedTensor = lazy.convert(tensor, same_value(source, target), target)
+    return moved
+
+
+def same_value(source: Form, target: Form, sharding: Any = None) -> Conversion:
+    """The conversion to another layout of the same value.
+
+    Args:
+        sharding: of the result where it isn't ``target``'s yet.
+    """
+
+    def make() -> Conversion:
         _agree("redistributes", source, target)
+        return Conversion(_reduced, source, target, sharding)
 
-        def function(array: Any) -> Any:
-            return target.physical(logical(array, source))
+    return conversions.get_or_make((_reduced, source, target), make)
 
-        mover = movers.put((source, target), jax.jit(function, out_shardings=target.sharding))
-    with jax.enable_x64(True):
-        moved = mover(array)
-    return XLAShardedTensor(Storage(moved, target), target)
+
+def _reduced(array: Any, source: Form, target: Form) -> Any:
+    return target.physical(logical(array, source))
 
 
 def _agree(what: str, source: Form, target: Form) -> None:
@@ -117,15 +120,9 @@ def _move_devices(array: Any, source: Form, target: Form) -> XLAShardedTensor:
         )
 
     assert source.frame is not None
-    replicated = source.frame.replicated
 
-    def make() -> Any:
-        def function(array: Any) -> Any:
-            return target.physical(source.logical(array))
-
-        return jax.jit(function, out_shardings=replicated)
-
+    conversion = same_value(source, target, source.frame.replicated)
     with jax.enable_x64(True):
-        prepared = movers.get_or_make((source, target), make)(array)
+        (prepared,) = conversion.eager(None, [array], [])
         moved = arrays.put(prepared, target.sharding)
     return XLAShardedTensor(Storage(moved, target), target)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from xla_dtensor.base import events
+
 
 def is_idle() -> bool:
     """Whether this process's devices have done what was asked of them."""
     import jax
 
+    events.settle()
     return all(array.is_deleted() or array.is_ready() for array in jax.live_arrays())

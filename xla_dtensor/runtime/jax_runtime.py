@@ -15,7 +15,7 @@ from typing import Any
 
 from xla_dtensor.base import forked
 from xla_dtensor.errors import DeviceCountError
-from xla_dtensor.runtime import agreement, distributed, processes
+from xla_dtensor.runtime import agreement, distributed, processes, program_cache
 
 logger = logging.getLogger("xla_dtensor")
 _start_lock = threading.Lock()
@@ -59,6 +59,7 @@ def start(min_cpu_devices: int = 1) -> None:
         import jax
 
         os.environ.setdefault("NPROC", _CPU_THREADS)
+        program_cache.use()
         configured = getattr(jax.config, "jax_num_cpu_devices", -1)
         min_cpu_devices = -(-min_cpu_devices // processes.count())
         forced_by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")

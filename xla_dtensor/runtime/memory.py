@@ -13,7 +13,7 @@ import os
 import threading
 from typing import Any
 
-from xla_dtensor.base import assertions, thread_state
+from xla_dtensor.base import assertions, events, thread_state
 from xla_dtensor.runtime import jax_runtime
 
 
@@ -78,6 +78,7 @@ def synchronize() -> None:
     """
     import jax
 
+    events.settle()
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
     assertions.look()
 
@@ -153,6 +154,7 @@ def _statistics() -> list[dict[str, int]]:
     trace = thread_state.current()
     if trace is not None:
         trace.refuse("how much memory is in use, which")
+    events.settle()
     devices = _devices()
     found = [device.memory_stats() for device in devices]
     if all(found):

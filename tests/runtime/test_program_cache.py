@@ -1,0 +1,69 @@
+"""Programs are kept between runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xla_dtensor.runtime import program_cache
+
+_PROGRAM = """
+import jax, torch, xla_dtensor
+from jax._src import monitoring
+hits = []
+monitoring.register_event_listener(lambda name, **_: hits.append("cache_hits" in name))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+x = torch.randn(7, 7, device="xla")
+assert torch.isfinite(torch.linalg.inv(x + 9 * torch.eye(7, device="xla")).sum()).item()
+print(jax.config.jax_compilation_cache_dir, sum(hits))
+"""
+
+
+def _run(**environment: str) -> tuple[str, int]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_DTENSOR_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env=clean | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    where, hits = done.stdout.split()[-2:]
+    return where, int(hits)
+
+
+def test_the_second_run_finds_them(tmp_path: Path) -> None:
+    where, hits = _run(XDG_CACHE_HOME=str(tmp_path))
+    assert Path(where).is_relative_to(tmp_path / "xla_dtensor") and hits == 0
+    assert list(Path(where).iterdir())
+    assert _run(XDG_CACHE_HOME=str(tmp_path))[1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "where"),
+    [
+        ({"XLA_DTENSOR_CACHE": "off"}, "None"),
+        ({"JAX_COMPILATION_CACHE_DIR": "/tmp/their-own"}, "/tmp/their-own"),
+        ({"XLA_DTENSOR_CACHE": "/proc/nobody/can/write"}, "None"),
+    ],
+)
+def test_not_asked_for(environment: dict[str, str], where: str, tmp_path: Path) -> None:
+    assert _run(XDG_CACHE_HOME=str(tmp_path), **environment)[0] == where
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_folder_for_each_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    monkeypatch.delenv(program_cache.ENVIRONMENT_VARIABLE, raising=False)
+    found = program_cache.folder()
+    assert found is not None and found.parent == Path("/cache/xla_dtensor/programs")
+    monkeypatch.setenv(program_cache.ENVIRONMENT_VARIABLE, "/elsewhere")
+    assert program_cache.folder() == Path("/elsewhere")
+    monkeypatch.setenv(program_cache.ENVIRONMENT_VARIABLE, "off")
+    assert program_cache.folder() is None

@@ -1,0 +1,279 @@
+"""What a batch has written down, as one program, or run one operation after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.dispatch.conditions import summary
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.read import read_view
+from xla_dtensor.forms.views import Step, read_through, with_positions
+from xla_dtensor.lowering.bounds import Condition
+
+# An operand is one integer, index * KINDS + kind.
+ARRAY = 0  # from outside
+VALUE = 1  # computed by the batch
+NUMBERS: dict[type, int] = {int: 2, float: 3, complex: 4}  # Python numbers: inputs, too
+KINDS = 5
+
+
+class Operation(Protocol):
+    """What is written down: a `Plan`, or one of the classes below.
+
+    Attributes:
+        name: for people.
+        results: how many values it gives.
+    """
+
+    results: int
+
+    @property
+    def name(self) -> str: ...
+
+    def part(self, state: Any, leaves: list[Any], bases: list[Any]) -> list[Any]:
+        """Its values as a part of a larger program: without padding."""
+
+    def eager(self, state: Any, leaves: list[Any], bases: list[Any]) -> list[Any]:
+        """The same as a program of its own: arrays in their physical forms."""
+
+
+class Entry(NamedTuple):
+    """One operation and its operands.
+
+    Attributes:
+        state: of a random one the operand that is the generator's state, and how many random
+            operations come after that state before this one.
+        leaves: the operands.
+        bases: of each write through a view the storage's array, and the positions of the view.
+    """
+
+    operation: Operation
+    leaves: tuple[int, ...]
+    bases: tuple[tuple[int, tuple[int, ...]] | None, ...] = ()
+    state: tuple[int, int] | None = None
+
+
+class ViewRead:
+    """Reads a view of an array in ``form``: leaves are that, and the positions left open."""
+
+    results, name = 1, "a view"
+
+    def __init__(self, form: Form, steps: tuple[Step, ...], own: Form) -> None:
+        self._form, self._steps, self._own = form, steps, own
+        self.part: Any = jax.jit(self._part)
+
+    def _part(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
+        array, *positions = leaves
+        value = read_through(array, self._form, with_positions(self._steps, positions))
+        return [value.astype(self._own.jax_dtype)]
+
+    def eager(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
+        array, *positions = leaves
+        return [read_view(self._form, with_positions(self._steps, positions), self._own, array)]
+
+
+class Look:
+    """Computes what tells whether a condition holds of a value in ``form``."""
+
+    results, name = 1, "a check of indices"
+
+    def __init__(self, form: Form, condition: Condition) -> None:
+        self._form, self._condition = form, condition
+        self.part: Any = jax.jit(self._part)
+        self.eager = self.part
+
+    def _part(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
+        return [summary(self._condition, logical(leaves[0], self._form))]
+
+
+class Conversion:
+    """Computes the array of another form: ``convert(array, source, target)``.
+
+    Args:
+        convert: takes an array in ``source`` form, gives one in ``target`` form.
+        sharding: of the result where it isn't that of ``target`` yet.
+    """
+
+    results, name = 1, "another layout"
+
+    def __init__(
+        self,
+        convert: Callable[[Any, Form, Form], Any],
+        source: Form,
+        target: Form,
+        sharding: Any = None,
+    ) -> None:
+        self._convert, self._source, self._target = convert, source, target
+        self._sharding = sharding or target.sharding
+        self.part: Any = jax.jit(self._part)
+        self.eager: Any = jax.jit(self._alone, out_shardings=self._sharding)
+
+    def _alone(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
+        return [self._convert(leaves[0], self._source, self._target)]
+
+    def _part(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
+        (value,) = self._alone(state, leaves, bases)
+        shape = self._target.shape
+        if value.shape[value.ndim - len(shape) :] != shape:  # padded
+            value = value[(..., *(slice(0, n) for n in shape))]
+        elif self._sharding is not None:
+            value = jax.lax.with_sharding_constraint(value, self._sharding)
+        return [value]
+
+
+_view_reads: Cache[Any, ViewRead] = Cache("views in batches", 1024)
+_looks: Cache[Any, Look] = Cache("checks in batches", 512)
+
+
+def view_read(form: Form, steps: tuple[Step, ...], own: Form) -> ViewRead:
+    """The `ViewRead` of these, one for all batches: batches are compared by their operations."""
+    key = form, steps, own
+    return _view_reads.get_or_make(key, lambda: ViewRead(*key))
+
+
+def look_at(form: Form, condition: Condition) -> Look:
+    """The `Look` of these."""
+    return _looks.get_or_make((form, condition), lambda: Look(form, condition))
+
+
+class Numbers:
+    """The Python numbers of a batch, by kind. A program gets those of a kind as one array: each as
+    an input of its own would cost more than most operations."""
+
+    def __init__(self) -> None:
+        self.by_kind: dict[int, list[Any]] = {kind: [] for kind in NUMBERS.values()}
+
+    def add(self, number: Any) -> int:
+        """The operand that ``number`` is.
+
+        Raises:
+            OverflowError: an integer of more than 64 bits.
+        """
+        kind = NUMBERS[type(number)]
+        if kind == NUMBERS[int] and not -(2**63) <= number < 2**63:
+            raise OverflowError(f"the integer {number} has more than 64 bits")
+        numbers = self.by_kind[kind]
+        numbers.append(number)
+        return (len(numbers) - 1) * KINDS + kind
+
+    def packed(self) -> list[np.ndarray]:
+        """One array for each kind."""
+        return [np.asarray(self.by_kind[kind], t) for t, kind in NUMBERS.items()]
+
+
+class _Unpacked:
+    """The numbers in a packed array, as JAX has Python numbers: their types give way to arrays'."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._known: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        known = self._known.get(index)
+        if known is None:
+            number = jax.lax.index_in_dim(self._array, index, keepdims=False)
+            known = jax._src.lax.lax._convert_element_type(number, weak_type=True)
+            self._known[index] = known
+        return known
+
+
+class Inputs:
+    """What the operands of a batch's entries stand for.
+
+    Args:
+        numbers: by kind.
+    """
+
+    def __init__(self, arrays: Any, values: Any, numbers: Mapping[int, Any]) -> None:
+        self._sources = {ARRAY: arrays, VALUE: values, **numbers}
+
+    def of(self, code: int) -> Any:
+        """The operand's array or number."""
+        index, kind = divmod(code, KINDS)
+        return self._sources[kind][index]
+
+    def all(self, entry: Entry) -> tuple[list[Any], list[Any]]:
+        """The leaves and bases of an entry."""
+        leaves = list(map(self.of, entry.leaves))
+        bases = [
+            None if base is None else (self.of(base[0]), tuple(map(self.of, base[1])))
+            for base in entry.bases
+        ]
+        return leaves, bases
+
+
+def fused(
+    entries: Sequence[Entry], outputs: Sequence[tuple[int, Form]]
+) -> Callable[[list[Any], list[Any]], list[Any]]:
+    """All entries as one program of their arrays and numbers (`Numbers.packed`).
+
+    Args:
+        entries: in order.
+        outputs: the values wanted, by number, and the forms to give them in.
+    """
+
+    def batch(arrays: list[Any], numbers: list[Any]) -> list[Any]:
+        values: list[Any] = []
+        unpacked = dict(zip(NUMBERS.values(), map(_Unpacked, numbers), strict=True))
+        inputs = Inputs(arrays, values, unpacked)
+        for entry in entries:
+            state = None if entry.state is None else (inputs.of(entry.state[0]), entry.state[1])
+            # Within the program values are logical; padding comes with the outputs.
+            values += entry.operation.part(state, *inputs.all(entry))
+        results = []
+        known = {id(array) for array in arrays}
+        for index, form in outputs:
+            value = form.physical(values[index])
+            # Two storages never share a buffer: writes to one donate it in compiled steps.
+            results.append(jnp.copy(value) if id(value) in known else value)
+            known.add(id(value))
+        return results
+
+    shardings = [form.sharding for _, form in outputs]
+    if any(sharding is not None for sharding in shardings):
+        return jax.jit(batch, out_shardings=shardings)
+    return jax.jit(batch)
+
+
+def one_by_one(
+    entries: Sequence[Entry], arrays: list[Any], numbers: Numbers, states: list[Any]
+) -> list[Any]:
+    """Run each entry's own program.
+
+    Args:
+        entries: in order.
+        states: of the random ones the generator's states, in order.
+
+    Returns:
+        all values, each in its physical form; an exception in place of what an operation that
+        failed, or one that needed its results, would have given.
+    """
+    values: list[Any] = []
+    inputs = Inputs(arrays, values, numbers.by_kind)
+    remaining = iter(states)
+    for entry in entries:
+        state = None if entry.state is None else next(remaining)
+        leaves, bases = inputs.all(entry)
+        before = [x for x in (*leaves, *(b[0] for b in bases if b)) if isinstance(x, Failure)]
+        if before:
+            values += [before[0]] * entry.operation.results
+            continue
+        try:
+            values += entry.operation.eager(state, leaves, bases)
+        except Exception as error:
+            values += [Failure(entry, error)] * entry.operation.results
+    return values
+
+
+class Failure(NamedTuple):
+    """What an operation gave that failed."""
+
+    entry: Entry
+    error: Exception

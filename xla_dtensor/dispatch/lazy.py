@@ -1,0 +1,317 @@
+"""Eager operations are written down and launched together: when a value is read, at the end of a
+backward pass, or when there are enough of them.
+
+Each thread has a batch of its own. What a program does again and again should be one executable
+that is found again, and a deep model's layers one that all of them share. So a batch ends where a
+sequence of operations has come round: the rounds of a loop, the layers of a model, and of its
+backward pass, each become a launch of the same program. Where that is depends on the operations
+alone, not on time or memory, so that the next step cuts in the same places.
+
+A few operations run one by one until they have come in this order many times: their programs serve
+wherever the same operations stand, and much eager code is written to be run once.
+
+A launch that fails is done again one by one, so that the error names the operation and its line,
+and what doesn't depend on it has its value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from xla_dtensor import rules
+from xla_dtensor.base import events, interrupts, thread_state
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.source_line import here
+from xla_dtensor.dispatch.batch import Bases, Batch, Codes, Waiting, executables, lock
+from xla_dtensor.dispatch.batch_program import (
+    ARRAY,
+    KINDS,
+    VALUE,
+    Conversion,
+    Entry,
+    Failure,
+    Operation,
+    fused,
+    one_by_one,
+)
+from xla_dtensor.dispatch.call import Call
+from xla_dtensor.dispatch.plan import Plan
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.read import read
+from xla_dtensor.forms.storage import Pending, Storage
+from xla_dtensor.lowering import changes as lowering_changes
+from xla_dtensor.mesh import Frame
+from xla_dtensor.runtime import processes
+from xla_dtensor.tensors.of_form import new_tensor
+
+ENVIRONMENT_VARIABLE = "XLA_DTENSOR_EAGER"
+"""``lazy`` (the default), or ``strict``: every operation is launched where it stands."""
+
+FEW = 12  # operations that aren't worth a program of their own until they come
+OFTEN = 32  # times in the same order
+ENOUGH = 64  # operations after which a batch ends where something has come round
+MANY = 512  # likewise, if it leaves more than a few values behind, each of which costs
+MOST = 2048  # operations in a batch
+ALIKE = 16  # operations in a row that must have come before for it to be a round
+LARGE = 2**14  # elements
+
+
+def _from_environment() -> bool:
+    value = os.environ.get(ENVIRONMENT_VARIABLE, "lazy")
+    if value not in ("lazy", "strict"):
+        raise ValueError(f"{ENVIRONMENT_VARIABLE}={value!r}: it is lazy or strict")
+    return value == "lazy"
+
+
+class _Switch:
+    lazy: bool = _from_environment()
+
+
+switch = _Switch()
+"""Whether operations wait to be launched together."""
+
+_seen: Cache[Any, int] = Cache("batches run one by one", 1024)
+lowering_changes.listen(_seen.clear)
+rules.changes.listen(_seen.clear)
+
+
+class Lazy(Batch):
+    """The operations of a thread that have not been launched yet."""
+
+    def _start(self) -> None:
+        super()._start()
+        self._lines: list[Callable[[], str]] = []
+        self._rounds = Rounds()
+        self._is_large = False  # whether it has a large result on the default device
+
+    def _write_down(self, entry: Entry) -> list[Pending]:
+        self._rounds.add(entry.operation)
+        self._lines.append(here())
+        return super()._write_down(entry)
+
+    def convert(self, tensor: Any, conversion: Conversion, form: Form) -> Any:
+        """Write down a conversion of a tensor to another ``form``: what its result will be."""
+        self._make_room(form.frame, [form])
+        self._frame = form.frame or self._frame
+        (pending,) = self._write_down(Entry(conversion, (self._operand(tensor),)))
+        return new_tensor(pending, form)
+
+    def cut(self) -> None:
+        """Launch what is written down if it is time; all results are in their storages."""
+        if self._rounds.complete(self._leaves_little):
+            following = self._rounds.following
+            self.run()
+            self._rounds.following = following
+
+    def _leaves_little(self) -> bool:
+        return len(self._waiting()) <= FEW
+
+    @interrupts.atomic
+    def run(self) -> None:
+        """Execute what is written down, and give the storages that still wait their values.
+
+        Raises:
+            Exception: of an operation that failed. What it would have written has its earlier
+                value; what it would have made has none.
+        """
+        with lock:
+            failure = None
+            try:
+                for storage, form, result in self._launch():
+                    if not isinstance(result, Failure):
+                        storage.array = result
+                        storage.reform(form)
+                        continue
+                    failure = failure or result
+                    known = self._replaced.get(id(storage))
+                    if known is not None and known[0]() is storage:
+                        storage.put_back(*known[1:])
+                    else:
+                        storage.value.error = result.error
+            except BaseException as error:
+                self._put_back(error)
+                raise
+            lines, entries = self._lines, self._entries
+            self._start()
+            self._replaced.clear()
+        if failure is not None:
+            line = next(line for e, line in zip(entries, lines, strict=True) if e is failure.entry)
+            failure.error.add_note(f"in {failure.entry.operation.name}{line()}")
+            raise failure.error
+
+    def _launch(self) -> list[tuple[Storage, Form, Any]]:
+        waiting = self._waiting()
+        if not waiting:
+            return []
+        key, outputs = self._key(waiting)
+        executable = executables.get(key)
+        if executable is None:
+            if len(self._entries) <= FEW:
+                times = _seen.get(key) or 0
+                if times < OFTEN or len(self._entries) == 1:
+                    _seen.put(key, times + 1)
+                    return self._one_by_one(waiting)
+            executable = executables.put(key, fused(self._entries, outputs))
+        try:
+            with self._outside_of_traces():
+                return self._run(executable, waiting)
+        except Exception:
+            return self._one_by_one(waiting)
+
+    def _one_by_one(self, waiting: list[Waiting]) -> list[tuple[Storage, Form, Any]]:
+        with self._outside_of_traces(), jax.enable_x64(True):
+            values = one_by_one(self._entries, self._arrays, self._numbers, self._states)
+        # Alone, what is on the default device stays there.
+        return [(storage, storage.form, values[index]) for storage, index, _ in waiting]
+
+    @contextlib.contextmanager
+    def _outside_of_traces(self) -> Iterator[None]:
+        """Another thread's values may be wanted while this one traces a step."""
+        if thread_state.current() is None:
+            yield
+        else:
+            with thread_state.active(None), jax.ensure_compile_time_eval():
+                yield
+
+    def _make_room(self, frame: Frame | None, results: Sequence[Form | None]) -> None:
+        super()._make_room(frame, results)
+        # On the devices of a mesh a large tensor of the default device would be there many times.
+        large = frame is None and any(
+            form is not None and math.prod(form.shape) > LARGE for form in results
+        )
+        if (large and self._frame is not None) or (frame is not None and self._is_large):
+            self.run()
+        self._is_large = self._is_large or large
+
+    def _prove(self, plan: Plan, call: Call, leaves: Codes, bases: Bases) -> None:
+        """Have it traced, which for all batches is done once, for what its lowering may raise."""
+        if plan.proven:
+            return
+        values = [self._abstract(c, f) for c, f in zip(leaves, call.forms, strict=True)]
+        written = [call.leaves[i]._storage_.form for i in plan.mutated]
+        into = [
+            None if base is None else (self._abstract(base[0], form), (0,) * len(base[1]))
+            for base, form in zip(bases, written, strict=True)
+        ]
+        state = (self._states[-1], 0) if plan.random else None
+        with jax.enable_x64(True):
+            plan.part.eval_shape(state, values, into)
+        plan.proven = True
+
+    def _abstract(self, code: int, form: Any) -> Any:
+        index, kind = divmod(code, KINDS)
+        if kind == ARRAY:
+            return self._arrays[index]
+        if kind != VALUE:
+            return self._numbers.by_kind[kind][index]
+        lead = form.array_shape[: len(form.array_shape) - len(form.shape)]
+        return jax.ShapeDtypeStruct((*lead, *form.shape), form.jax_dtype)
+
+
+class Rounds:
+    """Finds out where a sequence of operations has come round.
+
+    Attributes:
+        following: the operations after which the next batch ends, if they come as expected.
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[Operation] = []
+        self._where: dict[Operation, list[int]] = {}
+        self.following: list[Operation] | None = None
+
+    def add(self, operation: Operation) -> None:
+        """The next operation."""
+        self._where.setdefault(operation, []).append(len(self._operations))
+        self._operations.append(operation)
+
+    def complete(self, leaves_little: Callable[[], bool]) -> bool:
+        """Whether the batch ends with the last operation.
+
+        Args:
+            leaves_little: whether few values would be left behind.
+        """
+        operations, count = self._operations, len(self._operations)
+        if self.following is not None:
+            if count < len(self.following):
+                return False
+            if operations == self.following:
+                return True
+            self.following = None
+        if count < ENOUGH:
+            return False
+        for start in self._where[operations[-1]][-2:-4:-1]:
+            period = count - 1 - start
+            same = max(period, ALIKE)
+            if (count - ENOUGH) % period or count < same + period:
+                continue
+            if operations[-same:] == operations[-same - period : -period]:
+                least = ENOUGH if leaves_little() else MANY
+                if count >= least:
+                    self.following = operations[-period:] * -(-least // period)
+                    return True
+        return count >= MOST
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.batch = Lazy()
+        with lock:
+            _batches.add(self.batch)
+
+
+_batches: weakref.WeakSet[Lazy] = weakref.WeakSet()
+_threads = _Threads()
+
+
+def batch() -> Lazy | None:
+    """The batch in which this thread's next operation is to wait, if it is."""
+    if (
+        not switch.lazy
+        or events.observer is not None  # wants to see each
+        or thread_state.batch() is not None
+        or thread_state.current() is not None
+        or processes.several()  # all must launch the same, whatever their garbage collectors do
+    ):
+        return None
+    return _threads.batch
+
+
+def flush() -> None:
+    """Launch what this thread has written down."""
+    if len(_threads.batch):
+        _threads.batch.run()
+
+
+def flush_all() -> None:
+    """Launch what all threads have written down: a compiled step takes over the memory of what it
+    overwrites, which may be wanted by what waits."""
+    flush()
+    if len(_batches) > 1:
+        with lock:
+            for other in list(_batches):
+                if len(other):
+                    other.run()
+
+
+events.before_waiting.append(flush_all)
+
+
+def convert(tensor: Any, conversion: Conversion, form: Form) -> Any:
+    """A tensor's value in another ``form``, as a tensor of its own."""
+    waiting = batch()
+    if waiting is not None:
+        with lock:
+            result = waiting.convert(tensor, conversion, form)
+            waiting.cut()
+        return result
+    with jax.enable_x64(True):
+        return new_tensor(conversion.eager(None, [read(tensor)], [])[0], form)

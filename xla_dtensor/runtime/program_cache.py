@@ -1,0 +1,60 @@
+"""Compiled programs are kept between runs, in the user's cache folder: JAX's persistent cache.
+
+Whoever has configured JAX's own (``JAX_COMPILATION_CACHE_DIR``, ``jax.config``) keeps what they
+have. ``XLA_DTENSOR_CACHE`` is another folder, or ``off``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+ENVIRONMENT_VARIABLE = "XLA_DTENSOR_CACHE"
+MAX_BYTES = 2**31  # what was not used for longest goes
+# Many eager programs take less; reading one back takes a few milliseconds.
+_LEAST_SECONDS = 0.1
+
+
+def folder() -> Path | None:
+    """Where programs are kept, or None. Programs for the CPU may use all instructions that it has,
+    so machines that share a home have folders of their own."""
+    asked = os.environ.get(ENVIRONMENT_VARIABLE)
+    if asked == "off":
+        return None
+    if asked:
+        return Path(asked).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "xla_dtensor" / "programs" / _machine()
+
+
+def _machine() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    except OSError:
+        flags = platform.processor()
+    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+
+
+def use() -> None:
+    """Have JAX keep programs there, unless it keeps them elsewhere or the folder can't be made."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        return
+    where = folder()
+    if where is None:
+        return
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that can't be written to: programs are compiled each time
+        return
+    if not os.access(where, os.W_OK):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(where))
+    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
