@@ -114,6 +114,20 @@ def test_in_several_files_with_an_index(tmp_path: Path) -> None:
             assert same(value_of(other.state_dict()[name]), value_of(value)), name
 
 
+def test_files_of_an_earlier_save_go(tmp_path: Path) -> None:
+    """``from_pretrained`` prefers one file to an index, we an index to one file."""
+    (tmp_path / "config.json").write_text("{}")
+    for size, fill in ((100, 1), (10**6, 2), (200, 3), (100, 4)):
+        state = {"x": VALUE + fill, "y": VALUE - fill}
+        files = save_safetensors(state, tmp_path, max_shard_size=size)
+        model = Tensors({"x": torch.zeros(10, 6), "y": torch.zeros(10, 6)})
+        load_safetensors(model, tmp_path)
+        assert same(model.x, VALUE + fill) and same(model.y, VALUE - fill)
+        there = {path.name for path in tmp_path.iterdir()} - {"config.json"}
+        index = {"model.safetensors.index.json"} if len(files) > 1 else set()
+        assert there == {path.name for path in files} | index
+
+
 def test_transformers_loads_it(tmp_path: Path, package: Any) -> None:
     """A sharded model with tied weights, in several files, by ``from_pretrained``; and back."""
     transformers = pytest.importorskip("transformers", reason="pip install transformers")

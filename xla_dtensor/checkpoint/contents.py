@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
@@ -67,6 +71,33 @@ def read_entry(folder: Path, name: str) -> Any:
             return plain_data(io.BytesIO(file.read(info.length)))
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(f"{path}: {name!r} can't be read ({error})") from error
+
+
+def read_saved(folder: Path, name: str) -> Any:
+    """What ``torch.save`` has made bytes of, which are one entry.
+
+    Raises:
+        CheckpointError: there is none of that name, or it is no plain data.
+    """
+    content = read_entry(folder, name)
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(f"{folder}: {name!r} is no plain data ({error})") from error
+
+
+def described(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtypes and sizes of the tensors in a checkpoint.
+
+    Raises:
+        CheckpointError: its metadata can't be read, or contradicts the files.
+    """
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: (entry.properties.dtype, tuple(entry.size))
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _has_processes() -> bool:

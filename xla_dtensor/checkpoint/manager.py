@@ -17,14 +17,14 @@ from typing import Any
 import jax
 import torch
 
-from xla_dtensor.checkpoint.contents import load_state, read_entry, save_state
+from xla_dtensor.checkpoint.contents import described, load_state, read_saved, save_state
 from xla_dtensor.checkpoint.folders import Folder
 from xla_dtensor.checkpoint.manifest import Manifest, read_manifest, verify
 from xla_dtensor.checkpoint.random_state import random_state, set_random_state
 from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
 from xla_dtensor.checkpoint.stopping import Stopping
 from xla_dtensor.checkpoint.tensor_kinds import Kind, text_of
-from xla_dtensor.errors import CheckpointError
+from xla_dtensor.errors import CheckpointError, UnsupportedOpError
 
 _log = logging.getLogger("xla_dtensor.checkpoint")
 
@@ -164,11 +164,12 @@ class CheckpointManager:
         return 0
 
     def _load(self, path: Path) -> None:
-        states, targets = self._states.targets(read_entry(path, STRUCTURE))
-        random = read_entry(path, f"{_RANDOM}.{jax.process_index()}")
+        structure = read_saved(path, STRUCTURE)
+        random = read_saved(path, f"{_RANDOM}.{jax.process_index()}")
+        states, targets = self._states.targets(structure, described(path))
         load_state(path, targets)
         self._states.restore(states)
-        set_random_state(torch.load(io.BytesIO(random), weights_only=True))
+        set_random_state(random)
 
     def save(self, step: int) -> None:
         """Save a checkpoint. With ``asynchronous`` its values are copied when this returns, and it
@@ -178,9 +179,15 @@ class CheckpointManager:
             step: how many steps have been done.
 
         Raises:
+            UnsupportedOpError: in several processes; a tensor has reductions pending.
             CheckpointError: this checkpoint, or the one before it, can't be written: the disk is
                 full, the folder read-only, another run saves there. Earlier checkpoints stay.
         """
+        if jax.process_count() > 1:
+            raise UnsupportedOpError(
+                "CheckpointManager in several processes: not yet; torch.distributed.checkpoint's "
+                "save, with a process group of torch's, has each process write what it holds"
+            )
         self.wait()
         begin = time.monotonic()
         state, kinds = self._states.captured()

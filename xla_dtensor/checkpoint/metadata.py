@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -129,6 +130,23 @@ def check_files(metadata: Metadata, folder: Path) -> None:
                     f"{folder / info.relative_path}: {fqn!r} at {list(chunk.offsets)} is to have "
                     f"{list(chunk.sizes)} elements of {entry.properties.dtype}, {needed} bytes, in "
                     f"{info.length}"
+                )
+
+
+def check_complete(metadata: Metadata, names: Iterable[str], where: Any) -> None:
+    """Raise if chunks of the tensors of these names are missing.
+
+    Raises:
+        CheckpointError: they are.
+    """
+    for name in names:
+        entry = metadata.state_dict_metadata.get(name)
+        if isinstance(entry, TensorStorageMetadata):
+            have = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if have != math.prod(entry.size):
+                raise CheckpointError(
+                    f"{where}: of the {math.prod(entry.size)} elements of {name!r} the checkpoint "
+                    f"has {have}; was it saved by all processes?"
                 )
 
 

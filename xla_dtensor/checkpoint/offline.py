@@ -21,7 +21,7 @@ from xla_dtensor.checkpoint.contents import save_state
 from xla_dtensor.checkpoint.folders import Folder
 from xla_dtensor.checkpoint.manifest import NAME as MANIFEST
 from xla_dtensor.checkpoint.manifest import Manifest, read_manifest, sync_folder, verify
-from xla_dtensor.checkpoint.metadata import check_files, inside, read_metadata
+from xla_dtensor.checkpoint.metadata import check_complete, check_files, inside, read_metadata
 from xla_dtensor.checkpoint.reading import plain_data
 from xla_dtensor.checkpoint.records import Part, Window, read_parts, stored_tensor
 from xla_dtensor.checkpoint.safetensors_format import INDEX, files_of, read_header, write_files
@@ -122,11 +122,7 @@ def _reader_of_dcp(folder: Path, metadata: Any, name: str) -> Callable[[], torch
     entry = metadata.state_dict_metadata[name]
 
     def read() -> torch.Tensor:
-        have = sum(chunk.sizes.numel() for chunk in entry.chunks)
-        if have != entry.size.numel():
-            raise CheckpointError(
-                f"{folder}: of the {entry.size.numel()} elements of {name!r} it has {have}"
-            )
+        check_complete(metadata, [name], folder)
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         for chunk in entry.chunks:
             info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]

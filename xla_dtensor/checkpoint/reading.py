@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import pickle
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint import FileSystemReader as TorchReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from xla_dtensor.checkpoint.metadata import check_files, inside, read_metadata
+from xla_dtensor.checkpoint.metadata import check_complete, check_files, inside, read_metadata
 from xla_dtensor.checkpoint.records import Part, read_parts, stored_tensor
 from xla_dtensor.errors import CheckpointError
 
@@ -57,11 +56,7 @@ class FileSystemReader(TorchReader):
         """
         metadata = read_metadata(Path(self._get_metadata_path(kwargs.get("rank"))))
         check_files(metadata, Path(self.path))
-        self._dtypes = {
-            fqn: entry.properties.dtype
-            for fqn, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self._metadata = metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -77,6 +72,7 @@ class FileSystemReader(TorchReader):
         Raises:
             CheckpointError: a file is damaged.
         """
+        check_complete(self._metadata, {item.storage_index.fqn for item in plan.items}, self.path)
         transformed = []
         per_place: dict[Any, list[ReadItem]] = {}
         for item in plan.items:
@@ -123,8 +119,9 @@ class FileSystemReader(TorchReader):
             return
         try:
             stored = stored_tensor(file, info.offset, info.length)
-            if stored.dtype != self._dtypes[index.fqn]:
-                raise CheckpointError(f"a tensor of {stored.dtype}, not {self._dtypes[index.fqn]}")
+            dtype = self._metadata.state_dict_metadata[index.fqn].properties.dtype
+            if stored.dtype != dtype:
+                raise CheckpointError(f"a tensor of {stored.dtype}, not {dtype}")
             for part in parts:
                 ends = [o + n for o, n in zip(part.offsets, part.target.shape, strict=True)]
                 if len(ends) != len(stored.sizes) or any(
@@ -224,7 +221,8 @@ class Reading:
         groups: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             groups.setdefault(item.dest_index.fqn, []).append(item)
-        self._check_complete(list(groups))
+        if self._metadata is not None:
+            check_complete(self._metadata, groups, self._reader.checkpoint_id)
         result = None
         # Others than torch's may not expect to be asked twice.
         if isinstance(self._reader, TorchReader):
@@ -235,16 +233,3 @@ class Reading:
         if result is None:
             result = self._reader.read_data(plan, planner)
         return result
-
-    def _check_complete(self, names: Sequence[str]) -> None:
-        entries = self._metadata.state_dict_metadata if self._metadata is not None else {}
-        for name in names:
-            entry = entries.get(name)
-            if not isinstance(entry, TensorStorageMetadata):
-                continue
-            have = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if have != math.prod(entry.size):
-                raise CheckpointError(
-                    f"{self._reader.checkpoint_id}: of the {math.prod(entry.size)} elements of "
-                    f"{name!r} the checkpoint has {have}; was it saved by all processes?"
-                )

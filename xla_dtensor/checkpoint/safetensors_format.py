@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "C64": torch.complex64,
 }
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # bytes, as the package has it
 
@@ -161,7 +163,7 @@ def write_files(
 ) -> list[Path]:
     """Write tensors to as many files as are needed, and an index if that is more than one.
 
-    Each file gets its name when it is complete, the index last.
+    Each file gets its name when it is complete, the index last. Files of an earlier save go.
 
     Args:
         tensors: their dtypes and sizes.
@@ -203,6 +205,11 @@ def write_files(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             with _completed(folder / INDEX) as file:
                 file.write(json.dumps(index, indent=2).encode())
+        # What an earlier save has left would be read in place of these, or beside them.
+        kept = {path.name for path in paths} | ({INDEX} if many > 1 else set())
+        for path in folder.iterdir():
+            if path.name not in kept and _OURS.fullmatch(path.name):
+                path.unlink()
         sync_folder(folder)
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder}: {error.strerror}") from error

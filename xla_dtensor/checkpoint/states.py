@@ -29,6 +29,7 @@ STRUCTURE = "xla_dtensor"
 _MARK = "xla_dtensor.tensor"
 
 Path = tuple[Any, ...]
+Described = tuple[torch.dtype, tuple[int, ...]]
 
 
 class States:
@@ -74,13 +75,19 @@ class States:
         state[STRUCTURE] = buffer.getvalue()
         return state, kinds
 
-    def targets(self, saved: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def targets(
+        self, structure: dict[str, Any], stored: Mapping[str, Described]
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What to load into: the states with tensors in place of the marks, and these by name.
+
+        Args:
+            structure: what `captured` has saved.
+            stored: the dtypes and sizes of the tensors that are in the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint is of other objects, or of others than these.
         """
-        structure = torch.load(io.BytesIO(saved), weights_only=True)
+        _check_stored(structure, stored)
         missing = [name for name in self.objects if name not in structure]
         if missing:
             raise CheckpointError(
@@ -304,6 +311,19 @@ def _check_plain(structure: Any, name: str) -> None:
             "strings, lists, dicts and tensors, or name its classes to "
             "torch.serialization.add_safe_globals"
         ) from error
+
+
+def _check_stored(value: Any, stored: Mapping[str, Described]) -> None:
+    """Raise if marks are of tensors that aren't there, before memory is taken for them."""
+    if isinstance(value, dict) and _MARK in value:
+        name, kind = value[_MARK], value.get("kind")
+        told = (kind.get("dtype"), kind.get("size")) if isinstance(kind, dict) else ()
+        dtype, sizes = stored.get(name, (None, ()))
+        if told != (dtype, list(sizes)):
+            raise CheckpointError(f"a checkpoint that tells of {name!r} what isn't in it")
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            _check_stored(each, stored)
 
 
 def _check_same(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
