@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch.distributed.checkpoint import FileSystemWriter as TorchWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
+    FileSystem,
+    SerializationFormat,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from xla_dtensor.checkpoint.streams import Stream
@@ -26,19 +34,16 @@ class FileSystemWriter(TorchWriter):
     """
 
     def __init__(self, path: Path) -> None:
-        # Shards come from the host, one by one: nothing is to be copied ahead, which torch would
-        # wait for by waiting for the devices.
-        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
+        super().__init__(path, sync_files=False)  # the streams see to it
         self._own_files: dict[str, tuple[int, int]] = {}
         self.files: dict[str, tuple[int, int]] = {}
         self.fs = _Files(self._own_files)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        future = super().write_data(plan, planner)
+        results = write_one_by_one(self, plan, planner)
         # To the process that writes the manifest, by way of torch's results.
         index = MetadataIndex(_CHECKSUMS, index=0)
-        future.value().append(WriteResult(index, 0, dict(self._own_files)))
-        return future
+        return _done([*results, WriteResult(index, 0, dict(self._own_files))])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         kept = []
@@ -51,6 +56,67 @@ class FileSystemWriter(TorchWriter):
         super().finish(metadata, kept)
         for name, about in self._own_files.items():
             self.files[name.removesuffix(".tmp")] = about  # torch renames its metadata
+
+
+class Writing:
+    """torch's writer of files, which holds one shard of each tensor until all are written: here
+    none is held once it is.
+
+    Args:
+        writer: torch's.
+    """
+
+    def __init__(self, writer: TorchWriter) -> None:
+        self._writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        return _done(write_one_by_one(self._writer, plan, planner))
+
+    @staticmethod
+    def serves(writer: Any) -> bool:
+        """Whether ``writer`` is torch's, and is to write one file as ``torch.save`` does."""
+        return (
+            type(writer) is TorchWriter
+            and writer.single_file_per_rank
+            and writer.thread_count == 1
+            and writer.serialization_format == SerializationFormat.TORCH_SAVE
+            and not writer.transforms.extensions
+        )
+
+
+def write_one_by_one(writer: TorchWriter, plan: Any, planner: Any) -> list[WriteResult]:
+    """Write what a plan has to the one file of this process: as torch's writer does, but that
+    nothing is kept."""
+    name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+    results = []
+    with writer.fs.create_stream(writer.fs.concat_path(writer.path, name), "wb") as stream:
+        for item in plan.items:
+            offset = stream.tell()
+            value = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                stream.write(value.getbuffer())
+            else:
+                value = value.detach().cpu()
+                if value.untyped_storage().size() != value.nbytes:
+                    value = value.clone()  # torch.save would write all of the memory
+                torch.save(value, cast(Any, stream))
+            del value
+            length = stream.tell() - offset
+            info = _StorageInfo(name, offset, length)
+            results.append(WriteResult(item.index, length, info))
+        if writer.sync_files:
+            stream.flush()
+            os.fsync(stream.fileno())
+    return results
+
+
+def _done(results: list[WriteResult]) -> Any:
+    future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+    future.set_result(results)
+    return future
 
 
 class _Files(FileSystem):

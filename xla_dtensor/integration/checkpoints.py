@@ -37,7 +37,7 @@ def _bound(original: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _save(original: Any, args: Any, kwargs: Any) -> Any:
-    from xla_dtensor.checkpoint import stand_ins
+    from xla_dtensor.checkpoint import stand_ins, writing
 
     given = _bound(original, args, kwargs)
     state = given.arguments["state_dict"]
@@ -47,6 +47,8 @@ def _save(original: Any, args: Any, kwargs: Any) -> Any:
         one_each = getattr(storage, "serialization_format", None) == _safetensors()
         saved = stand_ins.saved_whole if one_each else stand_ins.saved
         given.arguments["state_dict"] = stand_ins.replaced(state, saved)
+        if writing.Writing.serves(storage):
+            given.arguments["storage_writer"] = writing.Writing(storage)
     return _run(original, given)
 
 
