@@ -4,7 +4,7 @@ Its planners would ask a mesh for the rank of the caller, which has no value her
 loading begin, each xla tensor is replaced by what offers torch's protocol for tensors with several
 local shards (`xla_dtensor.checkpoint.stand_ins`). Nothing happens to states without xla tensors.
 
-Read in torch 2.11, 2.13 and 2.14, run on 2.13.
+Run on torch 2.13, and with the checkpoint code of 2.11 and 2.14 in its place.
 """
 
 from __future__ import annotations
