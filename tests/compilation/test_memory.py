@@ -59,6 +59,7 @@ def test_old_values_go(mesh_2x4: DeviceMesh) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
+    torch.xla.synchronize()  # type: ignore[attr-defined]
     assert alive(old) == 0
 
 

@@ -428,6 +428,7 @@ def test_evaluation_and_another_dtype(mesh8: DeviceMesh) -> None:
     check_gradients(model, expected)
 
 
+@pytest.mark.usefixtures("strict_eager")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_whole_parameters_are_gone_after_forward(mesh8: DeviceMesh, reshard: bool) -> None:
     model = nn.Linear(72, 56, bias=False)

@@ -148,8 +148,8 @@ class Batch:
         # From here on nothing runs the batch, so that the operands stay what they are.
         leaves = self._operands(operands, _number_lists(call))
         bases = tuple(self._base(t) if t._steps else None for t in written)
-        state = self._state(call.stream) if plan.random else None
         self._prove(plan, call, leaves, bases)
+        state = self._state(call.stream) if plan.random else None
         return self._write_down(Entry(plan, leaves, bases, state))
 
     def look(self, tensor: Any, form: Form, condition: Condition) -> _Later:

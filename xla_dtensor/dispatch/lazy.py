@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from xla_dtensor import rules
-from xla_dtensor.base import events, interrupts, thread_state
+from xla_dtensor.base import events, interrupts, rng, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.source_line import here
 from xla_dtensor.dispatch.batch import Bases, Batch, Codes, Waiting, executables, lock
@@ -201,7 +201,7 @@ class Lazy(Batch):
             None if base is None else (self._abstract(base[0], form), (0,) * len(base[1]))
             for base, form in zip(bases, written, strict=True)
         ]
-        state = (self._states[-1], 0) if plan.random else None
+        state = (rng.words_at(0, 0), 0) if plan.random else None
         with jax.enable_x64(True):
             plan.part.eval_shape(state, values, into)
         plan.proven = True

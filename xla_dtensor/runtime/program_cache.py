@@ -13,8 +13,11 @@ from pathlib import Path
 
 ENVIRONMENT_VARIABLE = "XLA_DTENSOR_CACHE"
 MAX_BYTES = 2**31  # what was not used for longest goes
-# Many eager programs take less; reading one back takes a few milliseconds.
-_LEAST_SECONDS = 0.1
+_OPTIONS = (  # of JAX: name, its default, ours
+    ("jax_compilation_cache_max_size", -1, MAX_BYTES),
+    # Many eager programs take less than a second; reading one back takes a few milliseconds.
+    ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.1),
+)
 
 
 def folder() -> Path | None:
@@ -54,7 +57,6 @@ def use() -> None:
     if not os.access(where, os.W_OK):
         return
     jax.config.update("jax_compilation_cache_dir", str(where))
-    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
-        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+    for name, default, ours in _OPTIONS:
+        if getattr(jax.config, name) == default:  # the user's own stay
+            jax.config.update(name, ours)
