@@ -46,33 +46,50 @@ def child(what: str) -> Any:
     torch.manual_seed(0)
     mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
     config = ModelConfig(dim=256)
-    model = shard_model(Llama(config), mesh)
-    # As a training script has it; making one imports a part of torch that takes a second.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def make() -> tuple[Any, Any]:
+        model = shard_model(Llama(config), mesh)
+        # As a training script has it; making one imports a part of torch that takes a second.
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    model, optimizer = make()
     tokens, targets = (
         shard_batch(torch.randint(0, config.vocab, (8, config.max_seq)), mesh) for _ in range(2)
     )
 
-    def gradients() -> Any:
+    def gradients(model: Any = model, optimizer: Any = optimizer) -> Any:
         optimizer.zero_grad()
         loss = next_token_loss(model(tokens), targets)
         loss.backward()
         return loss
 
-    def step() -> Any:
-        loss = gradients()
-        optimizer.step()
-        return loss.detach()
+    def training() -> tuple[Any, Any]:
+        """A step of a model of its own, and what waits until it is done."""
+        model, optimizer = make()
+
+        def step() -> Any:
+            loss = gradients(model, optimizer)
+            optimizer.step()
+            return loss.detach()
+
+        def wait() -> None:
+            jax.block_until_ready([p._storage_.array for p in model.parameters()])
+
+        return step, wait
 
     if what == "first":
         return seconds_of(lambda: gradients().item())
     if what == "steady":
+        (eager, wait), (step, wait_compiled) = training(), training()
         compiled = xd.compile(step)
-        sides = {"eager": step, "compiled": compiled}
+        sides = {
+            "eager": lambda: (eager(), wait()),
+            "compiled": lambda: (compiled(), wait_compiled()),
+        }
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(12):
             for name, side in sides.items():
-                times[name].append(seconds_of(lambda side=side: side().item()))
+                times[name].append(seconds_of(side))
         return [statistics.median(t[4:]) for t in times.values()]
     if what == "loop":
         x = torch.randn(8, 64, 32).to("xla")

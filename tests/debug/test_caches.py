@@ -48,6 +48,7 @@ def import_everything() -> None:
             importlib.import_module(module.name)
 
 
+@pytest.mark.usefixtures("strict_eager")
 def test_the_table(mesh_2x4: DeviceMesh) -> None:
     import_everything()
     x = distribute_tensor(torch.ones(4, 2), mesh_2x4, [Shard(0), Replicate()])
