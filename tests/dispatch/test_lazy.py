@@ -413,6 +413,37 @@ def test_an_operation_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal((z + 1).cpu(), torch.full((4,), 2.0))
 
 
+def test_what_was_written_in_between_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed write leaves what was there before it, whoever wrote that."""
+    _fails(monkeypatch, "aten::atan2.default")
+    loaded, added, made = (torch.ones(4).to("xla") for _ in range(3))
+    loaded.add_(1)
+    loaded.copy_(torch.full((4,), 7.0))  # straight from the host
+    bad = torch.atan2(made, made)
+    loaded.add_(bad)
+    added.add_(1)
+    added.mul_(bad)
+    new = made * 5
+    new.sub_(bad)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        made.add_(1).cpu()
+    for tensor, value in ((loaded, 7.0), (added, 2.0), (new, 5.0), (made, 2.0)):
+        assert torch.equal(tensor.cpu(), torch.full((4,), value))
+
+
+def test_a_refused_draw_takes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw() -> torch.Tensor:
+        torch.manual_seed(5)
+        with contextlib.suppress(RuntimeError):
+            torch.multinomial(torch.ones(3).to("xla"), 5)
+        first = torch.rand(2, device="xla")
+        return torch.cat([first, torch.rand(2, device="xla")]).cpu()
+
+    ours = draw()
+    monkeypatch.setattr(lazy.switch, "lazy", False)
+    torch.testing.assert_close(ours, draw())
+
+
 def test_what_a_lowering_refuses_is_refused_at_its_line() -> None:
     """Though nothing is computed yet."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -95,7 +95,20 @@ class batched(writing_down):
 
 Codes = tuple[int, ...]
 Bases = tuple[tuple[int, Codes] | None, ...]
-Waiting = tuple[Storage, int, Form]
+
+
+class Waiting(NamedTuple):
+    """A storage that waits for a value, which value, and the form that it will have."""
+
+    storage: Storage
+    pending: Pending
+    form: Form
+
+    def give(self, array: Any, form: Form) -> None:
+        """Put the value in place; another thread may have written something else since."""
+        if self.storage.value is self.pending:
+            self.storage.array = array
+            self.storage.reform(form)
 
 
 class Batch:
@@ -112,8 +125,9 @@ class Batch:
     def __init__(self, all_or_nothing: bool = False) -> None:
         self._all_or_nothing = all_or_nothing
         self._error: BaseException | None = None
-        # Per storage written (by id) what it was: a weak reference to it, its value, its form.
-        self._replaced: dict[int, tuple[weakref.ref[Storage], Any, Form]] = {}
+        # Per storage written (by id) what it was: a weak reference to it, its value, its form, and
+        # the first of this batch's values that may be the storage's.
+        self._replaced: dict[int, tuple[weakref.ref[Storage], Any, Form, int]] = {}
         self._start()
 
     def _start(self) -> None:
@@ -122,6 +136,7 @@ class Batch:
         self._array_indices: dict[int, int] = {}
         self._numbers = Numbers()
         self._values = 0  # computed by the entries
+        self._latest = 0  # the first that the last entry computes
         self._pending: list[Pending] = []
         self._views: dict[Any, int] = {}  # operands of views, by the storage's version and steps
         # Of the random operations the generators' states; the one that the last is counted from.
@@ -161,6 +176,7 @@ class Batch:
 
     def _write_down(self, entry: Entry) -> list[Pending]:
         self._entries.append(entry)
+        self._latest = self._values
         results = [Pending(self, self._values + i) for i in range(entry.operation.results)]
         self._values += len(results)
         self._pending += results
@@ -250,8 +266,9 @@ class Batch:
                 return  # made by this batch, or known already
             value = storage.array  # another batch's: it would not know the storage any more
         known = self._replaced.get(id(storage))
-        if known is None or known[0]() is not storage:  # another one had the same address
-            self._replaced[id(storage)] = weakref.ref(storage), value, storage.form
+        # It may be known already, and have been written by something else since.
+        if not self._all_or_nothing or known is None or known[0]() is not storage:
+            self._replaced[id(storage)] = weakref.ref(storage), value, storage.form, self._latest
 
     @interrupts.atomic
     def run(self) -> None:
@@ -266,26 +283,23 @@ class Batch:
             except BaseException as error:
                 self._put_back(error)
                 raise
-            for storage, form, array in done:
-                storage.array = array
-                storage.reform(form)
+            for waiting, form, array in done:
+                waiting.give(array, form)
             self._start()
             if not self._all_or_nothing:
                 self._replaced.clear()
 
     def _waiting(self) -> list[Waiting]:
-        """The storages that wait for a value, which one, and the form that it will have."""
         waiting = []
         for value in self._pending:
             storage = value.storage()
             if storage is not None and storage.value is value:
                 # Per-device results live on all devices of the program.
-                waiting.append((storage, value.index, storage.form.placed(self._frame)))
+                waiting.append(Waiting(storage, value, storage.form.placed(self._frame)))
         return waiting
 
-    def _launch(self) -> list[tuple[Storage, Form, Any]]:
-        """Compute the values that storages wait for: the storages with their new forms and
-        arrays."""
+    def _launch(self) -> list[tuple[Waiting, Form, Any]]:
+        """Compute the values that storages wait for: with their forms and arrays."""
         waiting = self._waiting()
         if not waiting:
             return []
@@ -295,13 +309,13 @@ class Batch:
             executable = executables.put(key, fused(self._entries, outputs))
         return self._run(executable, waiting)
 
-    def _run(self, executable: Any, waiting: list[Waiting]) -> list[tuple[Storage, Form, Any]]:
+    def _run(self, executable: Any, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:
         with jax.enable_x64(True):
             arrays = executable(self._arrays, self._numbers.packed())
-        return [(s, form, array) for (s, _, form), array in zip(waiting, arrays, strict=True)]
+        return [(one, one.form, array) for one, array in zip(waiting, arrays, strict=True)]
 
     def _key(self, waiting: list[Waiting]) -> Any:
-        outputs = tuple((index, form) for _, index, form in waiting)
+        outputs = tuple((one.pending.index, one.form) for one in waiting)
         return (tuple(self._entries), outputs), outputs
 
     @interrupts.atomic
@@ -317,7 +331,7 @@ class Batch:
             self._put_back(error)
 
     def _put_back(self, error: BaseException) -> None:
-        for reference, value, form in self._replaced.values():
+        for reference, value, form, _ in self._replaced.values():
             storage = reference()
             if storage is None:
                 continue

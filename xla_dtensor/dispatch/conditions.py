@@ -123,7 +123,7 @@ def check(checked: tuple[Checked, ...], call: Call, look: Look | None = None) ->
         array: Any = None
         if not isinstance(leaf, TensorMethods):
             values: Any = to_numpy(leaf)
-        elif look is not None and leaf._storage_.value.__class__ is Pending:
+        elif look is not None and one.size > AWAITED and _waits(leaf):
             assertions.later(look(leaf, one.form, one.condition), (_Judge(one, here()),))
             continue
         else:
@@ -146,6 +146,10 @@ def check(checked: tuple[Checked, ...], call: Call, look: Look | None = None) ->
             raise type(error)(f"{error}{one.text}")
         if array is not None:
             one.last = weakref.ref(array)
+
+
+def _waits(tensor: Any) -> bool:
+    return tensor._storage_.value.__class__ is Pending
 
 
 def _look_later(one: Checked, leaf: Any) -> None:

@@ -46,7 +46,7 @@ from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import read
-from xla_dtensor.forms.storage import Pending, Storage
+from xla_dtensor.forms.storage import Pending
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.mesh import Frame
 from xla_dtensor.runtime import processes
@@ -90,6 +90,7 @@ class Lazy(Batch):
         super()._start()
         self._lines: list[Callable[[], str]] = []
         self._rounds = Rounds()
+        self._alone: list[Any] = []  # the values, where the entries were run one by one
         self._is_large = False  # whether it has a large result on the default device
 
     def _write_down(self, entry: Entry) -> list[Pending]:
@@ -125,17 +126,12 @@ class Lazy(Batch):
         with lock:
             failure = None
             try:
-                for storage, form, result in self._launch():
+                for waiting, form, result in self._launch():
                     if not isinstance(result, Failure):
-                        storage.array = result
-                        storage.reform(form)
+                        waiting.give(result, form)
                         continue
                     failure = failure or result
-                    known = self._replaced.get(id(storage))
-                    if known is not None and known[0]() is storage:
-                        storage.put_back(*known[1:])
-                    else:
-                        storage.value.error = result.error
+                    self._put_back_one(waiting, result)
             except BaseException as error:
                 self._put_back(error)
                 raise
@@ -147,7 +143,27 @@ class Lazy(Batch):
             failure.error.add_note(f"in {failure.entry.operation.name}{line()}")
             raise failure.error
 
-    def _launch(self) -> list[tuple[Storage, Form, Any]]:
+    def _put_back_one(self, waiting: Waiting, failure: Failure) -> None:
+        """A storage's last write has failed: it has the value before that."""
+        storage = waiting.storage
+        if storage.value is not waiting.pending:
+            return
+        known = self._replaced.get(id(storage))
+        if known is not None and known[0]() is not storage:
+            known = None
+        first = 0 if known is None else known[3]
+        for pending in reversed(self._pending):
+            if pending.storage() is storage and pending.index >= first:
+                value = self._alone[pending.index]
+                if not isinstance(value, Failure):
+                    storage.put_back(value, storage.form)
+                    return
+        if known is not None:
+            storage.put_back(*known[1:3])
+        else:
+            waiting.pending.error = failure.error
+
+    def _launch(self) -> list[tuple[Waiting, Form, Any]]:
         waiting = self._waiting()
         if not waiting:
             return []
@@ -166,11 +182,12 @@ class Lazy(Batch):
         except Exception:
             return self._one_by_one(waiting)
 
-    def _one_by_one(self, waiting: list[Waiting]) -> list[tuple[Storage, Form, Any]]:
+    def _one_by_one(self, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:
         with self._outside_of_traces(), jax.enable_x64(True):
             values = one_by_one(self._entries, self._arrays, self._numbers, self._states)
+        self._alone = values
         # Alone, what is on the default device stays there.
-        return [(storage, storage.form, values[index]) for storage, index, _ in waiting]
+        return [(one, one.storage.form, values[one.pending.index]) for one in waiting]
 
     @contextlib.contextmanager
     def _outside_of_traces(self) -> Iterator[None]:

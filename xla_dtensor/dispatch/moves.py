@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import assertions, events, thread_state
+from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.conditions import assert_true
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.ops import handles
@@ -149,8 +150,9 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # From the host to where it belongs: no program, and no waiting for what was there.
     value = source.detach().to(form.dtype).expand(form.shape)
     form = form.reduced()
-    target._storage_.check_write()
-    target._storage_.write(to_devices(value, form), form)
+    array = to_devices(value, form)
+    with lock:  # another thread may be about to give the storage what waits to be computed
+        target._storage_.write(array, form)
     return target
 
 

@@ -63,7 +63,8 @@ def to_devices(tensor: torch.Tensor, form: Form) -> Any:
     value = to_numpy(tensor)
     with jax.enable_x64(True):
         if form.sharding is None:
-            return jax.numpy.asarray(value)
+            # A copy: a compiled step may overwrite the memory, which is NumPy's otherwise.
+            return jax.numpy.array(value)
         if form.padded_shape == form.shape:
             return arrays.put(value, form.sharding)
         arrays.check_equal(value)

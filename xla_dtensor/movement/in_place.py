@@ -114,7 +114,7 @@ def put(tensor: XLATensor, value: XLATensor) -> None:
     ):
         tensor.copy_(value)
         return
-    storage.write(value._storage_.value, value._form)
+    storage.write(value._storage_.array, value._form)
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
