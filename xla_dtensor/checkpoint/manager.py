@@ -235,7 +235,7 @@ class CheckpointManager:
     def _write(
         self, step: int, state: dict[str, Any], kinds: dict[str, Kind], begin: float
     ) -> None:
-        together = Together(f"{self._number}/{next(self._saves)}")
+        together = Together(f"{self._number}/{next(self._saves)}-{step}")
         with together.telling():
             if together.first:
                 self._add(together, step, state, kinds)
@@ -260,8 +260,8 @@ class CheckpointManager:
             files = save_state(path, state, together)
             tensors = {name: text_of(kind) for name, kind in kinds.items()}
             Manifest(step, files, tensors, _about()).write(path)
-        together.share("added")
         self._remove_old()
+        together.share("added")
 
     def _remove_old(self) -> None:
         """The one just written is whole, so older ones may go. Damaged ones don't count."""
