@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits bench-checkpoints clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -87,6 +87,31 @@ bench-commits: env ## eager and compiled calls of this checkout and another comm
 
 bench-checkpoints: env ## saving and loading 2 GB: time next to dd, and the memory of the host (five minutes)
 	$(BIN)/python benchmarks/checkpoints.py $(ARGS)
+
+# What draws the architecture picture; without npm the page leaves it to the reader's network.
+MERMAID := .cache/mermaid.min.js
+$(MERMAID):
+	mkdir -p .cache/npm
+	-cd .cache/npm && npm pack --silent mermaid@11 && tar xzf mermaid-*.tgz && cp package/dist/mermaid.min.js ..
+	rm -rf .cache/npm
+
+$(VENV)/.docs: env
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs $(MERMAID) ## the site, in build/site; fails on a warning (half a minute)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+check-docs: docs ## every page of the site in a headless Chromium, and every link (Debian's chromium, chromium-driver)
+	$(BIN)/python tools/site/check.py build/site
+
+dist: ## sdist and wheel, and the README's first program with the wheel in a new environment (two minutes)
+	rm -rf dist build/dist build/lib
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install --quiet build
+	build/dist/bin/python -m build --outdir dist
+	build/dist/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd build && dist/bin/python ../tools/first_program.py ../README.md ../dist
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache .mypy_cache

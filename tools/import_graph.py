@@ -25,7 +25,7 @@ PACKAGE = "xla_dtensor"
 # From the ground up. An import points to a folder further left, or stays in its own. Folders in one
 # tuple don't know each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "version"),
     ("base",),
     ("runtime",),
     ("mesh", "lowering"),

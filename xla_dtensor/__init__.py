@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xla_dtensor import integration
+from xla_dtensor.version import __version__ as __version__
 
 integration.install()
 
