@@ -106,12 +106,12 @@ check-docs: docs ## every page of the site in a headless Chromium, and every lin
 	$(BIN)/python tools/site/check.py build/site
 
 dist: ## sdist and wheel, and the README's first program with the wheel in a new environment (two minutes)
-	rm -rf dist build/dist build/lib
-	$(PYTHON) -m venv build/dist
-	build/dist/bin/python -m pip install --quiet build
-	build/dist/bin/python -m build --outdir dist
-	build/dist/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
-	cd build && dist/bin/python ../tools/first_program.py ../README.md ../dist
+	rm -rf dist .cache/dist build/lib
+	$(PYTHON) -m venv .cache/dist
+	.cache/dist/bin/python -m pip install --quiet build
+	.cache/dist/bin/python -m build --outdir dist
+	.cache/dist/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd .cache && dist/bin/python ../tools/first_program.py ../README.md ../dist
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .cache build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -77,12 +77,15 @@ def test_blocks_run(
 
 
 ROOT = Path(__file__).parents[1]
-PAGES = [p for p in ROOT.rglob("*.md") if not {".venv", ".git"} & set(p.relative_to(ROOT).parts)]
-FILES = {
-    str(p.relative_to(ROOT))
-    for p in ROOT.rglob("*")
-    if p.is_file() and ".venv" not in p.parts and ".cache" not in p.parts
-}
+OWN = [  # not environments, caches, and what is built
+    path
+    for folder in ROOT.iterdir()
+    if folder.name not in ("build", "dist")
+    and not folder.name.startswith((".venv", ".cache", ".git"))
+    for path in (folder.rglob("*") if folder.is_dir() else [folder])
+]
+PAGES = [path for path in OWN if path.suffix == ".md"]
+FILES = {str(path.relative_to(ROOT)) for path in OWN if path.is_file()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xla_dtensor import integration
-from xla_dtensor.version import __version__ as __version__
+from xla_dtensor.version import VERSION as __version__  # noqa: F401
 
 integration.install()
 

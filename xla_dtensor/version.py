@@ -1,3 +1,3 @@
 """The version of the package, here and nowhere else."""
 
-__version__ = "0.1.0"
+VERSION = "0.1.0"
