@@ -7,15 +7,20 @@ the link as it is.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from notebooks import markdown  # noqa: E402  (a script, which lies beside this folder)
 
 INSIDE = ("compilation", "dispatch", "lowering", "rules", "custom_ops", "parallel", "checkpoint")
 PAGES = {
@@ -33,6 +38,7 @@ PAGES = {
 }
 """Of files in the repository the pages made of them; a file in docs/ is one by its own name."""
 
+TUTORIALS = ROOT / "docs" / "tutorials"
 MERMAID = ROOT / ".cache" / "mermaid.min.js"
 """What draws the pictures; `make docs` gets it from npm. Without it the theme asks a network."""
 
@@ -44,6 +50,9 @@ def on_files(files: Any, config: Any) -> Any:
     for source, page in PAGES.items():
         text = (ROOT / source).read_text()
         files.append(File.generated(config, page, content=linked(text, source)))
+    for path in sorted(TUTORIALS.glob("*.ipynb")):
+        page = f"tutorials/{path.stem}.md"
+        files.append(File.generated(config, page, content=markdown(json.loads(path.read_text()))))
     files.append(File.generated(config, "reference.md", content=reference()))
     if MERMAID.exists():
         where = "assets/mermaid.min.js"
@@ -55,7 +64,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links of what lies in docs/."""
     path = page.file.src_uri
-    generated = path in PAGES.values() or path == "reference.md"
+    generated = path in PAGES.values() or path == "reference.md" or path.startswith("tutorials/")
     return markdown if generated else linked(markdown, f"docs/{path}")
 
 
@@ -73,6 +82,7 @@ def linked(text: str, source: str) -> str:
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         page = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        page = page and page.replace(".ipynb", ".md")
         if page is None:
             return match["text"]
         return f"[{match['text']}]({page}{'#' + anchor if anchor else ''})"
