@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import create_mask
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -20,8 +21,8 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 
 import xla_dtensor as xd
 
-SEQUENCE, BATCH = 64, 8
-"""Of the whole batch, whatever the mesh."""
+BATCH = 8
+"""Rows of the whole batch, whatever the mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Plan:
         loss: "plain" or "chunked"; both are vocab-parallel with ``tp``.
         checkpointing: of activations: "none", "full" or "selective".
         micro_batches: gradient accumulation steps.
-        attention: "sdpa" or "flex".
+        attention: "sdpa" or "flex"; this one sees documents packed in a row.
+        sequence: tokens in a row.
     """
 
     dp_replicate: int = 1
@@ -49,6 +51,7 @@ class Plan:
     checkpointing: str = "none"
     micro_batches: int = 1
     attention: str = "sdpa"
+    sequence: int = 64
 
     @property
     def devices(self) -> int:
@@ -90,16 +93,21 @@ class Run:
     step: Any = None
 
 
-def batches(count: int, vocabulary: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and labels, the same for every run; some labels are ignored. They come again, so that
-    the loss shows what was learned."""
+def batches(count: int, vocabulary: int, plan: Plan) -> list[dict[str, torch.Tensor]]:
+    """Tokens, labels and positions, the same for every plan; some labels are ignored. They come
+    again, so that the loss shows what was learned."""
     generator = torch.Generator().manual_seed(7)
     found = []
     for _ in range(3):
-        tokens = torch.randint(vocabulary, (BATCH, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(vocabulary, (BATCH, plan.sequence + 1), generator=generator)
         labels = tokens[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.1] = -100
-        found.append((tokens[:, :-1].contiguous(), labels))
+        starts = torch.randint(1, plan.sequence, (BATCH, 1), generator=generator)
+        at = torch.arange(plan.sequence)
+        positions = torch.where(at < starts, at, at - starts)
+        if plan.attention != "flex":  # no masks
+            positions = at.repeat(BATCH, 1)
+        found.append({"tokens": tokens[:, :-1], "labels": labels, "positions": positions})
     return [found[i % 3] for i in range(count)]
 
 
@@ -110,7 +118,7 @@ def build(spec: Any, plan: Plan) -> Any:
         for layer in config.layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
     for layer in config.layers:
-        layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=SEQUENCE)
+        layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=plan.sequence)
     config.update_from_config(config=_Config(plan.parallelism()))
     with torch.device("meta"):
         return config.build()
@@ -169,16 +177,11 @@ class _Training:
         return losses, norm
 
 
-def _pieces(batch: Any, plan: Plan) -> Iterator[Any]:
-    tokens, labels = batch
-    count = plan.micro_batches
-    yield from zip(tokens.chunk(count), labels.chunk(count), strict=True)
+def _pieces(batch: dict[str, torch.Tensor], plan: Plan) -> Iterator[tuple[torch.Tensor, ...]]:
+    yield from zip(*(tensor.chunk(plan.micro_batches) for tensor in batch.values()), strict=True)
 
 
-def _others(model: Any, plan: Plan, tokens: torch.Tensor) -> dict[str, Any]:
-    if plan.attention != "flex" and plan.cp == 1:
-        return {}
-    positions = torch.arange(SEQUENCE, device=tokens.device).repeat(tokens.shape[0], 1)
+def _others(model: Any, plan: Plan, positions: torch.Tensor) -> dict[str, Any]:
     others: dict[str, Any] = {"positions": positions}
     if plan.attention == "flex":
         others["attention_masks"] = model.get_attention_masks(positions=positions)
@@ -195,6 +198,13 @@ def _backend(name: str) -> Iterator[None]:
         dist_utils.set_spmd_backend(before)
 
 
+def _attend(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: Any, **_: Any) -> Any:
+    """What flex_attention gives, of which torch has no gradient on the CPU."""
+    mask = create_mask(block_mask.mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device="cpu")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
+
+
 def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.float32) -> Run:
     """The run in one process on the CPU, without a mesh."""
     plan = plan.on_one_device
@@ -207,12 +217,15 @@ def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.flo
     training = _Training(plan, model, spec, steps)
     run = Run([], [])
     compiled = FlexAttention._compiled_flex_attn
-    FlexAttention._compiled_flex_attn = torch.nn.attention.flex_attention.flex_attention
+    FlexAttention._compiled_flex_attn = _attend
     try:
         with _backend("partial_dtensor"):
-            for batch in batches(steps, spec.model.vocab_size):
-                valid = (batch[1] != -100).sum()
-                micro = [(*piece, _others(model, plan, piece[0])) for piece in _pieces(batch, plan)]
+            for batch in batches(steps, spec.model.vocab_size, plan):
+                valid = (batch["labels"] != -100).sum()
+                micro = [
+                    (tokens, labels, _others(model, plan, positions))
+                    for tokens, labels, positions in _pieces(batch, plan)
+                ]
                 losses, norm = training.step(micro, valid)
                 run.losses.append(sum(loss.item() for loss in losses))
                 run.norms.append(norm.item())
@@ -251,8 +264,8 @@ def _on_mesh(spec: Any, plan: Plan, state: Any, steps: int, compiled: bool) -> R
     training = _Training(plan, model, spec, steps)
     step = xd.compile(training.step) if compiled else training.step
     run = Run([], [], step)
-    for batch in batches(steps, spec.model.vocab_size):
-        valid = (batch[1] != -100).sum().to("xla")
+    for batch in batches(steps, spec.model.vocab_size, plan):
+        valid = (batch["labels"] != -100).sum().to("xla")
         micro = [_placed(piece, plan, dims, model) for piece in _pieces(batch, plan)]
         losses, norm = step(micro, valid)
         run.losses.append(sum(_total(loss, dims) for loss in losses))
@@ -269,8 +282,8 @@ def put(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 def _placed(piece: Any, plan: Plan, dims: ParallelDims, model: Any) -> Any:
     """A batch as the trainer hands it to the model, each data-parallel rank's own rows."""
-    tokens, labels = (_to_ranks(tensor, plan, dims) for tensor in piece)
-    others = _others(model, plan, tokens)
+    tokens, labels, positions = (_to_ranks(tensor, plan, dims) for tensor in piece)
+    others = _others(model, plan, positions)
     if plan.cp > 1:
         tokens, labels, others = prepare_context_parallel_input(
             tokens, labels, others, dims.get_mesh("cp"), torch.device("xla"), None
@@ -289,6 +302,6 @@ def _to_ranks(tensor: torch.Tensor, plan: Plan, dims: ParallelDims) -> torch.Ten
 
 def _total(loss: Any, dims: ParallelDims) -> float:
     """The loss of the whole batch."""
-    if isinstance(loss, xd.XLAShardedTensor):
+    if dims.spmd_backend == "full_dtensor":
         return float(loss.full_tensor().item())
     return dist_utils.dist_sum(loss, dims.get_optional_mesh("loss"))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import weakref
-from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ from xla_dtensor.base import sequence_order
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library
+from xla_dtensor.compilation.contents import cells_of, fields_of
 from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.objects import opened_record
 from xla_dtensor.compilation.outside import hooks_of
@@ -68,7 +67,7 @@ class Arguments:
     """
 
     __slots__ = (
-        *("_carried_names", "_shape", "args", "carried", "given", "key", "kwargs", "numbers"),
+        *("_carried_names", "_opened", "_shape", "args", "carried", "given", "key", "kwargs", "numbers"),
         *("objects", "tensors", "values"),
     )
 
@@ -82,6 +81,7 @@ class Arguments:
         self.tensors: list[torch.Tensor] = []
         self.numbers: dict[int, int | float] = {}
         self.objects: list[tuple[str, Any]] = []
+        self._opened: set[int] = set()
         parts: list[Any] = []
         for i, value in enumerate(self.values):
             cls = type(value)
@@ -143,8 +143,15 @@ class Arguments:
             return content_of(value)
         if isinstance(value, set | frozenset) and all(map(is_atom, value)):
             return type(value), frozenset(map(exact, value))
-        fields = _fields(value)
+        fields = fields_of(value)
         if fields is None:
+            cells = None if id(value) in self._opened else cells_of(value)
+            if cells is not None:
+                self._opened.add(id(value))  # it may keep itself
+                self.objects.append((path, value))
+                return Same(value.__globals__), value.__code__, tuple(
+                    self._part(inner, f"{name} of {path}") for name, inner in cells.items()
+                )
             if isinstance(value, dict):  # of a class that torch's pytree doesn't know
                 self.objects.append((f"the class of {path}", type(value)))
                 return type(value), tuple(
@@ -173,6 +180,7 @@ class Arguments:
         more.given, more._shape = given, given._shape
         more.args, more.kwargs, more.objects = given.args, given.kwargs, given.objects
         more.key = given.key
+        more._opened = set()
         more.values, more.tensors = list(given.values), list(given.tensors)
         more.numbers, more._carried_names = dict(given.numbers), []
         parts = []
@@ -314,17 +322,6 @@ def _is_leaf(value: Any) -> bool:
 
 
 _LEAVES = (torch.Tensor, int, float, str, types.NoneType)
-
-
-def _fields(value: Any) -> dict[str, Any] | None:
-    """The content of an object that is a value (two with the same content are as good as one), or
-    None for an object that is known by identity."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-        return fields | getattr(value, "__dict__", {})
-    if isinstance(value, types.SimpleNamespace | UserDict):
-        return dict(vars(value))
-    return None
 
 
 def _path_name(path: Any) -> str:

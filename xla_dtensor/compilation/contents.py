@@ -1,0 +1,57 @@
+"""Objects among the arguments of a step that are what they contain: another one with the same
+content does as well."""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import functools
+import inspect
+import types
+from collections import UserDict
+from typing import Any
+
+from torch.nn.attention.flex_attention import BlockMask
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """The content of an object that is a value, by name; None for an object that is known by
+    identity."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        return fields | getattr(value, "__dict__", {})
+    if isinstance(value, types.SimpleNamespace | UserDict | BlockMask):
+        return dict(vars(value))
+    return None
+
+
+def cells_of(value: Any) -> dict[str, Any] | None:
+    """What a function made by another one keeps, by name; None where that isn't all that it is.
+
+    Such functions are made anew for each batch (the mask modifiers of flex_attention, which keep
+    its positions): of the same code and around tensors of the same form they have one program.
+    """
+    if not isinstance(value, types.FunctionType) or value.__dict__:
+        return None
+    code = value.__code__
+    if not code.co_flags & inspect.CO_NESTED or _writes_cells(code):
+        return None
+    kept: dict[str, Any] = {}
+    for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            kept[name] = cell.cell_contents
+        except ValueError:  # it isn't there yet
+            return None
+    defaults = enumerate(value.__defaults__ or ())
+    return kept | {f"default {i}": default for i, default in defaults} | (value.__kwdefaults__ or {})
+
+
+@functools.lru_cache(1024)
+def _writes_cells(code: types.CodeType) -> bool:
+    """Whether a function, or one inside of it, assigns to variables of the one around it."""
+    free = set(code.co_freevars)
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("STORE_DEREF", "DELETE_DEREF") and instruction.argval in free:
+            return True
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return any(map(_writes_cells, inner))
