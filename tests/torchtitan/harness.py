@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -17,6 +19,7 @@ from torchtitan.distributed import ParallelDims, full_dtensor
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
 import xla_dtensor as xd
@@ -198,7 +201,9 @@ def _backend(name: str) -> Iterator[None]:
         dist_utils.set_spmd_backend(before)
 
 
-def _attend(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: Any, **_: Any) -> Any:
+def _attend(
+    q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gqa: Any, **_: Any
+) -> Any:
     """What flex_attention gives, of which torch has no gradient on the CPU."""
     mask = create_mask(block_mask.mask_mod, q.shape[0], None, q.shape[2], k.shape[2], device="cpu")
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -216,21 +221,19 @@ def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.flo
         parameter.data = parameter.data.to(dtype)
     training = _Training(plan, model, spec, steps)
     run = Run([], [])
-    compiled = FlexAttention._compiled_flex_attn
-    FlexAttention._compiled_flex_attn = _attend
-    try:
-        with _backend("partial_dtensor"):
-            for batch in batches(steps, spec.model.vocab_size, plan):
-                valid = (batch["labels"] != -100).sum()
-                micro = [
-                    (tokens, labels, _others(model, plan, positions))
-                    for tokens, labels, positions in _pieces(batch, plan)
-                ]
-                losses, norm = training.step(micro, valid)
-                run.losses.append(sum(loss.item() for loss in losses))
-                run.norms.append(norm.item())
-    finally:
-        FlexAttention._compiled_flex_attn = compiled
+    # Inductor would need a C++ compiler here.
+    uncompiled = mock.patch.object(attention, "_compiled_create_block_mask", create_block_mask)
+    dense = mock.patch.object(FlexAttention, "_compiled_flex_attn", _attend)
+    with uncompiled, dense, _backend("partial_dtensor"):
+        for batch in batches(steps, spec.model.vocab_size, plan):
+            valid = (batch["labels"] != -100).sum()
+            micro = [
+                (tokens, labels, _others(model, plan, positions))
+                for tokens, labels, positions in _pieces(batch, plan)
+            ]
+            losses, norm = training.step(micro, valid)
+            run.losses.append(sum(loss.item() for loss in losses))
+            run.norms.append(norm.item())
     return run
 
 
@@ -248,9 +251,7 @@ def _on_mesh(spec: Any, plan: Plan, state: Any, steps: int, compiled: bool) -> R
     model = spec.parallelize_fn(
         model,
         parallel_dims=dims,
-        training=TrainingConfig(
-            mixed_precision_param="float32", mixed_precision_reduce="float32"
-        ),
+        training=TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32"),
         parallelism=parallelism,
         compile_config=CompileConfig(),
         ac_config=_checkpointing(plan),
@@ -305,3 +306,11 @@ def _total(loss: Any, dims: ParallelDims) -> float:
     if dims.spmd_backend == "full_dtensor":
         return float(loss.full_tensor().item())
     return dist_utils.dist_sum(loss, dims.get_optional_mesh("loss"))
+
+
+def debug_model(name: str, layers: int | None = None, flavor: str = "debugmodel") -> Any:
+    """torchtitan's published model of a name; its first ``layers``."""
+    module = importlib.import_module(f"torchtitan.models.{name}")
+    spec = module.model_registry(flavor)
+    spec.model.layers = spec.model.layers[:layers]
+    return spec

@@ -67,7 +67,17 @@ class Arguments:
     """
 
     __slots__ = (
-        *("_carried_names", "_opened", "_shape", "args", "carried", "given", "key", "kwargs", "numbers"),
+        *(
+            "_carried_names",
+            "_opened",
+            "_shape",
+            "args",
+            "carried",
+            "given",
+            "key",
+            "kwargs",
+            "numbers",
+        ),
         *("objects", "tensors", "values"),
     )
 
@@ -149,8 +159,10 @@ class Arguments:
             if cells is not None:
                 self._opened.add(id(value))  # it may keep itself
                 self.objects.append((path, value))
-                return Same(value.__globals__), value.__code__, tuple(
-                    self._part(inner, f"{name} of {path}") for name, inner in cells.items()
+                return (
+                    Same(value.__globals__),
+                    value.__code__,
+                    tuple(self._part(inner, f"{name} of {path}") for name, inner in cells.items()),
                 )
             if isinstance(value, dict):  # of a class that torch's pytree doesn't know
                 self.objects.append((f"the class of {path}", type(value)))

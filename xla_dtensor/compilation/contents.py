@@ -43,7 +43,9 @@ def cells_of(value: Any) -> dict[str, Any] | None:
         except ValueError:  # it isn't there yet
             return None
     defaults = enumerate(value.__defaults__ or ())
-    return kept | {f"default {i}": default for i, default in defaults} | (value.__kwdefaults__ or {})
+    return (
+        kept | {f"default {i}": default for i, default in defaults} | (value.__kwdefaults__ or {})
+    )
 
 
 @functools.lru_cache(1024)
