@@ -62,6 +62,7 @@ def install(prepare: Callable[[], None]) -> None:
     take_over(c10d.init_process_group, functools.partial(_init, prepare))
     take_over(c10d.destroy_process_group, _destroy)
     take_over(c10d.is_initialized, _is_initialized)
+    c10d.Backend.default_device_backend_map.setdefault("xla", "xla")
     for name in (*_COLLECTIVES, *_QUESTIONS, *_WAY_OUT):
         function: Any = getattr(c10d, name, None)
         if isinstance(function, type):

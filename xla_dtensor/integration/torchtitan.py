@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.integration import callers
+from xla_dtensor.integration import callers, torchtitan_data
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.integration.take_over import take_over
 
@@ -32,6 +32,11 @@ def install() -> None:
     """When its modules are imported."""
     on_import("torchtitan", _stand_in_for_triton)
     on_import("torchtitan.components.loss", _hook_loss)
+    on_import("torchtitan.config.configurable", _hook_building)
+    on_import("torchtitan.distributed.parallel_dims", _hook_meshes)
+    on_import("torchtitan.distributed.cudagraph", _hook_graphs)
+    on_import("torchtitan.distributed.utils", _hook_timeouts)
+    on_import("torchtitan.components.checkpointer.base", _hook_checkpoints)
     callers.rank_means_process("torchtitan.")
     callers.rank_may_be_a_tensor("torchtitan.models.common.embedding")
 
@@ -114,3 +119,64 @@ def _cross_entropy(ignored: int, original: Any, args: Any, kwargs: Any) -> Any:
     ctx.logits_shape, ctx.logits_dtype = logits.shape, logits.dtype
     ctx.vocab_start, ctx.local_vocab_size, ctx.reduction = first, own, reduction
     return loss if reduction == "none" else loss.sum()
+
+
+# --- the trainer ---------------------------------------------------------------------------------
+
+
+def _hook_building(module: Any) -> None:
+    take_over(module.Configurable.Config.build, torchtitan_data.build_loaders)
+
+
+def _hook_meshes(module: Any) -> None:
+    take_over(module.ParallelDims.get_mesh, _get_mesh)
+
+
+def _get_mesh(original: Any, args: Any, kwargs: Any) -> Any:
+    """The trainer, when it is made, asks the mesh of the batch for the rank whose data to read."""
+    mesh = original(*args, **kwargs)
+    if mesh.device_type != "xla" or mesh.mesh_dim_names != ("batch",):
+        return mesh
+    caller = sys._getframe(3).f_code.co_qualname
+    return torchtitan_data.RanksOfBatch(mesh) if caller == "Trainer.__init__" else mesh
+
+
+def _hook_graphs(module: Any) -> None:
+    take_over(module.wrap_with_cuda_graph, _compile)
+
+
+def _compile(original: Any, args: Any, kwargs: Any) -> Any:
+    """What a CUDA graph is on a GPU, forward and backward without Python: one compiled program."""
+    from torchtitan.tools.utils import device_type
+
+    if device_type != "xla":
+        return original(*args, **kwargs)
+    from xla_dtensor.compilation import compile as compile_step
+
+    return compile_step(args[0])
+
+
+def _hook_timeouts(module: Any) -> None:
+    take_over(module.set_pg_timeouts, _set_timeouts)
+
+
+def _set_timeouts(original: Any, args: Any, kwargs: Any) -> Any:
+    """After the first step collectives are to time out earlier. XLA's don't time out; that all
+    have come so far is waited for, as there."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    if given["parallel_dims"].world_mesh.device_type != "xla":
+        return original(*args, **kwargs)
+    torch.distributed.barrier()
+    return None
+
+
+def _hook_checkpoints(module: Any) -> None:
+    take_over(module._shares_storage, _share_storage)
+
+
+def _share_storage(original: Any, args: Any, kwargs: Any) -> Any:
+    """Whether two entries of a state are one memory; torchtitan looks at addresses."""
+    storages = [getattr(tensor, "_storage_", None) for tensor in args]
+    if None in storages:
+        return original(*args, **kwargs)
+    return storages[0] is storages[1]
