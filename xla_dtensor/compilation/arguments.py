@@ -15,7 +15,7 @@ from xla_dtensor.base import sequence_order
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library
-from xla_dtensor.compilation.contents import cells_of, fields_of
+from xla_dtensor.compilation.contents import cells_of, fields_of, without_cells
 from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.objects import opened_record
 from xla_dtensor.compilation.outside import hooks_of
@@ -158,7 +158,7 @@ class Arguments:
             cells = None if id(value) in self._opened else cells_of(value)
             if cells is not None:
                 self._opened.add(id(value))  # it may keep itself
-                self.objects.append((path, value))
+                self.objects.append((path, without_cells(value)))
                 return (
                     Same(value.__globals__),
                     value.__code__,

@@ -48,6 +48,13 @@ def cells_of(value: Any) -> dict[str, Any] | None:
     )
 
 
+def without_cells(function: types.FunctionType) -> types.FunctionType:
+    """The same code with nothing in its variables: they are the next call's others."""
+    empty = tuple(types.CellType() for _ in function.__code__.co_freevars)
+    name = function.__name__
+    return types.FunctionType(function.__code__, function.__globals__, name, None, empty)
+
+
 @functools.lru_cache(1024)
 def _writes_cells(code: types.CodeType) -> bool:
     """Whether a function, or one inside of it, assigns to variables of the one around it."""
