@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-WORDS = "the mesh has devices along its dims and a tensor lies on them in shards or whole".split()
+WORDS = ("the", "mesh", "has", "devices", "along", "its", "dims", "in", "shards", "or", "whole")
 
 
 def write(folder: Path) -> tuple[Path, Path]:

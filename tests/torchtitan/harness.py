@@ -210,6 +210,14 @@ def _attend(
     return attend(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
 
 
+@contextlib.contextmanager
+def dense_attention() -> Iterator[None]:
+    """torchtitan's flex attention on the CPU, without Inductor (which wants a C++ compiler)."""
+    mask = mock.patch.object(attention, "_compiled_create_block_mask", create_block_mask)
+    with mask, mock.patch.object(FlexAttention, "_compiled_flex_attn", _attend):
+        yield
+
+
 def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.float32) -> Run:
     """The run in one process on the CPU, without a mesh."""
     plan = plan.on_one_device
@@ -221,10 +229,7 @@ def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.flo
         parameter.data = parameter.data.to(dtype)
     training = _Training(plan, model, spec, steps)
     run = Run([], [])
-    # Inductor would need a C++ compiler here.
-    uncompiled = mock.patch.object(attention, "_compiled_create_block_mask", create_block_mask)
-    dense = mock.patch.object(FlexAttention, "_compiled_flex_attn", _attend)
-    with uncompiled, dense, _backend("partial_dtensor"):
+    with dense_attention(), _backend("partial_dtensor"):
         for batch in batches(steps, spec.model.vocab_size, plan):
             valid = (batch["labels"] != -100).sum()
             micro = [
