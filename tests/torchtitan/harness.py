@@ -41,6 +41,7 @@ class Plan:
         micro_batches: gradient accumulation steps.
         attention: "sdpa" or "flex"; this one sees documents packed in a row.
         sequence: tokens in a row.
+        balancer: how context parallelism deals them out, ``context_parallel_load_balancer``.
     """
 
     dp_replicate: int = 1
@@ -55,6 +56,7 @@ class Plan:
     micro_batches: int = 1
     attention: str = "sdpa"
     sequence: int = 64
+    balancer: str | None = None
 
     @property
     def devices(self) -> int:
@@ -76,7 +78,7 @@ class Plan:
             expert_parallel_degree=self.ep,
             spmd_backend=self.backend,
             enable_sequence_parallel=self.sequence_parallel,
-            context_parallel_load_balancer=None,
+            context_parallel_load_balancer=self.balancer,
         )
 
 
@@ -292,7 +294,7 @@ def _placed(piece: Any, plan: Plan, dims: ParallelDims, model: Any) -> Any:
     others = _others(model, plan, positions)
     if plan.cp > 1:
         tokens, labels, others = prepare_context_parallel_input(
-            tokens, labels, others, dims.get_mesh("cp"), torch.device("xla"), None
+            tokens, labels, others, dims.get_mesh("cp"), torch.device("xla"), plan.balancer
         )
     if plan.backend == "full_dtensor":
         return full_dtensor.parallelize_inputs(dims, tokens, labels, others)

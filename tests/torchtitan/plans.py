@@ -30,6 +30,13 @@ DENSE: dict[str, dict[str, Any]] = {
     "dp2 x cp2": {"dp_shard": 2, "cp": 2},
     "dp2 x cp2, flex": {"dp_shard": 2, "cp": 2, **FLEX, "sequence": 256},
     "dp2 x cp2, flex, full_dtensor": {"dp_shard": 2, "cp": 2, **FLEX, "sequence": 256, **FULL},
+    "dp2 x cp2, flex, head and tail": {
+        "dp_shard": 2,
+        "cp": 2,
+        "sequence": 256,
+        "balancer": "headtail",
+        **FLEX,
+    },
     "dp2 x tp2, flex": {"dp_shard": 2, "tp": 2, **FLEX},
     "dp2 x tp2, chunked loss": {"dp_shard": 2, "tp": 2, **CHUNKED},
     "dp2 x tp2, chunked loss, full_dtensor": {"dp_shard": 2, "tp": 2, **CHUNKED, **FULL},
@@ -48,4 +55,10 @@ DENSE: dict[str, dict[str, Any]] = {
         "micro_batches": 2,
         **FULL,
     },
+}
+
+# Mixture-of-experts models without expert parallelism.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "dp4": {"dp_shard": 4},
+    "dp2 x tp2, full_dtensor": {"dp_shard": 2, "tp": 2, **FULL},
 }
