@@ -37,6 +37,7 @@ def install() -> None:
     on_import("torchtitan.distributed.cudagraph", _hook_graphs)
     on_import("torchtitan.distributed.utils", _hook_timeouts)
     on_import("torchtitan.components.checkpointer.base", _hook_checkpoints)
+    on_import("torchtitan.components.quantization", _hook_quantization)
     callers.rank_means_process("torchtitan.")
     callers.rank_may_be_a_tensor("torchtitan.models.common.embedding")
 
@@ -71,6 +72,23 @@ class _Kernel:
         )
 
     __call__ = __getitem__ = _refuse
+
+
+def _hook_quantization(module: Any) -> None:
+    for name in module.__all__:
+        if name.endswith("Converter") and "__init__" in vars(getattr(module, name)):
+            take_over(getattr(module, name).__init__, functools.partial(_refuse_converter, name))
+
+
+def _refuse_converter(name: str, original: Any, args: Any, kwargs: Any) -> Any:
+    from torchtitan.tools.utils import device_type
+
+    if device_type != "xla":
+        return original(*args, **kwargs)
+    raise UnsupportedOpError(
+        f"torchtitan's {name}: its kernels are CUDA's, and XLA has no counterpart here; train in "
+        "bfloat16 (training.mixed_precision_param), without the converter"
+    )
 
 
 def _hook_loss(module: Any) -> None:
