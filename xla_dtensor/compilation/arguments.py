@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import types
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from xla_dtensor.base import sequence_order
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library
-from xla_dtensor.compilation.contents import cells_of, fields_of, without_cells
+from xla_dtensor.compilation.contents import Same, cells_of, fields_of, without_cells
 from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.objects import opened_record
 from xla_dtensor.compilation.outside import hooks_of
@@ -23,32 +22,6 @@ from xla_dtensor.compilation.reflection import is_strict
 from xla_dtensor.mesh import current_mesh
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-
-class Same:
-    """A part of a key that is equal only to that of the same object. It doesn't keep the object
-    alive, if that can be referred to weakly: what is gone is equal to nothing."""
-
-    __slots__ = ("_hash", "_object")
-
-    def __init__(self, value: Any) -> None:
-        self._hash = id(value)
-        try:
-            self._object: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self._object = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
-            return False
-        value = self._object()
-        return value is not None and value is other._object()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        return repr(self._object())
 
 
 class Arguments:

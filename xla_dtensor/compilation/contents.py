@@ -1,5 +1,5 @@
-"""Objects among the arguments of a step that are what they contain: another one with the same
-content does as well."""
+"""When two objects among the arguments of a step are the same to it: one object, or two with the
+same content."""
 
 from __future__ import annotations
 
@@ -8,10 +8,38 @@ import dis
 import functools
 import inspect
 import types
+import weakref
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
+
+
+class Same:
+    """A part of a key that is equal only to that of the same object. It doesn't keep the object
+    alive, if that can be referred to weakly: what is gone is equal to nothing."""
+
+    __slots__ = ("_hash", "_object")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._object: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._object = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return False
+        value = self._object()
+        return value is not None and value is other._object()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return repr(self._object())
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
