@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -36,6 +36,25 @@ test-audit: env ## the tests of compiled steps, each call audited (about eight m
 	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
 
 test-all: check test test-slow test-audit rules-check suites ## everything there is (about three hours on two cores)
+
+# torchtitan's own pins differ from ours, so it has an environment of its own.
+TITAN_VENV ?= .venv-torchtitan
+TITAN := $(TITAN_VENV)/bin/python
+TITAN_PINS := tests/torchtitan/constraints.txt
+env-torchtitan: $(TITAN_VENV)/.installed ## the environment for torchtitan's models and trainer
+
+$(TITAN_VENV)/.installed: pyproject.toml constraints.txt $(TITAN_PINS)
+	$(PYTHON) -m venv $(TITAN_VENV)
+	$(TITAN) -m pip install --quiet -c constraints.txt -c $(TITAN_PINS) --editable . pytest \
+	  datasets einops pillow safetensors tensorboard tokenizers torchdata tyro
+	$(TITAN) -m pip install --quiet -c $(TITAN_PINS) --no-deps torchtitan spmd_types torch_checkpointing
+	touch $@
+
+test-torchtitan: env-torchtitan ## torchtitan's models and trainer (ARGS="-m slow" for the rest)
+	$(TITAN) -m pytest -m 'not slow' tests/torchtitan $(ARGS)
+
+torchtitan-parity: env-torchtitan ## the table of docs/torchtitan.md, 20 steps of each plan
+	$(TITAN) -W ignore -m tests.torchtitan.parity $(ARGS)
 
 check: env ## lint, formatting, types
 	$(BIN)/ruff check .

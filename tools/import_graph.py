@@ -37,10 +37,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("horovod", "compat", "plan"),
     ("debug",),
     ("integration",),
+    ("torchtitan",),
 )
 
 # Where an import inside a function is right: they keep `import xla_dtensor` from loading JAX.
-LATE = frozenset({"", "integration"})
+LATE = frozenset({"", "integration", "torchtitan"})
 
 # Names that 0.1.0 had. They only pass on what has moved, so they may import anything, and nothing
 # in the package imports them.

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer
+from torch.nn.attention.flex_attention import flex_attention
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
@@ -162,3 +163,42 @@ def test_what_load_balancing_can_not_know_is_refused(case: str, message: str) ->
             key = query = query[:, :, :3]
         with pytest.raises(xd.UnsupportedOpError, match=message):
             F.scaled_dot_product_attention(query, key, key, **options)
+
+
+def test_flex_attention_of_own_queries() -> None:
+    """torch's operator that gathers keys and values, and its mask of each device's queries, with
+    gradients; another batch along the other dim."""
+    internal._cp_options.enable_load_balance = False
+    mesh = make_mesh("2x4")
+    length = 4 * 128
+    tensors = [torch.randn(2, 1, length, 4) for _ in range(3)]
+    starts = torch.randint(1, length, ())
+
+    def document(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & ((q < starts.to(q.device)) == (k < starts.to(q.device)))
+
+    mask = internal._create_cp_block_mask(document, 1, 1, length, length, mesh["tp"])
+    own = [
+        xd.from_device_values(
+            [t[i : i + 1, :, 128 * j : 128 * (j + 1)] for i in range(2) for j in range(4)], mesh
+        ).requires_grad_()
+        for t in tensors
+    ]
+    group = torch.distributed._get_process_group_name(mesh.get_group("tp"))
+    keys, values = internal.flex_cp_allgather(own[1], own[2], 2, group)
+    out = flex_attention(own[0], keys, values, block_mask=mask)
+    out.square().sum().backward()
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    at = torch.arange(length)
+    allowed = document(0, 0, at[:, None], at[None])
+    whole = F.scaled_dot_product_attention(*leaves, attn_mask=allowed)
+    whole.square().sum().backward()
+    for device in (0, 3, 6):
+        i, j = divmod(device, 4)
+        part = slice(128 * j, 128 * (j + 1))
+        for mine, theirs in (
+            (out, whole),
+            *((a.grad, b.grad) for a, b in zip(own, leaves, strict=True)),
+        ):
+            found = mine.local_values()[device]
+            torch.testing.assert_close(found, theirs[i : i + 1, :, part], rtol=1e-4, atol=1e-5)

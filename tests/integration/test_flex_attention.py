@@ -347,3 +347,18 @@ def test_per_device_values(mesh_2x4: DeviceMesh) -> None:
     for one, value in zip(found, each, strict=True):
         wanted = expected([value] * 3, softcap({}), None, DIM**-0.5)[0]
         torch.testing.assert_close(one, wanted)
+
+
+def test_torch_compile_of_it_is_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models compile it when they are imported; on xla tensors that changes nothing."""
+    refused = lambda *args, **kwargs: pytest.fail("torch.compile was asked")
+    monkeypatch.setattr(torch._dynamo, "optimize", lambda **_: lambda function: refused)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    make_mask = torch.compile(create_block_mask)
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    mask = make_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device="xla")
+    found = compiled(q.to("xla"), k.to("xla"), v.to("xla"), block_mask=mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(found.cpu(), expected)
+    with pytest.raises(pytest.fail.Exception):
+        compiled(q, k, v)

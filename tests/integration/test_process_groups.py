@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
+from xla_dtensor.integration import callers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
@@ -180,6 +181,36 @@ def test_what_torch_shares_between_processes_stays_whole() -> None:
     assert list(torch.utils.data.DataLoader(Stream(), batch_size=None)) == [0, 1, 2]
     with pytest.raises(xd.PerDeviceValueError, match="axis_index"):
         torch.utils.data.DistributedSampler(data)  # type: ignore[arg-type]
+
+
+def of_module(name: str, body: str) -> Any:
+    """A function ``f`` of a module of this name."""
+    namespace: dict[str, Any] = {"__name__": name, "dist": dist}
+    exec(f"def f(group=None):\n    return {body}", namespace)
+    return namespace["f"]
+
+
+@pytest.mark.usefixtures("default_group")
+def test_what_a_rank_is_asked_for() -> None:
+    """Code that is known to compute with its rank gets a tensor; code that is known to ask which
+    process it is gets its number; nobody else gets either."""
+    group = make_mesh("2x4").get_group("tp")
+    callers.rank_may_be_a_tensor("some.model")
+    callers.rank_means_process("some.")
+    ask = "dist.get_rank(group) * 2 if group else dist.get_rank()"
+    twice = of_module("some.model", ask)(group)
+    assert [v.item() for v in twice.local_values()] == [0, 2, 4, 6] * 2
+    assert of_module("some.trainer", ask)() == of_module("some.model", ask)() == 0
+    for name, given in (("some.trainer", group), ("other.model", group), ("other.model", None)):
+        with pytest.raises(xd.PerDeviceValueError, match="axis_index"):
+            of_module(name, ask)(given)
+
+
+def test_names_and_backends() -> None:
+    """As custom operators and launchers ask for them."""
+    group = make_mesh("2x4").get_group("tp")
+    assert dist.distributed_c10d._get_process_group_name(group) == str(group)
+    assert dist.get_default_backend_for_device("xla") == "xla"
 
 
 def test_questions_about_a_mesh_dim() -> None:

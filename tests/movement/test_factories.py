@@ -355,6 +355,23 @@ def test_from_local_replicates(mesh_2x4: DeviceMesh) -> None:
     assert local.grad.tolist() == [8, 8, 8]
 
 
+@pytest.mark.parametrize("placements", [[S(0)], [S(1)], [R]])
+def test_distribute_tensor_of_one_value_per_group(placements: Any) -> None:
+    """Each data-parallel rank's own batch, dealt out along the other dim."""
+    mesh = shared.make_mesh("2x4")
+    values = [torch.randn(8, 4) for _ in range(2)]
+    x = xd.from_device_values(values, mesh["dp"])
+    dealt = xd.distribute_tensor(x, mesh["tp"], placements)
+    assert dealt.placements == tuple(placements) and dealt.shape == (8, 4)
+    found = dealt.full_tensor().local_values()
+    for device in range(8):
+        torch.testing.assert_close(found[device // (8 // len(found))], values[device // 4])
+    if placements == [S(0)]:
+        assert torch.equal(dealt.to_local().local_values()[6], values[1][4:6])
+    leaf = xd.distribute_tensor(x.requires_grad_(), mesh["tp"], placements)
+    assert leaf.is_leaf and leaf.requires_grad
+
+
 def test_distribute_tensor_of_one_value_per_device() -> None:
     mesh = shared.make_mesh("2x4")
     x = xd.from_device_values([torch.ones(8, 8) * i for i in range(8)], mesh, ["tp"])

@@ -335,6 +335,33 @@ def test_dp_mesh_dims_with_tensor_parallelism() -> None:
     check_gradients(model, expected)
 
 
+class ByDevice(nn.Linear):
+    """Computes with what each device has, as code with collectives of its own does."""
+
+    def forward(self, x: Any) -> Any:
+        local = nn.functional.linear(x.to_local(), self.weight.to_local(), self.bias.to_local())
+        return DTensor.from_local(local, x.device_mesh, x.placements)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["to_local alone", "and as a DTensor"])
+def test_dp_mesh_dims_and_to_local(mixed: bool) -> None:
+    """What devices contribute through `to_local()` adds up, as under torch, which sums their local
+    gradients whatever the placements; also if the parameter is used both ways."""
+    mesh = xd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("rep", "dp", "tp"))
+    expected = nn.Linear(4, 8)
+    model = distribute_module(ByDevice(4, 8), mesh)
+    model.load_state_dict({k: distribute_tensor(v, mesh) for k, v in expected.state_dict().items()})
+    dims = DataParallelMeshDims(shard="dp", replicate="rep")
+    xd.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    model.set_gradient_divide_factor(1)
+    if mixed:
+        model.register_forward_hook(lambda m, _, out: out + m.bias)
+    x = torch.cat(batches(8))
+    loss_of(model(distribute_tensor(x, mesh, [Shard(0), Shard(0), Replicate()]))).backward()
+    loss_of(expected(x) + (expected.bias if mixed else 0)).backward()
+    check_gradients(model, expected)
+
+
 # --- errors, and methods without effect -----------------------------------------------------------
 
 

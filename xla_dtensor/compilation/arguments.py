@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
-import weakref
-from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +14,7 @@ from xla_dtensor.base import sequence_order
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library
+from xla_dtensor.compilation.contents import Same, cells_of, fields_of, without_cells
 from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.objects import opened_record
 from xla_dtensor.compilation.outside import hooks_of
@@ -24,32 +22,6 @@ from xla_dtensor.compilation.reflection import is_strict
 from xla_dtensor.mesh import current_mesh
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-
-class Same:
-    """A part of a key that is equal only to that of the same object. It doesn't keep the object
-    alive, if that can be referred to weakly: what is gone is equal to nothing."""
-
-    __slots__ = ("_hash", "_object")
-
-    def __init__(self, value: Any) -> None:
-        self._hash = id(value)
-        try:
-            self._object: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self._object = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
-            return False
-        value = self._object()
-        return value is not None and value is other._object()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        return repr(self._object())
 
 
 class Arguments:
@@ -68,7 +40,17 @@ class Arguments:
     """
 
     __slots__ = (
-        *("_carried_names", "_shape", "args", "carried", "given", "key", "kwargs", "numbers"),
+        *(
+            "_carried_names",
+            "_opened",
+            "_shape",
+            "args",
+            "carried",
+            "given",
+            "key",
+            "kwargs",
+            "numbers",
+        ),
         *("objects", "tensors", "values"),
     )
 
@@ -82,6 +64,7 @@ class Arguments:
         self.tensors: list[torch.Tensor] = []
         self.numbers: dict[int, int | float] = {}
         self.objects: list[tuple[str, Any]] = []
+        self._opened: set[int] = set()
         parts: list[Any] = []
         for i, value in enumerate(self.values):
             cls = type(value)
@@ -143,8 +126,17 @@ class Arguments:
             return content_of(value)
         if isinstance(value, set | frozenset) and all(map(is_atom, value)):
             return type(value), frozenset(map(exact, value))
-        fields = _fields(value)
+        fields = fields_of(value)
         if fields is None:
+            cells = None if id(value) in self._opened else cells_of(value)
+            if cells is not None:
+                self._opened.add(id(value))  # it may keep itself
+                self.objects.append((path, without_cells(value)))
+                return (
+                    Same(value.__globals__),
+                    value.__code__,
+                    tuple(self._part(inner, f"{name} of {path}") for name, inner in cells.items()),
+                )
             if isinstance(value, dict):  # of a class that torch's pytree doesn't know
                 self.objects.append((f"the class of {path}", type(value)))
                 return type(value), tuple(
@@ -173,6 +165,7 @@ class Arguments:
         more.given, more._shape = given, given._shape
         more.args, more.kwargs, more.objects = given.args, given.kwargs, given.objects
         more.key = given.key
+        more._opened = set()
         more.values, more.tensors = list(given.values), list(given.tensors)
         more.numbers, more._carried_names = dict(given.numbers), []
         parts = []
@@ -314,17 +307,6 @@ def _is_leaf(value: Any) -> bool:
 
 
 _LEAVES = (torch.Tensor, int, float, str, types.NoneType)
-
-
-def _fields(value: Any) -> dict[str, Any] | None:
-    """The content of an object that is a value (two with the same content are as good as one), or
-    None for an object that is known by identity."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-        return fields | getattr(value, "__dict__", {})
-    if isinstance(value, types.SimpleNamespace | UserDict):
-        return dict(vars(value))
-    return None
 
 
 def _path_name(path: Any) -> str:

@@ -49,6 +49,8 @@ def install() -> None:
 def _hook(module: Any) -> None:
     take_over(module._context_parallel_buffers, _remember)
     take_over(module.context_parallel, _context)
+    if hasattr(module, "_create_cp_block_mask"):  # newer versions of torch
+        take_over(module._create_cp_block_mask, _create_block_mask)
 
     def order() -> Hashable:
         from torch.distributed.tensor import DTensor
@@ -72,6 +74,35 @@ def _remember(original: Any, args: Any, kwargs: Any) -> Any:
         else:
             _dealt = _Balancer(balancer._generate_indices())
     return original(*args, **kwargs)
+
+
+def _create_block_mask(original: Any, args: Any, kwargs: Any) -> Any:
+    """The block mask of each device's queries for flex_attention. torch computes with the rank,
+    in tensor operations, so each device's coordinate serves."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    mesh = bound.arguments["device_mesh"]
+    if mesh.device_type == "xla":
+        bound.arguments["device_mesh"] = _MeshWithRanks(mesh)
+    return original(*bound.args, **bound.kwargs)
+
+
+class _MeshWithRanks:
+    """A mesh of one dim, whose local rank is a per-device tensor."""
+
+    device_type = "xla"
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+
+    def size(self) -> int:
+        """The number of devices."""
+        return self._mesh.size()
+
+    def get_local_rank(self) -> torch.Tensor:
+        """Each device's coordinate."""
+        from xla_dtensor.movement.collectives import axis_index
+
+        return axis_index(self._mesh)
 
 
 def _context(original: Any, args: Any, kwargs: Any) -> Any:

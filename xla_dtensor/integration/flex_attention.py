@@ -11,6 +11,7 @@ devices it supports, the flag by which it leaves ``torch.compile`` out, and the 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import torch
 from torch._C import DispatchKey
 from torch._higher_order_ops.flex_attention import flex_attention as operator
 from torch.nn.attention import flex_attention as torch_module
+
+from xla_dtensor.integration.take_over import take_over
 
 _FLAG = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 _WHOLE = 1 << 30  # the block size of a mask that torch makes where none is given
@@ -41,6 +44,32 @@ def install() -> None:
     module._validate_device = validate_device
     operator.py_impl(DispatchKey.AutogradPrivateUse1)(_attend)
     operator.py_impl(DispatchKey.AutocastPrivateUse1)(_attend_in_lower_precision)
+    take_over(torch.compile, _compile)
+
+
+def _compile(original: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.compile(flex_attention)``, as models have it at the top of a file, long before there
+    is a tensor: on xla tensors it is the function itself. So is ``create_block_mask``."""
+    compiled = original(*args, **kwargs)
+    function = args[0] if args else kwargs.get("model")
+    if function not in (torch_module.flex_attention, torch_module.create_block_mask):
+        return compiled
+    bind = inspect.signature(function).bind
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        of_xla = any(map(_is_xla, bind(*args, **kwargs).arguments.values()))
+        return (function if of_xla else compiled)(*args, **kwargs)
+
+    return call
+
+
+def _is_xla(value: Any) -> bool:
+    """Whether an argument is an xla tensor or names the device."""
+    device = value.device if isinstance(value, torch.Tensor) else value
+    if isinstance(device, str):
+        return device.split(":")[0] == "xla"
+    return isinstance(device, torch.device) and device.type == "xla"
 
 
 class _Flag:

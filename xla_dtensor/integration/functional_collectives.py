@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from xla_dtensor.integration.take_over import take_over
+
 
 def install() -> None:
     """Let the functions that name groups know those of xla meshes."""
@@ -28,6 +30,8 @@ def install() -> None:
         return size(group) if found is None else found.size()
 
     c10d._get_group_size_by_name = group_size
+    if hasattr(c10d, "_get_process_group_name"):
+        take_over(c10d._get_process_group_name, _name)
     permute = collectives.permute_tensor
 
     @functools.wraps(permute)
@@ -40,6 +44,12 @@ def install() -> None:
         return xla_permute(self, found, src_dst)
 
     collectives.permute_tensor = permute_tensor
+
+
+def _name(original: Any, args: Any, kwargs: Any) -> Any:
+    """A group's name, by which custom operators are told a group."""
+    group = args[0] if args else kwargs["pg"]
+    return str(group) if getattr(group, "device_type", None) == "xla" else original(*args, **kwargs)
 
 
 def _first(ours: Any, original: Any) -> Any:

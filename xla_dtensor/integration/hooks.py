@@ -37,6 +37,7 @@ from xla_dtensor.integration import (
     process_groups,
     recomputation,
     tools,
+    torchtitan,
 )
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.runtime.jax_runtime import keep_quiet
@@ -73,6 +74,7 @@ def install() -> None:
     debug_modes.install()
     tools.install()
     context_parallel.install()
+    torchtitan.install()
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
+from xla_dtensor.integration import callers
 from xla_dtensor.integration.take_over import take_over
 
 _Arguments = dict[str, Any]
@@ -62,6 +62,7 @@ def install(prepare: Callable[[], None]) -> None:
     take_over(c10d.init_process_group, functools.partial(_init, prepare))
     take_over(c10d.destroy_process_group, _destroy)
     take_over(c10d.is_initialized, _is_initialized)
+    c10d.Backend.default_device_backend_map.setdefault("xla", "xla")
     for name in (*_COLLECTIVES, *_QUESTIONS, *_WAY_OUT):
         function: Any = getattr(c10d, name, None)
         if isinstance(function, type):
@@ -115,24 +116,9 @@ def _init(prepare: Callable[[], None], original: Any, args: Any, kwargs: Any) ->
     return None
 
 
-# Code of torch's that asks whether there are other processes, to share work with them: workers of a
-# DataLoader, files of a checkpoint, records of a log. There are none.
-_ABOUT_PROCESSES = (
-    "torch.utils.",
-    "torch.distributed.checkpoint.",
-    "xla_dtensor.checkpoint.",
-    "xla_dtensor.integration.checkpoints",
-    "torch.distributed.c10d_logger",
-    "torch.profiler.",
-    "torch.autograd.profiler",
-)
-
-
 def _is_initialized(original: Any, args: Any, kwargs: Any) -> bool:
-    if is_default():
-        caller = sys._getframe(3)  # of the function, which is two calls away
-        if caller.f_globals.get("__name__", "").startswith(_ABOUT_PROCESSES):
-            return False
+    if is_default() and callers.asks_about_processes(3):  # of torch's function, two calls away
+        return False
     return original(*args, **kwargs)
 
 
@@ -304,11 +290,16 @@ def _world_size(given: _Arguments, group: Any) -> int:
 
 
 @_serves(_QUESTIONS, "get_rank")
-def _rank(given: _Arguments, group: Any) -> int:
+def _rank(given: _Arguments, group: Any) -> Any:
     from xla_dtensor.runtime import processes
 
-    if processes.several() and group is c10d.GroupMember.WORLD:
+    world = group is c10d.GroupMember.WORLD
+    if world and (processes.several() or callers.asks_about_itself(4)):
         return processes.index()
+    if not world and len(group.own_ranks()) != 1 and callers.asks_about_devices(4):
+        from xla_dtensor.movement.collectives import index_in
+
+        return index_in(group)
     return group.rank()  # raises where it differs
 
 

@@ -115,3 +115,22 @@ def _wait(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @handles(f"{_NS}_wrap_tensor_autograd.default")
 def _wrap(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return dispatch(torch.ops.aten.alias.default, (args[0],), {})
+
+
+# --- torch's context parallelism, whose operators have collectives inside ------------------------
+
+
+@handles("cplib::flex_cp_allgather.default")
+def _gather_keys(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    *tensors, dim, group = args
+    size = _group(func, group).size()
+    gathered = (_run(func, "all_gather", tensor, group) for tensor in tensors)
+    return tuple(torch.cat(whole.chunk(size), dim) for whole in gathered)
+
+
+@handles("cplib::flex_cp_allgather_backward.default")
+def _scatter_gradients(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    *grads, dim, group = args
+    size = _group(func, group).size()
+    stacked = (torch.cat(grad.chunk(size, dim)) for grad in grads)
+    return tuple(_run(func, "reduce_scatter", grad, group, "sum") for grad in stacked)

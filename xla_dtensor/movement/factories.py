@@ -30,7 +30,8 @@ from xla_dtensor.forms.host_values import to_devices
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.lowering import random
-from xla_dtensor.mesh import normalize_placements
+from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
+from xla_dtensor.movement.local_view import from_local
 from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.movement.shared_parameters import share_again, shared_slots
 from xla_dtensor.runtime import agreement, arrays
@@ -100,6 +101,11 @@ def distribute_tensor(
             f"distribute_tensor of a tensor with layout {tensor.layout}: XLA has dense arrays "
             "only; distribute tensor.to_dense()"
         )
+    if isinstance(tensor, XLATensor) and _varies_outside(tensor, mesh):
+        # Of each group of the mesh's devices it is one value.
+        whole = from_local(tensor.detach(), mesh)
+        dealt = whole.redistribute(placements=placements).detach()
+        return dealt.requires_grad_(tensor.requires_grad)
     form = sharded_form(
         mesh,
         placements,
@@ -114,6 +120,12 @@ def distribute_tensor(
         result.requires_grad_(True)
         keep_leaf_gradients_sharded(result)
     return result
+
+
+def _varies_outside(tensor: XLATensor, mesh: DeviceMesh) -> bool:
+    """Whether the devices' values differ, and those along the dims of ``mesh`` don't."""
+    own = {name for names in mesh_dim_axes(mesh) for name in names}
+    return bool(tensor.varying) and not own & set(tensor._form.placed(frame_of(mesh)).varying)
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

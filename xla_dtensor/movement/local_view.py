@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor.base import events, thread_state
 from xla_dtensor.errors import PlacementError, UnsupportedOpError
@@ -295,6 +295,9 @@ def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | No
         grad_placements = normalize_placements(
             grad_placements, tensor.device_mesh, tensor.ndim, "to_local(grad_placements=)"
         )
+    elif tensor._summed:
+        parts = enumerate(_for_gradient(tensor.placements))
+        grad_placements = tuple(Partial() if i in tensor._summed else p for i, p in parts)
     recording = torch.is_grad_enabled() and tensor.requires_grad
     form = tensor._form.on_current_frame()
     key = (tensor._storage_.version, form, grad_placements, recording)

@@ -44,6 +44,14 @@ class DataParallel:
         return tuple(name for names in mesh_dim_axes(self.mesh) for name in names)
 
     @property
+    def numbers_in_whole_mesh(self) -> tuple[int, ...]:
+        """The numbers of the data-parallel dims of `whole_mesh`."""
+        if self.whole_mesh is None:
+            return ()
+        own = {*self.dims.shard_names, *self.dims.replicate_names}
+        return tuple(i for i, name in enumerate(self.whole_mesh.mesh_dim_names) if name in own)
+
+    @property
     def size(self) -> int:
         """The number of data-parallel devices."""
         return self.mesh.size()

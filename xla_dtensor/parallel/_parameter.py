@@ -201,6 +201,8 @@ class ManagedParameter:
 
     def _put(self, tensor: torch.Tensor) -> None:
         tensor._is_param = True
+        if self.spans_mesh:  # also what each device contributes by a to_local() of its own
+            tensor._summed = self.parallel.numbers_in_whole_mesh
         for location in self.locations:
             location.put(tensor)
         self.whole = tensor

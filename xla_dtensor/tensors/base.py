@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
 OWN_ATTRIBUTES = frozenset(
     {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat", "_kept"}
+    | {"_summed"}
 )
 
 

@@ -53,6 +53,7 @@ class XLAShardedTensor(TensorMethods, DTensor):
     """
 
     _local: Any = None  # what to_local() returned last, see movement/local_view.py
+    _summed: tuple[int, ...] = ()  # mesh dims over which devices' gradients are added up later
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         where = [f"device_mesh={self.device_mesh!r}", f"placements={self.placements}"]
