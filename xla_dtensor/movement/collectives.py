@@ -209,7 +209,7 @@ class _Linear(torch.autograd.Function):
             back = tuple((dst, src) for src, dst in option)
             return _Linear.apply(grad, "permute", group, back), None, None, None
         total = all_reduce(grad, group)
-        at_source = _index(group.within(grad._form.frame)) == option
+        at_source = index_in(group.within(grad._form.frame)) == option
         return torch.where(at_source, total, 0), None, None, None
 
 
@@ -296,11 +296,15 @@ def axis_index(mesh: DeviceMesh, dim: int | str = 0) -> XLATensor:
         assert index.varying == ("tp",)
         assert [v.item() for v in index.local_values()] == [0, 1, 2, 3, 0, 1, 2, 3]
     """
-    return _index(group_of(mesh, dim))
+    return index_in(group_of(mesh, dim))
 
 
-def _index(group: MeshGroup) -> XLATensor:
-    """The coordinate of each device in its group."""
+def index_in(group: MeshGroup) -> XLATensor:
+    """The coordinate of each device in its group.
+
+    Args:
+        group: the devices along a mesh dim, or all of a mesh.
+    """
     frame, axes = group.frame, group.axes
     sizes = [frame.sizes[name] for name in axes]
     varying = union(frame, [axes])

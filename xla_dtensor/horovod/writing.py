@@ -1,0 +1,33 @@
+"""Writing a result into a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.movement import in_place
+from xla_dtensor.tensors.device_tensor import XLATensor
+
+
+def write(target: Any, value: Any) -> None:
+    """Let ``target`` have ``value``: as a per-device tensor it varies then as ``value`` does.
+
+    Args:
+        target: a tensor.
+        value: one of its shape.
+
+    Raises:
+        UnsupportedOpError: it is a CPU tensor, and ``value`` differs from device to device.
+    """
+    with torch.no_grad():
+        if isinstance(target, XLATensor) and isinstance(value, XLATensor):
+            in_place.put(target, value.to(target.dtype))
+        elif isinstance(value, XLATensor) and value.varying:
+            raise UnsupportedOpError(
+                f"a collective in place of a CPU tensor of shape {list(target.shape)}, whose "
+                "result differs from rank to rank: move the tensor to the xla device first"
+            )
+        else:
+            target.copy_(value)
