@@ -189,9 +189,9 @@ class CheckpointError(XlaDTensorError, RuntimeError):
 
 
 class HorovodInternalError(XlaDTensorError, RuntimeError):
-    """Raised for a collective of `xla_dtensor.horovod` that can't be: the ranks differ in its shape,
-    dtype, reduction or root, wait for different ones, or one has ended. All ranks that take part
-    get it, and it names them.
+    """Raised for a collective of `xla_dtensor.horovod` that can't be: the ranks differ in its
+    shape, dtype, reduction or root, wait for different ones, or one has ended. All ranks that take
+    part get it, and it names them.
 
     Example::
 

@@ -52,6 +52,8 @@ class CheckpointManager:
         signals: save and stop when one of them comes: `after_step` returns True. By default
             SIGTERM, which clusters send before they take a machine back.
         deadline: save and stop in time before it: seconds from now, or a ``datetime``.
+        own: whether the objects are this process's own, where there are several: then it alone
+            saves them, and others don't.
 
     Attributes:
         skipped: per checkpoint that `restore` has found damaged its folder, and why.
@@ -93,6 +95,7 @@ class CheckpointManager:
         asynchronous: bool = True,
         signals: Sequence[int] = (signal.SIGTERM,),
         deadline: float | datetime.datetime | None = None,
+        own: bool = False,
     ) -> None:
         numbers = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
         for name, number in numbers.items():
@@ -104,7 +107,7 @@ class CheckpointManager:
         self._states = States(objects)
         self._every, self._every_seconds = every, every_seconds
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._asynchronous = asynchronous
+        self._asynchronous, self._own = asynchronous, own
         self._stopping = Stopping(signals, deadline)
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -183,7 +186,7 @@ class CheckpointManager:
             CheckpointError: this checkpoint, or the one before it, can't be written: the disk is
                 full, the folder read-only, another run saves there. Earlier checkpoints stay.
         """
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and not self._own:
             raise UnsupportedOpError(
                 "CheckpointManager in several processes: not yet; torch.distributed.checkpoint's "
                 "save, with a process group of torch's, has each process write what it holds"

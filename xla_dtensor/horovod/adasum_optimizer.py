@@ -37,7 +37,9 @@ class AdasumOptimizer(Named):
         Raises:
             AssertionError: always.
         """
-        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        raise AssertionError(
+            "Skipping synchronization is not supported when using Adasum optimizer."
+        )
 
     def step(self, closure: Any = None) -> Any:
         """Step by the rank's own gradients, and combine what changed."""

@@ -54,8 +54,8 @@ def allreduce(
         op: `Average`, the default, `Sum`, `Adasum`, `Min`, `Max` or `Product`. Averages of integers
             are rounded down.
         prescale_factor, postscale_factor: factors before and after the reduction.
-        process_set: the ranks that take part. Where one process drives all ranks, devices outside of
-            it keep their values, and it may be a list of disjoint sets of one size.
+        process_set: the ranks that take part. Where one process drives all ranks, devices outside
+            of it keep their values, and it may be a list of disjoint sets of one size.
 
     Returns:
         a tensor of the shape and dtype, on the device of ``tensor``.

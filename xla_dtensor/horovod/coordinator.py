@@ -21,6 +21,7 @@ class Coordinator:
         self.size = size
         self._waiting: dict[str, dict[int, Request]] = {}  # in the order in which they began
         self._joined: dict[int, Request] = {}
+        self._last = -1
         self._ended: dict[int, str] = {}
         self._blocked: dict[int, str] = {}
 
@@ -47,7 +48,7 @@ class Coordinator:
         """
         self._ended[rank] = why
         self._blocked.pop(rank, None)
-        return self._look(list(self._waiting))
+        return [*self._look(list(self._waiting)), *self._all_joined(self._last)]
 
     def block(self, rank: int, key: str) -> list[Response]:
         """A rank waits for a collective. If then all of them wait, for different ones, these fail.
@@ -56,7 +57,8 @@ class Coordinator:
             rank: which one.
             key: that of the collective.
         """
-        self._blocked[rank] = key
+        if key in self._waiting or rank in self._joined:  # else the answer is on its way
+            self._blocked[rank] = key
         return self._deadlock()
 
     def unblock(self, rank: int) -> None:
@@ -70,16 +72,19 @@ class Coordinator:
     # --- what has become possible --------------------------------------------------------------
 
     def _join(self, rank: int, request: Request) -> list[Response]:
-        self._joined[rank] = request
-        responses = self._look(list(self._waiting))
-        if len(self._joined) + len(self._ended) == self.size:
-            joined, self._joined = dict(self._joined), {}
-            for each in joined:
-                self._blocked.pop(each, None)
-            everyone = tuple(range(self.size))
-            error = self._missing(request, everyone, joined)
-            responses.append(Response(request.key, everyone, joined, error, last=rank))
-        return responses
+        self._joined[rank], self._last = request, rank
+        return [*self._look(list(self._waiting)), *self._all_joined(rank)]
+
+    def _all_joined(self, last: int) -> list[Response]:
+        if not self._joined or len(self._joined) + len(self._ended) < self.size:
+            return []
+        joined, self._joined = dict(sorted(self._joined.items())), {}
+        for rank in joined:
+            self._blocked.pop(rank, None)
+        everyone = tuple(range(self.size))
+        request = joined[last]
+        error = self._missing(request, everyone, joined)
+        return [Response(request.key, everyone, joined, error, last)]
 
     def _look(self, keys: Iterable[str]) -> list[Response]:
         return [found for key in keys if (found := self._answer(key)) is not None]
@@ -140,7 +145,7 @@ def described(request: Request) -> str:
         request: a rank's part of it.
     """
     where = "" if request.set_id == 0 else f" in process set {request.set_id}"
-    return f"{request.kind} {request.name!r}{where}"
+    return f"{request.title}{where}"
 
 
 def _beyond_join(request: Request, joined: list[int]) -> str:

@@ -119,7 +119,7 @@ class Devices(World):
             call.kind, name, tuple(members[0]), 0, shapes, dtypes, call.op.name,
             root=root, splits=splits,
         )  # fmt: skip
-        wrong = disagreement({rank: request for rank in request.ranks})
+        wrong = disagreement(dict.fromkeys(request.ranks, request))
         if wrong:
             raise HorovodInternalError(wrong)
         rows = len(request.ranks)

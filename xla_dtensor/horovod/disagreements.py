@@ -30,17 +30,15 @@ def disagreement(parts: Parts) -> str:
         parts: each rank's part of one collective.
     """
     request = next(iter(parts.values()))
-    what = f"{request.kind} {request.name!r}"
+    what = request.title
     for title, view in _COMMON:
         found = _differing(parts, title, view)
         if found:
             return f"{what}: mismatched {found}"
     for position in range(len(request.shapes)):
         where = f" of tensor {position}" if len(request.shapes) > 1 else ""
-        found = _differing(parts, f"data types{where}", lambda r, i=position: r.dtypes[i])
-        found = found or _differing(
-            parts, f"ranks of tensors{where}", lambda r, i=position: f"{len(r.shapes[i])} dims"
-        )
+        found = _differing(parts, f"data types{where}", _dtype(position))
+        found = found or _differing(parts, f"ranks of tensors{where}", _dims(position))
         found = found or _differing(parts, f"shapes{where}", _SHAPE[request.kind](position))
         if found:
             return f"{what}: mismatched {found}"
@@ -67,6 +65,14 @@ _COMMON: tuple[tuple[str, Callable[[Request], Any]], ...] = (
     ("root ranks", lambda r: r.root),
     ("arguments", lambda r: r.detail),
 )
+
+
+def _dtype(position: int) -> Callable[[Request], Any]:
+    return lambda r: r.dtypes[position]
+
+
+def _dims(position: int) -> Callable[[Request], Any]:
+    return lambda r: f"{len(r.shapes[position])} dims"
 
 
 def _whole(position: int) -> Callable[[Request], Any]:
@@ -111,9 +117,13 @@ def _inside(what: str, parts: Parts) -> str:
 def _splits(request: Request) -> str:
     rows, count, splits = request.shapes[0][0], len(request.ranks), list(request.splits)
     if not splits:
-        return "" if rows % count == 0 else (
-            f"the {rows} rows of the tensor don't divide by the {count} ranks, and no splits are "
-            "given"
+        return (
+            ""
+            if rows % count == 0
+            else (
+                f"the {rows} rows of the tensor don't divide by the {count} ranks, and no splits "
+                "are given"
+            )
         )
     if len(splits) != count:
         return f"there are {len(splits)} splits {splits} for {count} ranks"

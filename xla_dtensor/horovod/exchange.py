@@ -6,6 +6,7 @@ these devices; values of different sizes are padded to the largest for it.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,7 +79,11 @@ class Output:
         with jax.enable_x64(True):
             if shard is None:
                 return self._job.result(self._rank, None)
-            one = np.asarray(shard)[0] if on_host else jax.device_put(shard, jax.local_devices()[0])[0]
+            one = (
+                np.asarray(shard)[0]
+                if on_host
+                else jax.device_put(shard, jax.local_devices()[0])[0]
+            )
             return self._job.result(self._rank, one)
 
 
@@ -182,7 +187,7 @@ class _Job:
         if self.kind == "allgather":
             return _padded(value, self.most)
         ends = np.cumsum([0, *own])
-        pieces = [_padded(value[a:b], self.most) for a, b in zip(ends, ends[1:], strict=False)]
+        pieces = [_padded(value[a:b], self.most) for a, b in itertools.pairwise(ends)]
         return _concatenated(pieces)
 
     def result(self, rank: int, output: Array | None) -> Array:
@@ -273,6 +278,6 @@ def _fused(kernels: Sequence[Kernel], values: list[Any]) -> list[Any]:
         buffer = jnp.concatenate([values[i].reshape(-1) for i in members])
         total = kernel.on_device(buffer, (_AXIS,))
         ends = np.cumsum([0, *(values[i].size for i in members)])
-        for i, start, end in zip(members, ends, ends[1:], strict=False):
+        for i, start, end in zip(members, ends[:-1], ends[1:], strict=True):
             results[i] = total[start:end].reshape(values[i].shape)
     return results

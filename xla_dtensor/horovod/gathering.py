@@ -13,9 +13,7 @@ from xla_dtensor.horovod.rank_number import PerRank
 from xla_dtensor.horovod.world import Call, Handle
 
 
-def allgather(
-    tensor: Any, name: str | None = None, process_set: Any = global_process_set
-) -> Any:
+def allgather(tensor: Any, name: str | None = None, process_set: Any = global_process_set) -> Any:
     """The ranks' rows, one after the other. Differentiable: a rank's rows get the average of what
     the ranks' gradients say of them.
 
@@ -156,9 +154,7 @@ def broadcast(
 
 
 def _broadcast(tensor: Any, root: int, name: str | None, process_set: Any, to: Any = None) -> Call:
-    return Call(
-        "broadcast", [tensor], name, root=int(root), process_set=process_set, targets=to
-    )
+    return Call("broadcast", [tensor], name, root=int(root), process_set=process_set, targets=to)
 
 
 def broadcast_async(

@@ -58,7 +58,7 @@ class Kernel:
         scaled = _scale(value, self.prescale)
         if self.op == ReduceOp.Average and not _fractional(dtype):
             scaled = scaled.astype(jnp.int64)
-        if dtype == bool:
+        if dtype == jnp.bool_:
             scaled = scaled.astype(jnp.uint8)
         if self.sets is None:
             total = _WHOLE[self.kind](self, scaled, axes)
@@ -66,7 +66,7 @@ class Kernel:
             total = self._among_sets(scaled, axes, _PARTS[self.kind])
         if self.op == ReduceOp.Average:
             total = total // self.divisor if not _fractional(dtype) else total / self.divisor
-        if dtype == bool:
+        if dtype == jnp.bool_:
             total = total != 0
         total = _scale(total.astype(dtype), self.postscale)
         if self.sets is not None and self.kind == "allreduce":
@@ -184,7 +184,7 @@ def _broadcast(kernel: Kernel, value: Any, axes: Axes) -> Any:
         parts = (_broadcast(kernel, part, axes) for part in (value.real, value.imag))
         return jax.lax.complex(*parts)
     own = jax.lax.axis_index(axes) == kernel.root
-    if value.dtype == bool:
+    if value.dtype == jnp.bool_:
         return jax.lax.pmax(jnp.where(own, value, False), axes)
     if _fractional(value.dtype):
         # Its bits: a sum with zeros would make 0.0 of -0.0.

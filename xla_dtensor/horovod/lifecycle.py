@@ -9,13 +9,16 @@ from typing import Any
 from xla_dtensor.horovod import state
 from xla_dtensor.horovod.devices import Devices
 from xla_dtensor.horovod.process_sets import ProcessSet
+from xla_dtensor.horovod.several import Several
 from xla_dtensor.horovod.world import World
 from xla_dtensor.runtime import distributed
 
 _lock = threading.Lock()
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
+def init(
+    comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | None = None
+) -> None:
     """Find out which ranks there are; a second call does nothing.
 
     In a process that a launcher started with others (torchrun, mpirun, srun, horovodrun, Ray) the
@@ -57,7 +60,7 @@ def _begin() -> World:
     if mine is not None:
         state.enter_thread(mine)
         return mine
-    world: World = Devices()
+    world: World = Several() if distributed.initialize() > 1 else Devices()
     state.enter(world)
     return world
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from xla_dtensor.errors import HorovodInternalError
 from xla_dtensor.horovod import exchange
 from xla_dtensor.horovod.disagreements import disagreement
-from xla_dtensor.horovod.ranked_tensors import request_of, to_array, to_tensor
 from xla_dtensor.horovod.rank_number import PerRank
+from xla_dtensor.horovod.ranked_tensors import request_of, to_array, to_tensor
 from xla_dtensor.horovod.requests import Response
 from xla_dtensor.horovod.world import Call
 from xla_dtensor.mesh import frame_of
@@ -45,7 +45,9 @@ def all_at_once(call: Call, name: str, mesh: DeviceMesh) -> list[Any]:
     if wrong:
         raise HorovodInternalError(wrong)
     response = Response(name, tuple(ranks), requests)
-    values = {rank: [to_array(tensor) for tensor in tensors] for rank, tensors in own.items()}
+    values: exchange.Values = {
+        rank: [to_array(tensor) for tensor in tensors] for rank, tensors in own.items()
+    }
     devices = np.array(frame_of(mesh).jax_mesh.devices).ravel()
     (outputs,) = exchange.run([response], [values], list(devices))
     found: list[Any] = []

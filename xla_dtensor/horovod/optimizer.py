@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from xla_dtensor.horovod.state import current
 from xla_dtensor.horovod.writing import write
 
 
-def DistributedOptimizer(  # noqa: N802  (Horovod's name)
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
@@ -81,9 +82,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups != 0:
-        warnings.warn(
-            "num_groups is deprecated: give groups", DeprecationWarning, stacklevel=2
-        )
+        warnings.warn("num_groups is deprecated: give groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
@@ -104,7 +103,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     return new
 
 
-def _of_class(cls: type, optimizer: torch.optim.Optimizer) -> Any:
+def _of_class(cls: Any, optimizer: torch.optim.Optimizer) -> Any:
     new = cls.__new__(cls)
     new.__dict__.update(optimizer.__dict__)
     return new
@@ -119,7 +118,7 @@ def _grouped(groups: Any, optimizer: torch.optim.Optimizer) -> list[list[torch.T
         count = min(groups, len(every))
         least, more = divmod(len(every), count)
         ends = [i * least + min(i, more) for i in range(count + 1)]
-        return [every[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        return [every[a:b] for a, b in itertools.pairwise(ends)]
     if not isinstance(groups, list):
         raise ValueError(
             "groups should be a non-negative integer or a list of list of torch.Tensor."
@@ -166,7 +165,6 @@ class AveragingOptimizer(Named):
         elif all(self.left[p] == 0 or not p.requires_grad for p in group):
             self._reduce([p for p in group if p.grad is not None])
 
-
     def _reduce(self, parameters: list[Any]) -> None:
         op, factors = self._op, (1.0, 1.0)
         if op == Average and self._predivide != 1.0:
@@ -176,14 +174,14 @@ class AveragingOptimizer(Named):
         options: dict[str, Any] = {"op": op, "process_set": self.process_set}
         if any(p.grad.is_sparse for p in parameters) and not self._sparse_as_dense:
             for p in parameters:
-                handle = sparse_allreduce_async(p.grad, name=self.names[p], **options)
-                self._handles[p] = handle, None
+                sparse = sparse_allreduce_async(p.grad, name=self.names[p], **options)
+                self._handles[p] = sparse, None
             return
         options |= {"prescale_factor": factors[0], "postscale_factor": factors[1], "name": name}
         pairs = [self._compression.compress(_dense(p.grad)) for p in parameters]
         tensors = [tensor for tensor, _ in pairs]
         if len(parameters) == 1:
-            handle = allreduce_async_(tensors[0], **options)
+            handle: Any = allreduce_async_(tensors[0], **options)
         else:
             handle = grouped_allreduce_async_(tensors, **options)
         for i, (p, (_, context)) in enumerate(zip(parameters, pairs, strict=True)):

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-
 from xla_dtensor.base import thread_state
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.per_device import union
@@ -88,5 +87,3 @@ def run(kernel: Kernel, tensor: XLATensor, frame: Frame) -> XLATensor:
         return XLATensor(Storage(None, target), target)
     result: XLATensor = relayout(tensor, source, target, _OnDevices(kernel, axes))
     return result
-
-

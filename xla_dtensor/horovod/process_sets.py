@@ -109,6 +109,7 @@ class _Global(ProcessSet):
 
 global_process_set = _Global()
 
+
 class ProcessSets:
     """The registered sets of one rank: the same, in the same order, on all."""
 

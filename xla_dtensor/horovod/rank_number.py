@@ -14,8 +14,8 @@ from xla_dtensor.errors import PerDeviceValueError
 class RankNumber:
     """A number that is another one on each device, made by `hvd.rank()`.
 
-    It computes with numbers, tensors and torch's functions, on the devices; as a number of Python's,
-    in ``if``, ``range``, an index or a format, it raises.
+    It computes with numbers, tensors and torch's functions, on the devices; as a number of
+    Python's, in ``if``, ``range``, an index or a format, it raises.
 
     Args:
         tensor: the per-device tensor that it is, of no dims.

@@ -64,7 +64,9 @@ def reducescatter(
     """
     small, context = compression.compress(tensor)
     factors = prescale_factor, postscale_factor
-    return compression.decompress(run(_call([small], name, op, factors, process_set), first), context)
+    return compression.decompress(
+        run(_call([small], name, op, factors, process_set), first), context
+    )
 
 
 def reducescatter_async(

@@ -47,6 +47,11 @@ class Request:
         """What the ranks' parts have in common."""
         return f"{self.set_id}:{self.name}"
 
+    @property
+    def title(self) -> str:
+        """As errors call it."""
+        return f"{self.kind} {self.name.removeprefix(f'{self.kind}.')!r}"
+
     def text(self) -> str:
         """As it goes between processes."""
         return json.dumps(dataclasses.astuple(self))

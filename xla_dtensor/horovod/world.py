@@ -136,5 +136,5 @@ class World(ABC):
     def position_in(self, ranks: Sequence[int]) -> Any:
         """The caller's position among some ranks; None if it is none of them."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most have nothing to do)
         """Take part in nothing any more."""
