@@ -99,8 +99,7 @@ def allreduce_async(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: one of this name hasn't been waited for yet; `synchronize` raises the
-            rest.
+        ValueError: one of this name hasn't been waited for yet; `synchronize` raises the rest.
 
     Example::
 
@@ -168,7 +167,7 @@ def allreduce_async_(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: as of `allreduce_async`.
+        ValueError: as of `allreduce_async`.
 
     Example::
 
@@ -247,8 +246,7 @@ def grouped_allreduce_async(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: as of `allreduce_async`.
-        ValueError: there are no tensors.
+        ValueError: as of `allreduce_async`, or there are no tensors.
 
     Example::
 
@@ -320,8 +318,7 @@ def grouped_allreduce_async_(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: as of `allreduce_async`.
-        ValueError: there are no tensors.
+        ValueError: as of `allreduce_async`, or there are no tensors.
 
     Example::
 
@@ -358,14 +355,14 @@ def sparse_allreduce_async(
 
     Raises:
         NotImplementedError: another reduction.
-        HorovodInternalError: as of `allreduce_async`.
+        ValueError: as of `allreduce_async`.
 
     Example::
 
         import torch, xla_dtensor.horovod as hvd
 
         hvd.init()
-        x = torch.sparse_coo_tensor([[0, 2]], [1.0, 3.0], (4,))
+        x = torch.sparse_coo_tensor([[0, 2]], [1.0, 3.0], (4,), check_invariants=True)
         handle = hvd.sparse_allreduce_async(x, name="rows")
         assert hvd.synchronize(handle).to_dense().tolist() == [1, 0, 3, 0]
     """
@@ -394,6 +391,6 @@ def sparse_allreduce_async(
         if op == Average:
             values = values / members
         shape = whole[0].shape
-        return torch.sparse_coo_tensor(indices.t(), values, shape)
+        return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
 
     return wait

@@ -160,7 +160,7 @@ class _Differentiable(torch.autograd.Function):
         results = world.synchronize(handle)
         ctx.call, ctx.rows, ctx.count = call, handle.rows, len(tensors)
         if call.kind == "alltoall":
-            ctx.received = handle.received
+            ctx.received, ctx.sent = handle.received, tensors[0].shape[0]
             ctx.mark_non_differentiable(*results[1:])
         return tuple(results)
 
@@ -207,7 +207,11 @@ def _at_root(ctx: Any, grads: list[Any]) -> list[Any]:
 
 
 def _sent_back(ctx: Any, grads: list[Any]) -> list[Any]:
-    return _again(ctx.call, grads, "alltoall", splits=ctx.received)[:1]
+    (grad,) = _again(ctx.call, grads, "alltoall", splits=ctx.received)[:1]
+    kept = ctx.sent - grad.shape[0]  # rows that went to nobody
+    if kept:
+        grad = torch.cat([grad, grad.new_zeros(kept, *grad.shape[1:])])
+    return [grad]
 
 
 def _gathered(ctx: Any, grads: list[Any]) -> list[Any]:

@@ -21,6 +21,7 @@ from xla_dtensor.horovod.one_per_rank import all_at_once
 from xla_dtensor.horovod.process_sets import ProcessSet, ProcessSets
 from xla_dtensor.horovod.rank_number import PerRank, RankNumber
 from xla_dtensor.horovod.requests import Request
+from xla_dtensor.horovod.timeline import timeline
 from xla_dtensor.horovod.world import Call, Handle, World
 from xla_dtensor.horovod.writing import write
 from xla_dtensor.mesh import Frame, current_mesh, frame_of, root_mesh
@@ -82,7 +83,7 @@ class Devices(World):
 
     def start(self, call: Call) -> Handle:
         if call.name is not None and f"{call.kind}.{call.name}" in self._waiting:
-            raise HorovodInternalError(
+            raise ValueError(
                 f"{call.kind} {call.name!r}: there is one of this name already, which nobody has "
                 "waited for yet; give each its own name"
             )
@@ -91,10 +92,14 @@ class Devices(World):
         if any(isinstance(tensor, PerRank) for tensor in call.tensors):
             handle.results = self._of_each_rank(call, handle.name)
         else:
-            self._check(call, handle.name)
+            request = self._checked(call, handle.name)
+            timeline.begin(request)
+            timeline.launch([request])
             handle.results = self._of_tensors(call)
-        if call.kind == "alltoall":
-            handle.received = [call.tensors[0].shape[0] // self.size] * self.size
+            timeline.end(request)
+            if call.kind == "alltoall":
+                count = len(request.ranks)
+                handle.received = list(request.splits) or [request.shapes[0][0] // count] * count
         self._waiting.add(handle.name)
         return handle
 
@@ -106,8 +111,8 @@ class Devices(World):
         handle.finished = True
         return handle.results
 
-    def _check(self, call: Call, name: str) -> None:
-        """Raise where processes would: what is wrong is wrong on all ranks."""
+    def _checked(self, call: Call, name: str) -> Request:
+        """A rank's part. Raises where processes would: what is wrong is wrong on all ranks."""
         splits = _equal_splits(call)
         shapes = tuple(tuple(tensor.shape) for tensor in call.tensors)
         dtypes = tuple(str(tensor.dtype) for tensor in call.tensors)
@@ -134,6 +139,7 @@ class Devices(World):
                 f"alltoall with splits {list(splits)}: a per-device tensor has one shape on all "
                 "devices; give equal splits, or one tensor per rank (a PerRank of hvd.per_rank)"
             )
+        return request
 
     def _of_tensors(self, call: Call) -> list[Any]:
         kernel = self._kernel(call)

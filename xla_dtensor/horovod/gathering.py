@@ -52,7 +52,7 @@ def allgather_async(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: one of this name hasn't been waited for yet.
+        ValueError: one of this name hasn't been waited for yet.
 
     Example::
 
@@ -105,8 +105,7 @@ def grouped_allgather_async(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: one of this name hasn't been waited for yet.
-        ValueError: there are no tensors.
+        ValueError: one of this name hasn't been waited for yet, or there are no tensors.
 
     Example::
 
@@ -169,7 +168,7 @@ def broadcast_async(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: one of this name hasn't been waited for yet.
+        ValueError: one of this name hasn't been waited for yet.
 
     Example::
 
@@ -220,7 +219,7 @@ def broadcast_async_(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: one of this name hasn't been waited for yet.
+        ValueError: one of this name hasn't been waited for yet.
 
     Example::
 
@@ -292,8 +291,7 @@ def alltoall_async(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: one of this name hasn't been waited for yet.
-        ValueError: splits that are no integers.
+        ValueError: one of this name hasn't been waited for yet, or splits that are no integers.
 
     Example::
 

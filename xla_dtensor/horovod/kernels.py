@@ -47,6 +47,8 @@ class Kernel:
             value: what it has. Of alltoall and reducescatter dim 0 is the set's size times a piece.
             axes: the mesh axes along which the ranks are, major to minor.
         """
+        if not value.size:
+            return self._of_nothing(value, axes)
         if self.kind in ("allreduce", "reducescatter"):
             return self._reduced(value, axes)
         if self.sets is None:
@@ -72,6 +74,14 @@ class Kernel:
         if self.sets is not None and self.kind == "allreduce":
             total = jnp.where(_in_a_set(self.sets, axes), total, value)
         return total
+
+    def _of_nothing(self, value: Any, axes: Axes) -> Any:
+        """XLA's collectives want elements."""
+        count = jax.lax.axis_size(axes) if self.sets is None else len(self.sets[0])
+        rows = {"allgather": lambda n: n * count, "reducescatter": lambda n: n // count}
+        if self.kind not in rows:
+            return value
+        return jnp.zeros((rows[self.kind](value.shape[0]), *value.shape[1:]), value.dtype)
 
     def _among_sets(self, value: Any, axes: Axes, take: Callable[..., Any]) -> Any:
         """All devices' values, of which each takes those of its set: sets may be any lists of

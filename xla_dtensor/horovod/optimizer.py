@@ -214,19 +214,17 @@ class AveragingOptimizer(Named):
 
     def _begin_missing(self) -> None:
         world = current()
-        missing = [p for p in self.reduced if p not in self._handles]
-        for parameter in missing:
-            if parameter.grad is None:
-                if world.is_alone:
-                    continue  # no rank has one
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter not in self._handles:
+        missing = {p for p in self.reduced if p not in self._handles}
+        if not world.is_alone:
+            for parameter in missing:  # another rank may have a gradient of it
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        for parameter in self.reduced:
+            if parameter in missing and parameter not in self._handles:
                 group = self._group_of.get(parameter, [parameter])
-                waiting = [p for p in group if p in missing and p not in self._handles]
-                for p in waiting:
-                    if p.grad is None and not world.is_alone:
-                        p.grad = torch.zeros_like(p)
-                self._reduce([p for p in waiting if p.grad is not None])
+                waiting = [p for p in group if p in missing and p.grad is not None]
+                if waiting:
+                    self._reduce(waiting)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

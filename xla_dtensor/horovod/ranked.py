@@ -122,8 +122,9 @@ class Ranked(World):
 
     def _begin(self, handle: RankedHandle) -> RankedHandle:
         key = handle.request.key
-        if key in self._pending:
-            raise HorovodInternalError(
+        before = self._pending.get(key)
+        if before is not None and before.response is None:
+            raise ValueError(
                 f"{handle.request.kind} {handle.request.name!r}: there is one of this name already "
                 f"on rank {self._rank}, which hasn't been waited for yet; give each its own name"
             )

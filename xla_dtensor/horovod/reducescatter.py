@@ -86,7 +86,8 @@ def reducescatter_async(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: one of this name hasn't been waited for yet, or `Adasum`.
+        ValueError: one of this name hasn't been waited for yet.
+        HorovodInternalError: `Adasum`.
 
     Example::
 
@@ -159,8 +160,8 @@ def grouped_reducescatter_async(
         a handle for `synchronize` and `poll`.
 
     Raises:
-        HorovodInternalError: one of this name hasn't been waited for yet, or `Adasum`.
-        ValueError: there are no tensors.
+        ValueError: one of this name hasn't been waited for yet, or there are no tensors.
+        HorovodInternalError: `Adasum`.
 
     Example::
 

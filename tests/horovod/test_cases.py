@@ -1,0 +1,91 @@
+"""Every case for every kind of ranks that it makes sense for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import tests.horovod.cases  # noqa: F401  (registers them)
+import xla_dtensor as xd
+import xla_dtensor.horovod as hvd
+from tests import launch
+from tests.horovod.ranks import CASES, DEVICES, PROCESSES, THREADS
+
+RANKS = 4
+
+
+def chosen(where: str, fast: bool = True) -> list[Any]:
+    """The cases for one kind of ranks; all but few are slow."""
+    return [
+        pytest.param(name, marks=() if fast and case.fast else pytest.mark.slow)
+        for name, case in CASES.items()
+        if where in case.where
+    ]
+
+
+@pytest.fixture
+def four_devices() -> Iterator[None]:
+    """One process, whose ranks are four devices."""
+    hvd.shutdown()
+    xd.set_mesh(xd.DeviceMesh("xla", list(range(RANKS)), mesh_dim_names=("rank",)))
+    hvd.init()
+    yield
+    hvd.shutdown()
+    xd.set_mesh(None)
+
+
+@pytest.mark.parametrize("name", chosen(DEVICES))
+def test_ranks_are_devices(name: str, four_devices: None) -> None:
+    CASES[name].body()
+
+
+@pytest.mark.parametrize("name", chosen(THREADS))
+def test_ranks_are_threads(name: str) -> None:
+    def body() -> None:
+        hvd.init()
+        CASES[name].body()
+
+    hvd.run(body, np=RANKS)
+
+
+@pytest.fixture(scope="module")
+def in_processes() -> dict[int, dict[str, list[str]]]:
+    """What became of the cases, by the number of processes: filled as it is asked for."""
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if PROCESSES in case.where])
+def test_ranks_are_processes(
+    name: str, count: int, in_processes: dict[int, dict[str, list[str]]]
+) -> None:
+    if count not in in_processes:
+        in_processes[count] = of_processes(count, [])
+    found = in_processes[count][name]
+    assert found == ["ok"] * count, "\n".join(found)
+
+
+def test_some_in_two_processes() -> None:
+    some = [
+        "horovod_allreduce_error", "horovod_allgather_variable_size", "horovod_join_allreduce",
+        "ranks_that_wait_for_different_names", "force_allreduce", "broadcast_object",
+    ]  # fmt: skip
+    found = of_processes(2, some)
+    assert found == {name: ["ok", "ok"] for name in some}
+
+
+def of_processes(count: int, names: list[str]) -> dict[str, list[str]]:
+    """How cases went, all in one launch: by name what each process says."""
+    command = ["-m", "tests.horovod.programs.cases", *names]
+    results = launch.run(command, count, 120 + 60 * count, {"JAX_PLATFORMS": "cpu"})
+    found: dict[str, list[str]] = {}
+    for result in results:
+        assert result.code == 0, result.output
+        (line,) = [each for each in result.output.splitlines() if each.startswith("CASES ")]
+        for name, text in json.loads(line.removeprefix("CASES ")).items():
+            found.setdefault(name, []).append(text)
+    return found
