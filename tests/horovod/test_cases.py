@@ -89,3 +89,10 @@ def of_processes(count: int, names: list[str]) -> dict[str, list[str]]:
         for name, text in json.loads(line.removeprefix("CASES ")).items():
             found.setdefault(name, []).append(text)
     return found
+
+
+@pytest.mark.slow
+def test_a_compiled_step_in_processes() -> None:
+    command = ["-m", "tests.horovod.programs.compiled"]
+    outputs = launch.succeeded(launch.run(command, 2, 120, {"JAX_PLATFORMS": "cpu"}))
+    assert all(output.rstrip().endswith("all of it") for output in outputs)

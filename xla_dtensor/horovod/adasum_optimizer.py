@@ -63,6 +63,9 @@ class AdasumOptimizer(Named):
         self._counted = False
         return loss
 
+    # torch's mark of a step that has hooks around it: the wrapped optimizer's has them.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """As the optimizer's.
 

@@ -33,21 +33,21 @@ from xla_dtensor.tensors.device_tensor import XLATensor
 
 
 class Devices(World):
-    """All devices of the current mesh, or all there are.
+    """All devices of a mesh.
 
-    Attributes:
-        mesh: the devices, in the order of the ranks.
+    Args:
+        mesh: by default the current mesh, or all devices there are.
     """
 
     is_alone = True
 
-    def __init__(self) -> None:
-        mesh = current_mesh()
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        mesh = mesh or current_mesh()
         if mesh is None:
             runtime.start()
             mesh = DeviceMesh("xla", list(range(runtime.device_count())), mesh_dim_names=("rank",))
-        self.mesh = root_mesh(mesh)
-        self.size = self.local_size = self.mesh.size()
+        self._mesh = root_mesh(mesh)
+        self.size = self.local_size = self._mesh.size()
         self.sets = ProcessSets(self.size)
         self._waiting: set[str] = set()
         self._count = 0
@@ -63,7 +63,7 @@ class Devices(World):
     def _number(self, text: str) -> Any:
         if self.size == 1:
             return 0
-        return RankNumber(index_in(whole_group_of(self.mesh)), text)
+        return RankNumber(index_in(whole_group_of(self._mesh)), text)
 
     @property
     def is_coordinator(self) -> bool:
@@ -77,7 +77,14 @@ class Devices(World):
             return self._number("process_set.rank()")
         places = [ranks.index(r) if r in ranks else -1 for r in range(self.size)]
         text = "process_set.rank()"
-        return RankNumber(from_device_values(list(map(torch.tensor, places)), self.mesh), text)
+        return RankNumber(from_device_values(list(map(torch.tensor, places)), self._mesh), text)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    def on_devices(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to("xla")
 
     # --- collectives -------------------------------------------------------------------------
 
@@ -167,7 +174,7 @@ class Devices(World):
 
     def _frame(self, tensor: XLATensor) -> Frame:
         """The tensor's mesh, which has the devices of the ranks in their order."""
-        own, frame = frame_of(self.mesh), tensor._form.frame
+        own, frame = frame_of(self._mesh), tensor._form.frame
         if frame is None or frame is own:
             return own
         if frame.device_ids != own.device_ids:
@@ -206,7 +213,7 @@ class Devices(World):
                 f"{call.kind} of a value for each rank in a compiled step: shapes that differ by "
                 "rank have no per-device tensor; do it outside of the step"
             )
-        return all_at_once(call, name, self.mesh)
+        return all_at_once(call, name, self._mesh)
 
     # --- the rest ----------------------------------------------------------------------------
 
@@ -231,7 +238,7 @@ class Devices(World):
         )
         if not plain or len({(v.shape, v.dtype) for v in values}) > 1:
             return PerRank(values)
-        return from_device_values(values, self.mesh)
+        return from_device_values(values, self._mesh)
 
     def objects(self, value: Any, process_set: ProcessSet, root: int | None) -> list[Any]:
         ranks = process_set.ranks if root is None else [root]

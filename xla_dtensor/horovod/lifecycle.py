@@ -6,9 +6,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from xla_dtensor.horovod import state
 from xla_dtensor.horovod.devices import Devices
 from xla_dtensor.horovod.process_sets import ProcessSet
+from xla_dtensor.horovod.rank_number import PerRank
 from xla_dtensor.horovod.several import Several
 from xla_dtensor.horovod.world import World
 from xla_dtensor.runtime import distributed
@@ -226,17 +230,42 @@ def is_coordinator() -> bool:
     return state.current().is_coordinator
 
 
-def per_rank(fn: Any) -> Any:
+def mesh() -> DeviceMesh:
+    """The mesh of the ranks' devices, for `xla_dtensor`'s own functions. (Not in Horovod.)
+
+    Returns:
+        a mesh, in the order of the ranks: the current one at `init`, or all devices; of several
+        processes all devices of all.
+
+    Raises:
+        UnsupportedOpError: in a thread of `run`.
+
+    Example::
+
+        import xla_dtensor as xd, xla_dtensor.horovod as hvd
+
+        hvd.init()
+        assert hvd.mesh().size() == hvd.size()
+    """
+    return state.current().mesh
+
+
+def per_rank(fn: Any, device: str | None = None) -> Any:
     """What depends on the rank, made for each rank there is here. (Not in Horovod, where it is
     ``fn(hvd.rank())``.)
 
     Args:
         fn: is called with the number of a rank.
+        device: "xla" for tensors on the rank's device, as a compiled step takes them: where each of
+            several processes has one device, one that varies from process to process.
 
     Returns:
         ``fn(hvd.rank())`` where the rank is a number. In one process that drives all ranks, a
         per-device tensor of the values if they are CPU tensors of one shape and dtype, or numbers;
         else a `PerRank`, the list of them.
+
+    Raises:
+        ValueError: another device.
 
     Example::
 
@@ -247,7 +276,13 @@ def per_rank(fn: Any) -> Any:
         n = hvd.size()
         assert hvd.allgather(rows).shape == (n * (n + 1) // 2,)
     """
-    return state.current().per_rank(fn)
+    world = state.current()
+    value = world.per_rank(fn)
+    if device is None or isinstance(value, PerRank):
+        return value
+    if torch.device(device).type != "xla":
+        raise ValueError(f"per_rank(device={device!r}): give 'xla', or leave it out")
+    return world.on_devices(torch.as_tensor(value))
 
 
 def _register(world: World, given: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -250,6 +250,9 @@ class AveragingOptimizer(Named):
         self._synchronized = False
         return super().step(closure)  # type: ignore[misc]
 
+    # torch's mark of a step that has hooks around it: the wrapped optimizer's has them.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """As the optimizer's.
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import torch
 
+from xla_dtensor.base import thread_state
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import device_form
@@ -55,8 +56,16 @@ def to_array(tensor: torch.Tensor) -> Any:
     Raises:
         UnsupportedOpError: it is neither.
     """
+    if thread_state.current() is not None:
+        raise UnsupportedOpError(
+            "a collective of horovod's in a compiled step, where ranks are threads, or processes "
+            "with several devices each: one program has no way out to the others; compile what is "
+            "around it, or start one process per device, or one process for all devices"
+        )
     if isinstance(tensor, XLATensor):
-        value = read(tensor.detach())
+        value, frame = read(tensor.detach()), tensor._form.frame
+        if frame is not None and frame.one_each:
+            return arrays.own_shard(value).reshape(tensor._form.shape)
         if value.is_fully_addressable and not tensor.varying:
             return arrays.get(value) if len(value.sharding.device_set) > 1 else value
     elif tensor.device.type == "cpu" and not tensor.is_sparse:

@@ -11,12 +11,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from xla_dtensor.base import thread_state
 from xla_dtensor.horovod import exchange
+from xla_dtensor.horovod.devices import Devices
 from xla_dtensor.horovod.fusion import batches, size_of, threshold
 from xla_dtensor.horovod.ranked import Ranked, RankedHandle
 from xla_dtensor.horovod.requests import Response
 from xla_dtensor.horovod.service import Service, incoming, outgoing
 from xla_dtensor.horovod.timeline import timeline
+from xla_dtensor.horovod.world import Call, Handle
+from xla_dtensor.mesh import frame_of
+from xla_dtensor.movement.device_values import from_device_values
 from xla_dtensor.runtime import all_devices, processes, start
 
 _BLOCKED = 2.0  # seconds after which a process says that it waits
@@ -38,6 +46,9 @@ class Several(Ranked):
         self.cross_size, self.cross_rank = len(names), names.index(own)
         first = {device.process_index: device for device in reversed(all_devices())}
         self._devices = [first[i] for i in range(self.size)]
+        self._mesh = DeviceMesh("xla", list(range(len(all_devices()))), mesh_dim_names=("rank",))
+        one_each = frame_of(self._mesh).one_each
+        self._compiled = Devices(self._mesh) if one_each else None
         self._service = Service(self.size, self._generation) if self._rank == 0 else None
         self._handles: dict[str, RankedHandle] = {}
         self._outbox: list[tuple[str, str]] = []
@@ -48,6 +59,31 @@ class Several(Ranked):
     @property
     def local_rank(self) -> int:
         return self._local_rank
+
+    # --- in a compiled step: all processes have the same program --------------------------------
+
+    def start(self, call: Call) -> Handle:
+        if thread_state.current() is not None and self._compiled is not None:
+            return self._compiled.start(call)
+        return super().start(call)
+
+    def poll(self, handle: Handle) -> bool:
+        return not isinstance(handle, RankedHandle) or super().poll(handle)
+
+    def synchronize(self, handle: Handle) -> Any:
+        if not isinstance(handle, RankedHandle):
+            assert self._compiled is not None
+            return self._compiled.synchronize(handle)
+        return super().synchronize(handle)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    def on_devices(self, value: torch.Tensor) -> torch.Tensor:
+        if self._compiled is None:
+            return value.to("xla")
+        return from_device_values([value], self._mesh)
 
     # --- to the others -------------------------------------------------------------------------
 

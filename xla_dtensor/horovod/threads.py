@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from xla_dtensor.base import rng
-from xla_dtensor.errors import HorovodInternalError
+from xla_dtensor.errors import HorovodInternalError, UnsupportedOpError
 from xla_dtensor.horovod import exchange
 from xla_dtensor.horovod.coordinator import Coordinator
 from xla_dtensor.horovod.fusion import Waiting
@@ -174,6 +174,15 @@ class Thread(Ranked):
     @property
     def local_rank(self) -> int:
         return self._rank
+
+    @property
+    def mesh(self) -> NoReturn:
+        raise UnsupportedOpError(
+            "hvd.mesh() in hvd.run: each thread is one rank, with one device; a mesh is a process's"
+        )
+
+    def on_devices(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to("xla")
 
     def send(self, handle: RankedHandle) -> None:
         self._meeting.submit(self._rank, handle)

@@ -96,6 +96,15 @@ class World(ABC):
     def is_coordinator(self) -> bool:
         """Whether the caller is rank 0, or stands for all ranks."""
 
+    @property
+    @abstractmethod
+    def mesh(self) -> Any:
+        """The ranks' devices."""
+
+    @abstractmethod
+    def on_devices(self, value: Any) -> Any:
+        """What `per_rank` has returned, a tensor, on the rank's device."""
+
     @abstractmethod
     def is_root(self, rank: int) -> bool:
         """Whether the caller is this rank, or drives it."""

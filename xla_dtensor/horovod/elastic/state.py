@@ -216,5 +216,11 @@ class TorchState(ObjectState):
             self._keep_states()
         return self._commits
 
+    def close(self) -> None:
+        """Let go of the folder of `keep_in`, when all of it is written."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
 
 _HAVE_STATE = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)
