@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +165,26 @@ def test_a_tensor_that_changes_while_it_waits() -> None:
         return hvd.synchronize(handle)[0].item()
 
     assert hvd.run(train, np=2) == [2.0, 2.0]
+
+
+def test_a_timeline_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
+
+    def train() -> None:
+        hvd.init()
+        hvd.allreduce(torch.ones(1), name="loss")
+        hvd.barrier()
+        hvd.shutdown()
+
+    hvd.run(train, np=2)
+    assert not path.exists()  # the ranks had begun
+    hvd.shutdown()
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="loss")
+    hvd.shutdown()
+    names = {event["name"] for event in json.loads(path.read_text())}
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= names
 
 
 def test_sharded_tensors_and_per_device_ones_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from xla_dtensor.horovod.devices import Devices
 from xla_dtensor.horovod.process_sets import ProcessSet
 from xla_dtensor.horovod.rank_number import PerRank
 from xla_dtensor.horovod.several import Several
+from xla_dtensor.horovod.timeline import VARIABLE, timeline
 from xla_dtensor.horovod.world import World
 from xla_dtensor.runtime import distributed
 
@@ -54,6 +56,9 @@ def init(
         world = state.current_or_none()
         if world is None:
             world = _begin()
+            path = os.environ.get(VARIABLE)
+            if path and world.is_coordinator and not timeline.is_on:
+                timeline.start(path, bool(os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES")))
     if process_sets is not None and process_sets != "dynamic":
         for each in process_sets:
             _register(world, each)
@@ -85,6 +90,8 @@ def shutdown() -> None:
     if world is None:
         return
     world.sets.forget()
+    if world.is_coordinator:
+        timeline.stop()
     if state.of_thread() is not None:
         state.leave_thread()
         return

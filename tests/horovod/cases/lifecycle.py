@@ -11,7 +11,21 @@ import torch
 
 import xla_dtensor as xd
 import xla_dtensor.horovod as hvd
-from tests.horovod.ranks import ALL, APART, alone, case, check, given, raises, same, sets
+from tests.horovod.ranks import (
+    ALL,
+    APART,
+    DEVICES,
+    PROCESSES,
+    alone,
+    case,
+    check,
+    data,
+    everyone,
+    given,
+    raises,
+    same,
+    sets,
+)
 
 
 @case("B", APART)
@@ -197,17 +211,71 @@ def ranks_that_do_something_else():
 
 @case("X", ALL, fast=True)
 def what_is_built():
-    for name in [
-        "mpi_threads_supported",
-        "mpi_enabled",
-        "mpi_built",
-        "gloo_enabled",
-        "gloo_built",
-        "nccl_built",
-        "ddl_built",
-        "ccl_built",
-        "cuda_built",
-        "rocm_built",
-    ]:
-        assert not getattr(hvd, name)()
+    assert not (hvd.mpi_threads_supported() or hvd.mpi_enabled() or hvd.mpi_built())
+    assert not (hvd.gloo_enabled() or hvd.gloo_built() or hvd.nccl_built() or hvd.ddl_built())
+    assert not (hvd.ccl_built() or hvd.cuda_built() or hvd.rocm_built())
     raises(ValueError, lambda: hvd.init(comm=[0, 1]), "ProcessSet")
+
+
+@case("P", fast=True)
+def process_sets_static():
+    """Given to init, on all ranks in the same order."""
+    hvd.shutdown()
+    first, second = hvd.ProcessSet([0]), hvd.ProcessSet([1])
+    hvd.init(process_sets=[first, second])
+    assert (hvd.global_process_set.process_set_id, first.process_set_id) == (0, 1)
+    assert second.process_set_id == 2 and hvd.global_process_set.size() == hvd.size()
+    got = hvd.allreduce(given([3]), op=hvd.Sum, process_set=hvd.global_process_set)
+    check(got, same(everyone([3]).sum(0)))
+    if not alone():
+        assert first.included() == (hvd.rank() == 0)
+    hvd.remove_process_set(second)
+    hvd.remove_process_set(first)
+
+
+@case("X", fast=True)
+def all_asynchronous_forms():
+    size = hvd.size()
+    tensor = given([size])
+    handles = [
+        hvd.allreduce_async_(tensor, op=hvd.Sum),
+        hvd.grouped_allreduce_async([given([2]), given([3])], op=hvd.Max),
+        hvd.alltoall_async(given([size], seed=4)),
+        hvd.alltoall_async(given([size], seed=4), splits=[1] * size),
+    ]
+    assert hvd.synchronize(handles[0]) is tensor
+    check(tensor, same(everyone([size]).sum(0)))
+    for got, shape in zip(hvd.synchronize(handles[1]), ([2], [3]), strict=True):
+        check(got, same(everyone(shape).amax(0)))
+    swapped = everyone([size], seed=4).t()
+    check(hvd.synchronize(handles[2]), lambda r: swapped[r])
+    got, received = hvd.synchronize(handles[3])
+    check(got, lambda r: swapped[r])
+    assert received.tolist() == [1] * size
+    assert hvd.poll(handles[3])
+
+
+@case("X", (DEVICES, PROCESSES), fast=True)
+def tensors_on_the_ranks_devices():
+    """As compiled steps take them."""
+    assert hvd.mesh().size() >= hvd.size()
+    x = hvd.per_rank(lambda rank: data(rank, [4]), device="xla")
+    assert x.device.type == "xla"
+    check(hvd.allreduce(x, op=hvd.Sum), same(everyone([4]).sum(0)))
+    raises(ValueError, lambda: hvd.per_rank(lambda rank: 1.0, device="cpu"), "'xla'")
+
+
+@case("X", fast=True)
+def elastic_state():
+    """What is committed is gone back to; all ranks get rank 0's."""
+    state = hvd.elastic.TorchState(step=1, rank=None if alone() else hvd.rank())
+    state.step = 2
+    state.commit()
+    state.step = 3
+    state.restore()
+    assert state.step == 2
+    state.sync()
+    assert state.rank == (None if alone() else 0)
+    sampler = hvd.elastic.ElasticSampler(range(3 * hvd.size()), shuffle=False)
+    mine = list(sampler)
+    assert len(mine) == (3 * hvd.size() if alone() else 3)
