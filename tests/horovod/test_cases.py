@@ -16,11 +16,25 @@ from tests.horovod.ranks import CASES, DEVICES, PROCESSES, THREADS
 
 RANKS = 4
 
+# Programs for several devices take long to compile: of these cases few are fast.
+FAST_ON_DEVICES = {
+    "all_asynchronous_forms",
+    "broadcast_object",
+    "errors_of_the_optimizer",
+    "horovod_allgather_variable_size",
+    "horovod_allreduce",
+    "horovod_allreduce_grad",
+    "horovod_alltoall_splits_type_error",
+    "horovod_rank",
+    "process_sets_static",
+}
 
-def chosen(where: str, fast: bool = True) -> list[Any]:
+
+def chosen(where: str) -> list[Any]:
     """The cases for one kind of ranks; all but few are slow."""
+    fast = FAST_ON_DEVICES if where == DEVICES else {n for n, c in CASES.items() if c.fast}
     return [
-        pytest.param(name, marks=() if fast and case.fast else pytest.mark.slow)
+        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
         for name, case in CASES.items()
         if where in case.where
     ]
@@ -71,8 +85,8 @@ def test_ranks_are_processes(
 
 def test_some_in_two_processes() -> None:
     some = [
-        "horovod_allreduce_error", "horovod_allgather_variable_size", "horovod_join_allreduce",
-        "ranks_that_wait_for_different_names", "force_allreduce", "broadcast_object",
+        "horovod_allreduce_error", "ranks_that_wait_for_different_names", "force_allreduce",
+        "broadcast_object",
     ]  # fmt: skip
     found = of_processes(2, some)
     assert found == {name: ["ok", "ok"] for name in some}

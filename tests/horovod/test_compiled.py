@@ -162,6 +162,53 @@ def test_what_a_compiled_step_refuses(ranks: DeviceMesh) -> None:
         xd.compile(lambda x: x if hvd.rank() == 0 else -x)(given([2]))
 
 
+def test_a_step_that_cannot_be_compiled_leaves_nothing(ranks: DeviceMesh) -> None:
+    """Its trace had begun reductions; the next one, and eager code, begin anew."""
+    model = network().to("xla")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
+    )
+    broken = True
+
+    def step(x: Any) -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        if broken:
+            raise KeyError("a mistake")
+        optimizer.step()
+
+    with pytest.raises(KeyError):
+        xd.compile(step)(batch(0))
+    broken = False
+    xd.compile(step)(batch(0))
+    broken = True
+    with pytest.raises(KeyError):
+        xd.compile(step)(batch(1))
+    broken = False
+    step(batch(1))
+    compare(model, trained_on_the_host(2))
+
+
+def test_backward_and_step_are_in_one_compiled_step(ranks: DeviceMesh) -> None:
+    model = network().to("xla")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), op=hvd.Sum
+    )
+
+    def backward(x: Any) -> None:
+        model(x).square().mean().backward()
+
+    xd.compile(backward)(batch(0))
+    with pytest.raises(NotImplementedError, match="call both in the same step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(batch(0))
+    with pytest.raises(NotImplementedError, match="both outside"):
+        xd.compile(optimizer.step)()
+    optimizer.step()
+
+
 def test_an_elastic_state_of_a_compiled_step(ranks: DeviceMesh) -> None:
     """A step that has run is gone back behind, and goes on."""
     model = network().to("xla")

@@ -98,6 +98,22 @@ def test_no_threads_are_left() -> None:
     assert threading.active_count() <= before
 
 
+def test_what_xla_cannot_do_is_every_ranks_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    def train() -> str:
+        handle = hvd.allreduce_async(torch.ones(1), name="big")
+        try:
+            hvd.synchronize(handle)
+        except hvd.HorovodInternalError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(exchange, "run", broken)
+    assert hvd.run(train, np=2) == ["allreduce 'big': RuntimeError: RESOURCE_EXHAUSTED"] * 2
+
+
 def test_waiting_operations_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
     original = exchange.run

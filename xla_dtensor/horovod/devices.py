@@ -22,6 +22,7 @@ from xla_dtensor.horovod.process_sets import ProcessSet, ProcessSets
 from xla_dtensor.horovod.rank_number import PerRank, RankNumber
 from xla_dtensor.horovod.requests import Request
 from xla_dtensor.horovod.timeline import timeline
+from xla_dtensor.horovod.where import Where
 from xla_dtensor.horovod.world import Call, Handle, World
 from xla_dtensor.horovod.writing import write
 from xla_dtensor.mesh import Frame, current_mesh, frame_of, root_mesh
@@ -49,7 +50,7 @@ class Devices(World):
         self._mesh = root_mesh(mesh)
         self.size = self.local_size = self._mesh.size()
         self.sets = ProcessSets(self.size)
-        self._waiting: set[str] = set()
+        self._waiting: dict[str, Where] = {}
         self._count = 0
 
     @property
@@ -89,7 +90,8 @@ class Devices(World):
     # --- collectives -------------------------------------------------------------------------
 
     def start(self, call: Call) -> Handle:
-        if call.name is not None and f"{call.kind}.{call.name}" in self._waiting:
+        before = self._waiting.get(f"{call.kind}.{call.name}")
+        if call.name is not None and before is not None and before.is_here():
             raise ValueError(
                 f"{call.kind} {call.name!r}: there is one of this name already, which nobody has "
                 "waited for yet; give each its own name"
@@ -107,14 +109,14 @@ class Devices(World):
             if call.kind == "alltoall":
                 count = len(request.ranks)
                 handle.received = list(request.splits) or [request.shapes[0][0] // count] * count
-        self._waiting.add(handle.name)
+        self._waiting[handle.name] = Where()
         return handle
 
     def poll(self, handle: Handle) -> bool:
         return True
 
     def synchronize(self, handle: Handle) -> Any:
-        self._waiting.discard(handle.name)
+        self._waiting.pop(handle.name, None)
         handle.finished = True
         return handle.results
 

@@ -9,6 +9,7 @@ import torch
 
 from xla_dtensor.horovod.process_sets import global_process_set
 from xla_dtensor.horovod.state import current
+from xla_dtensor.horovod.where import Where
 
 
 def check_names(
@@ -64,6 +65,7 @@ class Named:
         names: by parameter.
         left: by parameter, how many more times backward is to add to its gradient.
         reduced: the parameters that have a hook.
+        where: in which trace, if in one, backward has run last.
     """
 
     param_groups: list[dict[str, Any]]
@@ -73,6 +75,7 @@ class Named:
         """Have the parameters' gradients counted."""
         self.names, self.backward_passes_per_step = names, passes
         self.left = dict.fromkeys(names, passes)
+        self.where = Where()
         self.reduced: list[torch.Tensor] = []
         if current().size == 1 or not self.process_set.included():
             return
@@ -88,6 +91,10 @@ class Named:
         self.left = dict.fromkeys(self.left, passes)
 
     def _count(self, parameter: torch.Tensor) -> None:
+        if not self.where.is_here():
+            if self.where.is_traced:  # of a step that couldn't be traced, or is traced again
+                self.forget()
+            self.where = Where()
         if self.left[parameter] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to "
@@ -96,6 +103,10 @@ class Named:
         self.left[parameter] -= 1
         if self.left[parameter] == 0:
             self.gradient_is_there(parameter)
+
+    def forget(self) -> None:
+        """Begin counting anew."""
+        self.left = dict.fromkeys(self.left, self.backward_passes_per_step)
 
     def gradient_is_there(self, parameter: torch.Tensor) -> None:
         """Backward has added to a gradient as often as it is to."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.horovod.adasum_optimizer import AdasumOptimizer
 from xla_dtensor.horovod.allreduce import (
     allreduce_async_,
@@ -195,6 +196,7 @@ class AveragingOptimizer(Named):
         if not self.process_set.included():
             self._synchronized = True
             return
+        self._check_place()
         self._begin_missing()
         results: dict[int, Any] = {}
         for parameter, (handle, context) in self._handles.items():
@@ -211,6 +213,27 @@ class AveragingOptimizer(Named):
             self.left[parameter] = self.backward_passes_per_step
         self._handles.clear()
         self._synchronized = True
+
+    def _check_place(self) -> None:
+        if not self._handles or self.where.is_here():
+            return
+        if self.where.is_traced:
+            self.forget()
+            raise UnsupportedOpError(
+                "DistributedOptimizer.synchronize() or step() after a backward() traced in "
+                "a compiled step, which averages the gradients there: call both in the same step. "
+                "(If that step couldn't be compiled, what it had begun is forgotten now: run "
+                "backward() again.)"
+            )
+        raise UnsupportedOpError(
+            "DistributedOptimizer.synchronize() or step() in a compiled step, after a backward() "
+            "outside of it: call both in the compiled step, or both outside"
+        )
+
+    def forget(self) -> None:
+        """Begin anew, without what is on its way."""
+        self._handles.clear()
+        super().forget()
 
     def _begin_missing(self) -> None:
         world = current()
@@ -259,6 +282,8 @@ class AveragingOptimizer(Named):
         Raises:
             AssertionError: reductions are on their way.
         """
+        if self._handles and self.where.is_traced and not self.where.is_here():
+            self.forget()
         if self._handles:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "

@@ -100,3 +100,14 @@ class Response:
         key, ranks, requests, error, last = json.loads(text)
         parts = {int(rank): Request.of_text(request) for rank, request in requests.items()}
         return Response(key, tuple(ranks), parts, error, last)
+
+
+def failed(response: Response, error: Exception) -> Response:
+    """A response that couldn't be carried out.
+
+    Args:
+        response: the response.
+        error: what was raised.
+    """
+    title = next(iter(response.requests.values())).title
+    return dataclasses.replace(response, error=f"{title}: {type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from xla_dtensor.horovod import exchange
 from xla_dtensor.horovod.devices import Devices
 from xla_dtensor.horovod.fusion import batches, size_of, threshold
 from xla_dtensor.horovod.ranked import Ranked, RankedHandle
-from xla_dtensor.horovod.requests import Response
+from xla_dtensor.horovod.requests import Response, failed
 from xla_dtensor.horovod.service import Service, incoming, outgoing
 from xla_dtensor.horovod.timeline import timeline
 from xla_dtensor.horovod.world import Call, Handle
@@ -148,7 +148,12 @@ class Several(Ranked):
     def _launch(self, batch: Sequence[Response]) -> None:
         values = [{self._rank: self._value(response)} for response in batch]
         timeline.launch([r.requests[self._rank] for r in batch if self._rank in r.requests])
-        found = exchange.run(batch, values, self._devices)
+        try:
+            found = exchange.run(batch, values, self._devices)
+        except Exception as error:
+            for response in batch:
+                self._deliver(failed(response, error), [])
+            return
         for response, outputs in zip(batch, found, strict=True):
             self._deliver(response, outputs[self._rank])
 

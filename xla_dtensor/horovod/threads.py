@@ -19,7 +19,7 @@ from xla_dtensor.horovod import exchange
 from xla_dtensor.horovod.coordinator import Coordinator
 from xla_dtensor.horovod.fusion import Waiting
 from xla_dtensor.horovod.ranked import Ranked, RankedHandle
-from xla_dtensor.horovod.requests import Response
+from xla_dtensor.horovod.requests import Response, failed
 from xla_dtensor.horovod.timeline import timeline
 
 
@@ -142,7 +142,12 @@ class Meeting:
                 {rank: self._value(response, rank) for rank in response.ranks} for response in batch
             ]
             timeline.launch([r for response in batch for r in response.requests.values()])
-            found = exchange.run(batch, values, self.devices)
+            try:
+                found = exchange.run(batch, values, self.devices)
+            except Exception as error:  # all ranks get it
+                for response in batch:
+                    self._deliver(failed(response, error), {})
+                continue
             for response, outputs in zip(batch, found, strict=True):
                 self._deliver(response, outputs)
 

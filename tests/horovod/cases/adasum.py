@@ -64,7 +64,7 @@ def parallel():
     torch.testing.assert_close(expected, random(7))
 
 
-@case("A", fast=True)
+@case("A")
 def stability():
     """Of very small and very large ones, and of zeros."""
     for factor in (1e-25, 1e15):
@@ -79,7 +79,7 @@ def stability_2():
     agrees(lambda rank: random(rank) * 10.0 ** (-3 * rank), torch.float32, 1e-6)
 
 
-@case("G", fast=True)
+@case("G")
 def delta_optimizer():
     """Each rank steps by its own gradient, and Adasum combines what changes."""
     torch.manual_seed(3)

@@ -72,7 +72,7 @@ def horovod_allreduce_product():
     reduced(hvd.Product, PAIRS[3:])
 
 
-@case("V", fast=True)
+@case("V")
 def horovod_allreduce_inplace():
     for dtype, dims in PAIRS:
         shape = [EDGE] * dims
@@ -328,7 +328,7 @@ def horovod_grouped_allreduce_grad_process_sets():
     pair.remove()
 
 
-@case("V", fast=True)
+@case("V")
 def compression_fp16():
     for compression, dtype in ((hvd.Compression.fp16, torch.float16),
                                (hvd.Compression.bf16, torch.bfloat16)):  # fmt: skip

@@ -36,7 +36,7 @@ def sent(rank, to, rest, dtype, seed=0, ranks=None):
     return whole[sum(splits[:at]) : sum(splits[: at + 1])]
 
 
-@case("R", fast=True)
+@case("R")
 def horovod_alltoall():
     ranks = range(hvd.size())
     for dtype, dims in PAIRS:

@@ -23,7 +23,7 @@ from tests.horovod.ranks import (
 )
 
 
-@case("V", fast=True)
+@case("V")
 def horovod_broadcast():
     for i, (dtype, dims) in enumerate((*PAIRS, (torch.bool, 1))):
         root = i % hvd.size()

@@ -106,7 +106,7 @@ def trained(make=sgd, steps=3, passes=1, clip=None, factor=None, **options):
     return model, optimizer
 
 
-@case("X", fast=True)
+@case("X")
 def gradients_are_averaged():
     model, optimizer = trained()
     assert isinstance(optimizer, torch.optim.SGD)
@@ -357,7 +357,7 @@ def differs_by_rank(model):
             p.mul_(1 + hvd.rank() * 0.5)
 
 
-@case("D", fast=True)
+@case("D")
 def broadcast_state():
     for name in list(OPTIMIZERS)[: 3 if alone() else None]:
         state_of(name)
@@ -470,7 +470,7 @@ def model_parallelism():
     reference.compare(model)
 
 
-@case("G", fast=True)
+@case("G")
 def horovod_sync_batch_norm():
     size = hvd.size()
     for shape in ([4, 3], [4, 3, 5], [2, 3, 4, 4]):

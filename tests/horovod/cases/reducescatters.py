@@ -52,7 +52,7 @@ def scattered(op, factors=(1.0, 1.0), many=False):
             check(got, lambda r, w=whole: part(w, r), rtol=1e-3)
 
 
-@case("V", fast=True)
+@case("V")
 def horovod_reducescatter():
     scattered(hvd.Sum)
     for op in (hvd.Min, hvd.Max):
