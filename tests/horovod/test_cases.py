@@ -92,10 +92,23 @@ def test_some_in_two_processes() -> None:
     assert found == {name: ["ok", "ok"] for name in some}
 
 
-def of_processes(count: int, names: list[str]) -> dict[str, list[str]]:
+@pytest.mark.slow
+def test_processes_of_two_devices() -> None:
+    """The first of them has the process's values."""
+    some = [
+        "horovod_allgather_variable_size", "horovod_alltoall", "horovod_allreduce_process_sets",
+        "gradients_are_averaged", "model_parallelism", "broadcast_state_gpu", "horovod_rank",
+        "tensors_on_the_ranks_devices",
+    ]  # fmt: skip
+    found = of_processes(2, some, JAX_NUM_CPU_DEVICES="2")
+    assert found == {name: ["ok", "ok"] for name in some}
+
+
+def of_processes(count: int, names: list[str], **variables: str) -> dict[str, list[str]]:
     """How cases went, all in one launch: by name what each process says."""
     command = ["-m", "tests.horovod.programs.cases", *names]
-    results = launch.run(command, count, 120 + 60 * count, {"JAX_PLATFORMS": "cpu"})
+    variables = {"JAX_PLATFORMS": "cpu", **variables}
+    results = launch.run(command, count, 120 + 60 * count, variables)
     found: dict[str, list[str]] = {}
     for result in results:
         assert result.code == 0, result.output
