@@ -28,7 +28,7 @@ test: env ## all tests but the slow ones (ten minutes on two quiet cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
 
 test-slow: env ## the slow tests
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
 
 AUDITED := tests/compilation $(shell grep -rl 'xd\.compile' tests --include='test_*.py' | grep -v '^tests/compilation')
 test-audit: env ## the tests of compiled steps, each call audited (about eight minutes)

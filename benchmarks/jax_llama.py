@@ -106,7 +106,8 @@ def loss_fn(params: Params, tokens_BS: Array, targets_BS: Array, config: Config)
 
 def clip_by_global_norm(grads: Params, max_norm: float) -> Params:
     """torch.nn.utils.clip_grad_norm_."""
-    norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in grads.values()))
+    # Not vdot: it flattens, and XLA gathers each sharded gradient for that.
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads.values()))
     factor = jnp.minimum(1.0, max_norm / (norm + 1e-6))
     return {name: grad * factor for name, grad in grads.items()}
 

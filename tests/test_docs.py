@@ -43,7 +43,7 @@ def blocks(page: str) -> list[str]:
             "seeing_layouts.md",
             2,
             [
-                "step: 17 operations on (dp=2, tp=4), 896 B moved per device",
+                "step: 16 operations on (dp=2, tp=4), 896 B moved per device",
                 "[dp, None; sum over tp] -> [dp, None]            all-reduce over tp, 384 B",
             ],
         ),

@@ -82,7 +82,8 @@ def open_checkpoints(options: argparse.Namespace, objects: dict[str, Any]) -> An
     """
     import xla_dtensor as xd
 
-    if not options.resume and options.checkpoints.exists():
+    is_first = xd.distributed.process_index() == 0
+    if not options.resume and options.checkpoints.exists() and is_first:
         print(f"removing the checkpoints of an earlier run in {options.checkpoints}")
         shutil.rmtree(options.checkpoints)
     return xd.checkpoint.CheckpointManager(
@@ -134,13 +135,14 @@ def main(argv: list[str] | None = None) -> list[float]:
     losses: list[float] = []
     log = {"losses": losses}
     manager, begun = None, 0
-    if not options.reference and processes == 1:
+    if not options.reference:
         objects = {"model": model, "optimizer": optimizer, "schedule": schedule}
         manager = open_checkpoints(options, objects | {"batches": batches, "log": log})
         if options.resume:
             begun = manager.restore()
             losses = log["losses"]
-            print(f"going on after step {begun}")
+            if is_first:
+                print(f"going on after step {begun}")
 
     seconds: list[float] = []
     progress = tqdm(
@@ -165,7 +167,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         if manager is not None and manager.after_step(done + 1):
             progress.close()
             manager.close()
-            print(f"stopped by {manager.stopped_by} after step {done + 1}; --resume goes on")
+            if is_first:
+                print(f"stopped by {manager.stopped_by} after step {done + 1}; --resume goes on")
             return losses
 
     if manager is not None:
@@ -174,7 +177,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         manager.close()
         if options.export:
             files = xd.checkpoint.save_safetensors(model, options.export)
-            print(f"weights in {', '.join(map(str, files))}")
+            if is_first:
+                print(f"weights in {', '.join(map(str, files))}")
 
     with torch.no_grad():
         validate = compiled(lambda tokens, targets: next_token_loss(model(tokens), targets))

@@ -214,6 +214,7 @@ def test_a_model_given_as_an_argument_goes(mesh_2x4: DeviceMesh) -> None:
     assert [alive(m) > 0 for m in memory] == [False, False, False, True]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("as_argument", [True, False])
 def test_programs_of_models_in_use_stay(mesh_2x4: DeviceMesh, as_argument: bool) -> None:
     models = [model_on(mesh_2x4) for _ in range(3)]

@@ -8,6 +8,7 @@ import gc
 import io
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -542,6 +543,21 @@ def test_a_long_chain_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(len(lazy._threads.batch))
     assert 30 < max(counts) < 44
     assert x.shape == (52,)
+
+
+def test_inputs_are_held_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits keeps its inputs alive, also those that the program has let go."""
+    size = 40 * 1000
+    monkeypatch.setattr(lazy, "HELD", 10 * size)
+    sums, held = [], []
+    for i in range(50):
+        x = torch.full((10, 1000), float(i)).to("xla")
+        storage = weakref.ref(x._storage_.array)
+        sums.append(x.sum())
+        del x
+        held = [array for array in [*held, storage] if array() is not None]
+        assert len(held) <= 12
+    assert torch.stack(sums).cpu().tolist() == [10_000.0 * i for i in range(50)]
 
 
 def test_large_tensors_of_one_device_stay_there(mesh_2x4: DeviceMesh) -> None:

@@ -114,3 +114,14 @@ def test_after_ctrl_c_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert status == 0 and f"going on after step {len(GOLDEN['losses'])}" in printed, printed
     status, printed = run(tmp_path)
     assert status == 0 and "removing the checkpoints of an earlier run" in printed, printed
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_where_one_stopped(tmp_path: Path) -> None:
+    """With the losses of the run that nobody stopped."""
+    assert run(tmp_path, "--save-every", "100", stop_after="loss ")[0] == 0
+    options = "--resume", "--export", str(tmp_path / "w")
+    losses, printed = losses_of(tmp_path, *GOLDEN["args"], *options, processes=2)
+    assert printed.count("going on after step") == 1, printed
+    assert losses == pytest.approx(GOLDEN["losses"], abs=1e-3)
+    assert (tmp_path / "w" / "model.safetensors").stat().st_size > 10_000

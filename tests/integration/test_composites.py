@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.parallel.harness import full
+import xla_dtensor as xd
+from tests.parallel.harness import collectives, full
 
 pytestmark = pytest.mark.filterwarnings(  # torch's own, when it first differentiates forward
     "ignore:.torch.jit.script. is deprecated",
@@ -167,3 +168,22 @@ def test_a_weight_that_has_not_moved_is_not_kept_alive() -> None:
     assert storage() is not None
     del out
     assert storage() is None
+
+
+def test_a_weight_is_gathered_once_for_both_passes() -> None:
+    """Were the gradient taken with the transposed weight, XLA would gather that one, too."""
+    mesh8 = xd.init_device_mesh("xla", (8,))
+    values = [0.1 * torch.randn(s) for s in ((16, 4, 24), (40, 24), (8, 40))]
+    leaves = [distribute_tensor(v, mesh8, [Shard(0)]).requires_grad_() for v in values]
+
+    def run(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> list[torch.Tensor]:
+        F.linear(F.linear(x, up).relu(), down).pow(2).sum().backward()
+        return [x.grad, up.grad, down.grad]  # type: ignore[list-item]
+
+    step = xd.compile(run)
+    found = step(*leaves)
+    expected = run(*(v.clone().requires_grad_() for v in values))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(full(other), one, rtol=1e-4, atol=1e-4)
+    gathered = collectives(step)["all-gather"]
+    assert (gathered[40 * 24], gathered[8 * 40]) == (1, 1)

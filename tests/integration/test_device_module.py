@@ -235,6 +235,7 @@ USES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("use", USES)
 def test_workers_that_use_the_device_raise_and_do_not_hang(use):
     loader = DataLoader(OnDevice(USES[use]), batch_size=4, num_workers=1, timeout=60)

@@ -159,3 +159,15 @@ def test_xlas_own_warnings(level: str | None) -> None:
     result = run(code, JAX_NUM_CPU_DEVICES="8", JAX_ENABLE_COMPILATION_CACHE="0", **env)
     assert result.stdout.strip() == "25.0"
     assert ("full rematerialization" in result.stderr) is (level is not None)
+
+
+def test_a_rule_by_an_ops_name_before_the_first_mesh() -> None:
+    """Where an op is defined there is no mesh yet."""
+    code = (
+        "import torch, xla_dtensor as xd\n"
+        "torch.library.define('mylib::f', '(Tensor x) -> Tensor')\n"
+        "for rule in ('relu', 'aten::relu', 'elementwise_unary'):\n"
+        "    xd.register_rule('mylib::f', rule, override=True)\n"
+        "print(any('mylib::f' in str(rule) for rule in xd.debug.rules()))"
+    )
+    assert output(code) == "True"

@@ -46,6 +46,7 @@ from tests.parallel.harness import (
 # --- accumulation, factors, precision -------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_accumulation(switch: str) -> None:
     model, root, dims = sharded("hsdp")

@@ -18,20 +18,31 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from xla_dtensor.checkpoint.metadata import inside
 from xla_dtensor.checkpoint.reading import FileSystemReader, LoadPlannerOfPlainData, plain_data
+from xla_dtensor.checkpoint.together import OwnParts, Together
 from xla_dtensor.checkpoint.writing import FileSystemWriter
 from xla_dtensor.errors import CheckpointError
+from xla_dtensor.runtime import processes
 
 # Not ``dcp.save`` and ``load``, which warn where there is no process group.
 
 
-def save_state(folder: Path, state: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Write a state; returns per file its size and CRC-32.
+def save_state(
+    folder: Path, state: Mapping[str, Any], together: Together | None = None
+) -> dict[str, tuple[int, int]]:
+    """Write a state; returns per file its size and CRC-32, in process 0.
+
+    Args:
+        folder: the same one in all processes.
+        together: the processes that save it; by default this one alone, or torch's.
 
     Raises:
-        CheckpointError: a file can't be written.
+        CheckpointError: a file can't be written, or another process has failed.
     """
     writer = FileSystemWriter(folder)
-    _save_state_dict(dict(state), writer, no_dist=not _has_processes())
+    if together is None or not processes.several():
+        _save_state_dict(dict(state), writer, no_dist=not _has_processes())
+    else:
+        _save_state_dict(dict(state), writer, together, planner=OwnParts())
     return writer.files
 
 
@@ -52,6 +63,15 @@ def load_state(folder: Path, targets: dict[str, torch.Tensor]) -> None:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of all entries.
+
+    Raises:
+        CheckpointError: the metadata can't be read, or contradicts the files.
+    """
+    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def read_entry(folder: Path, name: str) -> Any:
@@ -101,6 +121,6 @@ def described(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 
 def _has_processes() -> bool:
-    """Whether torch has processes that save together."""
+    """Whether torch has processes that save together, not JAX."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized()

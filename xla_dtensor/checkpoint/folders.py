@@ -19,6 +19,7 @@ from typing import Any
 
 from xla_dtensor.checkpoint.manifest import sync_folder
 from xla_dtensor.errors import CheckpointError
+from xla_dtensor.runtime import agreement, processes
 
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED, _REMOVED = ".unfinished-", ".removed-"
@@ -53,6 +54,22 @@ class Folder:
                 step, attempt = match.groups()
                 found.append((int(step), int(attempt or 0), self.path / name))
         return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+    def check_same_in_all(self) -> None:
+        """Raise if the processes don't all see the same folder.
+
+        Raises:
+            CheckpointError: they don't.
+        """
+        own = ", ".join(path.name for _, path in self.steps()) or "no checkpoint"
+        found = agreement.texts_of_all("looks for checkpoints", own)
+        for index, text in enumerate(found):
+            if text != found[0]:
+                raise CheckpointError(
+                    f"{self.path} isn't the same folder in all processes: {processes.known(0)} "
+                    f"sees {found[0]}, {processes.known(index)} sees {text}; give a folder on a "
+                    "file system that their hosts share"
+                )
 
     @contextlib.contextmanager
     def adding(self, step: int) -> Iterator[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import itertools
 import logging
 import os
 import platform
@@ -17,18 +18,26 @@ from typing import Any
 import jax
 import torch
 
-from xla_dtensor.checkpoint.contents import described, load_state, read_saved, save_state
+from xla_dtensor.checkpoint.contents import (
+    described,
+    load_state,
+    names_in,
+    read_saved,
+    save_state,
+)
 from xla_dtensor.checkpoint.folders import Folder
 from xla_dtensor.checkpoint.manifest import Manifest, read_manifest, verify
 from xla_dtensor.checkpoint.random_state import random_state, set_random_state
 from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
 from xla_dtensor.checkpoint.stopping import Stopping
 from xla_dtensor.checkpoint.tensor_kinds import Kind, text_of
-from xla_dtensor.errors import CheckpointError, UnsupportedOpError
+from xla_dtensor.checkpoint.together import RANDOM, Decisions, Together
+from xla_dtensor.errors import CheckpointError
+from xla_dtensor.runtime import agreement, processes
 
 _log = logging.getLogger("xla_dtensor.checkpoint")
 
-_RANDOM = "random"
+_numbers = itertools.count()  # of managers: the same in all processes
 
 
 class CheckpointManager:
@@ -37,6 +46,11 @@ class CheckpointManager:
     Each checkpoint has a folder of its own, which gets its name when all of it is on the disk: a
     run may be killed at any instant. It is in the format of ``torch.distributed.checkpoint``, with
     a manifest of checksums, and loads onto any mesh.
+
+    Several processes make a manager each, of the same folder and the same objects, and call the
+    same methods: each writes and reads what its devices hold. Values that are no xla tensors are
+    process 0's, but random state is each process's own. They save and stop after the same step, on
+    a signal to any of them.
 
     Args:
         folder: where the checkpoints are; one run saves there at a time.
@@ -52,8 +66,6 @@ class CheckpointManager:
         signals: save and stop when one of them comes: `after_step` returns True. By default
             SIGTERM, which clusters send before they take a machine back.
         deadline: save and stop in time before it: seconds from now, or a ``datetime``.
-        own: whether the objects are this process's own, where there are several: then it alone
-            saves them, and others don't.
 
     Attributes:
         skipped: per checkpoint that `restore` has found damaged its folder, and why.
@@ -95,25 +107,27 @@ class CheckpointManager:
         asynchronous: bool = True,
         signals: Sequence[int] = (signal.SIGTERM,),
         deadline: float | datetime.datetime | None = None,
-        own: bool = False,
     ) -> None:
         numbers = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
         for name, number in numbers.items():
             if number is not None and number < 1:
                 raise ValueError(f"CheckpointManager({name}={number}): give 1 or more, or None")
-        if _RANDOM in objects:
-            raise ValueError(f"CheckpointManager: the name {_RANDOM!r} is taken")
+        if RANDOM in objects:
+            raise ValueError(f"CheckpointManager: the name {RANDOM!r} is taken")
         self._folder = Folder(Path(folder))
         self._states = States(objects)
         self._every, self._every_seconds = every, every_seconds
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._asynchronous, self._own = asynchronous, own
+        self._asynchronous = asynchronous
         self._stopping = Stopping(signals, deadline)
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._saved_step: int | None = None
         self._saved_at = self._step_at = time.monotonic()
         self._longest_step = self._longest_save = 0.0
+        self._number, self._saves = next(_numbers), itertools.count()
+        self._before = Together(f"{self._number}/none")
+        self._decisions = Decisions()
         self.skipped: list[tuple[Path, str]] = []
         self.stopped_by: str | None = None
 
@@ -145,14 +159,13 @@ class CheckpointManager:
         """
         self.wait()
         self.skipped = []
+        self._folder.check_same_in_all()
         found = [c for c in self._folder.steps() if step in (None, c[0])]
         for _, path in found:
-            try:
-                manifest = read_manifest(path)
-                verify(path, manifest)
-            except CheckpointError as error:
-                _log.warning("the checkpoint %s is passed over: %s", path, error)
-                self.skipped.append((path, str(error)))
+            manifest, damage = self._verified(path)
+            if manifest is None:
+                _log.warning("the checkpoint %s is passed over: %s", path, damage)
+                self.skipped.append((path, damage))
                 continue
             self._load(path)
             self._saved_step = manifest.step
@@ -166,9 +179,24 @@ class CheckpointManager:
             raise CheckpointError(f"{self._folder.path}: no checkpoint of step {step}")
         return 0
 
+    def _verified(self, path: Path) -> tuple[Manifest | None, str]:
+        """The manifest of a checkpoint that isn't damaged, or what is; of several processes each
+        reads a part of the files."""
+        manifest, damage = None, ""
+        try:
+            manifest = read_manifest(path)
+            verify(path, manifest, part=(processes.index(), processes.count()))
+        except CheckpointError as error:
+            damage = str(error)
+        found = agreement.texts_of_all(f"verifies the checkpoint {path.name}", damage)
+        damage = next(filter(None, found), "")
+        return (None if damage else manifest), damage
+
     def _load(self, path: Path) -> None:
         structure = read_saved(path, STRUCTURE)
-        random = read_saved(path, f"{_RANDOM}.{jax.process_index()}")
+        # There may have been fewer processes when it was saved.
+        own = f"{RANDOM}.{processes.index()}"
+        random = read_saved(path, own if own in names_in(path) else f"{RANDOM}.0")
         states, targets = self._states.targets(structure, described(path))
         load_state(path, targets)
         self._states.restore(states)
@@ -182,21 +210,19 @@ class CheckpointManager:
             step: how many steps have been done.
 
         Raises:
-            UnsupportedOpError: in several processes; a tensor has reductions pending.
+            UnsupportedOpError: a tensor has reductions pending.
             CheckpointError: this checkpoint, or the one before it, can't be written: the disk is
-                full, the folder read-only, another run saves there. Earlier checkpoints stay.
+                full, the folder read-only, another run saves there, another process can't write
+                its part. Earlier checkpoints stay.
+            DivergenceError: another process does something else.
         """
-        if jax.process_count() > 1 and not self._own:
-            raise UnsupportedOpError(
-                "CheckpointManager in several processes: not yet; torch.distributed.checkpoint's "
-                "save, with a process group of torch's, has each process write what it holds"
-            )
+        agreement.agree(f"saves a checkpoint of step {step}")
         self.wait()
         begin = time.monotonic()
         state, kinds = self._states.captured()
         random = io.BytesIO()
         torch.save(random_state(), random)
-        state[_RANDOM] = {str(jax.process_index()): random.getvalue()}
+        state[RANDOM] = {str(processes.index()): random.getvalue()}
         if self._asynchronous:
             state = snapshot(state)
             if self._thread is None:
@@ -209,12 +235,33 @@ class CheckpointManager:
     def _write(
         self, step: int, state: dict[str, Any], kinds: dict[str, Kind], begin: float
     ) -> None:
-        with self._folder.adding(step) as path:
-            files = save_state(path, state)
+        together = Together(f"{self._number}/{next(self._saves)}-{step}")
+        with together.telling():
+            if together.first:
+                self._add(together, step, state, kinds)
+            else:
+                path = together.share("folder")
+                if not path.is_dir():
+                    raise CheckpointError(
+                        f"{path}: process 0 has made this folder, and it isn't there; all "
+                        "processes need the same folder, on a file system that their hosts share"
+                    )
+                save_state(path, state, together)
+                together.share("added")
+        self._longest_save = max(self._longest_save, time.monotonic() - begin)
+        self._before.forget()  # all have come further than that
+        self._before = together
+
+    def _add(
+        self, together: Together, step: int, state: dict[str, Any], kinds: dict[str, Kind]
+    ) -> None:
+        with self._folder.adding(step) as path, together.telling():
+            together.share("folder", path)
+            files = save_state(path, state, together)
             tensors = {name: text_of(kind) for name, kind in kinds.items()}
             Manifest(step, files, tensors, _about()).write(path)
-        self._longest_save = max(self._longest_save, time.monotonic() - begin)
         self._remove_old()
+        together.share("added")
 
     def _remove_old(self) -> None:
         """The one just written is whole, so older ones may go. Damaged ones don't count."""
@@ -265,6 +312,7 @@ class CheckpointManager:
         due = self._every is not None and step % self._every == 0
         if self._every_seconds is not None and now - self._saved_at >= self._every_seconds:
             due = True
+        due, reason = self._decisions.take(due, reason)
         if reason is not None:
             try:
                 self.wait()

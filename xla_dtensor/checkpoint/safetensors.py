@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.tensor import DTensor
 
 from xla_dtensor.checkpoint.records import Part, StoredTensor, read_parts
 from xla_dtensor.checkpoint.safetensors_format import files_of, read_header, write_files
 from xla_dtensor.checkpoint.shards import Landing, check_whole, host_value, own_chunks
 from xla_dtensor.checkpoint.states import memory_of
+from xla_dtensor.checkpoint.together import Together
 from xla_dtensor.errors import CheckpointError, UnsupportedOpError
+from xla_dtensor.runtime import agreement, processes
 from xla_dtensor.tensors.of_form import Ours
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
+_saves = itertools.count()  # the same in all processes
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -156,7 +160,8 @@ def save_safetensors(
 ) -> list[Path]:
     """Write a model's weights as ``transformers`` reads them: ``model.safetensors``, or several
     files with an index. One tensor at a time is gathered, in the memory of the host. Tied weights
-    are written once, under their first name.
+    are written once, under their first name. Of several processes, which all have to call this,
+    process 0 writes, and each device holds one whole tensor at a time.
 
     Args:
         model: a module, or its state dict.
@@ -172,7 +177,7 @@ def save_safetensors(
     Raises:
         CheckpointError: a file can't be written.
         TypeError: a value is no tensor, or of a dtype that the format doesn't have.
-        UnsupportedOpError: a tensor has pending reductions or varies, or several processes have it.
+        UnsupportedOpError: a tensor has pending reductions, or varies.
         ValueError: ``max_shard_size`` is no size, or two tensors get one name.
 
     Example::
@@ -186,11 +191,6 @@ def save_safetensors(
             size = file.stat().st_size
         assert 2 * 40 < size < 2 * 40 + 300
     """
-    if jax.process_count() > 1:
-        raise UnsupportedOpError(
-            "save_safetensors in several processes: save with CheckpointManager or dcp.save, and "
-            "convert: python -m xla_dtensor.checkpoint convert"
-        )
     state = model
     if isinstance(model, nn.Module):
         state = torch_state_dict.get_model_state_dict(model)
@@ -221,13 +221,49 @@ def save_safetensors(
     def dtype_of(value: torch.Tensor) -> torch.dtype:
         return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
-    return write_files(
-        Path(folder),
-        {name: (dtype_of(value), tuple(value.shape)) for name, value in sources.items()},
-        lambda name: whole_value(sources[name]).to(dtype_of(sources[name])),
-        bytes_of_size(max_shard_size),
-        {"format": "pt"} | dict(metadata or {}),
-    )
+    most_bytes = bytes_of_size(max_shard_size)
+
+    def write(value_of: Callable[[str], torch.Tensor]) -> list[Path]:
+        return write_files(
+            Path(folder),
+            {name: (dtype_of(value), tuple(value.shape)) for name, value in sources.items()},
+            lambda name: value_of(name).to(dtype_of(sources[name])),
+            most_bytes,
+            {"format": "pt"} | dict(metadata or {}),
+        )
+
+    if not processes.several():
+        return write(lambda name: whole_value(sources[name]))
+    return _written_by_first(write, sources)
+
+
+def _written_by_first(
+    write: Callable[[Callable[[str], torch.Tensor]], list[Path]],
+    sources: Mapping[str, torch.Tensor],
+) -> list[Path]:
+    """Let process 0 write what all processes gather, in the order in which it asks for it."""
+    together = Together(f"safetensors/{next(_saves)}")
+    turns = itertools.count()
+    with together.telling():
+        if together.first:
+
+            def gathered(name: str) -> torch.Tensor:
+                together.share(f"turn/{next(turns)}", name)
+                return _gathered(sources[name]).cpu()
+
+            paths = write(gathered)
+            together.share(f"turn/{next(turns)}", paths)
+        else:
+            while isinstance(paths := together.share(f"turn/{next(turns)}"), str):
+                _gathered(sources[paths])
+    agreement.meet("has saved safetensors")
+    together.forget()
+    return paths
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor on each device; the others do the same."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_value(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Eager operations are written down and launched together: when a value is read, at the end of a
-backward pass, or when there are enough of them.
+backward pass, or when there are enough of them, or of the bytes that they hold.
 
 Each thread has a batch of its own. What a program does again and again should be one executable
 that is found again, and a deep model's layers one that all of them share. So a batch ends where a
@@ -62,6 +62,7 @@ MANY = 512  # likewise, if it leaves more than a few values behind, each of whic
 MOST = 2048  # operations in a batch
 ALIKE = 16  # operations in a row that must have come before for it to be a round
 LARGE = 2**14  # elements
+HELD = 2**31  # bytes of inputs, which live until the batch is launched
 
 
 def _from_environment() -> bool:
@@ -92,11 +93,19 @@ class Lazy(Batch):
         self._rounds = Rounds()
         self._alone: list[Any] = []  # the values, where the entries were run one by one
         self._is_large = False  # whether it has a large result on the default device
+        self._held = 0  # bytes of the inputs
 
     def _write_down(self, entry: Entry) -> list[Pending]:
         self._rounds.add(entry.operation)
         self._lines.append(here())
         return super()._write_down(entry)
+
+    def _array(self, array: Any) -> int:
+        before = len(self._arrays)
+        code = super()._array(array)
+        if len(self._arrays) > before:
+            self._held += array.nbytes
+        return code
 
     def convert(self, tensor: Any, conversion: Conversion, form: Form) -> Any:
         """Write down a conversion of a tensor to another ``form``: what its result will be."""
@@ -107,7 +116,9 @@ class Lazy(Batch):
 
     def cut(self) -> None:
         """Launch what is written down if it is time; all results are in their storages."""
-        if self._rounds.complete(self._leaves_little):
+        if self._held > HELD:
+            self.run()
+        elif self._rounds.complete(self._leaves_little):
             following = self._rounds.following
             self.run()
             self._rounds.following = following

@@ -23,13 +23,32 @@ _HELPERS = "torch.distributed.checkpoint.state_dict"
 def install() -> None:
     """Take over where torch's calls begin, when they are imported."""
     on_import(_SAVER, _install_saving)
-    on_import(_LOADER, lambda module: take_over(module._load_state_dict, _load))
+    on_import(_LOADER, _install_loading)
     on_import(_HELPERS, lambda module: take_over(module._verify_options, _verify_options))
 
 
 def _install_saving(module: Any) -> None:
     take_over(module._save_state_dict, _save)
     take_over(inspect.unwrap(module.async_save), _async_save)
+    module._DistWrapper = _wrapper(module._DistWrapper)
+
+
+def _install_loading(module: Any) -> None:
+    take_over(module._load_state_dict, _load)
+    module._DistWrapper = _wrapper(module._DistWrapper)
+
+
+def _wrapper(original: Any) -> Any:
+    """torch's way to ask a process group for something, or ours where there is none."""
+
+    def made(group: Any, *args: Any) -> Any:
+        from xla_dtensor.checkpoint import together
+
+        if isinstance(group, together.Together):
+            return together.Collectives(group)
+        return original(group, *args)
+
+    return made
 
 
 def _bound(original: Any, args: Any, kwargs: Any) -> Any:
@@ -40,6 +59,7 @@ def _save(original: Any, args: Any, kwargs: Any) -> Any:
     from xla_dtensor.checkpoint import stand_ins, writing
 
     given = _bound(original, args, kwargs)
+    _have_processes(given, "storage_writer")
     state = given.arguments["state_dict"]
     if stand_ins.has_ours(state):
         storage = given.arguments["storage_writer"]
@@ -50,6 +70,20 @@ def _save(original: Any, args: Any, kwargs: Any) -> Any:
         if writing.Writing.serves(storage):
             given.arguments["storage_writer"] = writing.Writing(storage)
     return _run(original, given)
+
+
+def _have_processes(given: Any, storage: str) -> None:
+    """Let all processes save or load together, though torch knows of no others."""
+    from torch import distributed
+
+    from xla_dtensor.checkpoint import together
+    from xla_dtensor.runtime import processes
+
+    asked = given.arguments.get("process_group"), distributed.is_initialized()
+    if processes.several() and not any(asked):
+        place = getattr(given.arguments[storage], "checkpoint_id", "")
+        given.arguments["process_group"] = together.of_call(storage, str(place))
+        given.arguments["no_dist"] = False
 
 
 def _safetensors() -> Any:
@@ -77,9 +111,10 @@ def _load(original: Any, args: Any, kwargs: Any) -> Any:
     from xla_dtensor.checkpoint import stand_ins
 
     given = _bound(original, args, kwargs)
+    _have_processes(given, "storage_reader")
     state = given.arguments["state_dict"]
     if not stand_ins.has_ours(state):
-        return original(*args, **kwargs)
+        return original(*given.args, **given.kwargs)
     from xla_dtensor.checkpoint import loading
 
     with loading.Loading(state, given.arguments) as load:
@@ -90,17 +125,22 @@ def _run(original: Any, given: Any, error_of: Any = None) -> Any:
     """torch's call; errors of ours as they are, where torch has made one of many ranks of them."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from xla_dtensor.errors import XlaDTensorError
+    from xla_dtensor.errors import CheckpointError, XlaDTensorError
+    from xla_dtensor.runtime import processes
 
     try:
         return original(*given.args, **given.kwargs)
     except CheckpointException as error:
-        causes = [failure[0] for failure in error.failures.values()]
-        if error_of is not None:
-            causes.insert(0, error_of())
-        for cause in causes:
+        causes = {rank: failure[0] for rank, failure in error.failures.items()}
+        own = None if error_of is None else error_of()
+        for cause in (own, causes.pop(processes.index(), None)):
             if isinstance(cause, XlaDTensorError | KeyboardInterrupt | SystemExit):
                 raise cause from error
+        for rank, cause in causes.items():
+            if isinstance(cause, XlaDTensorError):
+                if not processes.several():  # of another process of torch's
+                    raise cause from error
+                raise CheckpointError(f"{processes.known(rank)}: {cause}") from error
         raise
 
 

@@ -29,6 +29,8 @@ def install() -> None:
     own = torch.library.Library("xla_dtensor", "DEF")
     own.define("linear_weight_grad(Tensor grad_out, Tensor input) -> Tensor")
     own.impl("linear_weight_grad", _linear_weight_grad_meta, "Meta")
+    own.define("linear_input_grad(Tensor grad_out, Tensor weight) -> Tensor")
+    own.impl("linear_input_grad", _linear_input_grad_meta, "Meta")
     own.define(
         "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
         "Tensor? attn_mask, bool is_causal, float? scale, bool enable_gqa) "
@@ -51,6 +53,10 @@ def _count_flops(module: Any) -> None:
     @module.register_flop_formula(ops.linear_weight_grad)
     def of_weight_grad(grad_out: Any, input: Any, *_: Any, **__: Any) -> int:
         return 2 * math.prod(grad_out) * input[-1]
+
+    @module.register_flop_formula(ops.linear_input_grad)
+    def of_input_grad(grad_out: Any, weight: Any, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(grad_out) * weight[-1]
 
     @module.register_flop_formula(ops.attention_backward)
     def of_attention_backward(
@@ -125,6 +131,10 @@ def _linear_weight_grad_meta(grad_out: torch.Tensor, input: torch.Tensor) -> tor
     return grad_out.new_empty(grad_out.shape[-1], input.shape[-1])
 
 
+def _linear_input_grad_meta(grad_out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return grad_out.new_empty(*grad_out.shape[:-1], weight.shape[-1])
+
+
 def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -155,9 +165,14 @@ class _Linear(torch.autograd.Function):
         weight = weight if of_weight is None else of_weight.of(weight)
         input = input if of_input is None else of_input.of(input)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_input = F.linear(grad, weight.t()) if needs_input else None
-        grad_weight = grad_bias = None
-        if needs_weight and torch.is_grad_enabled():  # differentiated again
+        grad_input = grad_weight = grad_bias = None
+        again = torch.is_grad_enabled()  # differentiated again
+        # Not with weight.t(): where the weight is gathered for the forward pass, XLA would gather
+        # the transposed one once more.
+        if needs_input:
+            of = torch.ops.xla_dtensor.linear_input_grad.default
+            grad_input = F.linear(grad, weight.t()) if again else _dispatch(of, grad, weight)
+        if needs_weight and again:
             grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
         elif needs_weight:
             grad_weight = _dispatch(torch.ops.xla_dtensor.linear_weight_grad.default, grad, input)

@@ -38,6 +38,7 @@ from xla_dtensor.integration import (
     recomputation,
     tools,
 )
+from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.runtime.jax_runtime import keep_quiet
 from xla_dtensor.tensors import backend
 
@@ -75,6 +76,8 @@ def install() -> None:
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()
+    # Before the first mesh, too: a rule may be registered under "relu" where an op is defined.
+    on_import("xla_dtensor.rules", lambda rules: rules.add_names(_paddle_rule))
     _installed = True
 
 
@@ -135,14 +138,12 @@ def _hook_clipping() -> None:
 @functools.cache
 def _install_for_dtensor() -> None:
     """The hooks into torch.distributed.tensor, which takes long to import: with the first mesh."""
-    from xla_dtensor import rules
     from xla_dtensor.integration import custom_sharding, functional_collectives
     from xla_dtensor.integration.dispatch_mode import let_subclasses_dispatch
 
     let_subclasses_dispatch()
     functional_collectives.install()
     custom_sharding.install()
-    rules.add_names(_paddle_rule)
     optimizers.make_foreach_the_default()
     _hook_factories()
     _hook_from_local()

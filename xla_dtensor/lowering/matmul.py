@@ -181,6 +181,12 @@ def linear_weight_grad(grad_out, input):
     return dot(grad_out, input, (outer, outer))
 
 
+@lowers("xla_dtensor::linear_input_grad")
+def linear_input_grad(grad_out, weight):
+    """``[..., o]`` and ``[o, i]`` to ``[..., i]``."""
+    return dot(grad_out, weight, ((grad_out.ndim - 1,), (0,)))
+
+
 @lowers("linear_backward")
 def linear_backward(x, grad, weight, output_mask):
     outer = tuple(range(x.ndim - 1))
@@ -314,4 +320,5 @@ are(
     Kind.PRODUCT,
     *("_grouped_mm", "_scaled_mm", "addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear"),
     *("linear_backward", "matmul", "mm", "mv", "vdot", "xla_dtensor::linear_weight_grad"),
+    "xla_dtensor::linear_input_grad",
 )

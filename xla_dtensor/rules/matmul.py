@@ -121,6 +121,15 @@ def linear_weight_grad(call: Call) -> Merged:
     return call.merge(alternatives(notation, [grad.shape, x.shape]))
 
 
+@register("linear_input_grad", namespace="xla_dtensor")
+def linear_input_grad(call: Call) -> Merged:
+    """... o, o i -> ... i"""
+    grad, weight = call.tensors
+    rows = " ".join(string.ascii_letters[: grad.ndim - 1])
+    notation = parse(f"{rows} _o, _o _i -> {rows} _i", multilinear=True)
+    return call.merge(alternatives(notation, [grad.shape, weight.shape]))
+
+
 @register("einsum")
 def einsum(call: Call) -> Merged | None:
     """the equation itself"""

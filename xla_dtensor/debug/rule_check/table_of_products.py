@@ -44,6 +44,7 @@ def matmul() -> list[Sample]:
         s("linear", q, w, t(32)),
         s("linear", q, w),
         s("xla_dtensor::linear_weight_grad", t(8, 16, 32), q),
+        s("xla_dtensor::linear_input_grad", t(8, 16, 32), w),
         s("einsum", "bij,bjk->bik", [q, t(8, 8, 32)]),
         s("_grouped_mm", half(16, 8), half(8, 8, 16), Like((8,), I32)),
         s("_grouped_mm", half(8, 16, 8), half(8, 8, 16)),

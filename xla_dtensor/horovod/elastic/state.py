@@ -19,6 +19,7 @@ from xla_dtensor.horovod.state_of_training import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from xla_dtensor.runtime import processes
 
 ADDED, REMOVED = 1, 2
 """What has happened to hosts, as bits: some have been added, or removed."""
@@ -165,7 +166,7 @@ class TorchState(ObjectState):
         self._keep_states()
         super().save()
         self._commits += 1
-        if self._manager is not None and current().is_coordinator:
+        if self._manager is not None:
             self._on_disk["attributes"] = self._kept
             self._manager.save(self._commits)
 
@@ -194,21 +195,21 @@ class TorchState(ObjectState):
     def keep_in(self, folder: str | os.PathLike[str], **options: Any) -> int:
         """Write what is committed to a folder, too, and begin with the newest that is there: what a
         job needs that its launcher starts again, as ``torchrun --max-restarts`` and Ray do. (Not in
-        Horovod, whose launcher keeps the processes that are left.) Rank 0 reads and writes; `sync`,
-        with which `elastic.run` begins, gives the others what it has read.
+        Horovod, whose launcher keeps the processes that are left.) All ranks call it; process 0
+        writes. Random state is each process's own.
 
         Args:
             folder: all of it this job's.
             options: of ``xla_dtensor.checkpoint.CheckpointManager``.
 
         Returns:
-            how many commits there had been; 0 on the other ranks.
+            how many commits there had been; of `hvd.run`'s threads in rank 0 alone.
         """
         self._on_disk: dict[str, Any] = {"attributes": self._kept}
-        if not current().is_coordinator:
-            return 0
+        if not current().is_coordinator and not processes.several():
+            return 0  # a thread
         objects = {**self._states, "committed": self._on_disk}
-        self._manager = CheckpointManager(folder, objects, own=True, signals=(), **options)
+        self._manager = CheckpointManager(folder, objects, signals=(), **options)
         self._commits = self._manager.restore()
         if self._commits:
             self._kept = self._on_disk["attributes"]
