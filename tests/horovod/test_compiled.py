@@ -209,6 +209,37 @@ def test_backward_and_step_are_in_one_compiled_step(ranks: DeviceMesh) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_reduced_in_place_is_the_same_on_all(ranks: DeviceMesh, compiled: bool) -> None:
+    """Also in another memory order, as gradients of linear layers have; so parameters and the
+    optimizer's state stay what all devices have in common."""
+    step: Any = lambda x: hvd.allreduce_(x, op=hvd.Sum)
+    turned = given([2, 3]).t()
+    (xd.compile(step) if compiled else step)(turned)
+    assert turned.varying == () and turned.stride() == (1, 3)
+    assert turned.tolist() == everyone([2, 3]).sum(0).t().tolist()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4, bias=False)).to("xla")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.01), model.named_parameters()
+    )
+
+    def train(x: Any) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    call: Any = xd.compile(train) if compiled else train
+    for seed in range(2):
+        call(hvd.per_rank(lambda rank, s=seed: data(rank, [3], torch.int64, s).abs()))
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
+    tensors += [t for s in optimizer.state.values() for t in s.values() if t.device.type == "xla"]
+    assert [t.varying for t in tensors] == [()] * len(tensors)
+    if compiled:
+        assert not call.recompilations
+
+
 def test_an_elastic_state_of_a_compiled_step(ranks: DeviceMesh) -> None:
     """A step that has run is gone back behind, and goes on."""
     model = network().to("xla")

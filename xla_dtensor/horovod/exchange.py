@@ -239,7 +239,9 @@ def _launch(
             blocks = {device_of[rank]: job.block(rank)[None] for rank in own}
             shape = (len(ranks), *next(iter(blocks.values())).shape[1:])
             inputs.append(arrays.put_each(shape, sharding, blocks))
-        outputs = program(*inputs)
+        title = " ".join(sorted({f"horovod.{job.kind}" for job in jobs}))
+        with jax.profiler.TraceAnnotation(title):
+            outputs = program(*inputs)
     found = []
     for output in outputs:
         shards = {shard.device: shard.data for shard in output.addressable_shards}

@@ -300,5 +300,6 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
 def _put_gradient(parameter: Any, value: Any) -> None:
     if parameter.grad.is_sparse:
         parameter.grad = value
-    elif parameter.grad is not value:
+        return
+    if parameter.grad is not value:
         write(parameter.grad, value)

@@ -8,6 +8,7 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.movement import in_place
+from xla_dtensor.movement.vary import forget_variation
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 
@@ -24,6 +25,8 @@ def write(target: Any, value: Any) -> None:
     with torch.no_grad():
         if isinstance(target, XLATensor) and isinstance(value, XLATensor):
             in_place.put(target, value.to(target.dtype))
+            # A copy into another memory order leaves what may vary.
+            forget_variation(target, value.varying)
         elif isinstance(value, XLATensor) and value.varying:
             raise UnsupportedOpError(
                 f"a collective in place of a CPU tensor of shape {list(target.shape)}, whose "
