@@ -13,8 +13,8 @@ import torch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.horovod.adasum_optimizer import AdasumOptimizer
 from xla_dtensor.horovod.allreduce import (
-    allreduce_async_,
-    grouped_allreduce_async_,
+    allreduce_async,
+    grouped_allreduce_async,
     sparse_allreduce_async,
 )
 from xla_dtensor.horovod.calls import synchronize
@@ -23,7 +23,7 @@ from xla_dtensor.horovod.named import Named, check_names
 from xla_dtensor.horovod.process_sets import global_process_set
 from xla_dtensor.horovod.reductions import Adasum, Average, Sum
 from xla_dtensor.horovod.state import current
-from xla_dtensor.horovod.writing import write
+from xla_dtensor.horovod.writing import written
 
 
 def DistributedOptimizer(
@@ -182,9 +182,9 @@ class AveragingOptimizer(Named):
         pairs = [self._compression.compress(_dense(p.grad)) for p in parameters]
         tensors = [tensor for tensor, _ in pairs]
         if len(parameters) == 1:
-            handle: Any = allreduce_async_(tensors[0], **options)
+            handle: Any = allreduce_async(tensors[0], **options)
         else:
-            handle = grouped_allreduce_async_(tensors, **options)
+            handle = grouped_allreduce_async(tensors, **options)
         for i, (p, (_, context)) in enumerate(zip(parameters, pairs, strict=True)):
             self._handles[p] = (handle, i if len(parameters) > 1 else None), context
 
@@ -300,6 +300,5 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
 def _put_gradient(parameter: Any, value: Any) -> None:
     if parameter.grad.is_sparse:
         parameter.grad = value
-        return
-    if parameter.grad is not value:
-        write(parameter.grad, value)
+    else:
+        parameter.grad = written(parameter.grad, value)

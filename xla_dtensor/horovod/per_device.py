@@ -76,13 +76,15 @@ def run(kernel: Kernel, tensor: XLATensor, frame: Frame) -> XLATensor:
     source.check_axes(kernel.kind, frame)
     count = len(kernel.sets[0]) if kernel.sets else math.prod(frame.sizes[name] for name in axes)
     shape = source.shape
+    # In the memory order of the tensor, so that it can take the result's place.
+    stride = source.stride if kernel.kind in ("allreduce", "broadcast") else None
     if kernel.kind == "allgather":
         shape = (shape[0] * count, *shape[1:])
     elif kernel.kind == "reducescatter":
         shape = (shape[0] // count, *shape[1:])
     same = kernel.sets is None and kernel.kind in ("allreduce", "allgather", "broadcast")
     varying = () if same else union(frame, [source.varying, axes])
-    target = device_form(frame, shape, None, 0, source.dtype, varying, source.meta)
+    target = device_form(frame, shape, stride, 0, source.dtype, varying, source.meta)
     if source.meta:
         return XLATensor(Storage(None, target), target)
     result: XLATensor = relayout(tensor, source, target, _OnDevices(kernel, axes))

@@ -12,6 +12,20 @@ from xla_dtensor.movement.vary import forget_variation
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 
+def written(target: Any, value: Any) -> Any:
+    """``target`` with ``value``; or ``value`` itself, where other tensors may see the target's
+    memory: a copy into it would vary.
+
+    Args:
+        target: a tensor.
+        value: one of its shape.
+    """
+    if isinstance(target, XLATensor) and (target._steps or target._storage_.is_shared(target)):
+        return value.to(target.dtype)
+    write(target, value)
+    return target
+
+
 def write(target: Any, value: Any) -> None:
     """Let ``target`` have ``value``: as a per-device tensor it varies then as ``value`` does.
 
@@ -25,8 +39,8 @@ def write(target: Any, value: Any) -> None:
     with torch.no_grad():
         if isinstance(target, XLATensor) and isinstance(value, XLATensor):
             in_place.put(target, value.to(target.dtype))
-            # A copy into another memory order leaves what may vary.
-            forget_variation(target, value.varying)
+            if target.varying != value.varying:  # of memory that others see it is a copy
+                forget_variation(target, value.varying)
         elif isinstance(value, XLATensor) and value.varying:
             raise UnsupportedOpError(
                 f"a collective in place of a CPU tensor of shape {list(target.shape)}, whose "
