@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -74,6 +74,9 @@ suites: conformance ## torch's op_db, module_db and optim_db, and one report (ab
 	done > $(SUITE_RECORDS)/log 2>&1; wait
 	$(BIN)/python -W ignore -m tests.suites.report $(RECORDS)/*.[01] $(SUITE_RECORDS)/*.[01] > tests/suites/REPORT.md
 
+test-horovod: env ## Horovod's torch tests with ranks that are devices, threads, and 2 and 4 processes (ten minutes)
+	$(BIN)/python -m pytest tests/horovod tests/examples/test_horovod_mnist.py $(ARGS)
+
 oracle: env ## all scenarios and random programs, torchrun against one process, two and four (an hour)
 	$(BIN)/python -m pytest tests/oracle $(ARGS)
 
@@ -106,6 +109,9 @@ bench-commits: env ## eager and compiled calls of this checkout and another comm
 
 bench-checkpoints: env ## saving and loading 2 GB: time next to dd, and the memory of the host (five minutes)
 	$(BIN)/python benchmarks/checkpoints.py $(ARGS)
+
+bench-horovod: env ## a DistributedOptimizer's step against DistributedDataParallel in 8 gloo processes and xd.replicate
+	$(BIN)/python benchmarks/horovod.py $(ARGS)
 
 # What draws the architecture picture; without npm the page leaves it to the reader's network.
 MERMAID := .cache/mermaid.min.js

@@ -55,13 +55,13 @@ class Size:
     def config(self) -> ModelConfig:
         return ModelConfig(self.dim, self.layers, heads=8, kv_heads=4, max_seq=self.seq)
 
-    def batches(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def batches(self, devices: int = MESH_SHAPE[0]) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Endless; each the (tokens, targets) of every data-parallel device."""
         text, _ = data.load()
         stream = data.Batches(text, self.batch, self.seq, seed=0)
         batches = [next(stream) for _ in range(CHECKED_STEPS)]
         for tokens, targets in itertools.cycle(batches):
-            parts = (tokens.chunk(MESH_SHAPE[0]), targets.chunk(MESH_SHAPE[0]))
+            parts = (tokens.chunk(devices), targets.chunk(devices))
             yield list(zip(*parts, strict=True))
 
 
@@ -108,12 +108,19 @@ def serve_turns(port: int, size: Size) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    turns = dist.TCPStore("localhost", port, timeout=PATIENCE)
-    rank = dist.get_rank()
     mesh = init_device_mesh("cpu", MESH_SHAPE, mesh_dim_names=MESH_NAMES)
     own = mesh["dp"].get_local_rank()
     batches = (parts[own] for parts in size.batches())
     step = make_step(size.config, mesh, fully_shard)
+    take_turns(port, step, batches)
+
+
+def take_turns(
+    port: int, step: Callable[..., Tensor], batches: Iterator[tuple[Tensor, Tensor]]
+) -> None:
+    """Run ``step`` when it is the processes' turn, until they are told to end."""
+    turns = dist.TCPStore("localhost", port, timeout=PATIENCE)
+    rank = dist.get_rank()
     turns.set(f"ready.{rank}", "")
     for number in itertools.count():
         if not (steps := int(turns.get(f"turn.{number}"))):
@@ -127,11 +134,11 @@ def serve_turns(port: int, size: Size) -> None:
 
 
 @contextmanager
-def gloo(size: Size) -> Iterator[Gloo]:
+def gloo(size: Size, script: str = __file__) -> Iterator[Gloo]:
     """The processes, until the end of the block; what they print is shown if they fail."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={DEVICES}", __file__, "--serve", str(store.port)]
+    command += [f"--nproc-per-node={DEVICES}", script, "--serve", str(store.port)]
     for name, value in vars(size).items():
         command += [f"--{name}", str(value)]
     with tempfile.TemporaryFile() as output:

@@ -186,3 +186,35 @@ class CheckpointError(XlaDTensorError, RuntimeError):
 
         xd.checkpoint.FileSystemReader("no/such/folder").read_metadata()
     """
+
+
+class HorovodInternalError(XlaDTensorError, RuntimeError):
+    """Raised for a collective of `xla_dtensor.horovod` that can't be: the ranks differ in its
+    shape, dtype, reduction or root, wait for different ones, or one has ended. All ranks that take
+    part get it, and it names them.
+
+    Example::
+
+        import torch, xla_dtensor.horovod as hvd
+
+        hvd.run(lambda: hvd.allreduce(torch.ones(1 + hvd.rank())), np=2)  # shapes differ
+    """
+
+
+class HostsUpdatedInterrupt(XlaDTensorError, RuntimeError):
+    """Raised by ``State.commit`` and ``check_host_updates`` of `xla_dtensor.horovod.elastic` when
+    hosts have come or will go; `elastic.run` catches it.
+
+    Args:
+        skip_sync: whether the state need not be broadcast again, since hosts only went.
+
+    Example::
+
+        from xla_dtensor.errors import HostsUpdatedInterrupt
+
+        raise HostsUpdatedInterrupt(skip_sync=True)
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("hosts have been added or removed")
+        self.skip_sync = skip_sync

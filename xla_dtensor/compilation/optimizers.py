@@ -85,7 +85,7 @@ class SteppedOptimizer:
         the gradient as its momentum, and Adafactor makes its step counts on the CPU. Of others
         nobody knows, until the step is traced again.
         """
-        cls = type(self.optimizer)
+        cls = users_class(self.optimizer)
         own = f"{cls.__module__}.".startswith("torch.optim.")
         return own and cls not in (torch.optim.SGD, torch.optim.Adafactor)
 
@@ -120,6 +120,12 @@ class SteppedOptimizer:
                         "would count the traces, not the steps; keep it as a tensor "
                         "(torch.tensor(0.0, device=parameter.device))"
                     )
+
+
+def users_class(optimizer: Optimizer) -> type[Optimizer]:
+    """The optimizer's class; of one that the package has wrapped (Horovod's), the one wrapped."""
+    classes: Any = type(optimizer).__mro__
+    return next(cls for cls in classes if not cls.__module__.startswith("xla_dtensor."))
 
 
 class OptimizerHooks:
@@ -248,7 +254,7 @@ class OptimizerHooks:
         """Put traced numbers into a param group; the keys that got one."""
         changed: dict[str, Any] = {}
         # They take numbers wherever they take tensors.
-        torchs_own = type(stepped.optimizer).step.__module__.startswith("torch.optim.")
+        torchs_own = users_class(stepped.optimizer).step.__module__.startswith("torch.optim.")
         for key, value in group.items():
             if key == "params":
                 continue

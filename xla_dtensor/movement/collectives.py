@@ -300,7 +300,11 @@ def axis_index(mesh: DeviceMesh, dim: int | str = 0) -> XLATensor:
 
 
 def index_in(group: MeshGroup) -> XLATensor:
-    """The coordinate of each device in its group."""
+    """The coordinate of each device in its group.
+
+    Args:
+        group: the devices along a mesh dim, or all of a mesh.
+    """
     frame, axes = group.frame, group.axes
     sizes = [frame.sizes[name] for name in axes]
     varying = union(frame, [axes])

@@ -1,6 +1,7 @@
 """Which XLA runtime is in use. Only this package talks to it about devices."""
 
 from xla_dtensor.runtime.jax_runtime import (
+    all_devices,
     code_bytes,
     device_count,
     devices,
@@ -9,4 +10,12 @@ from xla_dtensor.runtime.jax_runtime import (
     start,
 )
 
-__all__ = ["code_bytes", "device_count", "devices", "is_started", "live_programs", "start"]
+__all__ = [
+    "all_devices",
+    "code_bytes",
+    "device_count",
+    "devices",
+    "is_started",
+    "live_programs",
+    "start",
+]

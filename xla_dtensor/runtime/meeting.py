@@ -110,7 +110,9 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
     store = _torch_store(where, me, patience, launch.process_id == 0)
     _stores.append(store)
     who = f"{socket.gethostname()} (pid {os.getpid()})"
-    key = f"xla_dtensor/rank/{launch.process_id}"
+    # torchrun keeps the store when it starts all processes again (--max-restarts).
+    start = f"xla_dtensor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"{start}/rank/{launch.process_id}"
     if store.add(f"{key}/count", 1) > 1:
         raise DistributedError(
             f"RANK={launch.process_id} is asked for twice: by {store.get(key).decode()} and by "
@@ -118,11 +120,11 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
         )
     store.set(key, who)
     if launch.process_id == 0:
-        store.set("xla_dtensor/coordinator", f"{host}:{_chosen_port()}")
+        store.set(f"{start}/coordinator", f"{host}:{_chosen_port()}")
     end = time.monotonic() + patience
     missing = list(range(launch.num_processes))
     while missing:
-        missing = [i for i in missing if not store.check([f"xla_dtensor/rank/{i}"])]
+        missing = [i for i in missing if not store.check([f"{start}/rank/{i}"])]
         if missing and time.monotonic() > end:
             raise DistributedError(
                 f"{me} ({where}) has waited {patience:.0f} s for RANK "
@@ -131,7 +133,7 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
             )
         if missing:
             time.sleep(0.05)
-    return store.get("xla_dtensor/coordinator").decode()
+    return store.get(f"{start}/coordinator").decode()
 
 
 def _torch_store(where: str, me: str, patience: float, first: bool) -> Any:

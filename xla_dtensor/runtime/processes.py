@@ -60,6 +60,15 @@ class Store:
                 return None
             raise
 
+    def look(self, key: str) -> str | None:
+        """The value of a key; None if it has none yet."""
+        try:
+            return self._client.key_value_try_get(f"xla_dtensor/{key}")
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+
     def all_of(self, folder: str) -> dict[str, str]:
         """The keys below a folder, without its name, and their values."""
         start = f"xla_dtensor/{folder}/"
