@@ -60,5 +60,4 @@ DENSE: dict[str, dict[str, Any]] = {
 # Mixture-of-experts models without expert parallelism.
 EXPERTS: dict[str, dict[str, Any]] = {
     "dp4": {"dp_shard": 4},
-    "dp2 x tp2, full_dtensor": {"dp_shard": 2, "tp": 2, **FULL},
 }
