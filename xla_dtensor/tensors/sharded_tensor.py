@@ -168,6 +168,11 @@ class XLAShardedTensor(TensorMethods, DTensor):
 
         It shares this tensor's memory, and is the same object until this tensor is written to.
 
+        Of a ``Partial`` that an operation has made (``x.sum()`` of a sharded tensor) the parts add
+        up to what torch's parts add up to, but they are others: the first device along the mesh dim
+        has all of it, and the rest have zeros. For each device's own part compute with
+        ``x.to_local()``.
+
         Args:
             grad_placements: how the devices' gradients make up this tensor's gradient; by default
                 as its placements say, with ``Replicate`` for ``Partial``.
