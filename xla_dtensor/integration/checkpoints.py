@@ -137,10 +137,10 @@ def _run(original: Any, given: Any, error_of: Any = None) -> Any:
             if isinstance(cause, XlaDTensorError | KeyboardInterrupt | SystemExit):
                 raise cause from error
         for rank, cause in causes.items():
-            if isinstance(cause, XlaDTensorError):
-                if not processes.several():  # of another process of torch's
-                    raise cause from error
+            if processes.several():  # torch may have made another error of it there
                 raise CheckpointError(f"{processes.known(rank)}: {cause}") from error
+            if isinstance(cause, XlaDTensorError):  # of another process of torch's
+                raise cause from error
         raise
 
 

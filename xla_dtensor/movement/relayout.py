@@ -61,8 +61,7 @@ def move(
         return XLAShardedTensor(Storage(None, target), target)
     if thread_state.current() is not None:
         _check_same_devices(source, target)
-        value = logical(read(tensor), source)
-        value = constrain(value, target)
+        value = constrain(_held(logical(read(tensor), source), source, target), target)
         return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
@@ -86,7 +85,21 @@ def same_value(source: Form, target: Form, sharding: Any = None) -> Conversion:
 
 
 def _reduced(array: Any, source: Form, target: Form) -> Any:
-    return target.physical(logical(array, source))
+    return target.physical(_held(logical(array, source), source, target))
+
+
+def _held(value: Any, source: Form, target: Form) -> Any:
+    """``value`` as something XLA doesn't look behind, where it would mix rows up.
+
+    Of a value that a broadcast has made (``x.repeat(2, 1)``), sharded over axes a and b of one dim
+    and asked for over b alone, XLA (of JAX 0.10.2) gathers over a and takes the rows for those of
+    b: the order of the axes is lost. Where the later axes of a dim stay and an earlier one goes, it
+    gets the value from behind a barrier.
+    """
+    for before, after in zip(source.dim_axes, target.dim_axes, strict=True):
+        if len(before) > 1 and after and before[: len(after)] != after:
+            return jax.lax.optimization_barrier(value)
+    return value
 
 
 def _agree(what: str, source: Form, target: Form) -> None:

@@ -27,8 +27,9 @@ from xla_dtensor.runtime.whereabouts import Whereabouts
 logger = logging.getLogger("xla_dtensor")
 
 EXIT_CODE = 1
-STUCK = 6.0
-"""Seconds after which a process that waits for a value, while another waits for it, is stuck."""
+STUCK = 15.0
+"""Seconds after which a process that waits for a value, while another waits for it, is stuck. With
+more processes than cores a value may take some (four on two busy cores took more than six)."""
 
 _LISTEN = 0.5  # seconds; the end of the program waits for it
 _GRACE = 1.0  # what a process that learns of an end has to come to its own
