@@ -385,6 +385,39 @@ def test_200_interrupts(optimizer: str, seed: str, options: list[str]) -> None:
     assert "25 interrupts" in said
 
 
+@pytest.mark.parametrize("when", ["taken", "put back"])
+def test_torchs_modes_stay_whole(
+    x: torch.Tensor, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes a mode from its stack while the mode works, and puts it back."""
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **kwargs or {})
+
+    name = "_pop_torch_function_stack" if when == "taken" else "_push_on_torch_function_stack"
+    original = getattr(torch.overrides, name)
+
+    def interrupted(*args: Any) -> Any:
+        result = original(*args)
+        if not pressed:
+            pressed.append(when)
+            press()
+        return result
+
+    depth = torch._C._len_torch_function_stack()
+    pressed = []
+    with pytest.raises(KeyboardInterrupt), Mode():
+        monkeypatch.setattr(torch.overrides, name, interrupted)
+        try:
+            torch.nn.functional.softmax(x, -1)
+        finally:
+            monkeypatch.setattr(torch.overrides, name, original)
+    assert pressed and torch._C._len_torch_function_stack() == depth
+
+
 def test_numbers_of_a_trace_are_atomic_for_cpp() -> None:
     """torch's C++ asks them for their value, and takes an interrupt that is raised in them for the
     argument's being of another type."""

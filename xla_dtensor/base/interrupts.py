@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import _signal  # signal.getsignal makes an enum of each answer, which takes ten times as long
 import _thread
+import contextlib
 import enum
 import gc
 import os
@@ -91,6 +92,27 @@ def completed(function: _Function) -> _Function:
 def interruptible(function: _Function) -> _Function:
     """Let interrupts in while ``function`` runs, though a `completed` one has called it."""
     return _mark(function, _Kind.INTERRUPTIBLE)
+
+
+def atomic_context(function: Any) -> None:
+    """Let no interrupt in where a ``contextlib.contextmanager`` function is entered or left; in
+    between, in the block, it may come. For those that take away what leaving puts back."""
+    code = function.__wrapped__.__code__
+    _kinds[code] = _Kind.ATOMIC
+    _contexts.add(code)
+
+
+_contexts: set[types.CodeType] = set()
+_ENTERING = {
+    getattr(contextlib._GeneratorContextManager, name).__code__
+    for name in ("__enter__", "__exit__")
+}
+
+
+def _is_entering(frame: types.FrameType) -> bool:
+    """Whether a frame of ``contextlib`` enters or leaves an `atomic_context`."""
+    generator = getattr(frame.f_locals.get("self"), "gen", None)
+    return getattr(generator, "gi_code", None) in _contexts
 
 
 def _mark(function: _Function, kind: _Kind) -> _Function:
@@ -257,7 +279,12 @@ def _outside(
         code = frame.f_code
         kind = _kinds.get(code)
         # An exception in a destructor, or a callback of the garbage collector, gets lost.
-        if kind is _Kind.ATOMIC or code.co_name == "__del__" or code in callbacks:
+        if (
+            kind is _Kind.ATOMIC
+            or code.co_name == "__del__"
+            or code in callbacks
+            or (code in _ENTERING and _is_entering(frame))
+        ):
             outside, is_open = frame.f_back, False
         elif kind is _Kind.INTERRUPTIBLE or (id(frame) == set_inside and frame is not outside):
             is_open = True

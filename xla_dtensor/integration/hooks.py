@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.utils.clip_grad
+import torch.overrides
 import torch.utils.hooks
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.optim import swa_utils
+from torch.utils import _python_dispatch
 
-from xla_dtensor.base import epoch
+from xla_dtensor.base import epoch, interrupts
 from xla_dtensor.base.python_numbers import as_float
 from xla_dtensor.integration import (
     accelerator,
@@ -52,6 +54,7 @@ def install() -> None:
     if _installed:
         return
     keep_quiet()
+    _keep_modes_whole()
     device.install()
     autocast.install()
     flex_attention.install()
@@ -156,6 +159,18 @@ def _paddle_rule(name: str) -> Any:
     from xla_dtensor.rules.paddle import rule_of_name
 
     return rule_of_name(name)
+
+
+def _keep_modes_whole() -> None:
+    """While a mode works, torch has taken it from its stack, in Python; an interrupt that came just
+    then would lose it, and the end of the mode's block would fail."""
+    for module, mode in (
+        (torch.overrides, torch.overrides.TorchFunctionMode),
+        (_python_dispatch, _python_dispatch.TorchDispatchMode),
+    ):
+        interrupts.atomic_context(module._pop_mode_temporarily)
+        interrupts.atomic(mode.__enter__)
+        interrupts.atomic(mode.__exit__)
 
 
 def _hook_mesh_class() -> None:
