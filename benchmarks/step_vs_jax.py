@@ -1,8 +1,9 @@
 """The compiled torch training step against a hand-written JAX step of the same model.
 
-Both sides start from the same weights, see the same batches, and use the same mesh, shardings and
-optimizer formulas. Step times are taken in one process, in turns; first calls (trace and compile)
-in fresh processes, in turns. `--only jax` checks and times the baseline by itself.
+The models are in `steps/`. Both sides start from the same weights, see the same batches, and use
+the same mesh, shardings and optimizer formulas. Step times are taken in one process, in turns;
+first calls (trace and compile) in fresh processes, in turns. `--only jax` checks and times the
+baseline by itself.
 """
 
 import argparse
@@ -19,55 +20,31 @@ from typing import Any
 # With fewer threads, XLA's simulated CPU devices can deadlock waiting for one another.
 os.environ["NPROC"] = "64"
 
+# What an earlier run compiled would make the first call of one side alone a short one.
+os.environ["XLA_DTENSOR_CACHE"] = "off"
+
 import jax
 import numpy as np
-import torch
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "train_llama"))
-
-import data
-import jax_llama
+from history import record
 from hlo import collective_traffic
-from model import Llama, ModelConfig
-from sharding import shard_batch, shard_model, weight_dims
-from train import make_train_step
+from jax.sharding import Mesh, NamedSharding
+from steps import NAMES, load
+from steps.case import Batch, Case
+from steps.jax_training import Training
 
-CONFIG = ModelConfig(dim=256, layers=4, heads=8, kv_heads=4, max_seq=128)
-BATCH = 8
-MESH_SHAPE, MESH_NAMES = (2, 4), ("dp", "tp")
-LR = 3e-3
-MAX_NORM = 1.0
 CHECKED_STEPS = 8  # whose losses must agree with CPU torch
-TOLERANCE = 1e-4
-
-Batch = tuple[Tensor, Tensor]
-
-
-def make_batches() -> list[Batch]:
-    text, _ = data.load()
-    stream = data.Batches(text, BATCH, CONFIG.max_seq, seed=0)
-    return [next(stream) for _ in range(CHECKED_STEPS)]
-
-
-def make_model() -> Llama:
-    torch.manual_seed(0)
-    return Llama(CONFIG)
 
 
 class TorchSide:
-    """examples/train_llama on an "xla" mesh."""
+    """The torch model on an "xla" mesh."""
 
-    def __init__(self, batches: list[Batch]) -> None:
+    def __init__(self, case: Case, batches: list[Batch]) -> None:
         import xla_dtensor as xd
 
-        mesh = xd.init_device_mesh("xla", MESH_SHAPE, mesh_dim_names=MESH_NAMES)
-        model = shard_model(make_model(), mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        self.compiled_step = xd.compile(make_train_step(model, optimizer, MAX_NORM))
-        self.batches = [(shard_batch(x, mesh), shard_batch(y, mesh)) for x, y in batches]
+        mesh = xd.init_device_mesh("xla", case.mesh_shape, mesh_dim_names=case.mesh_names)
+        model = case.shard_model(case.make_model(), mesh)
+        self.compiled_step = xd.compile(case.make_step(model))
+        self.batches = [tuple(case.shard_batch(t, mesh) for t in batch) for batch in batches]
 
     def step(self, i: int) -> float:
         return self.compiled_step(*self.batches[i % len(self.batches)]).item()
@@ -77,41 +54,43 @@ class TorchSide:
 
 
 class JaxSide:
-    """jax_llama.py, with the same shardings as examples/train_llama/sharding.py."""
+    """The same model, step and shardings, written by hand in JAX."""
 
-    def __init__(self, batches: list[Batch]) -> None:
-        mesh = Mesh(np.array(jax.devices()).reshape(MESH_SHAPE), MESH_NAMES)
-        params = {name: p.detach().numpy() for name, p in make_model().named_parameters()}
-        shardings = jax_llama.state_shardings({name: self.spec(name) for name in params}, mesh)
-        batch_sharding = NamedSharding(mesh, P("dp"))
-        self.state = jax_llama.init_state(params, shardings)
-        self.train_step = jax_llama.make_train_step(CONFIG, shardings, batch_sharding, MAX_NORM)
+    def __init__(self, case: Case, batches: list[Batch]) -> None:
+        shape, names = case.mesh_shape, case.mesh_names
+        mesh = Mesh(np.array(jax.devices()).reshape(shape), names)
+        training = Training(
+            case.jax_loss, case.jax_optimizer, mesh, case.param_spec, case.batch_spec, case.max_norm
+        )
+        model = case.make_model()
+        params = {name: p.detach().numpy() for name, p in model.named_parameters()}
+        kept = model.state_dict().keys()  # not tables, which the other side makes itself
+        buffers = {name: narrow(b.numpy()) for name, b in model.named_buffers() if name in kept}
+        self.mesh = mesh
+        self.state, self.train_step = training.start(params, buffers)
+        where = NamedSharding(mesh, case.batch_spec)
         self.batches = [
-            tuple(jax.device_put(t.numpy().astype(np.int32), batch_sharding) for t in batch)
-            for batch in batches
+            tuple(jax.device_put(narrow(t.numpy()), where) for t in batch) for batch in batches
         ]
-        self.lr = np.float32(LR)  # from the host at every step, as a schedule would give it
-
-    @staticmethod
-    def spec(name: str) -> P:
-        dims = weight_dims(name)
-        if dims is None:
-            return P()
-        entries: list[tuple[str, ...]] = [(), ()]
-        for mesh_dim, dim in zip(MESH_NAMES, dims, strict=True):
-            entries[dim] += (mesh_dim,)
-        return P(*(entry or None for entry in entries))
+        self.lr = np.float32(case.jax_optimizer.lr)  # from the host, as a schedule would give it
 
     def step(self, i: int) -> float:
         batch = self.batches[i % len(self.batches)]
-        self.state, loss = self.train_step(self.state, *batch, self.lr)
+        with jax.set_mesh(self.mesh):
+            self.state, loss = self.train_step(self.state, batch, self.lr)
         return float(loss)
 
     def program(self) -> Any:
-        return self.train_step.lower(self.state, *self.batches[0], self.lr).compile()
+        with jax.set_mesh(self.mesh):
+            return self.train_step.lower(self.state, self.batches[0], self.lr).compile()
 
 
-SIDES: dict[str, Callable[[list[Batch]], Any]] = {"torch": TorchSide, "jax": JaxSide}
+def narrow(array: np.ndarray) -> np.ndarray:
+    """JAX has no 64 bits unless asked."""
+    return array.astype(np.int32) if array.dtype == np.int64 else array
+
+
+SIDES: dict[str, Callable[[Case, list[Batch]], Any]] = {"torch": TorchSide, "jax": JaxSide}
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -121,17 +100,15 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def check_losses(sides: dict[str, Any], batches: list[Batch]) -> dict[str, float]:
+def check_losses(case: Case, sides: dict[str, Any], batches: list[Batch]) -> dict[str, float]:
     """Each side's largest difference from CPU torch over the first steps."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    step = make_train_step(model, optimizer, MAX_NORM)
+    step = case.make_step(case.make_model())
     expected = [step(*batch).item() for batch in batches]
     differences = {}
     for name, side in sides.items():
         losses = [side.step(i) for i in range(len(batches))]
         worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-        if not worst <= TOLERANCE:  # also catches NaN
+        if not worst <= case.tolerance:  # also catches NaN
             raise SystemExit(f"{name}: losses {losses} differ from CPU torch's {expected}")
         differences[name] = worst
     return differences
@@ -146,20 +123,20 @@ def step_times(sides: dict[str, Any], rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def first_call(name: str) -> dict[str, float]:
+def first_call(case: Case, name: str) -> dict[str, float]:
     """Runs in a fresh process, with the model on the devices before the clock starts."""
-    side = SIDES[name](make_batches())
+    side = SIDES[name](case, case.make_batches(2))
     jax.block_until_ready(jax.live_arrays())
     first = seconds(lambda: side.step(0))
     return {"first": first, "second": seconds(lambda: side.step(1))}
 
 
-def first_call_times(names: list[str], repeats: int) -> dict[str, dict[str, float]]:
+def first_call_times(model: str, names: list[str], repeats: int) -> dict[str, dict[str, float]]:
     times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(repeats):
         for name in names:
-            command = [sys.executable, __file__, "--first-call", name]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            command = [sys.executable, __file__, "--model", model, "--first-call", name]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             times[name].append(json.loads(output.splitlines()[-1]))
     return {
         name: {key: statistics.median(run[key] for run in runs) for key in ("first", "second")}
@@ -167,12 +144,13 @@ def first_call_times(names: list[str], repeats: int) -> dict[str, dict[str, floa
     }
 
 
-def measure(names: list[str], rounds: int, repeats: int) -> dict[str, Any]:
+def measure(model: str, names: list[str], rounds: int, repeats: int) -> dict[str, Any]:
     """The figures of each side, and under "ratio" torch / jax of those that have one."""
-    first_calls = first_call_times(names, repeats)
-    batches = make_batches()
-    sides = {name: SIDES[name](batches) for name in names}
-    differences = check_losses(sides, batches)
+    case = load(model)
+    first_calls = first_call_times(model, names, repeats)
+    batches = case.make_batches(CHECKED_STEPS)
+    sides = {name: SIDES[name](case, batches) for name in names}
+    differences = check_losses(case, sides, batches)
     times = step_times(sides, rounds)
     result: dict[str, Any] = {}
     for name, side in sides.items():
@@ -225,19 +203,28 @@ def markdown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=NAMES, nargs="+", default=list(NAMES))
     parser.add_argument("--rounds", type=int, default=50, help="timed steps of each side")
     parser.add_argument("--first-calls", type=int, default=3, help="fresh processes of each side")
     parser.add_argument("--only", choices=SIDES, help="measure one side")
-    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--json", action="store_true", help="print JSON, not tables")
+    parser.add_argument("--record", action="store_true", help="keep the figures in history/")
     parser.add_argument("--first-call", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", MESH_SHAPE[0] * MESH_SHAPE[1])
+    jax.config.update("jax_num_cpu_devices", 8)
     if options.first_call:
-        print(json.dumps(first_call(options.first_call)))
+        print(json.dumps(first_call(load(options.model[0]), options.first_call)))
         return
     names = [options.only] if options.only else list(SIDES)
-    result = measure(names, options.rounds, options.first_calls)
-    print(json.dumps(result, indent=2) if options.json else markdown(result))
+    results = {
+        model: measure(model, names, options.rounds, options.first_calls) for model in options.model
+    }
+    if options.record:
+        record(Path(__file__).stem, results)
+    if options.json:
+        print(json.dumps(results, indent=2))
+    else:
+        print("\n\n".join(f"**{model}**\n\n{markdown(r)}" for model, r in results.items()))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,10 @@ def move(
         return XLAShardedTensor(Storage(None, target), target)
     if thread_state.current() is not None:
         _check_same_devices(source, target)
-        value = constrain(_held(logical(read(tensor), source), source, target), target)
+        value = logical(read(tensor), source)
+        if _turns(source, target):
+            value = constrain(value, source)
+        value = constrain(_held(value, source, target), target)
         return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
@@ -86,6 +89,21 @@ def same_value(source: Form, target: Form, sharding: Any = None) -> Conversion:
 
 def _reduced(array: Any, source: Form, target: Form) -> Any:
     return target.physical(_held(logical(array, source), source, target))
+
+
+def _turns(source: Form, target: Form) -> bool:
+    """Whether a mesh axis goes from one dim to another: devices exchange what they have computed.
+
+    Elsewhere where a value was is a label. Here it says who computes it: tokens that go back from
+    experts to where they came from were computed where the experts are, and with the target alone
+    XLA brings the experts' weights to the tokens.
+    """
+    if source.unreduced or any(placement.is_partial() for placement in source.placements):
+        return False
+    before = {axis: dim for dim, axes in enumerate(source.dim_axes) for axis in axes}
+    return any(
+        before.get(axis, dim) != dim for dim, axes in enumerate(target.dim_axes) for axis in axes
+    )
 
 
 def _held(value: Any, source: Form, target: Form) -> Any:
