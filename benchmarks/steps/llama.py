@@ -25,9 +25,9 @@ def make_model() -> nn.Module:
     return Llama(CONFIG)
 
 
-def make_batches(count: int) -> list[Batch]:
+def batches_of_text(count: int, batch: int, config: ModelConfig) -> list[Batch]:
     text, _ = data.load()
-    stream = data.Batches(text, BATCH, CONFIG.max_seq, seed=0)
+    stream = data.Batches(text, batch, config.max_seq, seed=0)
     return [next(stream) for _ in range(count)]
 
 
@@ -57,7 +57,7 @@ CASE = Case(
     mesh_shape=(2, 4),
     mesh_names=MESH_NAMES,
     make_model=make_model,
-    make_batches=make_batches,
+    make_batches=lambda count: batches_of_text(count, BATCH, CONFIG),
     loss=loss,
     shard_model=sharding.shard_model,
     shard_batch=sharding.shard_batch,

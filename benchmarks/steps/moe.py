@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import data
 import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from model import Llama, ModelConfig, next_token_loss
+from model import Llama, ModelConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from steps import jax_llama
-from steps.case import Batch, Case
+from steps.case import Case
 from steps.jax_training import AdamW, Params
+from steps.llama import batches_of_text, loss
 
 CONFIG = ModelConfig(dim=256, layers=2, heads=8, kv_heads=4, max_seq=128)
 EXPERTS, TAKEN, HIDDEN = 8, 2, 256
@@ -74,16 +74,6 @@ def make_model() -> nn.Module:
     for layer in model.layers:
         layer.feed_forward = Experts()
     return model
-
-
-def make_batches(count: int) -> list[Batch]:
-    text, _ = data.load()
-    stream = data.Batches(text, BATCH, CONFIG.max_seq, seed=0)
-    return [next(stream) for _ in range(count)]
-
-
-def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return next_token_loss(model(tokens), targets)
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -149,7 +139,7 @@ CASE = Case(
     mesh_shape=(2, 4),
     mesh_names=("dp", "ep"),
     make_model=make_model,
-    make_batches=make_batches,
+    make_batches=lambda count: batches_of_text(count, BATCH, CONFIG),
     loss=loss,
     shard_model=shard_model,
     shard_batch=lambda tensor, mesh: distribute_tensor(tensor, mesh, [Shard(0), Shard(0)]),

@@ -98,7 +98,7 @@ def _turns(source: Form, target: Form) -> bool:
     experts to where they came from were computed where the experts are, and with the target alone
     XLA brings the experts' weights to the tokens.
     """
-    if source.unreduced or any(placement.is_partial() for placement in source.placements):
+    if source.unreduced or any(placement.is_partial() for placement in source.placements or ()):
         return False
     before = {axis: dim for dim, axes in enumerate(source.dim_axes) for axis in axes}
     return any(
