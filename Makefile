@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle test-versions bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -73,6 +73,9 @@ suites: conformance ## torch's op_db, module_db and optim_db, and one report (ab
 	  $(SUITES) optimizers --shard $$i/2 --out $(SUITE_RECORDS)/optimizers.$$i ) & \
 	done > $(SUITE_RECORDS)/log 2>&1; wait
 	$(BIN)/python -W ignore -m tests.suites.report $(RECORDS)/*.[01] $(SUITE_RECORDS)/*.[01] > tests/suites/REPORT.md
+
+test-versions: ## the supported versions of Python, torch and JAX, and the table of docs/versions.md (40 GB of environments)
+	$(PYTHON) tools/versions.py $(ARGS)
 
 test-horovod: env ## Horovod's torch tests with ranks that are devices, threads, and 2 and 4 processes (ten minutes)
 	$(BIN)/python -m pytest tests/horovod tests/examples/test_horovod_mnist.py $(ARGS)

@@ -15,12 +15,6 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Compiled steps look at indices, too: a test that has one out of range by mistake fails.
 os.environ.setdefault("XLA_DTENSOR_CHECKS", "all")
-# Small programs, compiled once and run once: a fifth of the compile time.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1",
-)
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax")
 )
@@ -34,7 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import xla_dtensor as xd
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.rules import registry
-from xla_dtensor.runtime import live_programs
+from xla_dtensor.runtime import live_programs, xla_flags
+
+xla_flags.add(*xla_flags.QUICK_COMPILES)
 
 MESHES = {
     "8": ((8,), ("x",)),

@@ -7,13 +7,9 @@ torchtitan's own script says how many there are, is the number of simulated devi
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 
-# XLA's CPU backend leaves some products of bfloat16 to a library that then doesn't take them
-# ("Unsupported element type for DotThunk: BF16 x BF16 = F32"). torchtitan's default is bfloat16.
-_WITHOUT_LIBRARY = "--xla_cpu_experimental_ynn_fusion_type="
-_VERSIONS_WITH_IT = ("0.10.",)  # XLA ends the process at flags that it doesn't know
+from xla_dtensor.runtime import xla_flags
 
 
 def main() -> None:
@@ -26,9 +22,7 @@ def main() -> None:
         os.environ.setdefault(name, value)  # a launcher's, of several processes
     if "NGPU" in os.environ:
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", os.environ["NGPU"])
-    flags = os.environ.get("XLA_FLAGS", "")
-    if importlib.metadata.version("jaxlib").startswith(_VERSIONS_WITH_IT) and "ynn" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {_WITHOUT_LIBRARY}".strip()
+    xla_flags.add(xla_flags.OWN_BFLOAT16_PRODUCTS)  # torchtitan's default is bfloat16
     from torchtitan import train
 
     train.main()

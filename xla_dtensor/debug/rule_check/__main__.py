@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import warnings
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from xla_dtensor.debug.rule_check import (
     samples,
 )
 from xla_dtensor.debug.rule_check.report import LEGEND
+from xla_dtensor.runtime import xla_flags
 
 
 def _arguments() -> argparse.Namespace:
@@ -42,11 +42,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = _arguments()
     # Programs are compiled and thrown away: compile them fast, and for simulated devices.
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
-        "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1",
-    )
+    xla_flags.add(*xla_flags.QUICK_COMPILES)
     shapes = [tuple(map(int, mesh.split("x"))) for mesh in arguments.mesh.split(",")]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(map(math.prod, shapes)))

@@ -1,0 +1,41 @@
+"""Flags of XLA, by the JAX that knows them: XLA ends the process at one that it doesn't know."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+
+QUICK_COMPILES = (
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+"""For programs that are compiled once and run once: a fifth of the compile time."""
+
+OWN_BFLOAT16_PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type="
+"""Keeps XLA's CPU backend from leaving some products of bfloat16 to a library that then doesn't
+take them ("Unsupported element type for DotThunk: BF16 x BF16 = F32")."""
+
+# The first JAX without the flag. The others were tried on 0.9.0, 0.10.2, 0.11.2 and 0.12.0.1.
+_GONE = {"--xla_cpu_use_fusion_emitters": (0, 11)}
+
+
+def add(*flags: str) -> None:
+    """Add flags to ``XLA_FLAGS``, but those that are there with any value, and those that this JAX
+    doesn't know. To be called before JAX's backend starts.
+
+    Example::
+
+        from xla_dtensor.runtime import xla_flags
+
+        xla_flags.add(*xla_flags.QUICK_COMPILES)
+    """
+    version = tuple(map(int, importlib.metadata.version("jax").split(".")[:2]))
+    there = os.environ.get("XLA_FLAGS", "").split()
+    names = {flag.split("=")[0] for flag in there}
+    for flag in flags:
+        name = flag.split("=")[0]
+        if name not in names and version < _GONE.get(name, (version[0] + 1,)):
+            there.append(flag)
+    os.environ["XLA_FLAGS"] = " ".join(there)
