@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import xla_dtensor as xd
 from tests.conftest import make_mesh
 from tests.movement.test_local_view import check
+from xla_dtensor.base.torch_versions import TORCH_VERSION
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
@@ -469,14 +470,30 @@ def test_gradient_of_coalesced_ones(mesh_2x4: DeviceMesh) -> None:
     check(x.grad, [v.grad for v in leaves])  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("op", ["max", "avg"])
+@pytest.mark.parametrize("op", ["max", "product"])
 def test_no_gradient_of_other_reductions(mesh_2x4: DeviceMesh, op: str) -> None:
-    """torch's formulas are those of sums."""
+    """torch's formulas are those of sums, and since 2.15 of maxima and means."""
     x = xd.from_device_values([torch.randn(4) for _ in range(8)], mesh_2x4).requires_grad_()
-    with pytest.raises(RuntimeError, match=f"only supports 'sum' reduction, got '{op}'"):
-        C.all_reduce(x, mesh_2x4["tp"], op).sum().backward()
+    if op == "product" or TORCH_VERSION < (2, 15):
+        with pytest.raises(RuntimeError, match=f"all_reduce backward only .*, got '{op}'"):
+            C.all_reduce(x, mesh_2x4["tp"], op).sum().backward()
     with pytest.raises(RuntimeError, match=f"only supports 'sum' reduction, got '{op}'"):
         funcol.reduce_scatter_tensor(x, op, 0, mesh_2x4["tp"]).sum().backward()
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 15), reason="torch has it since 2.15")
+@pytest.mark.parametrize("op", ["max", "min", "avg"])
+def test_gradients_of_maxima_and_means(mesh_2x4: DeviceMesh, op: str) -> None:
+    """Of a maximum it goes to the device that has it, and in equal parts to all that do."""
+    values = [torch.tensor([float(i), 1.0, -i, i // 2]) for i in range(8)]
+    x = xd.from_device_values(values, mesh_2x4).requires_grad_()
+    weight = xd.axis_index(mesh_2x4, "tp") + 1.0
+    (C.all_reduce(x, mesh_2x4["tp"], op) * weight).sum().backward()
+    whole = torch.stack(values).view(2, 4, 4).requires_grad_()
+    reduce = {"max": torch.amax, "min": torch.amin, "avg": torch.mean}[op]
+    (reduce(whole, 1) * 10).sum().backward()  # the weights' sum
+    for own, expected in zip(x.grad.local_values(), whole.grad.flatten(0, 1), strict=True):
+        torch.testing.assert_close(own, expected)
 
 
 # ------------------------------------------------------- errors

@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
+from tests.conftest import make_mesh
 from tests.parallel.harness import (
     Block,
     Model,
@@ -97,6 +98,43 @@ def test_accumulation_in_one_step(mesh8: DeviceMesh) -> None:
     assert collectives(step)["reduce-scatter"] == Counter(
         count // 8 for count in sizes(expected).values()
     )
+
+
+@pytest.mark.parametrize("mesh_name", ["8", "2x4"])
+@pytest.mark.parametrize("global_view", [False, True])
+def test_finalize_backward(mesh_name: str, global_view: bool) -> None:
+    """The gradients of all passes are reduced by the call, once, and added to what was there."""
+    mesh = make_mesh(mesh_name)
+    names = list(mesh.mesh_dim_names or ())
+    model, expected = shard_blocks(reference(), mesh=mesh), reference()
+    model.set_manual_backward_finalization(True)
+
+    def run(seed: int) -> None:
+        own = [batch + seed for batch in batches(8)]
+        if global_view:
+            x = distribute_tensor(torch.cat(own), mesh, [Shard(0)] * mesh.ndim)
+        else:
+            x = per_device(own, mesh, names)
+        loss_of(model(x)).backward()
+        averaged_gradients(expected, own)
+
+    run(0)  # reduced at its end
+    model.set_requires_gradient_sync(False)
+    run(1)
+    run(2)
+    before = [p.grad.full_tensor().cpu() for p in model.parameters()]
+    model.finalize_backward()  # they aren't to be reduced yet
+    after = [p.grad.full_tensor().cpu() for p in model.parameters()]
+    assert all(map(torch.equal, before, after))
+    model.set_requires_gradient_sync(True)
+    for _ in range(2):
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+    check_gradients(model, expected)
+    run(3)
+    check_gradients(model, expected)
+    with pytest.raises(RuntimeError, match="finalize_backward must be called on the root"):
+        model.blocks[0].finalize_backward()
 
 
 def test_gradient_divide_factor(mesh8: DeviceMesh) -> None:
@@ -443,6 +481,7 @@ def test_every_method_of_torch(mesh8: DeviceMesh) -> None:
         "set_separate_reduce_scatter_group": (True,),
         "set_symm_mem_for_comm": (),
         "set_unshard_in_backward": (False,),
+        "set_keep_unsharded_storage": (True,),
         "_set_unshard_async_op": (True,),
     }.items():
         getattr(model, name)(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from xla_dtensor.compilation.recipes import Source
 from xla_dtensor.compilation.run import Prepared
 from xla_dtensor.compilation.split import Split
 from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.dispatch import pin
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
@@ -47,6 +49,7 @@ class Lowered:
         self.traced = self._traced = traced
         self.effects = traced.effects
         self.changed_path: str | None = None
+        self.lowering: Callable[[], AbstractContextManager[None]] = nullcontext
         self.launched = False
         self._anchor: Callable[[], Storage | None] = lambda: None
         trace = traced.trace
@@ -237,7 +240,14 @@ class Lowered:
             jitted = jax.jit(step, donate_argnums=donate, **jit_options)
             prepared = self._prepared = self._prepare(arguments)
             inputs = self._gather(arguments, prepared, take=False)
-            lowered = jitted.lower(*inputs)
+            known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
+            wanted = [self._sharding(form) for form in self._forms]
+            if self._frame is not None and not pin.are_needed(
+                self._jaxpr, self._frame.jax_mesh, [*known, *wanted]
+            ):
+                self.lowering = pin.loose
+            with self.lowering():
+                lowered = jitted.lower(*inputs)
             if executables is None:
                 self.lowered = lowered
                 return

@@ -164,7 +164,8 @@ class Program(WriteBack):
                         "parameters are updated"
                     )
             inputs = [*residuals, *arrays]
-            results = iter(self._backward(inputs))
+            with self.lowering():
+                results = iter(self._backward(inputs))
         if events.observer is not None:
             text = self._backward_text(inputs)
             events.observer.launched(self, "backward", text)
@@ -186,7 +187,7 @@ class Program(WriteBack):
         """What XLA made of the backward pass, for these inputs."""
 
         def text() -> str:
-            with jax.enable_x64(True):
+            with jax.enable_x64(True), self.lowering():
                 return self._backward.lower(inputs).compile().as_text()
 
         return text

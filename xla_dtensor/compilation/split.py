@@ -102,7 +102,15 @@ class Split:
 
 # What only puts a value in another order, or repeats it.
 _MOVES = frozenset(
-    {"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "sharding_constraint"}
+    {
+        "transpose",
+        "reshape",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+        "sharding_constraint",
+        "pin",
+    }
 )
 
 

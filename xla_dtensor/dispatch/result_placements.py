@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from xla_dtensor.base import rng, thread_state
 from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.lower import lowered_function
 from xla_dtensor.dispatch.meta import Meta
+from xla_dtensor.dispatch.pin import pin
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
@@ -51,11 +53,20 @@ def output_placements(answer: Answer) -> list[tuple[Placement, ...]]:
 
 @dataclass(frozen=True)
 class Pins:
-    """Shardings per leaf of a call, per result, and of what it writes to its arguments."""
+    """Shardings per leaf of a call, per result, and of what it writes to its arguments.
+
+    Args:
+        ask: asks XLA for one, of a value.
+    """
 
     leaves: list[Any]
     results: list[Any]
     written: Any
+    ask: Callable[[Any, Any], Any]
+
+    def pin(self, value: Any, sharding: Any) -> Any:
+        """``value`` in ``sharding``, if it isn't None."""
+        return value if sharding is None else self.ask(value, sharding)
 
 
 def pins(answer: Answer | None) -> Pins | None:
@@ -65,7 +76,8 @@ def pins(answer: Answer | None) -> Pins | None:
     gather's blocks in one device order and labels them in another: silently wrong numbers (jaxlib
     0.10 and 0.12, every backend shares the pass; `tests/compilation/test_xla_miscompile.py`). It
     never did, in thousands of random cases, with operands and result pinned to one assignment of
-    axes, which is what a rule gives. Convolutions over sharded spatial dims go wrong on any mesh
+    axes, which is what a rule gives. A compiled step that takes no axes apart does without
+    (`pin.are_needed`). Convolutions over sharded spatial dims go wrong on any mesh
     (weight gradients above all): those dims are whole while it computes.
 
     The layouts of a rule that is not the library's own are asked for as they are: whoever wrote it
@@ -77,7 +89,7 @@ def pins(answer: Answer | None) -> Pins | None:
     name = call.info.name.replace("_.", ".")
     rule = find_registration(call.info.func)
     if rule is not None and rule.kind != "family":
-        return None if call.info.mutated else _of_rule(answer)
+        return None if call.info.mutated else _of_rule(answer, jax.lax.with_sharding_constraint)
     frame = frame_of(answer.mesh)
     # XLA's partitioner ends the process on a transform along a sharded dim.
     convolution, transform = is_(Kind.CONVOLUTION, name), is_(Kind.TRANSFORM, name)
@@ -87,22 +99,25 @@ def pins(answer: Answer | None) -> Pins | None:
     always = convolution or transform or (gather and any(map(_is_partial, call.forms)))
     if not always and sum(size > 1 for size in frame.sizes.values()) < 3:
         return None
+    ask = jax.lax.with_sharding_constraint if always else pin
     product = is_(Kind.PRODUCT, f"{name.rpartition('.')[0]}.default")
     if call.info.is_out and (product or transform or gather):
         # Rules know the functional overload alone.
         whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
-        return Pins(whole, [], frame.replicated)
+        return Pins(whole, [], frame.replicated, ask)
     if not always and not is_(Kind.PRODUCT, name) and not gather:
         return None
     # [batch or out channels, in channels, positions...]
-    return _of_rule(answer, 2 if convolution else None)
+    return _of_rule(answer, ask, 2 if convolution else None)
 
 
 def _is_partial(form: Any) -> bool:
     return isinstance(form, Form) and any(p.is_partial() for p in form.placements or ())
 
 
-def _of_rule(answer: Answer, dims: int | None = None) -> Pins | None:
+def _of_rule(
+    answer: Answer, ask: Callable[[Any, Any], Any], dims: int | None = None
+) -> Pins | None:
     """The layouts of the call's rule, of the first ``dims`` dims alone."""
     call, mesh, metas, merged = answer.call, answer.mesh, answer.metas, answer.merged
     if merged is None:
@@ -116,7 +131,7 @@ def _of_rule(answer: Answer, dims: int | None = None) -> Pins | None:
         None if m is None else _sharding(p, mesh, len(m.shape), dims)
         for p, m in zip(merged.outputs, metas, strict=True)
     ]
-    return Pins(inputs, outputs, frame_of(mesh).replicated)
+    return Pins(inputs, outputs, frame_of(mesh).replicated, ask)
 
 
 def _sharding(placements: Any, mesh: DeviceMesh, ndim: int, dims: int | None = None) -> Any:

@@ -172,8 +172,11 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
             (array,) = same_value(form, form.reduced()).eager(None, [array], [])
         form = form.reduced()
     own = dict(_own(array, form))
-    found = [piece for piece in pieces(form) if piece.number in own]
-    whole = None if all(piece.is_block for piece in found) else fetch(array, array.shape)
+    everywhere = list(pieces(form))
+    # Of all devices, not only this process's: fetching is something that all processes do.
+    is_cut_alike = all(piece.is_block for piece in everywhere)
+    whole = None if is_cut_alike else fetch(array, array.shape)
+    found = [piece for piece in everywhere if piece.number in own]
     shards = []
     for piece in found:
         number, index, lead = piece.number, piece.index, piece.lead

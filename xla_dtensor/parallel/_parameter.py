@@ -337,6 +337,22 @@ class ManagedParameter:
             grad = self._reduce_over_devices(grad, parameter)
         return grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
 
+    def reduce_waiting(self) -> None:
+        """Reduce what waits for that, into ``.grad``, without another backward pass."""
+        state, parameter = self._state, self.parameter
+        state.consult()
+        if not state.reduces:
+            return
+        local = state.local_gradients
+        grad = self._take_local_gradient(parameter) if local else self.accumulated.take()
+        if grad is None:
+            return
+        reduce = self._reduce_over_devices
+        if isinstance(grad, XLAShardedTensor) or self.spans_mesh:
+            reduce = self._land
+        grad = reduce(grad, parameter).to(parameter.dtype)
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
     def _take_local_gradient(self, parameter: Any) -> Any:
         """The parameter's ``.grad`` if it still differs between data-parallel devices, to be
         reduced with the new one; it is gone then."""

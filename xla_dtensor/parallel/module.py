@@ -20,6 +20,13 @@ class UnshardHandle:
         """Nothing to wait for: XLA schedules the communication, and uses wait for their values."""
 
 
+class GradientReductionHandle:
+    """What ``finalize_backward(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Nothing to wait for: uses of the gradients wait for their values."""
+
+
 class FSDPModule(TorchFSDPModule):
     """A module under `fully_shard`. Also an instance of torch's ``FSDPModule``.
 
@@ -88,8 +95,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: this module is not the root.
         """
-        if self._get_fsdp_state().is_root is False:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        self._root("reset_iter_state")
         for state in self._states(recurse=True):
             state.reshard()
             for parameter in state.parameters:
@@ -173,6 +179,34 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """No effect: one process computes for all devices, so that they use the same parameters."""
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Of torch 2.15: that `finalize_backward` will be called. No effect: it may be called
+        anyway, and gradients that are to be reduced are so at the end of each backward pass.
+
+        Raises:
+            RuntimeError: this module is not the root.
+        """
+        self._root("set_manual_backward_finalization")
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Of torch 2.15: reduce the gradients that have waited since
+        ``set_requires_gradient_sync(False)``, if they are to be reduced now, in all modules of this
+        root. The next backward pass would do so, too.
+
+        Raises:
+            RuntimeError: this module is not the root.
+        """
+        self._root("finalize_backward")
+        with torch.no_grad():
+            for state in self._states(recurse=True):
+                for parameter in state.parameters:
+                    parameter.reduce_waiting()
+        return GradientReductionHandle() if async_op else None
+
+    def _root(self, method: str) -> None:
+        if self._get_fsdp_state().is_root is False:
+            raise RuntimeError(f"{method} must be called on the root FSDP module")
+
     # --- when to communicate: XLA decides ------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -214,6 +248,9 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """No effect."""
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """No effect: CUDA graphs want addresses that stay; a compiled step has none."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """No effect: backward gathers a parameter only where an operation has saved it."""
