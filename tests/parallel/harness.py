@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 import xla_dtensor as xd
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # torch 2.11, where what ours are asked for has no class yet
+
+    @dataclass
+    class DataParallelMeshDims:  # type: ignore[no-redef]
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
 
 
 class Block(nn.Module):

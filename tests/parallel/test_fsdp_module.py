@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -30,6 +29,7 @@ import xla_dtensor as xd
 from tests.conftest import make_mesh
 from tests.parallel.harness import (
     Block,
+    DataParallelMeshDims,
     Model,
     averaged_gradients,
     batches,

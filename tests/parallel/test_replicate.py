@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
@@ -23,6 +23,7 @@ from torch.distributed.tensor import (
 
 import xla_dtensor as xd
 from tests.parallel.harness import (
+    DataParallelMeshDims,
     Model,
     averaged_gradients,
     batches,
