@@ -48,6 +48,7 @@ def blocks(page: str) -> list[str]:
             ],
         ),
         ("coming_from.md", 6, []),
+        ("torch_xla.md", 1, []),
         ("horovod.md", 2, ["the loss of 8 ranks is "]),
         ("context_parallel.md", 2, []),
         ("checkpoints.md", 3, []),

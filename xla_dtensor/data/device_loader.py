@@ -92,24 +92,7 @@ class DeviceLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        ahead: deque[Any] = deque()
-        error: Exception | None = None
-        ended = False
-        while True:
-            while not ended and error is None and len(ahead) <= self.prefetch:
-                try:
-                    ahead.append(self._placed(next(batches)))
-                except StopIteration:
-                    ended = True
-                except Exception as raised:  # when it is this batch's turn
-                    error = raised
-            if ahead:
-                yield ahead.popleft()
-            elif error is not None:
-                raise error
-            else:
-                return
+        return placed_ahead(self.loader, self._placed, self.prefetch)
 
     def _placed(self, batch: Any) -> Any:
         return _map(batch, self.placements, self._place, "a batch")
@@ -122,6 +105,30 @@ class DeviceLoader:
             return tensor.redistribute(self.mesh, placements)
         leaf = tensor if tensor.is_leaf else tensor.detach()
         return distribute_tensor(leaf, self.mesh, placements)
+
+
+def placed_ahead(
+    loader: Iterable[Any], place: Callable[[Any], Any], prefetch: int
+) -> Iterator[Any]:
+    """``place`` of each batch, ``prefetch`` batches before it is asked for."""
+    batches = iter(loader)
+    ahead: deque[Any] = deque()
+    error: Exception | None = None
+    ended = False
+    while True:
+        while not ended and error is None and len(ahead) <= prefetch:
+            try:
+                ahead.append(place(next(batches)))
+            except StopIteration:
+                ended = True
+            except Exception as raised:  # when it is this batch's turn
+                error = raised
+        if ahead:
+            yield ahead.popleft()
+        elif error is not None:
+            raise error
+        else:
+            return
 
 
 def _is_one(placements: Any) -> bool:
