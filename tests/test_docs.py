@@ -47,7 +47,7 @@ def blocks(page: str) -> list[str]:
                 "[dp, None; sum over tp] -> [dp, None]            all-reduce over tp, 384 B",
             ],
         ),
-        ("coming_from.md", 6, []),
+        ("coming_from.md", 7, []),
         ("torch_xla.md", 1, []),
         ("horovod.md", 2, ["the loss of 8 ranks is "]),
         ("context_parallel.md", 2, []),
