@@ -49,6 +49,7 @@ def blocks(page: str) -> list[str]:
         ),
         ("coming_from.md", 7, []),
         ("torch_xla.md", 1, []),
+        ("paddle.md", 3, []),
         ("horovod.md", 2, ["the loss of 8 ranks is "]),
         ("context_parallel.md", 2, []),
         ("checkpoints.md", 3, []),

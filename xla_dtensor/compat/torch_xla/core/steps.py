@@ -139,9 +139,8 @@ def compile(
     steps.append(compiled)
     if num_different_graphs_allowed is None:
         return compiled
-    return _counted(
-        compiled, name or getattr(f, "__name__", "a step"), num_different_graphs_allowed
-    )
+    called = name or str(getattr(f, "__name__", "a step"))
+    return _counted(compiled, called, num_different_graphs_allowed)
 
 
 def _counted(compiled: CompiledStep, name: str, allowed: int) -> Callable[..., Any]:
