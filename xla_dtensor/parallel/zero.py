@@ -85,10 +85,8 @@ def zero(optimizer: Optimizer, mesh: DeviceMesh, *, stage: int = 1) -> Optimizer
     sharding = _Sharding(optimizer, mesh, stage)
     for parameter in sharding.parameters():
         sharding.layout_of(parameter)  # or it raises, and nothing has been done
-    optimizer._zero = sharding  # type: ignore[attr-defined]
-    optimizer.step = types.MethodType(  # type: ignore[method-assign]
-        _sharded_step(optimizer.step), optimizer
-    )
+    optimizer._zero = sharding
+    optimizer.step = types.MethodType(_sharded_step(optimizer.step), optimizer)
     optimizer.register_load_state_dict_post_hook(lambda loaded: sharding.shard_state())
     sharding.shard_state()
     if stage == 2:

@@ -209,3 +209,43 @@ def test_prime_optimizer() -> None:
 def test_a_wrong_interval(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         CheckpointManager(tmp_path, save_interval=0)
+
+
+# --- the planners ---------------------------------------------------------------------------------
+
+
+def test_planners_have_an_item_per_shard(tmp_path: Path) -> None:
+    """Of a sharded tensor one per device, of others one; an item's data is its shard's."""
+    model = sharded()
+    shards: Any = model.fc1.weight
+    plans: list[Any] = []
+
+    class Saving(SPMDSavePlanner):
+        def create_local_plan(self) -> Any:
+            plans.append(super().create_local_plan())
+            return plans[-1]
+
+        def resolve_data(self, write_item: Any) -> Any:
+            data = super().resolve_data(write_item)
+            if write_item.index.fqn == "fc1.weight":
+                (start,) = {write_item.index.offset[1]}
+                wanted = shards.local_shards[start // 2].data
+                assert torch.equal(data, wanted)
+            return data
+
+    class Loading(SPMDLoadPlanner):
+        def create_local_plan(self) -> Any:
+            plans.append(super().create_local_plan())
+            return plans[-1]
+
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path, planner=Saving(), no_dist=True)
+    names = [item.index.fqn for item in plans[0].items]
+    assert names.count("fc1.weight") == 8 and len(names) == 8 + 3
+
+    whole, other = TwoLayers().to("xla"), sharded()
+    before = other.fc1.weight.detach().cpu()
+    dcp.save(whole.state_dict(), checkpoint_id=tmp_path / "whole", no_dist=True)
+    dcp.load(other.state_dict(), checkpoint_id=tmp_path / "whole", planner=Loading(), no_dist=True)
+    names = [item.dest_index.fqn for item in plans[1].items]
+    assert names.count("fc1.weight") == 8 and len(names) == 8 + 3
+    assert not torch.equal(other.fc1.weight.cpu(), before) and equal(whole, other)
