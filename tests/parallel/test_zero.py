@@ -71,7 +71,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_eager(name: str, stage: int, mesh: DeviceMesh) -> None:
