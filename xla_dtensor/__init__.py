@@ -58,11 +58,13 @@ _LAZY = {
     "fully_shard": "xla_dtensor.parallel",
     "get_mesh": "xla_dtensor.mesh",
     "jax_function": "xla_dtensor.custom_ops",
+    "parallelize": "xla_dtensor.parallel",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
     "set_mesh": "xla_dtensor.mesh",
     "shard_batch": "xla_dtensor.data",
     "to_jax": "xla_dtensor.movement.jax_arrays",
+    "zero": "xla_dtensor.parallel",
 }
 _MODULES = {
     "checkpoint": "xla_dtensor.checkpoint",
@@ -122,12 +124,14 @@ __all__ = [
     "get_mesh",
     "init_device_mesh",
     "jax_function",
+    "parallelize",
     "register_rule",
     "replicate",
     "rules",
     "set_mesh",
     "shard_batch",
     "to_jax",
+    "zero",
 ]
 
 

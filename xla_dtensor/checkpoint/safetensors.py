@@ -22,6 +22,7 @@ from xla_dtensor.checkpoint.together import Together
 from xla_dtensor.errors import CheckpointError, UnsupportedOpError
 from xla_dtensor.runtime import agreement, processes
 from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
@@ -263,7 +264,7 @@ def _written_by_first(
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor on each device; the others do the same."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor | XLAShardedTensor) else tensor
 
 
 def whole_value(tensor: torch.Tensor) -> torch.Tensor:

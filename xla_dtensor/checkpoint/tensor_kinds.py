@@ -13,6 +13,7 @@ from xla_dtensor.checkpoint.shards import own_chunks
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Kind = dict[str, Any]
 """Plain data: ``on`` ("cpu", "xla", "varying", "sharded", or another device), ``size`` and
@@ -71,7 +72,7 @@ def like_saved(kind: Kind, name: str, like: torch.Tensor | None) -> torch.Tensor
             return torch.zeros_like(like, dtype=dtype, requires_grad=False)
     elif kind["on"] != "sharded":
         return torch.zeros(size, dtype=dtype)  # torch moves it to where it belongs
-    elif isinstance(like, DTensor):
+    elif isinstance(like, DTensor | XLAShardedTensor):
         mesh = like.device_mesh
         placements: Sequence[Placement] = [Replicate()] * mesh.ndim
         if list(mesh.shape) == kind["mesh"]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.mesh import get_mesh
 from xla_dtensor.movement.factories import distribute_tensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Placements = Sequence[Placement]
 
@@ -92,24 +93,7 @@ class DeviceLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        ahead: deque[Any] = deque()
-        error: Exception | None = None
-        ended = False
-        while True:
-            while not ended and error is None and len(ahead) <= self.prefetch:
-                try:
-                    ahead.append(self._placed(next(batches)))
-                except StopIteration:
-                    ended = True
-                except Exception as raised:  # when it is this batch's turn
-                    error = raised
-            if ahead:
-                yield ahead.popleft()
-            elif error is not None:
-                raise error
-            else:
-                return
+        return placed_ahead(self.loader, self._placed, self.prefetch)
 
     def _placed(self, batch: Any) -> Any:
         return _map(batch, self.placements, self._place, "a batch")
@@ -118,10 +102,34 @@ class DeviceLoader:
         if placements is None:
             rest: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
             placements = [Shard(0) if tensor.ndim else Replicate(), *rest]
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor | XLAShardedTensor):
             return tensor.redistribute(self.mesh, placements)
         leaf = tensor if tensor.is_leaf else tensor.detach()
         return distribute_tensor(leaf, self.mesh, placements)
+
+
+def placed_ahead(
+    loader: Iterable[Any], place: Callable[[Any], Any], prefetch: int
+) -> Iterator[Any]:
+    """``place`` of each batch, ``prefetch`` batches before it is asked for."""
+    batches = iter(loader)
+    ahead: deque[Any] = deque()
+    error: Exception | None = None
+    ended = False
+    while True:
+        while not ended and error is None and len(ahead) <= prefetch:
+            try:
+                ahead.append(place(next(batches)))
+            except StopIteration:
+                ended = True
+            except Exception as raised:  # when it is this batch's turn
+                error = raised
+        if ahead:
+            yield ahead.popleft()
+        elif error is not None:
+            raise error
+        else:
+            return
 
 
 def _is_one(placements: Any) -> bool:

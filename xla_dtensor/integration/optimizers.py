@@ -70,11 +70,12 @@ def install() -> None:
 def make_foreach_the_default() -> None:
     """As torch has it for its own DTensor. Not at once: torch's DTensor takes long to import."""
     from xla_dtensor.tensors.device_tensor import XLATensor
+    from xla_dtensor.tensors.marked_tensor import MarkedTensor
     from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         module: Any = importlib.import_module(name)
-        module._foreach_supported_types += [XLAShardedTensor, XLATensor]
+        module._foreach_supported_types += [XLAShardedTensor, XLATensor, MarkedTensor]
 
 
 class _Step:

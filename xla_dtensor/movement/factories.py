@@ -84,7 +84,7 @@ def distribute_tensor(
             "tensor! Use from_local or redistribute inside an autograd computation"
         )
     placements = normalize_placements(placements, mesh, tensor.ndim, "distribute_tensor")
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, DTensor | XLAShardedTensor):
         if tensor.device_mesh != mesh:
             raise MeshMismatchError(
                 f"distribute_tensor: the tensor is on {tensor.device_mesh!r} already, not on "
@@ -224,13 +224,13 @@ def distribute_module(
 
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
     for key, parameter in module._parameters.items():
-        if parameter is not None and not isinstance(parameter, DTensor):
+        if parameter is not None and not isinstance(parameter, DTensor | XLAShardedTensor):
             replicated = nn.Parameter(
                 distribute_tensor(parameter.data, mesh, None), requires_grad=parameter.requires_grad
             )
             module.register_parameter(key, replicated)
     for key, buffer in module._buffers.items():
-        if buffer is not None and not isinstance(buffer, DTensor):
+        if buffer is not None and not isinstance(buffer, DTensor | XLAShardedTensor):
             module._buffers[key] = distribute_tensor(buffer, mesh, None)
 
 

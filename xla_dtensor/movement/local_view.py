@@ -61,7 +61,7 @@ def from_local(
         UnsupportedOpError: the tensor differs between devices that are to hold the same.
         PlacementError: ``shape`` isn't what the local tensors make up.
     """
-    if isinstance(local_tensor, DTensor):
+    if isinstance(local_tensor, DTensor | XLAShardedTensor):
         raise RuntimeError(
             "the local_tensor argument only accepts torch.Tensor but got "
             f"{type(local_tensor)} value."

@@ -4,7 +4,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from xla_dtensor.parallel.fully_shard import fully_shard
 from xla_dtensor.parallel.module import FSDPModule, UnshardHandle
+from xla_dtensor.parallel.parallelize import parallelize
 from xla_dtensor.parallel.replicate import ReplicateModule, replicate
+from xla_dtensor.parallel.zero import zero
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -14,5 +16,7 @@ __all__ = [
     "ReplicateModule",
     "UnshardHandle",
     "fully_shard",
+    "parallelize",
     "replicate",
+    "zero",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.printing import text_of
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalShard:
     """One device's part of a sharded tensor.
 
@@ -26,14 +27,28 @@ class LocalShard:
         device: number of the device in the mesh.
         index: the slice of the logical tensor that it holds, per tensor dim.
         data: the values there, as a CPU tensor (a copy).
+        replica: how many of the devices before it hold the same part.
     """
 
     device: int
     index: tuple[slice, ...]
     data: torch.Tensor
+    replica: int = 0
 
 
-class XLAShardedTensor(TensorMethods, DTensor):
+STAND_INS: set[type] = set()
+"""Classes of tensors that are sharded and can't be a ``DTensor`` (`tensors/marked_tensor.py`)."""
+
+
+class _KnowsStandIns(type(torch.Tensor)):  # type: ignore[misc]
+    """For ``isinstance(x, XLAShardedTensor)``, by which the package asks whether ``x`` is
+    sharded."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or type(instance) in STAND_INS
+
+
+class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
     """A ``DTensor`` on an xla mesh: ``shape`` is the global shape, operations have single-device
     semantics, and XLA inserts the communication that the placements call for.
 
@@ -235,9 +250,9 @@ class XLAShardedTensor(TensorMethods, DTensor):
     @property
     def local_shards(self) -> list[LocalShard]:
         """What each device holds of the logical tensor, cut as torch cuts it, in the order of the
-        mesh's devices: of each its number (``device``), a slice per tensor dim (``index``) and a
-        CPU copy of the values (``data``). ``Partial`` values whose reduction is pending are reduced
-        first.
+        mesh's devices: of each its number (``device``), a slice per tensor dim (``index``), a CPU
+        copy of the values (``data``), and how many of the devices before it hold the same
+        (``replica``). ``Partial`` values whose reduction is pending are reduced first.
 
         Raises:
             DataDependentError: in a compiled step.
@@ -252,7 +267,14 @@ class XLAShardedTensor(TensorMethods, DTensor):
             assert shard.device == 3 and shard.index == (slice(6, 8),)
             assert shard.data.tolist() == [6, 7]
         """
-        return backend().local_shards(self)
+        shards = backend().local_shards(self)
+        seen: Counter[Any] = Counter()
+        for shard in shards:
+            part = tuple((each.start, each.stop) for each in shard.index)  # slices have no hash
+            if all(start < stop for start, stop in part):
+                shard.replica = seen[part]
+                seen[part] += 1
+        return shards
 
     def __tensor_flatten__(self) -> Any:
         raise NotImplementedError(
