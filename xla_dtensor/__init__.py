@@ -23,6 +23,7 @@ from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     MeshError,
     MeshMismatchError,
     PerDeviceValueError,
+    PipelineError,
     PlacementError,
     StaleStepError,
     UnsupportedOpError,
@@ -40,6 +41,8 @@ _LAZY = {
     "MixedPrecisionPolicy": "xla_dtensor.parallel",
     "OffloadPolicy": "xla_dtensor.parallel",
     "Partial": "torch.distributed.tensor.placement_types",
+    "PipelineSchedule": "xla_dtensor.pipeline",
+    "PipelineStage": "xla_dtensor.pipeline",
     "Replicate": "torch.distributed.tensor.placement_types",
     "ReplicateModule": "xla_dtensor.parallel",
     "Shard": "torch.distributed.tensor.placement_types",
@@ -62,6 +65,7 @@ _LAZY = {
     "replicate": "xla_dtensor.parallel",
     "set_mesh": "xla_dtensor.mesh",
     "shard_batch": "xla_dtensor.data",
+    "stage_meshes": "xla_dtensor.pipeline",
     "to_jax": "xla_dtensor.movement.jax_arrays",
 }
 _MODULES = {
@@ -94,6 +98,9 @@ __all__ = [
     "OffloadPolicy",
     "Partial",
     "PerDeviceValueError",
+    "PipelineError",
+    "PipelineSchedule",
+    "PipelineStage",
     "PlacementError",
     "Replicate",
     "ReplicateModule",
@@ -127,6 +134,7 @@ __all__ = [
     "rules",
     "set_mesh",
     "shard_batch",
+    "stage_meshes",
     "to_jax",
 ]
 
