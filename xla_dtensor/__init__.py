@@ -65,6 +65,7 @@ _LAZY = {
     "replicate": "xla_dtensor.parallel",
     "set_mesh": "xla_dtensor.mesh",
     "shard_batch": "xla_dtensor.data",
+    "shard_by_size": "xla_dtensor.parallel",
     "stage_meshes": "xla_dtensor.pipeline",
     "to_jax": "xla_dtensor.movement.jax_arrays",
 }
@@ -134,6 +135,7 @@ __all__ = [
     "rules",
     "set_mesh",
     "shard_batch",
+    "shard_by_size",
     "stage_meshes",
     "to_jax",
 ]

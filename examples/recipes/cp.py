@@ -1,6 +1,6 @@
-"""Context parallelism: sequences too long for one device, cut over "cp"; attention sees all of them.
+"""Context parallelism: long sequences, cut over "cp"; attention sees all of them.
 
-    python examples/recipes/cp.py
+python examples/recipes/cp.py
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
         self.q, self.k, self.v, self.proj = (nn.Linear(DIM, DIM) for _ in range(4))
-        self.mlp = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 96), nn.GELU(), nn.Linear(96, DIM))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(DIM), nn.Linear(DIM, 96), nn.GELU(), nn.Linear(96, DIM)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        q, k, v = (f(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         attended = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
@@ -51,8 +55,10 @@ class Model(nn.Sequential):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """What has to be said again half a sequence later."""
-    half = torch.randint(VOCAB, (ROWS, LENGTH // 2), generator=torch.Generator().manual_seed(step))
+    """What has to be said again half a sequence later, in a few of the words."""
+    half = torch.randint(
+        VOCAB // 4, (ROWS, LENGTH // 2), generator=torch.Generator().manual_seed(step)
+    )
     tokens = torch.cat([half, half, half[:, :1]], 1)
     return tokens[:, :-1], tokens[:, 1:]
 

@@ -1,5 +1,5 @@
-"""FSDP: parameters, gradients and optimizer state sharded over all devices, each with a batch of its
-own, as a torchrun program has it.
+"""FSDP: parameters, gradients and optimizer state sharded over all devices, each with a batch of
+its own, as a torchrun program has it.
 
     python examples/recipes/fsdp.py
 """
@@ -28,7 +28,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

@@ -81,7 +81,10 @@ def train(steps: int, param_dtype: torch.dtype = torch.bfloat16) -> list[float]:
     for i in range(steps):
         # Part by part, the rows of each device.
         x, classes = (
-            [xd.from_device_values(list(part.chunk(HOSTS * DEVICES)), mesh) for part in t.chunk(PARTS)]
+            [
+                xd.from_device_values(list(part.chunk(HOSTS * DEVICES)), mesh)
+                for part in t.chunk(PARTS)
+            ]
             for t in batch(i)
         )
         losses.append(float(torch.stack(step(x, classes).local_values()).mean()))

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 os.environ.setdefault("NPROC", "64")
@@ -38,8 +39,10 @@ class Adapted(nn.Module):
 class Model(nn.Sequential):
     def __init__(self) -> None:
         widths = (FEATURES, DIM, DIM, FEATURES)
-        layers = [nn.Linear(i, o) for i, o in zip(widths, widths[1:], strict=False)]
-        super().__init__(Adapted(layers[0]), nn.SiLU(), Adapted(layers[1]), nn.SiLU(), Adapted(layers[2]))
+        layers = [nn.Linear(i, o) for i, o in itertools.pairwise(widths)]
+        super().__init__(
+            Adapted(layers[0]), nn.SiLU(), Adapted(layers[1]), nn.SiLU(), Adapted(layers[2])
+        )
 
 
 def learning(model: nn.Module) -> list[nn.Parameter]:

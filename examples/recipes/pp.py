@@ -1,6 +1,6 @@
-"""Pipeline parallelism: torch's interleaved 1F1B over compiled stages, data parallelism inside of each.
+"""Pipeline parallelism: torch's interleaved 1F1B, compiled stages, data parallelism inside of each.
 
-    python examples/recipes/pp.py
+python examples/recipes/pp.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tensor and sequence parallelism under FSDP: torch's styles, with the loss over a sharded vocabulary.
+"""Tensor and sequence parallelism under FSDP: torch's styles, the loss over a sharded vocabulary.
 
-    python examples/recipes/tp_sp.py
+python examples/recipes/tp_sp.py
 """
 
 from __future__ import annotations
@@ -44,11 +44,8 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.attention = nn.RMSNorm(DIM), Attention()
-        self.norm2, self.up, self.down = (
-            nn.RMSNorm(DIM),
-            nn.Linear(DIM, 4 * DIM),
-            nn.Linear(4 * DIM, DIM),
-        )
+        self.norm2 = nn.RMSNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -63,8 +60,7 @@ class Decoder(nn.Sequential):
         self.norm, self.out = nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
 
 
-# Between layers activations are sharded over the sequence, inside of attention and MLP over heads
-# and hidden features.
+# Between layers activations are cut by position, inside of attention and MLP by heads and features.
 GATHERED = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
 COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
 PLAN = {
@@ -76,14 +72,15 @@ PLAN = {
     "layer*.up": ColwiseParallel(input_layouts=Shard(1)),
     "layer*.down": ROWS,
     "norm": SequenceParallel(),
-    "out": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    "out": ColwiseParallel(
+        input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+    ),
 }
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """The global batch: squares modulo the vocabulary."""
-    start = torch.arange(4 * DP).unsqueeze(1) + 7 * step
-    tokens = (start + torch.arange(LENGTH + 1)).square() % VOCAB
+    tokens = (torch.arange(4 * DP)[:, None] + 7 * step + torch.arange(LENGTH + 1)).square() % VOCAB
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -113,8 +110,7 @@ def train(steps: int) -> list[float]:
     for i in range(steps):
         own = [xd.from_device_values(list(t.chunk(DP)), mesh["dp"]) for t in batch(i)]
         loss = step(*own)
-        local = loss.to_local() if isinstance(loss, xd.XLAShardedTensor) else loss
-        losses.append(float(torch.stack(local.local_values()).mean()))
+        losses.append(float(torch.stack(loss.to_local().local_values()).mean()))
     return losses
 
 

@@ -49,7 +49,7 @@ def test_stage_meshes() -> None:
 def test_a_stage_on_a_wrong_mesh() -> None:
     meshes = xd.stage_meshes(mesh_of(2, 2))
     module = xd.distribute_module(nn.Linear(DIM, DIM), meshes[0])
-    with pytest.raises(xd.MeshMismatchError, match=r"PipelineStage 1: 'weight' .* devices \[0, 1\]"):
+    with pytest.raises(xd.MeshMismatchError, match=r"PipelineStage 1: 'weight' .*devices \[0, 1\]"):
         xd.PipelineStage(module, 1, 2, meshes[1])
     with pytest.raises(xd.PipelineError, match="'weight' is on the cpu device"):
         xd.PipelineStage(nn.Linear(2, 2), 0, 2, meshes[0])
@@ -74,7 +74,7 @@ def test_stages_that_are_no_pipeline() -> None:
     for wrong in (stages[:1], [stages[0], stages[0]], []):
         with pytest.raises(xd.PipelineError, match="all stages of one pipeline"):
             xd.PipelineSchedule(ScheduleGPipe, wrong, 2)
-    with pytest.raises(xd.PipelineError, match="no xla_dtensor.PipelineStage"):
+    with pytest.raises(xd.PipelineError, match=r"no xla_dtensor\.PipelineStage"):
         xd.PipelineSchedule(ScheduleGPipe, [PipelineStage.__new__(PipelineStage)], 2)  # type: ignore[list-item]
     with pytest.raises(xd.PipelineError, match="the class of a schedule"):
         xd.PipelineSchedule("1F1B", stages, 2)
@@ -143,7 +143,7 @@ def test_activations_that_do_not_fit_the_next_mesh() -> None:
     )
     stages = [xd.PipelineStage(nn.Identity(), i, 2, on) for i, on in enumerate((first, second))]
     made = xd.PipelineSchedule(ScheduleGPipe, stages, 1)
-    with pytest.raises(xd.MeshMismatchError, match="output 0 of stage 0: .* has no dim 'dp'"):
+    with pytest.raises(xd.MeshMismatchError, match=r"output 0 of stage 0: .* has no dim 'dp'"):
         made.step(distribute_tensor(torch.ones(4), first, [Shard(0)]))
     own = xd.from_device_values([torch.ones(4), torch.ones(4)], first)
     with pytest.raises(xd.MeshMismatchError, match="varies along 'dp'"):
@@ -157,7 +157,7 @@ def test_compiled_stages_have_one_backward() -> None:
         xd.PipelineSchedule(ScheduleInterleavedZeroBubble, stages, 4, mse)
 
 
-# --- the order -------------------------------------------------------------------------------------
+# --- the order -----------------------------------------------------------------------------------
 
 
 def most_in_flight(order: list[Action], stage: int) -> int:
@@ -195,7 +195,9 @@ def test_the_order_of_gpipe() -> None:
 
 def test_schedules_that_cannot_be() -> None:
     f, b = (lambda s, m=0: Action(FORWARD, s, m)), (lambda s, m=0: Action(BACKWARD, s, m))
-    with pytest.raises(xd.PipelineError, match="can't go on: .*forward of microbatch 0 in stage 1"):
+    with pytest.raises(
+        xd.PipelineError, match=r"can't go on: .*forward of microbatch 0 in stage 1"
+    ):
         merged([[b(0), f(0)], [f(1), b(1)]], 2, 1)
     with pytest.raises(xd.PipelineError, match="leaves out the forward of microbatch 1 in stage 0"):
         merged([[f(0), b(0)]], 1, 2)

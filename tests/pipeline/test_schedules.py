@@ -90,7 +90,9 @@ def test_microbatches_of_a_batch_on_the_cpu_are_its_rows() -> None:
     out = pipeline.step(x, target=y, losses=losses)
     wanted, _ = on_cpu(modules, x, y)
     torch.testing.assert_close(whole(out), wanted)
-    expected = [nn.functional.mse_loss(*rows) for rows in zip(wanted.chunk(4), y.chunk(4), strict=True)]
+    expected = [
+        nn.functional.mse_loss(*rows) for rows in zip(wanted.chunk(4), y.chunk(4), strict=True)
+    ]
     torch.testing.assert_close([whole(one) for one in losses], expected)
 
 
@@ -245,7 +247,9 @@ def test_eval_computes_no_gradients() -> None:
         assert pipeline.eval(x) is not None  # without a target: the outputs alone
     wanted = nn.Sequential(*modules)(x)
     torch.testing.assert_close(whole(out), wanted.detach())
-    assert len(losses) == 4 and not any(p.grad is not None for s in stages for p in s.submod.parameters())
+    assert len(losses) == 4 and not any(
+        p.grad is not None for s in stages for p in s.submod.parameters()
+    )
     pipeline.step(x, target=y)
     on_cpu(modules, x, y)
     assert_gradients(stages, modules)
@@ -273,7 +277,9 @@ def test_a_batch_on_the_whole_mesh_goes_to_the_stages() -> None:
     on_cpu(modules, x, y)
     assert_gradients(stages, modules)
     whole_mesh = distribute_tensor(x, mesh, [Replicate(), Shard(0), Replicate()])
-    torch.testing.assert_close(whole(pipeline.eval(whole_mesh)), nn.Sequential(*modules)(x).detach())
+    torch.testing.assert_close(
+        whole(pipeline.eval(whole_mesh)), nn.Sequential(*modules)(x).detach()
+    )
 
 
 def test_a_step_that_fails_leaves_nothing_behind() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.pipeline.harness import DIM, mesh_of, parameters, parts, stages_of, where, whole
+from xla_dtensor.integration.optimizers import _in_one_launch
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05),
@@ -81,7 +83,9 @@ def test_one_optimizer_for_all_stages(name: str) -> None:
         torch.testing.assert_close(whole(ours), theirs.detach(), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("clipping", [{"foreach": False}, {"norm_type": float("inf")}, {"foreach": True}])
+@pytest.mark.parametrize(
+    "clipping", [{"foreach": False}, {"norm_type": float("inf")}, {"foreach": True}]
+)
 def test_clip_grad_norm(clipping: dict[str, Any]) -> None:
     modules = parts(2)
     meshes = xd.stage_meshes(mesh_of(2, 2, 2))
@@ -118,7 +122,9 @@ def test_lists_over_stages() -> None:
     torch._foreach_mul_(ours, factor)
     torch.testing.assert_close([whole(v) for v in ours], [v * 2.5 for v in values])
     total = torch.stack([v.square().sum() for v in ours]).sum()
-    torch.testing.assert_close(whole(total), sum(((v * 2.5).square().sum() for v in values), torch.tensor(0.0)))
+    torch.testing.assert_close(
+        whole(total), sum(((v * 2.5).square().sum() for v in values), torch.tensor(0.0))
+    )
 
 
 def test_a_scalar_with_a_gradient_stays() -> None:
@@ -146,7 +152,8 @@ def test_a_failed_optimizer_step_is_undone_in_all_stages(monkeypatch: pytest.Mon
     for p in own:
         p.grad = torch.ones_like(p)
     before = [whole(p).clone() for p in own]
-    original = torch.optim.sgd._multi_tensor_sgd.__wrapped__  # type: ignore[attr-defined]
+    module: Any = importlib.import_module("torch.optim.sgd")
+    original = module._multi_tensor_sgd.__wrapped__
     calls = []
 
     def failing(*args: Any, **kwargs: Any) -> None:
@@ -155,9 +162,7 @@ def test_a_failed_optimizer_step_is_undone_in_all_stages(monkeypatch: pytest.Mon
         if len(calls) == 2:
             raise OSError("in the second stage")
 
-    from xla_dtensor.integration.optimizers import _in_one_launch
-
-    monkeypatch.setattr(torch.optim.sgd, "_multi_tensor_sgd", _in_one_launch(failing))
+    monkeypatch.setattr(module, "_multi_tensor_sgd", _in_one_launch(failing))
     with pytest.raises(OSError):
         optimizer.step()
     assert len(calls) == 2

@@ -53,7 +53,7 @@ def run(call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Disp
     return dispatch(func, args, kwargs)
 
 
-# --- lists -----------------------------------------------------------------------------------------
+# --- lists ---------------------------------------------------------------------------------------
 
 
 def _by_devices(func: Any, args: Any, kwargs: dict[str, Any], dispatch: Dispatch) -> Any:
@@ -90,7 +90,7 @@ def _devices(tensors: list[Any]) -> tuple[int, ...] | None:
     return None
 
 
-# --- scalars ---------------------------------------------------------------------------------------
+# --- scalars -------------------------------------------------------------------------------------
 
 
 def _home(call: Call, frames: dict[tuple[int, ...], Frame]) -> Frame | None:
@@ -98,7 +98,11 @@ def _home(call: Call, frames: dict[tuple[int, ...], Frame]) -> Frame | None:
     written = set(mutated_leaves(call))
     fixed: dict[tuple[int, ...], Frame] = {}
     for i, (leaf, form) in enumerate(zip(call.leaves, call.forms, strict=True)):
-        if form.__class__ is Form and form.frame is not None and not _may_move(leaf, form, i in written):
+        if (
+            form.__class__ is Form
+            and form.frame is not None
+            and not _may_move(leaf, form, i in written)
+        ):
             fixed[form.frame.device_ids] = form.frame
     if len(fixed) > 1:
         return None

@@ -194,14 +194,14 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:  # one program already
-            return _traced(function, params, *args, **kwargs)
-        if not params:
-            return function(params, *args, **kwargs)
+            _traced(function, params, *args, **kwargs)
+            return
         under_way = _current.step
-        if not hasattr(params[0], "_storage_"):
-            if under_way is not None:
+        if not params or not hasattr(params[0], "_storage_"):
+            if under_way is not None and params:
                 under_way.go_on_at_once()
-            return function(params, *args, **kwargs)
+            function(params, *args, **kwargs)
+            return
         from xla_dtensor.dispatch import batched, writing_down
 
         batch = under_way is not None and under_way.whole

@@ -2,6 +2,7 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from xla_dtensor.parallel.by_size import shard_by_size
 from xla_dtensor.parallel.fully_shard import fully_shard
 from xla_dtensor.parallel.module import FSDPModule, UnshardHandle
 from xla_dtensor.parallel.replicate import ReplicateModule, replicate
@@ -15,4 +16,5 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "replicate",
+    "shard_by_size",
 ]

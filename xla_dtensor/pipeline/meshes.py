@@ -14,16 +14,16 @@ def stage_meshes(mesh: DeviceMesh, dim: str = "pp") -> list[DeviceMesh]:
     """The devices at each coordinate of the mesh dim ``dim``, as meshes of the other dims.
 
     What ``mesh["dp", "tp"]`` is to the rank of a torchrun program, its own part of the devices, is
-    ``stage_meshes(mesh)[i]`` to the devices at coordinate ``i`` of "pp". They have disjoint devices,
-    so a tensor on one of them takes no memory on the others' devices.
+    ``stage_meshes(mesh)[i]`` to the devices at coordinate ``i`` of "pp". They have no devices in
+    common, so a tensor on one of them takes no memory on the others' devices.
 
     Args:
         mesh: a whole mesh, with names.
         dim: the name of the dim along which stages follow one another.
 
     Returns:
-        a list of ``mesh.size(dim)`` meshes, whose dims are the other dims of ``mesh``, in its order;
-        if it has no others, of one dim called ``dim`` and of size 1.
+        a list of ``mesh.size(dim)`` meshes, whose dims are the other dims of ``mesh``, in its
+        order; if it has no others, of one dim called ``dim`` and of size 1.
 
     Raises:
         MeshError: ``mesh`` has no names, or was cut from another mesh and leaves out devices of
@@ -56,4 +56,6 @@ def stage_meshes(mesh: DeviceMesh, dim: str = "pp") -> list[DeviceMesh]:
         )
     rest = tuple(name for name in names if name != dim) or (dim,)
     parts: list[torch.Tensor] = list(mesh.mesh.unbind(names.index(dim)))
-    return [DeviceMesh("xla", part.reshape(part.shape or (1,)), mesh_dim_names=rest) for part in parts]
+    return [
+        DeviceMesh("xla", part.reshape(part.shape or (1,)), mesh_dim_names=rest) for part in parts
+    ]

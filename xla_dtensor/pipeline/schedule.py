@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _split_tensor
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -69,6 +72,7 @@ class PipelineSchedule(_PipelineSchedule):
         losses = []
         output = pipeline.step(torch.randn(16, 8), target=torch.randn(16, 8), losses=losses)
         assert output.shape == (16, 8) and len(losses) == 4
+        assert str(pipeline.order[1]) == "forward of microbatch 0 in stage 1"
     """
 
     def __init__(
@@ -146,7 +150,11 @@ class PipelineSchedule(_PipelineSchedule):
                 "step() of a pipeline with a loss function computes gradients, which are switched "
                 "off here (torch.no_grad()); call eval()"
             )
-        if self._loss_fn is not None and target is None and (self._has_backward or losses is not None):
+        if (
+            self._loss_fn is not None
+            and target is None
+            and (self._has_backward or losses is not None)
+        ):
             raise PipelineError(
                 "step() of a pipeline with a loss function needs target=, its second argument"
             )
@@ -258,10 +266,10 @@ class PipelineSchedule(_PipelineSchedule):
         if size % (count * shards):
             each = f" on each of {shards} devices" if shards > 1 else ""
             raise PipelineError(
-                f"{name} of shape {list(tensor.shape)}: its dim {dim} of size {size} doesn't divide "
-                f"into {count} microbatches{each}; the mean over microbatches of other sizes would "
-                "not be that of the batch. Give a batch of a size that divides, or another "
-                "n_microbatches"
+                f"{name} of shape {list(tensor.shape)}: its dim {dim} of size {size} doesn't "
+                f"divide into {count} microbatches{each}; the mean over microbatches of other "
+                "sizes would not be that of the batch. Give a batch of a size that divides, or "
+                "another n_microbatches"
             )
 
     def _check_compiled(self, schedule: Any) -> None:
@@ -270,29 +278,33 @@ class PipelineSchedule(_PipelineSchedule):
         for stage in self._stages:
             if stage.compiled is not None:
                 raise PipelineError(
-                    f"{schedule.__name__} computes the gradients of weights after those of inputs, "
-                    f"and stage {stage.stage_index} is compiled: its backward is one program, which "
-                    "computes both. Use a schedule without zero bubbles, or "
+                    f"{schedule.__name__} computes the gradients of weights after those of "
+                    f"inputs, and stage {stage.stage_index} is compiled: its backward is one "
+                    "program, which computes both. Use a schedule without zero bubbles, or "
                     "PipelineStage(compile=False)"
                 )
 
 
 def _in_order(stages: Sequence[PipelineStage]) -> list[PipelineStage]:
     """All stages of one pipeline, by index."""
-    stages = list(stages) if isinstance(stages, list | tuple) else [stages]  # type: ignore[list-item]
+    stages = list(stages) if isinstance(stages, Sequence) else [stages]
     for stage in stages:
         if not isinstance(stage, PipelineStage):
             raise PipelineError(
-                f"PipelineSchedule: {type(stage).__name__} is no xla_dtensor.PipelineStage. torch's "
-                "stages are those of one rank; one process has all stages here"
+                f"PipelineSchedule: {type(stage).__name__} is no xla_dtensor.PipelineStage. "
+                "torch's stages are those of one rank; one process has all stages here"
             )
     found = [stage.stage_index for stage in stages]
     count = stages[0].num_stages if stages else 0
-    if sorted(found) != list(range(count)) or any(s.num_stages != count for s in stages) or not count:
+    if (
+        sorted(found) != list(range(count))
+        or any(s.num_stages != count for s in stages)
+        or not count
+    ):
         raise PipelineError(
             f"PipelineSchedule: the stages {found} of pipelines of "
-            f"{sorted({s.num_stages for s in stages})}; give all stages of one pipeline, each once: "
-            "one process has all of them, where under torchrun a rank has its own"
+            f"{sorted({s.num_stages for s in stages})}; give all stages of one pipeline, each "
+            "once: one process has all of them, where under torchrun a rank has its own"
         )
     return sorted(stages, key=lambda stage: stage.stage_index)
 
@@ -309,8 +321,8 @@ def _ranks(stages: list[PipelineStage]) -> list[list[int]]:
             other = taken.setdefault(device, devices)
             if other != devices:
                 raise PipelineError(
-                    f"PipelineSchedule: stages {indices} are on the devices {list(devices)}, stages "
-                    f"{by_devices[other]} on {list(other)}: stages have the same devices or none in "
-                    "common; take their meshes from xla_dtensor.stage_meshes(mesh)"
+                    f"PipelineSchedule: stages {indices} are on the devices {list(devices)}, "
+                    f"stages {by_devices[other]} on {list(other)}: stages have the same devices or "
+                    "none in common; take their meshes from xla_dtensor.stage_meshes(mesh)"
                 )
     return list(by_devices.values())

@@ -118,12 +118,16 @@ class PipelineStage(_PipelineStageBase):
     # --- what torch's stages get from other ranks -------------------------------------------------
 
     def _prepare_forward_infra(
-        self, num_microbatches: int, args: Any = None, kwargs: Any = None, has_backward: bool = False
+        self,
+        num_microbatches: int,
+        args: Any = None,
+        kwargs: Any = None,
+        has_backward: bool = False,
     ) -> None:
         """Nothing is sent or received, so there is nothing to find out about it."""
         self.chunks = num_microbatches
-        self.args_recv_info = {i: () for i in range(num_microbatches)}
-        self.act_send_info = {}
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
+        self.act_send_info.clear()
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
         self.chunks = num_microbatches
@@ -154,8 +158,8 @@ class PipelineStage(_PipelineStageBase):
             if not isinstance(output, torch.Tensor):
                 raise PipelineError(
                     f"stage {previous} gave a {type(output).__name__} as output {number}; a stage "
-                    "that isn't the last returns a tensor or a tuple of tensors, which are the next "
-                    "stage's arguments"
+                    "that isn't the last returns a tensor or a tuple of tensors, which are the "
+                    "next stage's arguments"
                 )
             what = f"output {number} of stage {previous}"
             moved = to_stage(output.detach(), self.mesh, what)
@@ -193,9 +197,14 @@ class PipelineStage(_PipelineStageBase):
         args, kwargs = pytree.tree_map(
             lambda value: to_stage(value, self.mesh, what), (args, kwargs or {})
         )
+        if self.compiled is not None:  # the parts of a batch would be views in different places
+            args, kwargs = pytree.tree_map_only(TensorMethods, _own, (args, kwargs))
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+                value.retain_grad()  # torch reads the gradients of all inputs
         count = len(args) if self.is_first else len(self._activations[fwd_chunk_id])
         # torch counts the arguments that gradients go back to by this.
-        self._stage_meta.inputs = (None,) * count  # type: ignore[assignment]
+        self._stage_meta.inputs = (None,) * count
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +216,8 @@ class PipelineStage(_PipelineStageBase):
     ) -> Any:
         """torch's backward of a module that is not data-parallel: under `fully_shard` the gradients
         of each microbatch are reduced by themselves, and their sums added up."""
-        module, self.submod = self.submod, _Plain(self.submod)
+        module: Any = self.submod
+        self.submod: Any = _Plain(module)
         try:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         finally:
@@ -216,6 +226,10 @@ class PipelineStage(_PipelineStageBase):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Divide the gradients by the number of microbatches, if the schedule wants it."""
         self.scale_grads(grad_scale_factor)
+
+
+def _own(tensor: Any) -> Any:
+    return tensor.clone() if tensor._steps else tensor
 
 
 class _Plain:
@@ -229,9 +243,10 @@ def _place(module: nn.Module, mesh: DeviceMesh, what: str) -> None:
     """Check that a module is on the devices of ``mesh``, and put there what is on none yet."""
     frame = frame_of(mesh)
     loose = []
-    named = [*module.named_parameters(), *module.named_buffers()]
+    named: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
-        if not isinstance(tensor, TensorMethods) or tensor.is_meta:
+        ours = isinstance(tensor, TensorMethods)
+        if not ours or tensor.is_meta:
             raise PipelineError(
                 f"{what}: {name!r} is on the {tensor.device.type} device: bring the module to its "
                 "devices first, with xla_dtensor.distribute_module(module, mesh), "

@@ -76,14 +76,12 @@ def _moved(tensor: Any, mesh: DeviceMesh, what: str) -> Any:
             return move(tensor, own, placements)
         _check_axes(source, mesh, what)
         unreduced = tuple(own.mesh_dim_names.index(name) for name in _names(source))
-        target = sharded_form(
-            own, placements, *about, unreduced=unreduced, varying=source.varying
-        )
+        target = sharded_form(own, placements, *about, unreduced=unreduced, varying=source.varying)
     if target.array_shape != source.array_shape:
         raise MeshMismatchError(
-            f"{what}: a tensor of shape {list(source.shape)} with parts of "
-            f"{list(source.array_shape)} on {source.mesh or source.frame!r} can't go to {mesh!r} as it is: "
-            "the meshes of its stages have other shapes. Give the stages meshes of one shape"
+            f"{what}: a tensor of shape {list(source.shape)} on {source.mesh or source.frame!r} "
+            f"can't go to {mesh!r}, of another shape, while it has a value for each device: "
+            "give the stages meshes of one shape"
         )
     return new_tensor(arrays.put(read(tensor), target.sharding), target)
 
@@ -95,23 +93,21 @@ def _names(form: Form) -> tuple[str, ...]:
     return tuple(names[i] for i in form.unreduced)
 
 
-def _same_dims(
-    form: Form, mesh: DeviceMesh, what: str
-) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def _same_dims(form: Form, mesh: DeviceMesh, what: str) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """The part of ``mesh`` with the dims of the tensor's mesh, and the placements on it."""
     assert form.mesh is not None and form.placements is not None
     names = mesh.mesh_dim_names or ()
     own = form.mesh.mesh_dim_names or ()
     kept: list[tuple[str, Placement]] = []
     for i, placement in enumerate(form.placements):
-        name = own[i] if i < len(own) else None
+        name = own[i] if i < len(own) else ""
         if name in names:
             kept.append((name, placement))
         elif not isinstance(placement, Replicate):
             raise MeshMismatchError(
                 f"{what}: a tensor on {form.mesh!r} with placements {list(form.placements)} can't "
                 f"go to the stage's mesh {mesh!r}, which has no dim "
-                f"{name if name is not None else i!r}: lay it out along the stage's dims, "
+                f"{name or i!r}: lay it out along the stage's dims, "
                 "x.redistribute(mesh, placements)"
             )
     if not kept:  # replicated along dims that the stage's mesh doesn't have
@@ -126,6 +122,6 @@ def _check_axes(form: Form, mesh: DeviceMesh, what: str) -> None:
         if frame.sizes.get(name) != form.frame.sizes[name]:  # type: ignore[union-attr]
             raise MeshMismatchError(
                 f"{what}: a tensor of shape {list(form.shape)} that varies along {name!r} of "
-                f"{form.frame!r} can't go to the stage's mesh {mesh!r}: it needs a dim of that name "
-                "and size"
+                f"{form.frame!r} can't go to the stage's mesh {mesh!r}: it needs a dim of that "
+                "name and size"
             )
