@@ -66,7 +66,7 @@ def _layout(shape: tuple[int, ...], mesh: DeviceMesh) -> list[Placement]:
         size = mesh.size(i)
         dims = [d for d in range(len(left)) if left[d] % size == 0]
         if size > 1 and dims:
-            dim = max(dims, key=lambda d: left[d])
+            dim = max(dims, key=lambda d: (left[d], left[d] == shape[d]))
             left[dim] //= size
             placements[i] = Shard(dim)
     return placements
