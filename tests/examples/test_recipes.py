@@ -54,6 +54,7 @@ def test_there_is_one_for_each_way() -> None:
         assert f"recipes/{name}.py" in index
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_losses(name: str) -> None:
     recipe = load(name)
@@ -65,6 +66,7 @@ def test_losses(name: str) -> None:
     assert wanted[-1] < wanted[0]
 
 
+@pytest.mark.slow
 def test_hsdp_in_bfloat16_learns() -> None:
     recipe = load("hsdp")
     found, wanted = recipe.train(3), on_cpu(recipe, 3)[0]

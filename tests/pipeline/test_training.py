@@ -68,6 +68,7 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.flip(-1).sin()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_optimizer_for_all_stages(name: str) -> None:
     modules = parts(4)
@@ -183,6 +184,7 @@ def test_compiled_stages() -> None:
         assert stage.compiled is not None and stage.compiled.recompilations == []
 
 
+@pytest.mark.slow
 def test_compiled_stages_under_fully_shard() -> None:
     modules = parts(2)
     meshes = xd.stage_meshes(mesh_of(2, 2))
