@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle test-versions bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle test-versions bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -55,6 +55,23 @@ test-torchtitan: env-torchtitan ## torchtitan's models and trainer (ARGS="-m slo
 
 torchtitan-parity: env-torchtitan ## the table of docs/torchtitan.md, 20 steps of each plan
 	$(TITAN) -W ignore -m tests.torchtitan.parity $(ARGS)
+
+# transformers likewise: what it wants of tokenizers and the hub needn't be what torchtitan wants.
+HF_VENV ?= .venv-transformers
+HF := $(HF_VENV)/bin/python
+HF_PINS := tests/transformers/constraints.txt
+env-transformers: $(HF_VENV)/.installed ## the environment for Hugging Face transformers
+
+$(HF_VENV)/.installed: pyproject.toml constraints.txt $(HF_PINS)
+	$(PYTHON) -m venv $(HF_VENV)
+	$(HF) -m pip install --quiet -c constraints.txt -c $(HF_PINS) --editable . pytest transformers
+	touch $@
+
+test-transformers: env-transformers ## transformers' models: loss, gradients, training, generate (ARGS="-m slow" for the rest)
+	$(HF) -m pytest -m 'not slow' tests/transformers $(ARGS)
+
+transformers-table: env-transformers ## the table of docs/transformers.md
+	$(HF) -W ignore -m tests.transformers.table $(ARGS)
 
 check: env ## lint, formatting, types
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from xla_dtensor.custom_ops import distributed_op
 RULES = ("Alternative", "Call", "Merged", "TensorInfo", "register_rule", "replicate_rule")
 """What of `xd.rules` users write rules with; the other names are the library's."""
 
-TORCHS = ("FSDPModule", "ReplicateModule", "XLADeviceMesh")
+TORCHS = ("FSDPModule", "PipelineStage", "ReplicateModule", "XLADeviceMesh")
 """Their methods are torch's, whose documentation has them."""
 
 HAVE_OWN = (

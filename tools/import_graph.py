@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("movement",),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data"),
-    ("horovod", "compat", "plan"),
+    ("horovod", "compat", "pipeline", "plan"),
     ("debug",),
     ("integration",),
     ("torchtitan",),

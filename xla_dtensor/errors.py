@@ -133,6 +133,20 @@ class PerDeviceValueError(XlaDTensorError, RuntimeError):
     """
 
 
+class PipelineError(XlaDTensorError, RuntimeError, ValueError):
+    """Raised for a pipeline that can't be put together or run as asked: stages that are missing, a
+    module that isn't on its stage's devices, a batch that doesn't divide into the microbatches. The
+    message names the stage and what to change.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        (mesh,) = xd.stage_meshes(xd.init_device_mesh("xla", (1,), mesh_dim_names=("pp",)))
+        xd.PipelineStage(torch.nn.Linear(8, 8), 0, 1, mesh)  # its parameters are on the CPU
+    """
+
+
 class DistributedError(XlaDTensorError, RuntimeError):
     """Raised where several processes can't find each other, don't fit together, or one of them is
     gone: the message names the variable, the process and its host.

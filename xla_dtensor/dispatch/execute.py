@@ -13,7 +13,7 @@ from xla_dtensor import rules
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.number_functions import number_value
-from xla_dtensor.dispatch import conditions, lazy
+from xla_dtensor.dispatch import conditions, lazy, several_devices
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, Slot, fill
@@ -83,6 +83,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return results
     plan = _plans.get(key)
     if plan is None:
+        if trace is None:  # such calls have no plan, and come here each time
+            results = several_devices.run(call, func, args, kwargs, dispatch)
+            if results is not NotImplemented:
+                return results
         if processes.several() and not agreement.every_launch():
             _agree(call)
         plan = _plans.put(key, _make_plan(call))

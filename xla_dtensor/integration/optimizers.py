@@ -15,7 +15,7 @@ import functools
 import importlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -195,20 +195,21 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:  # one program already
-            return _traced(function, params, *args, **kwargs)
-        if not params:
-            return function(params, *args, **kwargs)
+            _traced(function, params, *args, **kwargs)
+            return
         under_way = _current.step
-        if not hasattr(params[0], "_storage_"):
-            if under_way is not None:
+        if not params or not hasattr(params[0], "_storage_"):
+            if under_way is not None and params:
                 under_way.go_on_at_once()
-            return function(params, *args, **kwargs)
+            function(params, *args, **kwargs)
+            return
         from xla_dtensor.dispatch import batched, writing_down
 
         batch = under_way is not None and under_way.whole
         with writing_down(under_way.batch) if batch else batched():  # type: ignore[union-attr]
-            _bring_together(params, args, kwargs)
-            return function(params, *args, **kwargs)
+            for some, some_args, some_kwargs in _by_devices(params, args, kwargs):
+                _bring_together(some, some_args, some_kwargs)
+                function(some, *some_args, **some_kwargs)
 
     return update
 
@@ -240,6 +241,38 @@ def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         )
     with thread_state.in_formula():
         function(*args, **kwargs)
+
+
+def _by_devices(params: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """The lists of parameters, gradients and state by sets of devices: the stages of a pipeline in
+    one optimizer. Each is a launch, where list by list each would be a dozen.
+
+    torch's functions put new state into the lists, which then is put into the whole ones.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, p in enumerate(params):
+        frame = p._form.frame
+        groups.setdefault(None if frame is None else frame.device_ids, []).append(i)
+    if len(groups) < 2:
+        yield params, args, kwargs
+        return
+    count = len(params)
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == count
+
+    for indices in groups.values():
+        parts = [[v[i] for i in indices] if is_list(v) else v for v in (params, *args)]
+        named = {
+            name: [value[i] for i in indices] if is_list(value) else value
+            for name, value in kwargs.items()
+        }
+        yield parts[0], tuple(parts[1:]), named
+        wholes = (*args, *kwargs.values())
+        for whole, part in zip(wholes, (*parts[1:], *named.values()), strict=True):
+            if is_list(whole):
+                for i, value in zip(indices, part, strict=True):
+                    whole[i] = value
 
 
 def _bring_together(params: Any, args: Any, kwargs: dict[str, Any]) -> None:

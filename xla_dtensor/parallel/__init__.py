@@ -2,6 +2,7 @@
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from xla_dtensor.parallel.by_size import shard_by_size
 from xla_dtensor.parallel.fully_shard import fully_shard
 from xla_dtensor.parallel.module import FSDPModule, UnshardHandle
 from xla_dtensor.parallel.parallelize import parallelize
@@ -18,5 +19,6 @@ __all__ = [
     "fully_shard",
     "parallelize",
     "replicate",
+    "shard_by_size",
     "zero",
 ]
