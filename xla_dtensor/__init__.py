@@ -3,6 +3,8 @@
 Importing it installs the "xla" device and the xla mesh into torch; JAX starts on first use.
 """
 
+import sys
+import types
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,6 +27,7 @@ from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     PerDeviceValueError,
     PlacementError,
     StaleStepError,
+    TopologyError,
     UnsupportedOpError,
     XlaDTensorError,
 )
@@ -47,6 +50,7 @@ _LAZY = {
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.tensors.sharded_tensor",
     "XLATensor": "xla_dtensor.tensors.device_tensor",
+    "abstract": "xla_dtensor.plan",
     "axis_index": "xla_dtensor.movement.collectives",
     "check_indices": "xla_dtensor.base.assertions",
     "compile": "xla_dtensor.compilation",
@@ -58,6 +62,7 @@ _LAZY = {
     "fully_shard": "xla_dtensor.parallel",
     "get_mesh": "xla_dtensor.mesh",
     "jax_function": "xla_dtensor.custom_ops",
+    "plan": "xla_dtensor.plan",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
     "set_mesh": "xla_dtensor.mesh",
@@ -100,11 +105,13 @@ __all__ = [
     "Shard",
     "ShardedLoader",
     "StaleStepError",
+    "TopologyError",
     "UnsupportedOpError",
     "XLADeviceMesh",
     "XLAShardedTensor",
     "XLATensor",
     "XlaDTensorError",
+    "abstract",
     "axis_index",
     "check_indices",
     "checkpoint",
@@ -122,6 +129,7 @@ __all__ = [
     "get_mesh",
     "init_device_mesh",
     "jax_function",
+    "plan",
     "register_rule",
     "replicate",
     "rules",
@@ -145,3 +153,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Package(types.ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A function and its folder have one name; Python would put the folder here.
+        if name != "plan" or not isinstance(value, types.ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
