@@ -13,7 +13,7 @@ import textwrap
 from collections import Counter, defaultdict
 
 import jax
-from hlo import COLLECTIVES, collective_traffic
+from hlo import KINDS, collective_traffic
 from step_vs_jax import SIDES
 from steps import NAMES, load
 
@@ -27,7 +27,7 @@ def collectives(text: str) -> dict[tuple[str, str], list[str]]:
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
-        if match and match["op"].removesuffix("-start") in COLLECTIVES:
+        if match and match["op"].removesuffix("-start") in KINDS:
             name = _NAME.search(line)
             result = _LAYOUT.sub("", match["type"])
             found[match["op"], result].append(name[1] if name else "?")

@@ -3,6 +3,8 @@
 Importing it installs the "xla" device and the xla mesh into torch; JAX starts on first use.
 """
 
+import sys
+import types
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +28,7 @@ from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     PipelineError,
     PlacementError,
     StaleStepError,
+    TopologyError,
     UnsupportedOpError,
     XlaDTensorError,
 )
@@ -50,6 +53,7 @@ _LAZY = {
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.tensors.sharded_tensor",
     "XLATensor": "xla_dtensor.tensors.device_tensor",
+    "abstract": "xla_dtensor.plan",
     "axis_index": "xla_dtensor.movement.collectives",
     "check_indices": "xla_dtensor.base.assertions",
     "compile": "xla_dtensor.compilation",
@@ -62,8 +66,10 @@ _LAZY = {
     "get_mesh": "xla_dtensor.mesh",
     "jax_function": "xla_dtensor.custom_ops",
     "parallelize": "xla_dtensor.parallel",
+    "plan": "xla_dtensor.plan",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
+    "scan_layers": "xla_dtensor.compilation",
     "set_mesh": "xla_dtensor.mesh",
     "shard_batch": "xla_dtensor.data",
     "shard_by_size": "xla_dtensor.parallel",
@@ -110,11 +116,13 @@ __all__ = [
     "Shard",
     "ShardedLoader",
     "StaleStepError",
+    "TopologyError",
     "UnsupportedOpError",
     "XLADeviceMesh",
     "XLAShardedTensor",
     "XLATensor",
     "XlaDTensorError",
+    "abstract",
     "axis_index",
     "check_indices",
     "checkpoint",
@@ -133,9 +141,11 @@ __all__ = [
     "init_device_mesh",
     "jax_function",
     "parallelize",
+    "plan",
     "register_rule",
     "replicate",
     "rules",
+    "scan_layers",
     "set_mesh",
     "shard_batch",
     "shard_by_size",
@@ -159,3 +169,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Package(types.ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A function and its folder have one name; Python would put the folder here.
+        if name != "plan" or not isinstance(value, types.ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -69,6 +69,18 @@ class DeviceCountError(MeshError):
     """
 
 
+class TopologyError(XlaDTensorError, ValueError):
+    """Raised for devices to plan for that nobody can name: the message says which there are, what a
+    mesh must have to fill them, or what is not installed.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.abstract("v5x:4x4")  # no such kind
+    """
+
+
 class MeshMismatchError(XlaDTensorError, RuntimeError, ValueError):
     """Raised for tensors of different meshes in one operation: bring one to the other's mesh with
     ``redistribute(mesh, placements)``.

@@ -65,6 +65,9 @@ class Trace(Protocol):
     def writing(self, storage: Any) -> None:
         """A storage is about to get a new value."""
 
+    def scope(self) -> Any:
+        """A context in which what is traced has the name of the module that it is for."""
+
     def random_key(self) -> Any:
         """A fresh JAX PRNG key for a random operation."""
 

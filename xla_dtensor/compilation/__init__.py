@@ -5,6 +5,7 @@ happens while the step's Python runs on tracers, ``optimizers.py`` the hyperpara
 ``arguments.py`` the arguments of a call.
 """
 
+from xla_dtensor.compilation.scan import scan_layers
 from xla_dtensor.compilation.step import CompiledStep, compile
 
-__all__ = ["CompiledStep", "compile"]
+__all__ = ["CompiledStep", "compile", "scan_layers"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
@@ -22,6 +21,7 @@ from xla_dtensor.compilation.node import MODIFIED
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.of_form import new_tensor
 
 
@@ -120,7 +120,7 @@ class History:
         for tensor in tensors:
             form = _gradient_form(tensor._form)
             with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-                array = jnp.zeros(form.array_shape, form.jax_dtype, device=form.sharding)
+                array = arrays.full(form.array_shape, 0, form.jax_dtype, form.sharding)
             self.cotangents.append(array)
             self.cotangent_forms.append(form)
             grads.append(new_tensor(array, form))

@@ -87,6 +87,7 @@ class Lowered:
             needed = outside.grad is not None and not outside.cleared
             outside.grad = Layout(outside.grad) if needed else None
         self._jaxpr = traced.jaxpr
+        self._options = compiler_options
         self._plan_inputs(arguments)
         self._compile(executables, compiler_options, arguments)
 
@@ -311,6 +312,20 @@ class Lowered:
     def frame(self) -> Any:
         """The devices that the program runs on."""
         return self._frame
+
+    @property
+    def jaxpr(self) -> Any:
+        """What the step computes."""
+        return self._jaxpr
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """For XLA."""
+        return self._options
+
+    def input_sources(self) -> dict[str, list[Source]]:
+        """Where the program's arrays come from, by what its arguments are called."""
+        return {"donated": self._donated.sources, "kept": self._kept.sources}
 
     # --- the inputs of a call ----------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import operator
 import os
 import threading
 import types
@@ -19,10 +20,12 @@ from xla_dtensor.compilation.attempts import Attempt, trace
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.effects import counter_refused, is_counted_on
 from xla_dtensor.compilation.family import KINDS, Family
+from xla_dtensor.compilation.looking import called_without_data, looked_at, tracing
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.dispatch import lazy
+from xla_dtensor.runtime import abstract
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
 logger = logging.getLogger("xla_dtensor")
@@ -30,9 +33,6 @@ logger = logging.getLogger("xla_dtensor")
 PROGRAMS = 256
 # Calls traced in a row of which one is told.
 MANY_TRACES = 5
-
-# The hooks of a trace are the process's (torch knows no others): one trace at a time.
-_tracing = threading.RLock()
 
 AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
 
@@ -155,6 +155,8 @@ class CompiledStep:
         trace = thread_state.current()
         if trace is not None and isinstance(trace, StepTrace):
             return self._function(*args, **kwargs)  # part of the step that is being traced
+        if abstract.current() is not None:
+            return called_without_data(self, args, kwargs)
         if not interrupts.ready():
             interrupts.install()
         lazy.flush_all()
@@ -200,14 +202,7 @@ class CompiledStep:
             step = xd.compile(lambda x: x.sin())
             assert "sine" in step.lower(torch.ones(4, device="xla")).as_text() and step.traces == 0
         """
-        lazy.flush_all()
-        arguments = Arguments(args, kwargs)
-        with self._lock, _tracing, self._checks:
-            traced, _ = trace(self._function, arguments, frozenset(), self._carried)
-            try:
-                return Program(traced, traced.take_call(), None, self._options).lowered
-            finally:
-                traced.undo()
+        return looked_at(self, args, kwargs, operator.attrgetter("lowered"))
 
     def clear_cache(self) -> None:
         """Forget all programs; the next call traces and compiles. The counts stay.
@@ -280,7 +275,7 @@ class CompiledStep:
         why, path = missed or (self._explain(arguments, family), None)
         if missed is None and family.programs:
             family.varies(arguments.numbers)
-        with _tracing, self._checks:
+        with tracing, self._checks:
             traced = self._traced(arguments, family, path)
         call = traced.take_call()
         program: Program | None = None
@@ -386,7 +381,7 @@ class CompiledStep:
         """Every n-th call: the audit."""
         self._calls += 1
         if self._calls % self._audit == 0:
-            with _tracing, self._checks:
+            with tracing, self._checks:
                 compare(self._name(), self._function, program.traced, arguments)
 
     def _name(self) -> str:

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.traced_number import valueless_number
+from xla_dtensor.compilation import module_scopes
 from xla_dtensor.compilation.captured import Captured
 from xla_dtensor.compilation.doubles import StandIns
 from xla_dtensor.compilation.graph import nodes_of
@@ -34,6 +35,8 @@ from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
+from xla_dtensor.runtime import arrays
+from xla_dtensor.runtime.abstract_array import AbstractArray, traced
 from xla_dtensor.tensors.base import grad_of, set_grad_of
 
 # What marks of reads are called, in front of their number.
@@ -117,6 +120,8 @@ class StepTrace(TraceNumbers, TraceAssertions):
             if tensor is not None:
                 self.touched(tensor)
         array = storage.array
+        if isinstance(array, AbstractArray):
+            array = traced(array)
         if self.differentiating and (id(storage) in self.shown or not self.owns(storage)):
             array = self._mark(storage, array, tensor)
         if self._recomputed:
@@ -185,6 +190,10 @@ class StepTrace(TraceNumbers, TraceAssertions):
         """Scalars in double precision. An optimizer that runs eagerly computes with Python's floats
         what becomes of step counts; ``1 - beta**step`` in float32 would have three digits."""
         return self._wide if self.in_optimizer else None
+
+    def scope(self) -> Any:
+        """A context that gives operations of the trace the name of their module."""
+        return module_scopes.scope(self.in_optimizer > 0)
 
     def random_key(self) -> Any:
         key = rng.key_of(self.rng_words, self.random_operations())
@@ -275,7 +284,8 @@ class StepTrace(TraceNumbers, TraceAssertions):
         if id(array) in self._array_ids and not self.is_counter(array):
             # Two storages share this array; as inputs of the program they must be two.
             with thread_state.active(None), jax.ensure_compile_time_eval():
-                array = storage.array = jnp.copy(array)
+                copied = array.copy() if isinstance(array, AbstractArray) else jnp.copy(array)
+                array = storage.array = copied
         self._array_ids.add(id(array))
         captured = self._captured_by_id[id(storage)] = Captured(storage, fill_value)
         self.captured.append(captured)
@@ -294,9 +304,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
             if form.shape == ():
                 array = self.counter(form, value)
             else:
-                array = jnp.full(
-                    form.array_shape, value, dtype=form.jax_dtype, device=form.sharding
-                )
+                array = arrays.full(form.array_shape, value, form.jax_dtype, form.sharding)
             storage = Storage(array, form)
         self._capture(storage, fill_value=value)
         return storage
@@ -308,7 +316,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         array = self._counters.get(key)
         if array is None:
             with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-                array = jnp.full((), value, dtype=form.jax_dtype, device=form.sharding)
+                array = arrays.full((), value, form.jax_dtype, form.sharding)
             self._counters[key] = array
         return array
 

@@ -13,7 +13,7 @@ from xla_dtensor import rules
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.number_functions import number_value
-from xla_dtensor.dispatch import conditions, lazy, several_devices
+from xla_dtensor.dispatch import conditions, lazy, nowhere, several_devices
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, Slot, fill
@@ -32,7 +32,7 @@ from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering import (
     families,  # noqa: F401  (registers all lowerings)
 )
-from xla_dtensor.runtime import agreement, processes
+from xla_dtensor.runtime import abstract, agreement, processes
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.of_form import new_tensor, tensor_class
 
@@ -132,7 +132,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _execute(plan: Plan, call: Call, trace: thread_state.Trace | None) -> Any:
-    if trace is not None:
+    if trace is not None or abstract.current() is not None:
         return _perform(plan, call, trace, None)
     batch = thread_state.batch()
     if batch is not None:
@@ -162,6 +162,8 @@ def _perform(
     arrays: Any
     if plan.run is None:
         arrays = itertools.repeat(None)
+    elif trace is None and abstract.current() is not None:
+        arrays = nowhere.results(plan)
     elif trace is None:
         if plan.conditions and assertions.switch.eager:
             look = batch.look if isinstance(batch, lazy.Lazy) else None
@@ -272,7 +274,8 @@ def _trace(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
     with jax.enable_x64(True):
         if key is not None and trace.wide is not None:
             given = list(map(trace.wide.widened, leaves))
-        arrays = plan.run(trace.random_key, given, bases, False)
+        with trace.scope():
+            arrays = plan.run(trace.random_key, given, bases, False)
     if key is not None:
         trace.scalars[key] = leaves, arrays  # the leaves, so that their ids stay theirs
         one = list(arrays[:1])

@@ -30,6 +30,7 @@ from xla_dtensor import rules
 from xla_dtensor.base import events, interrupts, rng, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.source_line import here
+from xla_dtensor.dispatch import nowhere
 from xla_dtensor.dispatch.batch import Bases, Batch, Codes, Waiting, executables, lock
 from xla_dtensor.dispatch.batch_program import (
     ARRAY,
@@ -49,7 +50,7 @@ from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Pending
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.mesh import Frame
-from xla_dtensor.runtime import processes
+from xla_dtensor.runtime import abstract, processes
 from xla_dtensor.tensors.of_form import new_tensor
 
 ENVIRONMENT_VARIABLE = "XLA_DTENSOR_EAGER"
@@ -335,6 +336,8 @@ events.before_waiting.append(flush_all)
 
 def convert(tensor: Any, conversion: Conversion, form: Form) -> Any:
     """A tensor's value in another ``form``, as a tensor of its own."""
+    if abstract.current() is not None:
+        return new_tensor(nowhere.array(form), form)
     waiting = batch()
     if waiting is not None:
         with lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,9 @@ def _core_table(make: Callable[[], Any]) -> dict[Any, Any]:
     return _table.get_or_make("core", lambda: {**make()})
 
 
+_NO_SCOPE = contextlib.nullcontext()
+
+
 class NestedTrace:
     """Operations of a decomposition run on tracers inside the executable that is being built."""
 
@@ -116,6 +120,9 @@ class NestedTrace:
 
     def writing(self, storage: Storage) -> None:
         pass
+
+    def scope(self) -> Any:
+        return _NO_SCOPE
 
     def random_key(self) -> Any:
         return self._keys()

@@ -9,7 +9,8 @@ import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.forms.form import Form
-from xla_dtensor.runtime import arrays
+from xla_dtensor.runtime import abstract, arrays
+from xla_dtensor.runtime.abstract_array import AbstractArray
 
 # Dtypes that torch can't hand to NumPy; their bits travel as integers of the same size.
 _AS_BITS = {
@@ -60,6 +61,8 @@ def to_devices(tensor: torch.Tensor, form: Form) -> Any:
     """The array in ``form`` of a CPU tensor's value: each device receives its shard alone."""
     import jax
 
+    if abstract.current() is not None:
+        return AbstractArray(form.array_shape, form.jax_dtype, form.sharding)
     value = to_numpy(tensor)
     with jax.enable_x64(True):
         if form.sharding is None:

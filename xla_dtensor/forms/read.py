@@ -12,6 +12,7 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.views import Step, leave_open, read_through, with_positions
+from xla_dtensor.runtime.abstract_array import AbstractArray
 
 _view_readers: Cache[tuple[Form, tuple[Step, ...], Form], Any] = Cache("readers of views", 1024)
 _logical_readers: Cache[Form, Any] = Cache("readers of logical values", 512)
@@ -45,6 +46,8 @@ def logical_value(tensor: Any) -> Any:
         tuple(array.shape) == form.shape and not form.unreduced
     ):
         return logical(array, form)
+    if isinstance(array, AbstractArray):
+        return AbstractArray(form.shape, form.jax_dtype)
     reader = _logical_readers.get_or_make(
         form, lambda: jax.jit(functools.partial(logical, form=form))
     )
@@ -68,6 +71,8 @@ def _read_recipe(recipe: Any, tensor: Any) -> Any:
 
 def read_view(form: Form, steps: tuple[Step, ...], own: Form, array: Any) -> Any:
     """The array in ``own`` form of the view ``steps`` of ``array``, which is in ``form``."""
+    if isinstance(array, AbstractArray):
+        return AbstractArray(own.array_shape, own.jax_dtype, own.sharding)
     steps, positions = leave_open(steps)
     own = own.at_start()
     key = (form, steps, own)

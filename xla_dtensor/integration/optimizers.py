@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.number_functions import larger, smaller
+from xla_dtensor.runtime import abstract
 
 # The modules of torch.optim, and the functions in them that take lists of tensors.
 _FUNCTIONS = {
@@ -168,7 +169,7 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
         groups = optimizer.param_groups
         # A look at each group is enough: torch's optimizers want them on one device.
         ours = any(g["params"] and hasattr(g["params"][0], "_storage_") for g in groups)
-        if not ours or thread_state.current() is not None:
+        if not ours or thread_state.current() is not None or abstract.current() is not None:
             return step(optimizer, *args, **kwargs)
         if not interrupts.ready():
             interrupts.install()
@@ -196,6 +197,9 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:  # one program already
             _traced(function, params, *args, **kwargs)
+            return
+        if abstract.current() is not None:
+            function(params, *args, **kwargs)
             return
         under_way = _current.step
         if not params or not hasattr(params[0], "_storage_"):

@@ -7,6 +7,7 @@ algebra (slices, ``_flatten``, ``_unflatten``, ``_concatenate``), equality and h
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -14,15 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
+from xla_dtensor.mesh import device_order
 from xla_dtensor.mesh.frame import frame_of
 from xla_dtensor.mesh.group import group_of
 from xla_dtensor.mesh.saving import reduce_mesh
-from xla_dtensor.runtime import processes
+from xla_dtensor.runtime import abstract, processes
 
 
 class XLADeviceMesh(DeviceMesh):
     """What torch's ``DeviceMesh`` is over XLA devices; ``init_device_mesh("xla", ...)`` and
     ``DeviceMesh("xla", ...)`` make it. The numbers in ``mesh`` are positions in ``jax.devices()``.
+    ``init_device_mesh`` takes a TPU's chips in an order in which neighbours in the mesh are linked;
+    the order that is given to ``DeviceMesh`` is obeyed.
 
     A process drives many devices, so what torch defines per rank (``get_rank``,
     ``get_local_rank``, ``get_coordinate``) has no value here and raises ``PerDeviceValueError``,
@@ -57,6 +61,10 @@ class XLADeviceMesh(DeviceMesh):
                 "DeviceMesh('xla', ...): the mesh has no devices; every mesh dim needs a size of 1 "
                 "or more"
             )
+        root = kwargs.get("_root_mesh")
+        self._topology = abstract.current() if root is None else root._topology
+        if mesh is None and root is None and numbers is not None:
+            kwargs["_rank_map"] = _near(kwargs.get("_layout"), numbers)
         super().__init__(device_type, mesh, **kwargs)
         if self._root_mesh is None:
             ids = self._rank_map.tolist()
@@ -199,5 +207,25 @@ class XLADeviceMesh(DeviceMesh):
             "tensor; full_tensor(), local_shards and collectives see every device"
         )
 
+    def __eq__(self, other: object) -> bool:
+        # Of equal numbers, `xd.abstract`'s devices and those that are here are others.
+        equal = super().__eq__(other)
+        if equal is True and isinstance(other, XLADeviceMesh):
+            return self._topology is other._topology
+        return equal
+
+    __hash__ = DeviceMesh.__hash__
+
     def __reduce__(self) -> tuple[Any, ...]:
         return reduce_mesh(self)
+
+
+def _near(layout: Any, numbers: torch.Tensor) -> torch.Tensor:
+    """The device numbers of a mesh whose order nobody has chosen: `init_device_mesh` of torch 2.13
+    and newer gives the layout, and the numbers in ascending order."""
+    ids = numbers.tolist()
+    if not hasattr(layout, "axes") or ids != list(range(len(ids))):
+        return numbers
+    shape = [math.prod(axis.shape) for axis in layout.axes]
+    order = device_order.near(shape, runtime.devices(ids))
+    return torch.tensor(order, dtype=numbers.dtype, device="cpu")

@@ -23,7 +23,7 @@ from xla_dtensor import runtime
 from xla_dtensor.base.cache import Table
 from xla_dtensor.base.torch_versions import layout_pieces
 from xla_dtensor.errors import MeshError
-from xla_dtensor.runtime import processes
+from xla_dtensor.runtime import abstract, processes
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,17 @@ class Frame:
         self.jax_mesh = jax.sharding.Mesh(
             devices.reshape([axis.size for axis in axes]), tuple(axis.name for axis in axes)
         )
-        self.process_axes = _process_axes(self.jax_mesh)
-        flat = zip(ids, devices.flat, strict=True)
         self.one_each = processes.several() and len(ids) == processes.count()
-        self.own_ids = frozenset(i for i, d in flat if d.process_index == d.client.process_index())
+        # Devices that aren't here belong to one process: what the program is for all of them.
+        if abstract.current() is not None:
+            self.process_axes: tuple[str, ...] = ()
+            self.own_ids = frozenset(ids)
+        else:
+            flat = zip(ids, devices.flat, strict=True)
+            self.process_axes = _process_axes(self.jax_mesh)
+            self.own_ids = frozenset(
+                i for i, d in flat if d.process_index == d.client.process_index()
+            )
         self.replicated = jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec())
 
     @property

@@ -50,6 +50,8 @@ def _mesh(
     root: DeviceMesh | None,
 ) -> DeviceMesh:
     numbers = torch.tensor(device_numbers, dtype=torch.int, device="cpu")
-    return DeviceMesh(
+    mesh = DeviceMesh(
         "xla", _layout=layout, _rank_map=numbers, mesh_dim_names=names, _root_mesh=root
     )
+    mesh._rank_map = numbers  # as it was saved, which a new mesh may choose for itself
+    return mesh

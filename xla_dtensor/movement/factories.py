@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.cache import Cache
+from xla_dtensor.dispatch import nowhere
 from xla_dtensor.errors import (
     MeshMismatchError,
     PerDeviceValueError,
@@ -34,7 +35,7 @@ from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.movement.local_view import from_local
 from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.movement.shared_parameters import share_again, shared_slots
-from xla_dtensor.runtime import agreement, arrays
+from xla_dtensor.runtime import abstract, agreement, arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor, keep_leaf_gradients_sharded
 
@@ -144,6 +145,8 @@ def _placed(tensor: torch.Tensor, form: Form) -> Any:
                 "first (xd.collectives.broadcast, all_reduce), or say that the devices hold parts "
                 "of a whole: DTensor.from_local(x, mesh, placements)"
             )
+        if trace is None and abstract.current() is not None:
+            return nowhere.array(form)
         value = logical_value(tensor)
         frame = tensor._form.frame
         if trace is not None:
@@ -295,6 +298,8 @@ def make_sharded(
         key = trace.random_key() if name in _RANDOM else None
         with jax.enable_x64(True):
             array = constrain(_make(name, form, key, fill_value), form)
+    elif abstract.current() is not None:
+        array = nowhere.array(form)
     else:
         maker = _makers.get((name, form, type(fill_value)))
         if maker is None:

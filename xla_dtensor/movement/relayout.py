@@ -34,10 +34,13 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
     observer = events.observer
     if observer is not None:
         observer.relayout(convert, source, target)
-    if thread_state.current() is not None:
-        value = convert(read(tensor), source, target)
-        if target.sharding is not None:
-            value = jax.lax.with_sharding_constraint(value, target.sharding)
+    trace = thread_state.current()
+    if trace is not None:
+        array = read(tensor)
+        with trace.scope():
+            value = convert(array, source, target)
+            if target.sharding is not None:
+                value = jax.lax.with_sharding_constraint(value, target.sharding)
         return new_tensor(value, target)
 
     def make() -> Conversion:
@@ -59,12 +62,15 @@ def move(
         observer.redistribute(source, target)
     if target.meta:
         return XLAShardedTensor(Storage(None, target), target)
-    if thread_state.current() is not None:
+    trace = thread_state.current()
+    if trace is not None:
         _check_same_devices(source, target)
-        value = logical(read(tensor), source)
-        if _turns(source, target):
-            value = constrain(value, source)
-        value = constrain(_held(value, source, target), target)
+        array = read(tensor)
+        with trace.scope():
+            value = logical(array, source)
+            if _turns(source, target):
+                value = constrain(value, source)
+            value = constrain(_held(value, source, target), target)
         return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from xla_dtensor.runtime import agreement, processes, whereabouts
+from xla_dtensor.runtime import abstract, agreement, processes, whereabouts
+from xla_dtensor.runtime.abstract_array import AbstractArray
 
 
 def put(value: Any, sharding: Any) -> Any:
@@ -25,6 +26,8 @@ def put(value: Any, sharding: Any) -> Any:
         value: a NumPy array, or a ``jax.Array``, which may lie on other devices.
         sharding: a JAX sharding.
     """
+    if abstract.current() is not None or isinstance(value, AbstractArray):
+        return AbstractArray(value.shape, value.dtype, sharding)
     import jax
 
     if not processes.several():
@@ -58,9 +61,28 @@ def put_shards(
         sharding: a JAX sharding.
         shard: gives the elements at an index.
     """
+    if abstract.current() is not None:
+        piece = shard((slice(0, 0),) * len(shape))  # for its dtype
+        return AbstractArray(shape, piece.dtype, sharding)
     import jax
 
     return jax.make_array_from_callback(shape, sharding, shard)
+
+
+def full(shape: tuple[int, ...], value: Any, dtype: Any, sharding: Any) -> Any:
+    """An array of one value.
+
+    Args:
+        shape: of the whole array.
+        value: a number.
+        dtype: NumPy's.
+        sharding: a JAX sharding, or None for the default device.
+    """
+    if abstract.current() is not None:
+        return AbstractArray(shape, dtype, sharding)
+    import jax.numpy as jnp
+
+    return jnp.full(shape, value, dtype=dtype, device=sharding)
 
 
 def put_each(shape: tuple[int, ...], sharding: Any, shards: dict[Any, np.ndarray]) -> Any:
@@ -71,6 +93,8 @@ def put_each(shape: tuple[int, ...], sharding: Any, shards: dict[Any, np.ndarray
         sharding: a JAX sharding.
         shards: by device.
     """
+    if abstract.current() is not None:
+        return AbstractArray(shape, next(iter(shards.values())).dtype, sharding)
     import jax
 
     pieces = [jax.device_put(shards[device], device) for device in sharding.addressable_devices]
@@ -167,6 +191,8 @@ def about_to_read(array: Any, what: str) -> None:
     Raises:
         DivergenceError: another process does something else.
     """
+    if isinstance(array, AbstractArray):
+        array.refuse()
     if processes.several() and not is_here(array):
         agreement.agree(f"reads the value of {what} on the host")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from xla_dtensor.base import forked
 from xla_dtensor.errors import DeviceCountError
-from xla_dtensor.runtime import agreement, distributed, processes, program_cache
+from xla_dtensor.runtime import abstract, agreement, distributed, processes, program_cache
 
 logger = logging.getLogger("xla_dtensor")
 _start_lock = threading.Lock()
@@ -96,6 +96,9 @@ def devices(ids: Sequence[int]) -> list[Any]:
         DeviceCountError: there are fewer devices.
     """
 
+    topology = abstract.current()
+    if topology is not None:
+        return topology.of(list(ids))
     wanted = max(ids) + 1
     was_started = is_started()
     start(wanted)
@@ -127,6 +130,9 @@ def devices(ids: Sequence[int]) -> list[Any]:
 
 def device_count() -> int:
     """How many devices JAX has; 1 (without starting JAX) if no backend runs yet."""
+    topology = abstract.current()
+    if topology is not None:
+        return len(topology.devices)
     if not is_started():
         return 1
     return len(all_devices())

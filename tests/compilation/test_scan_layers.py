@@ -1,0 +1,299 @@
+"""`xd.scan_layers` against the Python loop over the same layers, which plain torch judges."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xla_dtensor as xd
+from xla_dtensor.compilation.looking import looked_at
+from xla_dtensor.errors import UnsupportedOpError
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(p)
+        self.register_buffer("shift", torch.randn(width))
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
+        h = self.down(torch.relu(self.up(self.norm(x)))) + self.shift
+        return x + self.dropout(h) * scale
+
+
+def one_by_one(layers: nn.ModuleList) -> Callable[..., Any]:
+    def run(x: Any, *args: Any) -> Any:
+        for layer in layers:
+            x = layer(x, *args)
+        return x
+
+    return run
+
+
+WIDTH = 16
+HOW = {"scan": xd.scan_layers, "loop": one_by_one}
+
+
+def replicated(model: nn.Module) -> Any:
+    mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+    xd.distribute_module(model, mesh)
+    return lambda x: xd.distribute_tensor(x, mesh, [xd.Shard(0), xd.Replicate()])
+
+
+def sharded(model: nn.Module) -> Any:
+    mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+
+    def part(name: str, module: nn.Module, mesh: Any) -> None:
+        for key, p in list(module.named_parameters(recurse=False)):
+            placements = [xd.Replicate(), xd.Shard(0)]
+            laid_out = xd.distribute_tensor(p.data, mesh, placements)
+            module.register_parameter(key, nn.Parameter(laid_out))
+
+    xd.distribute_module(model, mesh, part)
+    return lambda x: xd.distribute_tensor(x, mesh, [xd.Shard(0), xd.Replicate()])
+
+
+def on_one_device(model: nn.Module) -> Any:
+    model.to("xla")
+    return lambda x: x.to("xla")
+
+
+def fully_sharded(model: nn.Module) -> Any:
+    mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+    model.to("xla")
+    for layer in model:
+        xd.fully_shard(layer, mesh=mesh)
+    return lambda x: xd.from_device_values(list(x.chunk(8)), mesh)
+
+
+def value(tensor: Any) -> torch.Tensor:
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    elif getattr(tensor, "varying", ()):
+        return torch.stack(tensor.local_values()).mean(0)
+    return tensor.cpu()
+
+
+def trained(how: str, layout: Callable[..., Any], depth: int, steps: int = 3) -> list[Any]:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+    place = layout(layers)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+    x = place(torch.randn(16, WIDTH))
+
+    @xd.compile
+    def step(x: Any) -> Any:
+        loss = HOW[how](layers)(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses = [value(step(x)) for _ in range(steps)]
+    assert step.compilations == 1
+    return [*losses, *map(value, layers.state_dict().values())]
+
+
+def with_torch(depth: int, steps: int = 3) -> list[Any]:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+    x, losses = torch.randn(16, WIDTH), []
+    for _ in range(steps):
+        loss = one_by_one(layers)(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in layers.state_dict().values())]
+
+
+@pytest.mark.parametrize("layout", [on_one_device, replicated, sharded, fully_sharded])
+def test_training_is_torchs(layout: Callable[..., Any]) -> None:
+    for ours, torchs in zip(trained("scan", layout, 3), with_torch(3), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=2e-5, atol=2e-5)
+
+
+def gradients(how: str, p: float = 0.0) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Block(WIDTH, p) for _ in range(4))
+    place = replicated(layers)
+    x = place(torch.randn(8, WIDTH)).requires_grad_()
+    scale = place(torch.rand(8, WIDTH)).requires_grad_()
+    torch.manual_seed(3)
+
+    @xd.compile
+    def step() -> Any:
+        loss = HOW[how](layers)(x, scale).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step()
+    again = step()  # gradients add up, other random numbers
+    return [value(t) for t in (again, x.grad, scale.grad, *(q.grad for q in layers.parameters()))]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_gradients_are_those_of_the_loop(p: float) -> None:
+    """Of arguments, too; and each layer drops out what it does in the loop."""
+    for ours, loops in zip(gradients("scan", p), gradients("loop", p), strict=True):
+        torch.testing.assert_close(ours, loops, rtol=1e-5, atol=1e-6)
+
+
+def test_outside_of_a_step_it_is_the_loop() -> None:
+    layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(xd.scan_layers(layers)(x), one_by_one(layers)(x))  # the CPU's
+    expected = one_by_one(layers)(x)
+    layers.to("xla")
+    torch.testing.assert_close(xd.scan_layers(layers)(x.to("xla")).cpu(), expected)
+
+
+def test_what_layers_read_from_elsewhere_is_an_input() -> None:
+    """A tensor that is no parameter of the layers: another value needs no other program."""
+    factor = torch.tensor(2.0, device="xla")
+
+    class Times(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+    layers = nn.ModuleList(Times() for _ in range(3))
+    step = xd.compile(lambda x: xd.scan_layers(layers)(x))
+    x = torch.ones(4, device="xla")
+    assert step(x).tolist() == [8.0] * 4
+    factor.fill_(3.0)
+    assert step(x).tolist() == [27.0] * 4
+    assert step.compilations == 1
+
+
+def test_a_backward_outside_of_the_step() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
+    cpu = copy.deepcopy(layers)
+    place = replicated(layers)
+    x = torch.randn(8, WIDTH)
+    forward = xd.compile(lambda x: xd.scan_layers(layers)(x))
+    forward(place(x)).square().mean().backward()
+    one_by_one(cpu)(x).square().mean().backward()
+    for p, q in zip(layers.parameters(), cpu.parameters(), strict=True):
+        torch.testing.assert_close(value(p.grad), q.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_that_no_layer_uses_gets_no_gradient() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = (nn.Parameter(torch.ones(4)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.used
+
+    layers = nn.ModuleList(Half() for _ in range(3)).to("xla")
+    xd.compile(lambda x: xd.scan_layers(layers)(x).sum().backward())(torch.ones(4, device="xla"))
+    assert all(layer.unused.grad is None for layer in layers)
+    assert all(layer.used.grad.tolist() == [1.0] * 4 for layer in layers)
+
+
+def test_a_shared_layer_gets_the_sum() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    cpu = copy.deepcopy(layer)
+    layer.to("xla")
+    x = torch.randn(2, 4)
+    xd.compile(lambda x: xd.scan_layers([layer] * 3)(x).sum().backward())(x.to("xla"))
+    one_by_one([cpu] * 3)(x).sum().backward()  # type: ignore[arg-type]
+    torch.testing.assert_close(layer.weight.grad.cpu(), cpu.weight.grad)
+
+
+def counted(depth: int) -> tuple[int, int]:
+    """Equations of the traced step, and instructions of the loops' bodies, without those that bring
+    parameters together and take gradients apart."""
+    layers = nn.ModuleList(Block(WIDTH) for _ in range(depth)).to("xla")
+
+    def step(x: Any) -> Any:
+        loss = xd.scan_layers(layers)(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    jaxpr = looked_at(xd.compile(step), (torch.ones(8, WIDTH, device="xla"),), {}, _jaxpr)
+    text = xd.compile(step).lower(torch.ones(8, WIDTH, device="xla")).as_text()
+    return len(jaxpr.eqns), text.count("stablehlo.dot_general")
+
+
+def _jaxpr(program: Any) -> Any:
+    return program.jaxpr
+
+
+def test_the_program_does_not_grow_with_the_depth() -> None:
+    (equations, products), (deep, deep_products) = counted(4), counted(64)
+    assert deep <= 1.05 * equations and deep_products == products
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return x
+
+
+def linear(out: int = 4, bias: bool = True) -> nn.Module:
+    return nn.Linear(4, out, bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ([linear(), linear(bias=False)], r"layer 1 differs from the first one in bias"),
+        ([linear(), nn.Sequential(linear())], r"in the class of itself"),
+        ([nn.Dropout(0.1), nn.Dropout(0.2)], r"in itself\.p: 0\.2 in place of 0\.1"),
+        ([linear(6), linear(6)], r"takes \[2, 4\] torch\.float32 and gives \[2, 6\]"),
+        ([Counting(), Counting()], r"writes to a tensor of shape \[\]"),
+    ],
+)
+def test_what_can_not_be_a_loop(layers: list[nn.Module], says: str) -> None:
+    for layer in layers:
+        layer.to("xla")
+    step = xd.compile(lambda x: xd.scan_layers(layers)(x))
+    with pytest.raises(UnsupportedOpError, match=says):
+        step(torch.ones(2, 4, device="xla"))
+    # and nothing of the trace is left
+    assert all(torch.isfinite(t.cpu()).all() for t in layers[0].state_dict().values())
+
+
+def test_a_plan_of_a_loop() -> None:
+    """Each layer's collectives count as often as there are layers."""
+
+    def planned(depth: int) -> Any:
+        with xd.abstract("cpu:8"):
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            layers = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+            xd.distribute_module(layers, mesh, _tensor_parallel)
+            x = torch.randn(16, WIDTH)
+            x = xd.distribute_tensor(x, mesh, [xd.Shard(0), xd.Replicate()])
+            return xd.plan(lambda x: xd.scan_layers(layers)(x).square().mean().backward(), x)
+
+    small, large = planned(4), planned(16)
+    assert large.flops == 4 * small.flops
+    forward = [
+        sum(row.bytes for row in report.collectives if "tp" in row.dims and "down" in row.module)
+        for report in (small, large)
+    ]
+    assert forward[1] == 4 * forward[0] > 0
+
+
+def _tensor_parallel(name: str, module: nn.Module, mesh: Any) -> None:
+    dim = {"up": 0, "down": 1}.get(name.rpartition(".")[2])
+    for key, p in list(module.named_parameters(recurse=False)):
+        cut = xd.Replicate() if dim is None or dim >= p.ndim else xd.Shard(dim)
+        laid_out = xd.distribute_tensor(p.data, mesh, [xd.Replicate(), cut])
+        module.register_parameter(key, nn.Parameter(laid_out))

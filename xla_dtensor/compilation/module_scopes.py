@@ -1,0 +1,101 @@
+"""Which module an operation of a traced step is for, as a name in the program that JAX and XLA
+carry along: ``nn:layers.0.attention``.
+
+What runs in a module's forward is the module's. What runs in backward is that of the module whose
+forward made the node of autograd's that runs: nodes are numbered as they are made, so it is enough
+to note at which number a module was entered and left.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import torch
+from torch import nn
+
+from xla_dtensor.base import thread_state
+
+FORWARD, BACKWARD, OPTIMIZER = "nn:", "nn_backward:", "nn_optimizer:"
+
+
+class ModuleScopes:
+    """Which modules the traced code has been in."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._starts: list[int] = []
+        self._scopes: list[str] = []
+
+    @contextlib.contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """The block is a call of ``module``, by the name that it has in the outermost one."""
+        if not self._stack:
+            for name, inner in module.named_modules():
+                self._names[id(inner)] = name or type(module).__name__
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+        self._note()
+        try:
+            yield
+        finally:
+            self._stack.pop()
+            self._note()
+
+    def _note(self) -> None:
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._scopes.append(self._stack[-1] if self._stack else "")
+
+    def scope(self, in_optimizer: bool) -> Any:
+        """A context in which the operation that is about to be traced has its module's name."""
+        if in_optimizer:
+            return jax.named_scope(OPTIMIZER)
+        if self._stack:
+            return jax.named_scope(FORWARD + self._stack[-1])
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            at = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+            if at >= 0 and self._scopes[at]:
+                return jax.named_scope(BACKWARD + self._scopes[at])
+        return NO_SCOPE
+
+
+NO_SCOPE = contextlib.nullcontext()
+
+
+class _State:
+    scopes: ModuleScopes | None = None
+
+
+_state = _State()
+
+
+def scope(in_optimizer: bool) -> Any:
+    """`ModuleScopes.scope`, or a context that does nothing where traces don't name modules."""
+    return NO_SCOPE if _state.scopes is None else _state.scopes.scope(in_optimizer)
+
+
+@contextlib.contextmanager
+def naming_modules() -> Iterator[None]:
+    """Traces of the block name modules; one thread at a time."""
+    before, scopes = _state.scopes, ModuleScopes()
+    original = nn.Module.__call__
+
+    @functools.wraps(original)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if thread_state.current() is None:  # another thread's, or outside of the step
+            return original(module, *args, **kwargs)
+        with scopes.inside(module):
+            return original(module, *args, **kwargs)
+
+    _state.scopes = scopes
+    nn.Module.__call__ = call
+    try:
+        yield
+    finally:
+        _state.scopes = before
+        nn.Module.__call__ = original

@@ -1,0 +1,98 @@
+"""``xd.abstract``: models, layouts and optimizers for devices that aren't here, without data."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+
+from xla_dtensor import runtime
+from xla_dtensor.base import thread_state
+from xla_dtensor.dispatch import lazy
+from xla_dtensor.runtime import topologies
+from xla_dtensor.runtime.abstract import enter
+
+
+class abstract:
+    """In the block, tensors on ``"xla"`` have shapes, dtypes and layouts, and no data: models,
+    ``fully_shard``, ``parallelize_module``, ``distribute_tensor``, factories and optimizers work as
+    ever, on meshes of ``topology``'s devices, which need not exist, and cost no memory. `plan` says
+    what a step on them would need.
+
+    Tensors that torch makes without a ``device=`` (parameters, ``torch.randn``) are made on
+    ``"xla"`` there; those with ``device="cpu"``, with a generator, or from values
+    (``torch.tensor``, ``torch.arange``) are the CPU's, as ever. Meshes and tensors of the block are
+    of no use outside of it.
+
+    Args:
+        topology: a kind and a shape in chips: ``"v5e:16x16"``, ``"v5p:4x4x4"``, ``"v6e:8x8"``,
+            ``"tpu7x:2x2x1"`` (these need libtpu, and no TPU); ``"cpu:64"`` for simulated devices,
+            ``"gpu:8"`` for this machine's.
+
+    Raises:
+        TopologyError: there is no such topology here; or, in the block, a mesh doesn't fit into it.
+        DataDependentError: in the block, Python wants the value of such a tensor.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        with xd.abstract("cpu:8"):
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            model = torch.nn.Linear(2**20, 2**20)  # four terabytes, if it were there
+            xd.distribute_module(model, mesh)
+            assert model.weight.placements == (xd.Replicate(), xd.Replicate())
+    """
+
+    def __init__(self, topology: str) -> None:
+        self.topology = topologies.topology(topology)
+        self._before: list[Any] = []
+
+    def __enter__(self) -> abstract:
+        lazy.flush_all()
+        flags = None if self.topology.is_here else _take_flags()
+        mode = _OnDevices()
+        mode.__enter__()
+        self._before.append((enter(self.topology), mode, flags))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        before, mode, flags = self._before.pop()
+        enter(before)
+        mode.__exit__(*exc_info)
+        if flags is not None:
+            os.environ["XLA_FLAGS"] = flags
+
+
+def _take_flags() -> str | None:
+    """Hide XLA's flags, which are JAX's: libtpu ends the process at one that it doesn't know. It
+    has LIBTPU_INIT_ARGS."""
+    runtime.start()  # JAX reads them when it starts
+    return os.environ.pop("XLA_FLAGS", None)
+
+
+# What makes a tensor without being given its values.
+_FACTORIES = frozenset(
+    {
+        *(torch.empty, torch.empty_strided, torch.empty_permuted, torch.zeros, torch.ones),
+        *(torch.full, torch.rand, torch.randn, torch.randint),
+    }
+)
+
+
+class _OnDevices(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func in _FACTORIES
+            and kwargs.get("device") is None
+            and kwargs.get("generator") is None
+            and kwargs.get("out") is None
+            and _device.CURRENT_DEVICE is None  # `with torch.device(...)`
+            and thread_state.current() is None  # a step does what it would do outside
+        ):
+            kwargs = {**kwargs, "device": "xla"}
+        return func(*args, **kwargs)

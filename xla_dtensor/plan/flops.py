@@ -1,0 +1,59 @@
+"""How many floating point operations a step's matrix products and convolutions are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+
+def flops(jaxpr: Any) -> int:
+    """Of all devices together: a multiplication and an addition per term of a product, those in
+    loops as often as they run. What runs once per device inside of a ``shard_map`` counts as often
+    as there are devices.
+
+    Args:
+        jaxpr: of a step, from tracing it.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
+            total += _product(equation)
+        elif name == "conv_general_dilated":
+            total += _convolution(equation)
+        else:
+            times = 1
+            if name == "scan":
+                times = equation.params["length"]
+            elif name == "shard_map":
+                # JAX 0.9 calls them otherwise.
+                manual = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]
+                times = math.prod(equation.params["mesh"].shape[axis] for axis in manual)
+            parts = [times * flops(inner) for inner in _inner(equation.params)]
+            total += max(parts, default=0) if name == "cond" else sum(parts)
+    return total
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for part in value if isinstance(value, list | tuple) else (value,):
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def _product(equation: Any) -> int:
+    left, right = (variable.aval.shape for variable in equation.invars[:2])
+    if equation.primitive.name != "dot_general":
+        return 2 * math.prod(left) * right[-1]  # rows of x times their group's matrix
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    terms = math.prod(left[dim] for dim in contracting)
+    return 2 * math.prod(equation.outvars[0].aval.shape) * terms
+
+
+def _convolution(equation: Any) -> int:
+    kernel = equation.invars[1].aval.shape
+    spec = equation.params["dimension_numbers"].rhs_spec
+    window = math.prod(kernel[dim] for dim in spec[1:])
+    return 2 * math.prod(equation.outvars[0].aval.shape) * window

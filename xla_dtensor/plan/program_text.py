@@ -1,0 +1,179 @@
+"""XLA's text of a compiled program, taken apart: computations, their instructions, and how often
+each of them runs."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<dims>[\d,<=]*)\]")
+_CALLS = re.compile(
+    r"\b(?P<how>calls|to_apply|body|condition|branch_computations|called_computations|"
+    r"true_computation|false_computation)=(?P<what>\{[^}]*\}|%?[\w.\-]+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'metadata=\{[^}]*?\bop_name="(?P<name>(?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """An array's dtype and dims, as XLA writes them."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What it takes, without padding."""
+        bits = 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
+        elements = 1
+        for size in self.dims:
+            elements *= size
+        return -(-elements * bits // 8)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+        name, op: without the percent sign; ``"all-gather"``.
+        type: of its result, as XLA writes it.
+        operands, attributes: what stands in its parentheses, and behind them.
+        computation: in which it is.
+    """
+
+    name: str
+    op: str
+    type: str
+    operands: str
+    attributes: str
+    computation: str
+
+    @property
+    def results(self) -> list[Shaped]:
+        """The arrays of its result."""
+        return arrays(self.type)
+
+    @property
+    def op_name(self) -> str:
+        """Where in the program it comes from, as JAX has named it; "" where nothing is known."""
+        match = _OP_NAME.search(self.attributes)
+        return match["name"] if match else ""
+
+    def calls(self) -> Iterator[tuple[str, str]]:
+        """The computations that it runs, each as (how, its name)."""
+        for match in _CALLS.finditer(self.attributes):
+            for name in re.findall(r"%?([\w.\-]+)", match["what"]):
+                yield match["how"], name
+
+    @property
+    def trips(self) -> int | None:
+        """How often a loop's body runs; None where XLA doesn't know."""
+        match = _TRIPS.search(self.attributes)
+        return int(match[1]) if match else None
+
+
+def arrays(type_text: str) -> list[Shaped]:
+    """The arrays in a type's text."""
+    return [
+        Shaped(m["dtype"], tuple(int(n) for n in re.findall(r"\d+", m["dims"])))
+        for m in _ARRAY.finditer(type_text)
+    ]
+
+
+class Program:
+    """The text of a compiled program.
+
+    Args:
+        text: ``jax.stages.Compiled.as_text()``.
+
+    Attributes:
+        computations: their instructions, by name.
+        entry: the name of the one that is run.
+        runs: how often each computation runs, by name; not there for those that are never called.
+        unknown_loops: the names of loops of which XLA doesn't know how often they run (their bodies
+            count once).
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        current: list[Instruction] | None = None
+        name = ""
+        for line in text.splitlines():
+            if current is None:
+                if line.endswith("{") and not line.startswith(("HloModule", " ")):
+                    is_entry = line.startswith("ENTRY ")
+                    head = line.removeprefix("ENTRY ")
+                    name = re.match(r"%?([\w.\-]+)", head)[1]  # type: ignore[index]
+                    current = self.computations[name] = []
+                    if is_entry:
+                        self.entry = name
+            elif line.startswith("}"):
+                current = None
+            else:
+                instruction = _instruction(line, name)
+                if instruction is not None:
+                    current.append(instruction)
+        self.runs: dict[str, int] = defaultdict(int)
+        self.unknown_loops: list[str] = []
+        if self.entry:
+            self._count(self.entry, 1)
+
+    def _count(self, name: str, times: int) -> None:
+        self.runs[name] += times
+        for instruction in self.computations.get(name, ()):
+            if instruction.op.endswith(("-done", "-update")):
+                continue  # of what its start has begun
+            for how, called in instruction.calls():
+                if called not in self.computations or how == "condition":
+                    continue
+                trips = 1
+                if how == "body":
+                    trips = instruction.trips or 1
+                    if instruction.trips is None:
+                        self.unknown_loops.append(instruction.name)
+                self._count(called, times * trips)
+
+    def instructions(self) -> Iterator[tuple[Instruction, int]]:
+        """All that run, each with how often."""
+        for name, members in self.computations.items():
+            times = self.runs.get(name, 0)
+            if times:
+                for instruction in members:
+                    yield instruction, times
+
+
+def _instruction(line: str, computation: str) -> Instruction | None:
+    name, equals, rest = line.strip().partition(" = ")
+    if not equals:
+        return None
+    name = name.removeprefix("ROOT ").removeprefix("%")
+    if rest.startswith("("):
+        end = _closing(rest, 0) + 1
+    else:
+        end = rest.find(" ")
+    type_text, rest = rest[:end], rest[end:].lstrip()
+    op, parenthesis, _ = rest.partition("(")
+    if not parenthesis:
+        return None
+    close = _closing(rest, len(op))
+    return Instruction(
+        name, op, type_text, rest[len(op) + 1 : close], rest[close + 1 :], computation
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis at ``start`` is closed; the end of the text if it isn't."""
+    depth = 0
+    for position in range(start, len(text)):
+        if text[position] == "(":
+            depth += 1
+        elif text[position] == ")":
+            depth -= 1
+            if not depth:
+                return position
+    return len(text) - 1

@@ -1,0 +1,143 @@
+"""Devices by the name of what they are part of: ``"v5p:4x4x4"``, ``"cpu:64"``.
+
+A TPU's are described by its compiler, libtpu, which needs no TPU. Those of CPUs (simulated ones, of
+any number) and GPUs are JAX's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_dtensor.errors import TopologyError
+
+TPUS = ("v5e", "v5p", "v6e", "tpu7x")
+HERE = ("cpu", "gpu")
+
+_NAME = re.compile(r"(?P<kind>[a-z0-9]+):(?P<shape>\d+(x\d+)*)")
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """Devices that programs are compiled for. There is one object per name.
+
+    Attributes:
+        name: ``"v5e:4x4"``.
+        kind: ``"v5e"``.
+        chips: how many chips these are; a chip may be two devices.
+        devices: JAX's, which may be of a kind that can't compute.
+    """
+
+    name: str
+    kind: str
+    chips: int
+    devices: tuple[Any, ...] = field(repr=False)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the devices exist."""
+        return self.kind in HERE
+
+    def of(self, numbers: list[int]) -> list[Any]:
+        """The devices at these positions.
+
+        Raises:
+            TopologyError: there are fewer.
+        """
+        wanted = max(numbers) + 1
+        if wanted > len(self.devices):
+            raise TopologyError(
+                f"a mesh of {wanted} devices for {self.name}, which has {len(self.devices)}: make "
+                f"the mesh smaller, or take a larger topology"
+            )
+        return [self.devices[i] for i in numbers]
+
+
+@functools.cache
+def topology(name: str) -> Topology:
+    """The topology of that name.
+
+    Args:
+        name: a kind and a shape in chips: ``"v5e:16x16"``, ``"v5p:4x4x4"``, ``"v6e:8x8"``,
+            ``"tpu7x:2x2x1"``; ``"cpu:64"`` are so many simulated devices, ``"gpu:8"`` the first
+            GPUs of this machine.
+
+    Raises:
+        TopologyError: there is no such kind, it has no such shape, or libtpu isn't installed.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None or match["kind"] not in (*TPUS, *HERE):
+        raise TopologyError(
+            f"topology {name!r}: name a kind and a shape, as in 'v5e:16x16', 'v5p:4x4x4', "
+            f"'cpu:64'; kinds are {', '.join((*TPUS, *HERE))}"
+        )
+    shape = tuple(map(int, match["shape"].split("x")))
+    if 0 in shape:
+        raise TopologyError(f"topology {name!r}: each of its axes has one chip or more")
+    kind = match["kind"]
+    devices = _here(name, kind, shape) if kind in HERE else _of_tpu(name)
+    return Topology(name, kind, math.prod(shape), tuple(devices))
+
+
+def _here(name: str, kind: str, shape: tuple[int, ...]) -> list[Any]:
+    import jax
+
+    from_jax: list[Any] = []
+    count = math.prod(shape)
+    if kind == "cpu":
+        _simulate(count)
+    try:
+        from_jax = jax.devices(kind)
+    except RuntimeError as error:
+        raise TopologyError(
+            f"topology {name!r}: JAX has no {kind} here ({error}); plan for a TPU "
+            "('v5e:4x4'), or for CPUs ('cpu:8')"
+        ) from error
+    if len(from_jax) < count:
+        why = (
+            f"set JAX_NUM_CPU_DEVICES={count} before the program starts, or enter xd.abstract "
+            "before anything else uses JAX"
+            if kind == "cpu"
+            else f"this machine has {len(from_jax)}"
+        )
+        raise TopologyError(f"topology {name!r} wants {count} {kind} devices: {why}")
+    return from_jax[:count]
+
+
+def _simulate(count: int) -> None:
+    import jax
+    from jax._src import xla_bridge
+
+    if not xla_bridge.backends_are_initialized() and jax.config.jax_num_cpu_devices < count:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def _of_tpu(name: str) -> list[Any]:
+    # libtpu asks the cloud's metadata server who it is, unless it is told not to.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
+    import jax
+    from jax._src import cloud_tpu_init, hardware_utils
+    from jax.experimental import topologies
+
+    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    if cloud_tpu_init.get_tpu_library_path() is None:
+        raise TopologyError(
+            f"topology {name!r} needs the TPU's compiler, which needs no TPU: pip install libtpu "
+            "(500 MB), or set TPU_LIBRARY_PATH to its libtpu.so"
+        )
+    if not chips and jax.config.jax_platforms is None:
+        # With libtpu there, JAX would look for a TPU to run on.
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        return list(topologies.get_topology_desc(name, "tpu").devices)
+    except Exception as error:
+        raise TopologyError(
+            f"topology {name!r}: libtpu doesn't know it ({str(error).splitlines()[0]}); kinds are "
+            f"{', '.join(TPUS)}, v5e and v6e have two axes, up to 16x16, the others three"
+        ) from error
