@@ -11,10 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xla_dtensor.base import thread_state
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.mesh import Frame
+from xla_dtensor.movement.relayout import relayout
+from xla_dtensor.parallel._mesh import DataParallel
 from xla_dtensor.rules.cost import Collective
 from xla_dtensor.runtime import arrays
 
@@ -181,6 +184,37 @@ class Reduce:
             return 1.0, self.scale
         before = 2.0 ** -((-math.log2(self.scale)) // 2)
         return before, self.scale / before
+
+
+def reduce_over_devices(
+    grad: Any, form: Form, parallel: DataParallel, dim: int | None, factor: float
+) -> Any:
+    """The average of the devices' gradients of a parameter, in its layout.
+
+    Args:
+        form: the parameter's.
+        dim: that it is sharded along; None if it is whole.
+        factor: what the sum is divided by.
+    """
+    assert form.frame is not None
+    if thread_state.current() is None:
+        grad._storage_.place(form.frame)
+    source = grad._form.placed(form.frame)
+    axes = parallel.axes
+    varying = tuple(name for name in source.varying if name not in axes)
+    about = form.shape, form.stride, 0, grad.dtype
+    if form.is_sharded:
+        assert form.mesh is not None and form.placements is not None
+        target = sharded_form(form.mesh, form.placements, *about, varying=varying)
+    else:
+        target = device_form(form.frame, *about, varying=varying)
+    # Along an axis on which the devices agree, the sum is a multiple.
+    agreeing = [name for name in axes if name not in source.varying]
+    scale = 1 / factor
+    for name in agreeing:
+        scale *= form.frame.sizes[name]
+    shard_axes = () if dim is None else parallel.shard_axes
+    return relayout(grad, source, target, Reduce(dim or 0, shard_axes, axes, scale))
 
 
 def _as(factor: float, form: Form) -> Any:

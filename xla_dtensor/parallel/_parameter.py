@@ -24,7 +24,7 @@ from xla_dtensor.mesh.placements import shard_after, unpartial
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.movement.relayout import move, relayout
-from xla_dtensor.parallel._layouts import Keep, Reduce, gather
+from xla_dtensor.parallel._layouts import Keep, gather, reduce_over_devices
 from xla_dtensor.parallel._settings import Settings
 from xla_dtensor.parallel._unshard import Unshard
 from xla_dtensor.parallel._whole import Accumulated, Location, Whole, same_whole, wholes
@@ -345,13 +345,11 @@ class ManagedParameter:
             return
         local = state.local_gradients
         grad = self._take_local_gradient(parameter) if local else self.accumulated.take()
-        if grad is None:
-            return
-        reduce = self._reduce_over_devices
-        if isinstance(grad, XLAShardedTensor) or self.spans_mesh:
-            reduce = self._land
-        grad = reduce(grad, parameter).to(parameter.dtype)
-        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        if grad is not None:
+            whole = isinstance(grad, XLAShardedTensor) or self.spans_mesh
+            reduce = self._land if whole else self._reduce_over_devices
+            grad = reduce(grad, parameter).to(parameter.dtype)
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _take_local_gradient(self, parameter: Any) -> Any:
         """The parameter's ``.grad`` if it still differs between data-parallel devices, to be
@@ -392,22 +390,6 @@ class ManagedParameter:
         return grad if factor == 1 else grad / factor
 
     def _reduce_over_devices(self, grad: Any, parameter: Any) -> Any:
-        parallel, form = self.parallel, parameter._form
-        if thread_state.current() is None:
-            grad._storage_.place(form.frame)
-        source = grad._form.placed(form.frame)
-        axes = parallel.axes
-        varying = tuple(name for name in source.varying if name not in axes)
-        about = form.shape, form.stride, 0, grad.dtype
-        if form.is_sharded:
-            target = sharded_form(form.mesh, form.placements, *about, varying=varying)
-        else:
-            target = device_form(form.frame, *about, varying=varying)
-        # Along an axis on which the devices agree, the sum is a multiple.
-        agreeing = [name for name in axes if name not in source.varying]
-        factor = self._state.divide_factor or parallel.size
-        scale = 1 / factor
-        for name in agreeing:
-            scale *= form.frame.sizes[name]
-        shard_axes = parallel.shard_axes if self._sharded else ()
-        return relayout(grad, source, target, Reduce(self._dim, shard_axes, axes, scale))
+        factor = self._state.divide_factor or self.parallel.size
+        dim = self._dim if self._sharded else None
+        return reduce_over_devices(grad, parameter._form, self.parallel, dim, factor)
