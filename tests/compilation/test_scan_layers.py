@@ -291,6 +291,23 @@ def test_a_plan_of_a_loop() -> None:
     assert forward[1] == 4 * forward[0] > 0
 
 
+def test_a_plan_of_a_loop_that_reads_from_elsewhere() -> None:
+    """What has no value is an input of the program, too, where the body of a loop reads it."""
+    with xd.abstract("cpu:8"):
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        table = xd.distribute_tensor(torch.randn(WIDTH), mesh, None)
+
+        class Times(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * table
+
+        layers = nn.ModuleList(Times() for _ in range(3))
+        x = xd.distribute_tensor(torch.randn(8, WIDTH), mesh, [xd.Shard(0)])
+        found = xd.plan(lambda x: xd.scan_layers(layers)(x).sum(), x)
+    names = {one.name: one.bytes for one in found.inputs}
+    assert names == {"argument 0": 4 * WIDTH, "table": 4 * WIDTH}
+
+
 def _tensor_parallel(name: str, module: nn.Module, mesh: Any) -> None:
     dim = {"up": 0, "down": 1}.get(name.rpartition(".")[2])
     for key, p in list(module.named_parameters(recurse=False)):

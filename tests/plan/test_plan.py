@@ -226,6 +226,11 @@ def test_a_script_with_a_wrong_mesh(
     assert says in capsys.readouterr().err
 
 
+def test_a_script_for_a_topology_that_is_none(script: str, capsys: Any) -> None:
+    assert __main__.main([script, "--topology", "v9:4x4"]) == 2
+    assert "kinds are v5e, v5p" in capsys.readouterr().err
+
+
 def test_a_script_without_a_step(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "empty.py"
     path.write_text("x = 1\n")
