@@ -93,18 +93,21 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--mesh", default="2x2x2")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--only", choices=OPERATIONS, nargs="+", default=list(OPERATIONS))
     options = parser.parse_args()
     shape = tuple(map(int, options.mesh.split("x")))
     os.environ["JAX_NUM_CPU_DEVICES"] = str(torch.Size(shape).numel())
     os.environ.setdefault("NPROC", "64")
+    import jax
+
     import xla_dtensor as xd
     from xla_dtensor.runtime import xla_flags
 
     xla_flags.add(*xla_flags.QUICK_COMPILES)
     names = tuple(f"d{i}" for i in range(len(shape)))
     mesh = xd.init_device_mesh("xla", shape, mesh_dim_names=names)
-    wrong = 0
-    kinds = [(name, group) for name in OPERATIONS for group in groupings(len(shape))]
+    wrong = refused = 0
+    kinds = [(name, group) for name in options.only for group in groupings(len(shape))]
     for case in range(options.cases):
         name, group = kinds[case % len(kinds)]
         try:
@@ -112,10 +115,14 @@ def main() -> None:
         except AssertionError as error:
             wrong += 1
             print(f"{group} {error}", flush=True)
+        except jax.errors.JaxRuntimeError as error:
+            refused += 1
+            seed = options.first + case // len(kinds)
+            print(f"{group} {name}, seed {seed}: {str(error).splitlines()[0]}", flush=True)
         if case % 100 == 99:
             xd.debug.clear_caches()
-    print(f"{options.cases} cases on {options.mesh}, {wrong} wrong")
-    sys.exit(wrong > 0)
+    print(f"{options.cases} cases on {options.mesh}, {wrong} wrong, {refused} not compiled")
+    sys.exit(wrong + refused > 0)
 
 
 if __name__ == "__main__":

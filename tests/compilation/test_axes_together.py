@@ -3,8 +3,11 @@ program takes no axes apart."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ import xla_dtensor as xd
 from benchmarks.hlo import collective_traffic
 from tests.compilation.random_products import OPERATIONS, check, groupings
 from tests.conftest import make_mesh
+from xla_dtensor.compilation.program import Program
 from xla_dtensor.dispatch import pin
 from xla_dtensor.mesh import frame_of
 
@@ -135,10 +139,43 @@ def test_whether_pins_are_needed(name: str, where: str) -> None:
     function = jax.jit(function) if where == "in a jit" else function
     jaxpr = jax.make_jaxpr(function)(jnp.ones((8, 8, 8))).jaxpr
     outer = shardings if where == "input" else []
-    assert pin.are_needed(jaxpr, mesh, outer) == expected
+    assert pin.may_be_loose(jaxpr, mesh, outer) != expected
 
 
 def test_meshes_of_two_axes_need_none(mesh_2x4: Any) -> None:
     mesh = frame_of(mesh_2x4).jax_mesh
     jaxpr = jax.make_jaxpr(lambda x: x)(1.0).jaxpr
-    assert not pin.are_needed(jaxpr, mesh, [NamedSharding(mesh, P("tp", "dp"))])
+    assert not pin.may_be_loose(jaxpr, mesh, [NamedSharding(mesh, P("tp", "dp"))])
+
+
+def test_what_xla_does_not_compile_without_pins() -> None:
+    """ "Cannot infer shape for dot operation": it gets them then."""
+    check(make_mesh("2x2x2"), "attention", 1002, (0, 0, 1))
+
+
+def test_a_backward_pass_that_xla_does_not_compile_without_pins() -> None:
+    """One that is a program of its own, compiled when it is needed."""
+    mesh = make_mesh("2x2x2")
+    torch.manual_seed(0)
+    weight = torch.randn(8, 8)
+    leaf = weight.clone().requires_grad_()
+    (leaf @ leaf).tanh().sum().backward()
+    sharded = distribute_tensor(weight, mesh, [Shard(0), Shard(0), Replicate()]).requires_grad_()
+    forward = xd.compile(lambda x: (x @ x).tanh())
+    out = forward(sharded)
+    programs = [o for o in gc.get_objects() if type(o) is Program]
+    (program,) = [program for program in programs if program.lowering is pin.loose]
+    entered = []
+
+    @contextmanager
+    def failing() -> Iterator[None]:
+        entered.append(True)
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: injected")
+        yield
+
+    program.lowering = failing
+    out.sum().backward()
+    assert entered == [True]
+    torch.testing.assert_close(sharded.grad.full_tensor().cpu(), leaf.grad)
+    program.lowering = failing
+    assert not program.pins_may_help(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: ..."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -219,10 +220,11 @@ class Lowered:
             )
             grad_shardings = [self._sharding(self._forms[i]) for i in gradients]
             backward = self._split.backward
-            self._backward = jax.jit(
+            self._make_backward = lambda: jax.jit(
                 lambda inputs: evaluate(ClosedJaxpr(backward, []))(*inputs),
                 out_shardings=grad_shardings if any(grad_shardings) else None,
             )
+            self._backward = self._make_backward()
         self._place_of = {output: i for i, output in enumerate(self._outputs)}
         self._plan_writes()
 
@@ -238,17 +240,22 @@ class Lowered:
         # The backward pass may need the old values; but there is none where torch's would raise.
         donate = 0 if history is None or len(history.errors) == len(history.outputs) else ()
         with jax.enable_x64(True):
-            jitted = jax.jit(step, donate_argnums=donate, **jit_options)
             prepared = self._prepared = self._prepare(arguments)
             inputs = self._gather(arguments, prepared, take=False)
             known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
             wanted = [self._sharding(form) for form in self._forms]
-            if self._frame is not None and not pin.are_needed(
+            if self._frame is not None and pin.may_be_loose(
                 self._jaxpr, self._frame.jax_mesh, [*known, *wanted]
             ):
                 self.lowering = pin.loose
-            with self.lowering():
-                lowered = jitted.lower(*inputs)
+
+            def lower() -> Any:
+                with self.lowering():
+                    # Another function each time, or JAX would give the same text again.
+                    function = functools.partial(step)
+                    return jax.jit(function, donate_argnums=donate, **jit_options).lower(*inputs)
+
+            lowered = lower()
             if executables is None:
                 self.lowered = lowered
                 return
@@ -267,8 +274,21 @@ class Lowered:
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {self._frame}{seed}"
                     )
-                compiled = executables.put(key, lowered.compile(options))
+                try:
+                    compiled = lowered.compile(options)
+                except jax.errors.JaxRuntimeError as error:
+                    if not self.pins_may_help(error):
+                        raise
+                    compiled = lower().compile(options)
+                executables.put(key, compiled)
             self.compiled = compiled
+
+    def pins_may_help(self, error: Exception) -> bool:
+        """Whether XLA failed on a program without pins, which has them from now on."""
+        if self.lowering is nullcontext or "RESOURCE_EXHAUSTED" in str(error):
+            return False
+        self.lowering = nullcontext
+        return True
 
     def _sharding(self, form: Form) -> Any:
         if form.sharding is not None or self._frame is None:

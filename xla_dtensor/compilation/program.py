@@ -164,7 +164,13 @@ class Program(WriteBack):
                         "parameters are updated"
                     )
             inputs = [*residuals, *arrays]
-            with self.lowering():
+            try:
+                with self.lowering():
+                    results = iter(self._backward(inputs))
+            except jax.errors.JaxRuntimeError as error:
+                if not self.pins_may_help(error):
+                    raise
+                self._backward = self._make_backward()
                 results = iter(self._backward(inputs))
         if events.observer is not None:
             text = self._backward_text(inputs)

@@ -68,8 +68,8 @@ batching.primitive_batchers[_primitive] = _batch
 # --- what a program does with its axes -----------------------------------------------------------
 
 
-def are_needed(jaxpr: Any, mesh: Any, shardings: Iterable[Any]) -> bool:
-    """Whether a program uses its mesh as one of three or more axes.
+def may_be_loose(jaxpr: Any, mesh: Any, shardings: Iterable[Any]) -> bool:
+    """Whether a program uses a mesh of three or more axes as one of two.
 
     Args:
         jaxpr: the program.
@@ -78,21 +78,21 @@ def are_needed(jaxpr: Any, mesh: Any, shardings: Iterable[Any]) -> bool:
     """
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
     if len(sizes) <= _AXES_OF_A_PLANE:
-        return False
+        return False  # no pins
     names = list(sizes)
     together = set(itertools.pairwise(names))  # neighbours that nothing has parted
     for sharding in (*shardings, *_shardings(jaxpr)):
         if sharding is None:
             continue
         if not isinstance(sharding, NamedSharding):
-            return True
+            return False
         if dict(sharding.mesh.shape) != dict(mesh.shape):
-            return True  # another factorisation of the same devices
+            return False  # another factorisation of the same devices
         for axes in _groups(sharding.spec):
             together -= {pair for pair in together if _parts(axes, pair, sizes)}
         if len(names) - len(together) > _AXES_OF_A_PLANE:
-            return True
-    return False
+            return False
+    return True
 
 
 def _parts(axes: tuple[str, ...], pair: tuple[str, str], sizes: dict[str, int]) -> bool:
