@@ -56,6 +56,7 @@ class _Noting:
         self.submod = nn.Module()
         self.has_backward = True
         self.output_chunks: list[Any] = []
+        self.p2p_per_edge = False  # torch 2.15
         # What torch looks at to see whether stages send to others than their neighbours.
         self.args_recv_info: dict[int, tuple[Any, ...]] = defaultdict(tuple)
         self.act_send_info: dict[int, list[int]] = {}
@@ -101,6 +102,7 @@ class _Noting:
         return None
 
     clear_runtime_states = set_local_fwd_input = set_local_bwd_input = _none
+    release_fwd_send_outputs = _none  # torch 2.15
     get_local_bwd_output = _prepare_forward_infra = _prepare_backward_infra = _none
 
 

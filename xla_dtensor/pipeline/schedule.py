@@ -208,8 +208,9 @@ class PipelineSchedule(_PipelineSchedule):
                     self._stages[index + 1].set_local_fwd_input(output, microbatch)
                     continue
                 if target_mbs is not None:
-                    found[microbatch] = self._compute_loss(
-                        output, target_mbs[microbatch], loss_kwargs
+                    assert self._loss_fn is not None
+                    found[microbatch] = self._loss_fn(
+                        output, target_mbs[microbatch], **(loss_kwargs or {})
                     )
                 if return_outputs:
                     outputs[microbatch] = output

@@ -135,6 +135,12 @@ class PipelineStage(_PipelineStageBase):
     def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
         return ()
 
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """(torch 2.11) Tensors aren't received into buffers, so they may be any."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """(torch 2.11)"""
+
     def clear_runtime_states(self) -> None:
         """Forget the microbatches of the last step, also of one that failed."""
         super().clear_runtime_states()
@@ -203,8 +209,10 @@ class PipelineStage(_PipelineStageBase):
             if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
                 value.retain_grad()  # torch reads the gradients of all inputs
         count = len(args) if self.is_first else len(self._activations[fwd_chunk_id])
-        # torch counts the arguments that gradients go back to by this.
-        self._stage_meta.inputs = (None,) * count
+        # torch counts the arguments that gradients go back to by this; 2.11 and 2.12 don't.
+        meta = getattr(self, "_stage_meta", None)
+        if meta is not None:
+            meta.inputs = (None,) * count
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
