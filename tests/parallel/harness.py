@@ -31,6 +31,16 @@ except ImportError:  # torch 2.11, where what ours are asked for has no class ye
         shard: str | tuple[str, ...] | None = None
         replicate: str | tuple[str, ...] | None = None
 
+        def __post_init__(self) -> None:
+            if self.shard is None and self.replicate is None:
+                raise ValueError("At least one of shard or replicate must be set")
+
+        shard_names = property(lambda self: _names(self.shard))
+        replicate_names = property(lambda self: _names(self.replicate))
+
+    def _names(value: Any) -> tuple[str, ...]:
+        return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
 
 class Block(nn.Module):
     def __init__(self, dim: int, hidden: int, out: int) -> None:

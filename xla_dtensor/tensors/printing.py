@@ -7,6 +7,7 @@ with the same edges, and little between them, is printed in its place.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.base import assertions, thread_state
 from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.torch_versions import SUBCLASSES_DISPATCH
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.per_device import logical
@@ -83,7 +85,9 @@ def _is_large(tensor: Any) -> bool:
 
 
 def _values(tensor: Any, name_length: int) -> str:
-    with _disable_current_modes(), torch.no_grad():
+    # Modes of the user's see nothing of it. Where torch needs a mode to come to us, all stay.
+    unseen = _disable_current_modes() if SUBCLASSES_DISPATCH else nullcontext()
+    with unseen, torch.no_grad():
         if _is_large(tensor) and not tensor._form.varying:
             with _tensor_str.printoptions(threshold=0):
                 text = repr(_edges(tensor))
