@@ -35,7 +35,7 @@ class Network:
 
     def batch_norm(self, name: str, x: Array) -> Array:
         mean = jnp.mean(x, (0, 2, 3))
-        variance = jnp.mean(x * x, (0, 2, 3)) - mean * mean
+        variance = jnp.mean(jnp.square(x - mean[:, None, None]), (0, 2, 3))
         count = x.size // x.shape[1]
         for key, value in (("mean", mean), ("var", variance * count / (count - 1))):
             running = f"{name}.running_{key}"
