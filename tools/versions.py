@@ -1,6 +1,6 @@
 """The supported versions of Python, torch and JAX: a part of the tests in an environment for each.
 
-    python tools/versions.py            # make test-versions; --list, --only 2.15-0.12-3.13
+    python tools/versions.py            # make test-versions; --list, --only 2.15-0.12-3.12
 
 Environments are made in .cache/versions (several GB each: the registry's torch brings CUDA's
 libraries) and used again. The table in docs/versions.md is written from what they said.
@@ -63,10 +63,10 @@ ROWS = (
     Versions("3.11", "2.11.0", "0.9.0"),
     Versions("3.12", "2.11.0", "0.12.0.1"),
     Versions("3.11", "2.15.0", "0.9.0"),
-    Versions("3.13", "2.15.0", "0.12.0.1"),
+    Versions("3.12", "2.15.0", "0.12.0.1"),
     Versions("3.12", "2.12.1", "0.9.2"),
     Versions("3.11", "2.13.0", "0.10.2"),
-    Versions("3.12", "2.14.1", "0.11.2"),
+    Versions("3.13", "2.14.1", "0.11.2"),
 )
 
 
