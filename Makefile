@@ -35,7 +35,7 @@ test-audit: env ## the tests of compiled steps, each call audited (about eight m
 	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(AUDITED) \
 	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
 
-test-all: check test test-slow test-audit rules-check suites ## everything there is (about three hours on two cores)
+test-all: check test test-slow test-audit rules-check suites ## everything there is (about two hours on two cores)
 
 # torchtitan's own pins differ from ours, so it has an environment of its own.
 TITAN_VENV ?= .venv-torchtitan
@@ -83,7 +83,7 @@ rules-check: env ## the layout rules against what XLA does (about eight minutes 
 
 SUITES := $(BIN)/python -W ignore -m tests.suites
 SUITE_RECORDS := .cache/suites
-suites: conformance ## torch's op_db, module_db and optim_db, and one report (about an hour and a half on two cores)
+suites: conformance ## torch's op_db, module_db and optim_db, and one report (about a quarter of an hour on two cores)
 	mkdir -p $(SUITE_RECORDS)
 	for i in 0 1; do ( \
 	  $(SUITES) modules --shard $$i/2 --limit 4 --out $(SUITE_RECORDS)/modules.$$i && \
@@ -102,7 +102,7 @@ oracle: env ## all scenarios and random programs, torchrun against one process, 
 
 CONFORMANCE := $(BIN)/python -W ignore -m tests.conformance --restart
 RECORDS := .cache/conformance
-conformance: env ## every op of torch's op_db against CPU torch (about 40 minutes on two cores)
+conformance: env ## every op of torch's op_db against CPU torch (about ten minutes on two cores)
 	mkdir -p $(RECORDS)
 	for i in 0 1; do ( \
 	  $(CONFORMANCE) --shard $$i/2 --limit 2 --out $(RECORDS)/float32.$$i && \
