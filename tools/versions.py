@@ -24,7 +24,7 @@ FOLDER = ROOT / ".cache" / "versions"
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end -->\n"
 
-# What every part of the library stands on, in about three minutes on two cores.
+# What every part of the library stands on.
 TESTS = (
     "tests/test_readme.py",
     "tests/integration/test_import.py",
