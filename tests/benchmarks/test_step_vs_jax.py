@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ EXPECTED = json.loads((Path(__file__).parent / "collectives.json").read_text())
 def output(script: str, *arguments: str) -> Any:
     process = subprocess.run(
         [sys.executable, BENCHMARKS / script, *arguments, "--json"],
+        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
         capture_output=True,
         text=True,
         check=False,

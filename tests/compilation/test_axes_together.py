@@ -97,7 +97,10 @@ def trained(shape: tuple[int, ...], together: tuple[int, ...]) -> tuple[list[flo
     ],
     ids=str,
 )
-def test_three_axes_cost_what_two_do(three: Any, together: Any, two: Any) -> None:
+def test_three_axes_cost_what_two_do(
+    three: Any, together: Any, two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin, "allowed", True)
     losses, traffic = trained(three, together)
     expected, plane = trained(two, (0, 1))
     assert traffic == plane and traffic.total_bytes > 0
@@ -148,13 +151,23 @@ def test_meshes_of_two_axes_need_none(mesh_2x4: Any) -> None:
     assert not pin.may_be_loose(jaxpr, mesh, [NamedSharding(mesh, P("tp", "dp"))])
 
 
-def test_what_xla_does_not_compile_without_pins() -> None:
+def test_what_xla_gets_wrong_without_pins() -> None:
+    """On two axes, too, which is why steps keep them unless ``XLA_DTENSOR_LOOSE_PINS`` is 1."""
+    assert not pin.allowed
+    check(make_mesh("2x2x2"), "bmm", 114, (0, 0, 1))
+
+
+def test_what_xla_does_not_compile_without_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "Cannot infer shape for dot operation": it gets them then."""
+    monkeypatch.setattr(pin, "allowed", True)
     check(make_mesh("2x2x2"), "attention", 1002, (0, 0, 1))
 
 
-def test_a_backward_pass_that_xla_does_not_compile_without_pins() -> None:
+def test_a_backward_pass_that_xla_does_not_compile_without_pins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One that is a program of its own, compiled when it is needed."""
+    monkeypatch.setattr(pin, "allowed", True)
     mesh = make_mesh("2x2x2")
     torch.manual_seed(0)
     weight = torch.randn(8, 8)

@@ -244,8 +244,10 @@ class Lowered:
             inputs = self._gather(arguments, prepared, take=False)
             known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
             wanted = [self._sharding(form) for form in self._forms]
-            if self._frame is not None and pin.may_be_loose(
-                self._jaxpr, self._frame.jax_mesh, [*known, *wanted]
+            if (
+                pin.allowed
+                and self._frame is not None
+                and pin.may_be_loose(self._jaxpr, self._frame.jax_mesh, [*known, *wanted])
             ):
                 self.lowering = pin.loose
 
