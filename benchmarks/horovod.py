@@ -12,7 +12,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,17 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "train_llama"))
 
 import torch.nn.functional as F
-from hlo import collective_traffic
 from model import Llama
 from torch import Tensor, nn
-from vs_torch_dtensor import CHECKED_STEPS, DEVICES, Size, Turn, gloo, in_turns, take_turns
+from vs_torch_dtensor import (
+    CHECKED_STEPS,
+    DEVICES,
+    InThisProcess,
+    Size,
+    gloo,
+    in_turns,
+    take_turns,
+)
 
 LR = 1e-3
 TOLERANCE = 1e-4
@@ -62,17 +68,12 @@ def serve(port: int, size: Size) -> None:
     take_turns(port, step, (parts[own] for parts in size.batches(DEVICES)))
 
 
-class XLA:
+def xla(size: Size, name: str) -> InThisProcess:
     """One of xla_dtensor's ways, in this process."""
+    import xla_dtensor as xd
+    import xla_dtensor.horovod as hvd
 
-    def __init__(self, size: Size, name: str) -> None:
-        import jax
-
-        import xla_dtensor as xd
-        import xla_dtensor.horovod as hvd
-
-        jax.config.update("jax_enable_compilation_cache", False)
-        mesh = xd.init_device_mesh("xla", (DEVICES,), mesh_dim_names=("rank",))
+    def step(mesh: Any) -> Any:
         if name == "horovod":
             xd.set_mesh(mesh)
             hvd.init()
@@ -84,29 +85,17 @@ class XLA:
         else:
             model = xd.replicate(network(size), mesh=mesh)
             optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        self.step: Any = xd.compile(make_step(model, optimizer))
-        self.batches = (
-            [xd.from_device_values(list(values), mesh) for values in zip(*parts, strict=True)]
-            for parts in size.batches(DEVICES)
-        )
-        jax.block_until_ready(jax.live_arrays())
+        return xd.compile(make_step(model, optimizer))
 
-    def turn(self, steps: int) -> Turn:
-        begin = time.perf_counter()
-        losses = [self.step(*next(self.batches)).local_values() for _ in range(steps)]
-        seconds = time.perf_counter() - begin
-        return Turn([[loss.item() for loss in step] for step in losses], seconds)
-
-    def collectives(self) -> dict[str, int]:
-        return collective_traffic(self.step.compiled_programs()[-1].as_text()).counts
+    return InThisProcess((DEVICES,), ("rank",), step, size.batches(DEVICES), "rank")
 
 
 def measure(size: Size, rounds: int, steps: int) -> dict[str, Any]:
     with gloo(size, __file__) as processes:
         sides: dict[str, Any] = {
             "gloo": processes,
-            "horovod": XLA(size, "horovod"),
-            "replicate": XLA(size, "replicate"),
+            "horovod": xla(size, "horovod"),
+            "replicate": xla(size, "replicate"),
         }
         first = [in_turns(sides, n) for n in (1, 1, CHECKED_STEPS - 2)]
         losses = {

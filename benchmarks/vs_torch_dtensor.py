@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -158,22 +158,34 @@ def gloo(size: Size, script: str = __file__) -> Iterator[Gloo]:
                 sys.stderr.write(output.read().decode()[-10_000:])
 
 
-class XLA:
-    """xla_dtensor in this process."""
+class InThisProcess:
+    """xla_dtensor on a mesh of this process.
 
-    def __init__(self, size: Size, compiled: bool) -> None:
+    Args:
+        make_step: of the mesh.
+        parts: of each batch what each device along ``over`` gets.
+        over: a mesh dim.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        make_step: Callable[[Any], Any],
+        parts: Iterable[Any],
+        over: str,
+    ) -> None:
         import jax
 
         import xla_dtensor as xd
 
         # `make` asks for one, and a first call is to be a first call.
         jax.config.update("jax_enable_compilation_cache", False)
-        mesh = xd.init_device_mesh("xla", MESH_SHAPE, mesh_dim_names=MESH_NAMES)
-        step = make_step(size.config, mesh, xd.fully_shard)
-        self.step: Any = xd.compile(step) if compiled else step
+        mesh = xd.init_device_mesh("xla", shape, mesh_dim_names=names)
+        self.step: Any = make_step(mesh)
         self.batches = (
-            [xd.from_device_values(list(values), mesh["dp"]) for values in zip(*parts, strict=True)]
-            for parts in size.batches()
+            [xd.from_device_values(list(values), mesh[over]) for values in zip(*batch, strict=True)]
+            for batch in parts
         )
         # The model has arrived on the devices before any clock starts.
         jax.block_until_ready(jax.live_arrays())
@@ -186,6 +198,17 @@ class XLA:
 
     def collectives(self) -> dict[str, int]:
         return collective_traffic(self.step.compiled_programs()[-1].as_text()).counts
+
+
+def xla(size: Size, compiled: bool) -> InThisProcess:
+    """The step in this process."""
+    import xla_dtensor as xd
+
+    def step(mesh: Any) -> Any:
+        made = make_step(size.config, mesh, xd.fully_shard)
+        return xd.compile(made) if compiled else made
+
+    return InThisProcess(MESH_SHAPE, MESH_NAMES, step, size.batches(), "dp")
 
 
 def check_losses(first: dict[str, list[Turn]]) -> float:
@@ -213,9 +236,9 @@ def in_turns(sides: dict[str, Side], steps: int, reverse: bool = False) -> dict[
 def measure(size: Size, rounds: int, steps: int, eager: bool) -> dict[str, Any]:
     """The figures of each side; its "ratio" is gloo's time over its own."""
     with gloo(size) as processes:
-        sides: dict[str, Side] = {"gloo": processes, "xla": XLA(size, compiled=True)}
+        sides: dict[str, Side] = {"gloo": processes, "xla": xla(size, compiled=True)}
         if eager:
-            sides["eager"] = XLA(size, compiled=False)
+            sides["eager"] = xla(size, compiled=False)
         first = [in_turns(sides, n) for n in (1, 1, CHECKED_STEPS - 2)]
         difference = check_losses({name: [turns[name] for turns in first] for name in sides})
         timed = [in_turns(sides, steps, reverse=i % 2 == 1) for i in range(rounds)]

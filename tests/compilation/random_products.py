@@ -36,6 +36,10 @@ OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...], tuple[
 }
 
 
+# Where float32 sums of large numbers are; what XLA mixes up is off by whole numbers.
+TOLERANCES = {"two in a row": 1e-4}
+
+
 def placements(rng: random.Random, ndim: int, together: tuple[int, ...]) -> list[Any]:
     """Random ones; mesh dims with the same number in ``together`` get the same."""
     drawn = [rng.choice([Replicate(), *map(Shard, range(ndim))]) for _ in range(len(together))]
@@ -75,7 +79,8 @@ def check(mesh: Any, name: str, seed: int, together: tuple[int, ...]) -> None:
 
     out, *grads = step(*sharded)
     told = f"{name}, seed {seed}: {where} to {wanted}"
-    close = {"rtol": 1e-4, "atol": 1e-4, "msg": lambda text: f"{told}\n{text}"}
+    tolerance = TOLERANCES.get(name, 1e-5)
+    close = {"rtol": tolerance, "atol": tolerance, "msg": lambda text: f"{told}\n{text}"}
     torch.testing.assert_close(out.cpu(), expected.detach(), **close)
     for actual, leaf in zip(grads, leaves, strict=True):
         torch.testing.assert_close(actual.cpu(), leaf.grad, **close)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.tensor import DTensor
 
 from xla_dtensor.checkpoint.records import Part, StoredTensor, read_parts
 from xla_dtensor.checkpoint.safetensors_format import files_of, read_header, write_files
@@ -22,7 +21,7 @@ from xla_dtensor.checkpoint.together import Together
 from xla_dtensor.errors import CheckpointError, UnsupportedOpError
 from xla_dtensor.runtime import agreement, processes
 from xla_dtensor.tensors.of_form import Ours
-from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+from xla_dtensor.tensors.sharded_tensor import DTENSORS
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
@@ -264,7 +263,7 @@ def _written_by_first(
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor on each device; the others do the same."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor | XLAShardedTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTENSORS) else tensor
 
 
 def whole_value(tensor: torch.Tensor) -> torch.Tensor:

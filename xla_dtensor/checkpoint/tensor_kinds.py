@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from xla_dtensor.checkpoint.shards import own_chunks
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.tensors.of_form import Ours
-from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+from xla_dtensor.tensors.sharded_tensor import DTENSORS
 
 Kind = dict[str, Any]
 """Plain data: ``on`` ("cpu", "xla", "varying", "sharded", or another device), ``size`` and
@@ -72,7 +72,7 @@ def like_saved(kind: Kind, name: str, like: torch.Tensor | None) -> torch.Tensor
             return torch.zeros_like(like, dtype=dtype, requires_grad=False)
     elif kind["on"] != "sharded":
         return torch.zeros(size, dtype=dtype)  # torch moves it to where it belongs
-    elif isinstance(like, DTensor | XLAShardedTensor):
+    elif isinstance(like, DTENSORS):
         mesh = like.device_mesh
         placements: Sequence[Placement] = [Replicate()] * mesh.ndim
         if list(mesh.shape) == kind["mesh"]:

@@ -242,13 +242,7 @@ class Lowered:
         with jax.enable_x64(True):
             prepared = self._prepared = self._prepare(arguments)
             inputs = self._gather(arguments, prepared, take=False)
-            known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
-            wanted = [self._sharding(form) for form in self._forms]
-            if (
-                pin.allowed
-                and self._frame is not None
-                and pin.may_be_loose(self._jaxpr, self._frame.jax_mesh, [*known, *wanted])
-            ):
+            if pin.allowed and self._takes_no_axes_apart(inputs):
                 self.lowering = pin.loose
 
             def lower() -> Any:
@@ -284,6 +278,13 @@ class Lowered:
                     compiled = lower().compile(options)
                 executables.put(key, compiled)
             self.compiled = compiled
+
+    def _takes_no_axes_apart(self, inputs: Any) -> bool:
+        if self._frame is None:
+            return False
+        known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
+        wanted = map(self._sharding, self._forms)
+        return pin.may_be_loose(self._jaxpr, self._frame.jax_mesh, [*known, *wanted])
 
     def pins_may_help(self, error: Exception) -> bool:
         """Whether XLA failed on a program without pins, which has them from now on."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.mesh import get_mesh
 from xla_dtensor.movement.factories import distribute_tensor
-from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+from xla_dtensor.tensors.sharded_tensor import DTENSORS
 
 Placements = Sequence[Placement]
 
@@ -102,7 +102,7 @@ class DeviceLoader:
         if placements is None:
             rest: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
             placements = [Shard(0) if tensor.ndim else Replicate(), *rest]
-        if isinstance(tensor, DTensor | XLAShardedTensor):
+        if isinstance(tensor, DTENSORS):
             return tensor.redistribute(self.mesh, placements)
         leaf = tensor if tensor.is_leaf else tensor.detach()
         return distribute_tensor(leaf, self.mesh, placements)

@@ -14,7 +14,6 @@ import jax
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor.base import rng, thread_state
@@ -37,7 +36,11 @@ from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.movement.shared_parameters import share_again, shared_slots
 from xla_dtensor.runtime import abstract, agreement, arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor, keep_leaf_gradients_sharded
+from xla_dtensor.tensors.sharded_tensor import (
+    DTENSORS,
+    XLAShardedTensor,
+    keep_leaf_gradients_sharded,
+)
 
 
 def distribute_tensor(
@@ -85,7 +88,7 @@ def distribute_tensor(
             "tensor! Use from_local or redistribute inside an autograd computation"
         )
     placements = normalize_placements(placements, mesh, tensor.ndim, "distribute_tensor")
-    if isinstance(tensor, DTensor | XLAShardedTensor):
+    if isinstance(tensor, DTENSORS):
         if tensor.device_mesh != mesh:
             raise MeshMismatchError(
                 f"distribute_tensor: the tensor is on {tensor.device_mesh!r} already, not on "
@@ -227,13 +230,13 @@ def distribute_module(
 
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
     for key, parameter in module._parameters.items():
-        if parameter is not None and not isinstance(parameter, DTensor | XLAShardedTensor):
+        if parameter is not None and not isinstance(parameter, DTENSORS):
             replicated = nn.Parameter(
                 distribute_tensor(parameter.data, mesh, None), requires_grad=parameter.requires_grad
             )
             module.register_parameter(key, replicated)
     for key, buffer in module._buffers.items():
-        if buffer is not None and not isinstance(buffer, DTensor | XLAShardedTensor):
+        if buffer is not None and not isinstance(buffer, DTENSORS):
             module._buffers[key] = distribute_tensor(buffer, mesh, None)
 
 

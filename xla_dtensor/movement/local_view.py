@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from xla_dtensor.base import events, thread_state
@@ -30,7 +29,7 @@ from xla_dtensor.movement.own_piece import (
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+from xla_dtensor.tensors.sharded_tensor import DTENSORS, XLAShardedTensor
 
 Placements = tuple[Placement, ...]
 
@@ -61,7 +60,7 @@ def from_local(
         UnsupportedOpError: the tensor differs between devices that are to hold the same.
         PlacementError: ``shape`` isn't what the local tensors make up.
     """
-    if isinstance(local_tensor, DTensor | XLAShardedTensor):
+    if isinstance(local_tensor, DTENSORS):
         raise RuntimeError(
             "the local_tensor argument only accepts torch.Tensor but got "
             f"{type(local_tensor)} value."

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+from xla_dtensor.tensors.sharded_tensor import DTENSORS
 
 Slots = list[tuple[str, nn.Module, str]]
 
@@ -44,4 +43,4 @@ def share_again(shared: list[Slots]) -> None:
 
 
 def _layout(parameter: nn.Parameter | None) -> object:
-    return parameter.placements if isinstance(parameter, DTensor | XLAShardedTensor) else None
+    return parameter.placements if isinstance(parameter, DTENSORS) else None

@@ -311,3 +311,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
 
     leaf._landing = leaf.register_hook(land)
     leaf._landing.layout = mesh, leaf.placements
+
+
+DTENSORS = (DTensor, XLAShardedTensor)
+"""For ``isinstance``: torch's, and ours, whose stand-ins aren't torch's by their class."""
