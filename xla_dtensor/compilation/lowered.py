@@ -287,10 +287,10 @@ class Lowered:
         return pin.may_be_loose(self._jaxpr, self._frame.jax_mesh, [*known, *wanted])
 
     def pins_may_help(self, error: Exception) -> bool:
-        """Whether XLA failed on a program without pins, which has them from now on."""
-        if self.lowering is nullcontext or "RESOURCE_EXHAUSTED" in str(error):
+        """Whether XLA failed on a program without all pins, which has them from now on."""
+        if self.lowering is pin.tight or "RESOURCE_EXHAUSTED" in str(error):
             return False
-        self.lowering = nullcontext
+        self.lowering = pin.tight
         return True
 
     def _sharding(self, form: Form) -> Any:

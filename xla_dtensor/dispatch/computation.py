@@ -143,7 +143,7 @@ class Computation:
     def _on_one_device(self, keys: Callable[[], Any], leaves: Any, pad: bool) -> list[Any]:
         values = list(map(self._logical, leaves, self._forms))
         if self._pinned is not None:
-            values = list(map(self._pinned.pin, values, self._pinned.leaves))
+            values = list(map(self._pinned.leaf, values, itertools.count()))
         args, kwargs = fill(list(self._args), values), fill_kwargs(self._kwargs, values)
         fresh, written = self._lowered(keys, args, kwargs)
         out: list[Any] = []
@@ -156,7 +156,7 @@ class Computation:
                 check_castable(value, write.own)
             value = checked(value, write.own.shape, write.own.jax_dtype, self._info)
             if self._pinned is not None:
-                value = self._pinned.pin(value, self._pinned.written)
+                value = self._pinned.write(value)
             out.append(value)
         return out
 
@@ -169,9 +169,7 @@ class Computation:
         if value is None:  # masked out, which torch's meta kernel hasn't looked at
             value = jnp.zeros(form.shape, form.jax_dtype)
         value = checked(value, form.shape, form.jax_dtype, self._info)
-        return (
-            value if self._pinned is None else self._pinned.pin(value, self._pinned.results[index])
-        )
+        return value if self._pinned is None else self._pinned.result(value, index)
 
 
 def _keys(state: Any, offset: Any) -> Callable[[], Any]:

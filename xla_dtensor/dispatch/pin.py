@@ -1,69 +1,127 @@
-"""Shardings that XLA must be told on meshes of three or more axes, unless a program never takes
-these axes apart.
+"""Shardings that XLA must be told, because it computes some matrix products wrong otherwise, and
+doesn't compile others.
 
-Where (dp0, dp1) shard dims together and in this order in all of a program, the program is that of a
-mesh with one axis in their place: XLA's partitioner sees no difference. Where `allowed`, a
-pin is nothing there; see `result_placements.pins`. What a program does with its
-axes is known when it has been traced, so a pin is a primitive of its own, and means something when
-it is lowered.
+A value is asked for *exactly* as a rule says, or it is *held*: its dims keep the axes that they
+have, and XLA may shard them further, and those that have none; or it is *free*. What is needed
+depends on what the whole program does with its axes, which is known when it has been traced: where
+(dp0, dp1) shard dims together and in this order in all of a program, the program is that of a mesh
+with one axis in their place, and XLA's partitioner sees no difference. So a pin is a primitive of
+its own, and means something when it is lowered: as it says, `loose` (a program that takes no axes
+apart), or `tight` (a program that XLA doesn't compile otherwise). See `result_placements.pins`.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import sdy
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 _AXES_OF_A_PLANE = 2
 _MANUAL = "newly_manual_axes"
 
-allowed = os.environ.get("XLA_DTENSOR_LOOSE_PINS", "0") == "1"
-"""Whether steps may do without. Not by default: XLA was found to get a product wrong on two axes,
-too (``bmm``, seed 114 of `tests/compilation/random_products.py`, 1 of 480 random cases)."""
+allowed = os.environ.get("XLA_DTENSOR_LOOSE_PINS", "1") != "0"
+"""Whether programs that take no axes apart are lowered loosely."""
 
-_state = threading.local()
+
+class Grip(enum.Enum):
+    """How firmly a sharding is asked for."""
+
+    FREE = enum.auto()
+    HELD = enum.auto()
+    EXACT = enum.auto()
+
+
+Pin = Callable[[Any, Any], Any]
+"""Gives a value in a sharding."""
 
 _primitive = Primitive("pin")
-_primitive.def_abstract_eval(lambda value, sharding: value)
-_primitive.def_impl(lambda value, sharding: jax.lax.with_sharding_constraint(value, sharding))
+_primitive.def_abstract_eval(lambda value, **_: value)
 
 
-def pin(value: Any, sharding: Any) -> Any:
-    """``value`` in ``sharding``, where XLA must be told."""
-    return _primitive.bind(value, sharding=sharding)
+@_primitive.def_impl
+def _run(value: Any, *, sharding: Any, grip: Grip, loose: Grip) -> Any:
+    return jax.lax.with_sharding_constraint(value, sharding) if grip is Grip.EXACT else value
+
+
+def _kind(grip: Grip, loose: Grip) -> Pin:
+    return lambda value, sharding: _primitive.bind(value, sharding=sharding, grip=grip, loose=loose)
+
+
+pin = _kind(Grip.EXACT, Grip.FREE)
+pin_batches = _kind(Grip.EXACT, Grip.HELD)
+hold = _kind(Grip.HELD, Grip.HELD)
+offer = _kind(Grip.FREE, Grip.FREE)
+
+
+_state = threading.local()
 
 
 @contextmanager
 def loose() -> Iterator[None]:
-    """What is lowered in this thread has no pins."""
-    _state.loose = True
+    """What is lowered in this thread takes no axes apart."""
+    with _lowering("loose"):
+        yield
+
+
+@contextmanager
+def tight() -> Iterator[None]:
+    """In what is lowered in this thread all is exactly as the rules say."""
+    with _lowering("tight"):
+        yield
+
+
+@contextmanager
+def _lowering(how: str) -> Iterator[None]:
+    before = getattr(_state, "how", None)
+    _state.how = how
     try:
         yield
     finally:
-        _state.loose = False
+        _state.how = before
 
 
-def _lower(context: Any, value: Any, *, sharding: Any) -> Any:
-    if getattr(_state, "loose", False):
+def _lower(context: Any, value: Any, *, sharding: Any, grip: Grip, loose: Grip) -> Any:
+    how = getattr(_state, "how", None)
+    grip = Grip.EXACT if how == "tight" else loose if how == "loose" else grip
+    if grip is Grip.HELD and not any(_groups(sharding.spec)):
+        grip = Grip.FREE
+    if grip is Grip.FREE:
         return [value]
     constrain = mlir.lower_fun(
         lambda x: jax.lax.with_sharding_constraint(x, sharding), multiple_results=False
     )
-    return constrain(context, value)
+    results = constrain(context, value)
+    if grip is Grip.HELD:
+        _open(results[0].owner)
+    return results
 
 
-def _batch(values: Any, dims: Any, *, sharding: Any) -> Any:
+def _open(constraint: Any) -> None:
+    """JAX has no word for "these axes first, and any others"."""
+    sharding = sdy.TensorShardingAttr(constraint.attributes["sharding"])
+    dims = [
+        sdy.DimensionShardingAttr.get(list(sdy.DimensionShardingAttr(dim).axes), is_closed=False)
+        for dim in sharding.dimension_shardings
+    ]
+    constraint.attributes["sharding"] = sdy.TensorShardingAttr.get(sharding.mesh_or_ref, dims)
+
+
+def _batch(values: Any, dims: Any, *, sharding: Any, **grips: Grip) -> Any:
     (value,), (dim,) = values, dims
-    constrain = lambda x: jax.lax.with_sharding_constraint(x, sharding)
-    return jax.vmap(constrain, in_axes=dim, out_axes=dim)(value), dim
+    spec: list[Any] = [*sharding.spec, *[None] * (value.ndim - 1 - len(sharding.spec))]
+    spec.insert(dim, PartitionSpec.UNCONSTRAINED)
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return _primitive.bind(value, sharding=sharding, **grips), dim
 
 
 mlir.register_lowering(_primitive, _lower)

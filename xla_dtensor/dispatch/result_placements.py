@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,15 @@ from xla_dtensor.base import rng, thread_state
 from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.lower import lowered_function
 from xla_dtensor.dispatch.meta import Meta
-from xla_dtensor.dispatch.pin import pin
+from xla_dtensor.dispatch.pin import Pin, hold, offer, pin, pin_batches
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_spec
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
+
+_PLANE = 2
+"""Axes of a mesh; see `pins`."""
 
 
 class Answer:
@@ -56,17 +58,31 @@ class Pins:
     """Shardings per leaf of a call, per result, and of what it writes to its arguments.
 
     Args:
-        ask: asks XLA for one, of a value.
+        ask: asks XLA for one (not None), of a result.
+        ask_leaf: of a leaf.
     """
 
     leaves: list[Any]
     results: list[Any]
     written: Any
-    ask: Callable[[Any, Any], Any]
+    ask: Pin
+    ask_leaf: Pin
 
-    def pin(self, value: Any, sharding: Any) -> Any:
-        """``value`` in ``sharding``, if it isn't None."""
-        return value if sharding is None else self.ask(value, sharding)
+    def leaf(self, value: Any, index: int) -> Any:
+        """The leaf in its sharding, if it has one."""
+        return _asked(self.ask_leaf, value, self.leaves[index])
+
+    def result(self, value: Any, index: int) -> Any:
+        """The result in its sharding, if it has one."""
+        return _asked(self.ask, value, self.results[index])
+
+    def write(self, value: Any) -> Any:
+        """What is written to an argument in its sharding, if it has one."""
+        return _asked(self.ask, value, self.written)
+
+
+def _asked(ask: Pin, value: Any, sharding: Any) -> Any:
+    return value if sharding is None else ask(value, sharding)
 
 
 def pins(answer: Answer | None) -> Pins | None:
@@ -76,9 +92,11 @@ def pins(answer: Answer | None) -> Pins | None:
     gather's blocks in one device order and labels them in another: silently wrong numbers (jaxlib
     0.10 and 0.12, every backend shares the pass; `tests/compilation/test_xla_miscompile.py`). It
     never did, in thousands of random cases, with operands and result pinned to one assignment of
-    axes, which is what a rule gives. A compiled step that takes no axes apart does without
-    (`pin.are_needed`). Convolutions over sharded spatial dims go wrong on any mesh
-    (weight gradients above all): those dims are whole while it computes.
+    axes, which is what a rule gives; a compiled step that takes no axes apart can do without
+    (`pin.may_be_loose`). On two axes products in batches go wrong whose result is wanted with the
+    axis of the contraction on the batch dim, and the batch's elsewhere: results of products keep
+    the axes that they have (`pin.hold`). Convolutions over sharded spatial dims go wrong on any
+    mesh (weight gradients above all): those dims are whole while it computes.
 
     The layouts of a rule that is not the library's own are asked for as they are: whoever wrote it
     wants its arguments and results there.
@@ -89,7 +107,8 @@ def pins(answer: Answer | None) -> Pins | None:
     name = call.info.name.replace("_.", ".")
     rule = find_registration(call.info.func)
     if rule is not None and rule.kind != "family":
-        return None if call.info.mutated else _of_rule(answer, jax.lax.with_sharding_constraint)
+        ask = jax.lax.with_sharding_constraint
+        return None if call.info.mutated else _of_rule(answer, ask, ask)
     frame = frame_of(answer.mesh)
     # XLA's partitioner ends the process on a transform along a sharded dim.
     convolution, transform = is_(Kind.CONVOLUTION, name), is_(Kind.TRANSFORM, name)
@@ -97,27 +116,33 @@ def pins(answer: Answer | None) -> Pins | None:
     # some whose indices are sharded by one axis and a sum (here: the same) on another.
     gather = is_(Kind.GATHER, name)
     always = convolution or transform or (gather and any(map(_is_partial, call.forms)))
-    if not always and sum(size > 1 for size in frame.sizes.values()) < 3:
+    overload = f"{name.rpartition('.')[0]}.default"
+    product, batched = is_(Kind.PRODUCT, overload), is_(Kind.BATCHED, overload)
+    axes = sum(size > 1 for size in frame.sizes.values())
+    if not always and (axes < _PLANE or not (product or gather)):
         return None
-    ask = jax.lax.with_sharding_constraint if always else pin
-    product = is_(Kind.PRODUCT, f"{name.rpartition('.')[0]}.default")
-    if call.info.is_out and (product or transform or gather):
+    ask = ask_leaf = jax.lax.with_sharding_constraint if always else pin
+    if call.info.is_out:
+        if axes == _PLANE and not always and not batched:
+            return None
         # Rules know the functional overload alone.
         whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
-        return Pins(whole, [], frame.replicated, ask)
-    if not always and not is_(Kind.PRODUCT, name) and not gather:
-        return None
-    # [batch or out channels, in channels, positions...]
-    return _of_rule(answer, ask, 2 if convolution else None)
+        return Pins(whole, [], frame.replicated, ask, ask_leaf)
+    if always:
+        # [batch or out channels, in channels, positions...]
+        return _of_rule(answer, ask, ask_leaf, 2 if convolution else None)
+    if axes == _PLANE:
+        # What is written to an argument need not lie there as the product does by itself.
+        ask = offer if not batched else pin if call.info.mutated else hold
+        return _of_rule(answer, ask, offer)
+    return _of_rule(answer, pin_batches if batched else pin, pin)
 
 
 def _is_partial(form: Any) -> bool:
     return isinstance(form, Form) and any(p.is_partial() for p in form.placements or ())
 
 
-def _of_rule(
-    answer: Answer, ask: Callable[[Any, Any], Any], dims: int | None = None
-) -> Pins | None:
+def _of_rule(answer: Answer, ask: Pin, ask_leaf: Pin, dims: int | None = None) -> Pins | None:
     """The layouts of the call's rule, of the first ``dims`` dims alone."""
     call, mesh, metas, merged = answer.call, answer.mesh, answer.metas, answer.merged
     if merged is None:
@@ -131,7 +156,7 @@ def _of_rule(
         None if m is None else _sharding(p, mesh, len(m.shape), dims)
         for p, m in zip(merged.outputs, metas, strict=True)
     ]
-    return Pins(inputs, outputs, frame_of(mesh).replicated, ask)
+    return Pins(inputs, outputs, frame_of(mesh).replicated, ask, ask_leaf)
 
 
 def _sharding(placements: Any, mesh: DeviceMesh, ndim: int, dims: int | None = None) -> Any:

@@ -15,6 +15,7 @@ class Kind(enum.Enum):
     """A kind of operation.
 
     - ``PRODUCT``: contains a matrix product.
+    - ``BATCHED``: is one matrix product in batches.
     - ``GATHER``: takes elements from where another tensor's values say.
     - ``TRANSFORM``: a Fourier transform.
     - ``CONVOLUTION``: positions of the input meet positions of a kernel.
@@ -23,6 +24,7 @@ class Kind(enum.Enum):
     """
 
     PRODUCT = enum.auto()
+    BATCHED = enum.auto()
     GATHER = enum.auto()
     TRANSFORM = enum.auto()
     CONVOLUTION = enum.auto()

@@ -322,3 +322,4 @@ are(
     *("linear_backward", "matmul", "mm", "mv", "vdot", "xla_dtensor::linear_weight_grad"),
     "xla_dtensor::linear_input_grad",
 )
+are(Kind.BATCHED, "addbmm", "baddbmm", "bmm", "matmul")
