@@ -309,6 +309,11 @@ class Storage:
                 torch.autograd.graph.increment_version(tensor)
 
 
+def next_version() -> int:
+    """A number above the versions of all storages so far, and below those that are to come."""
+    return next(_versions)
+
+
 def put(storages: Iterable[Storage], arrays: Iterable[jax.Array]) -> list[Storage]:
     """Give many storages new values at once, in the forms that they have; returns those whose
     tensors have counters of their own to be told (`Storage.count_write`).
