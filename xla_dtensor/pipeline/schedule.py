@@ -197,6 +197,7 @@ class PipelineSchedule(_PipelineSchedule):
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         found: dict[int, Any] = {}
         outputs: dict[int, Any] = {}
+        reduced: list[PipelineStage] = []
         for action in self._order:
             kind, index, microbatch = action
             stage = self._stages[index]
@@ -225,7 +226,9 @@ class PipelineSchedule(_PipelineSchedule):
             elif kind == BACKWARD_WEIGHT:
                 stage.backward_weight_one_chunk(microbatch)
             else:
-                stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+                reduced.append(stage)
+        if self.scale_grads:
+            _divide_gradients(reduced, self._n_microbatches)
         # In the order of the batch, whatever the schedule's.
         last = self._stages[-1]
         last.output_chunks[:] = [outputs[i] for i in sorted(outputs)]
@@ -264,6 +267,11 @@ class PipelineSchedule(_PipelineSchedule):
                 if placement.is_shard(dim):
                     shards *= tensor.device_mesh.size(i)
         size = tensor.shape[dim]
+        if not size:
+            raise PipelineError(
+                f"{name} of shape {list(tensor.shape)}: an empty batch can't be cut into {count} "
+                "microbatches; leave out the step"
+            )
         if size % (count * shards):
             each = f" on each of {shards} devices" if shards > 1 else ""
             raise PipelineError(
@@ -284,6 +292,15 @@ class PipelineSchedule(_PipelineSchedule):
                     "program, which computes both. Use a schedule without zero bubbles, or "
                     "PipelineStage(compile=False)"
                 )
+
+
+def _divide_gradients(stages: list[PipelineStage], count: int) -> None:
+    """Make means of the sums over microbatches: when all stages are done, and once where stages
+    share a parameter."""
+    parameters = {p: None for stage in stages for p in stage.submod.parameters()}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(count)
 
 
 def _in_order(stages: Sequence[PipelineStage]) -> list[PipelineStage]:

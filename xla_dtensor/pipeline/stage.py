@@ -231,10 +231,6 @@ class PipelineStage(_PipelineStageBase):
         finally:
             self.submod = module
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Divide the gradients by the number of microbatches, if the schedule wants it."""
-        self.scale_grads(grad_scale_factor)
-
 
 def _own(tensor: Any) -> Any:
     return tensor.clone() if tensor._steps else tensor
