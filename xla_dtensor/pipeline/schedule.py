@@ -227,8 +227,12 @@ class PipelineSchedule(_PipelineSchedule):
                 stage.backward_weight_one_chunk(microbatch)
             else:
                 reduced.append(stage)
-        if self.scale_grads:
-            _divide_gradients(reduced, self._n_microbatches)
+        # When all stages are done, and each parameter once: stages may share them.
+        done: set[torch.Tensor] = set()
+        for stage in reduced:
+            stage._divided = done
+            stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+            done = done | set(stage.submod.parameters())
         # In the order of the batch, whatever the schedule's.
         last = self._stages[-1]
         last.output_chunks[:] = [outputs[i] for i in sorted(outputs)]
@@ -292,15 +296,6 @@ class PipelineSchedule(_PipelineSchedule):
                     "program, which computes both. Use a schedule without zero bubbles, or "
                     "PipelineStage(compile=False)"
                 )
-
-
-def _divide_gradients(stages: list[PipelineStage], count: int) -> None:
-    """Make means of the sums over microbatches: when all stages are done, and once where stages
-    share a parameter."""
-    parameters = {p: None for stage in stages for p in stage.submod.parameters()}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(count)
 
 
 def _in_order(stages: Sequence[PipelineStage]) -> list[PipelineStage]:
