@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -246,6 +247,42 @@ class Counting(nn.Module):
         return x
 
 
+class Doing(nn.Module):
+    """A linear layer that does something besides, with an attribute of its own."""
+
+    def __init__(self, do: Callable[..., Any], own: Any = None) -> None:
+        super().__init__()
+        self.linear, self.do, self.own = nn.Linear(4, 4), do, own
+
+    def forward(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        y = self.do(self, x, *args)
+        return self.linear(x) if y is None else y
+
+
+def doing(do: Callable[..., Any]) -> list[nn.Module]:
+    return [Doing(do) for _ in range(2)]
+
+
+def own_of(*own: Any) -> list[nn.Module]:
+    return [Doing(_nothing, value) for value in own]
+
+
+def _nothing(layer: Any, x: Any, *args: Any) -> None:
+    pass
+
+
+class Setting:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+def times(factor: float) -> Callable[[Any], Any]:
+    return lambda x: x * factor
+
+
+shared = nn.Linear(4, 4)
+
+
 def linear(out: int = 4, bias: bool = True) -> nn.Module:
     return nn.Linear(4, out, bias=bias)
 
@@ -258,16 +295,139 @@ def linear(out: int = 4, bias: bool = True) -> nn.Module:
         ([nn.Dropout(0.1), nn.Dropout(0.2)], r"in itself\.p: 0\.2 in place of 0\.1"),
         ([linear(6), linear(6)], r"takes \[2, 4\] torch\.float32 and gives \[2, 6\]"),
         ([Counting(), Counting()], r"writes to a tensor of shape \[\]"),
+        # attributes that are no plain values
+        ([nn.Conv1d(2, 2, 3, padding=d, dilation=d) for d in (1, 2)], r"itself\.padding: \(2,\)"),
+        (own_of(torch.relu, torch.tanh), r"itself\.own"),
+        (own_of(times(2), times(3)), r"itself\.own"),
+        (own_of(functools.partial(torch.mul, 2), functools.partial(torch.mul, 3)), r"itself\.own"),
+        (own_of({"a": [1.0]}, {"a": [2.0]}), r"\{'a': \[2\.0\]\} in place of \{'a': \[1\.0\]\}"),
+        (own_of(Setting(1.0), Setting(2.0)), r"itself\.own"),
+        (own_of([torch.ones(1)], [torch.ones(1)]), r"itself\.own"),
+        (own_of([linear()], [linear()]), r"itself\.own"),
+        (own_of(1, True), r"itself\.own"),
+        (own_of(None, torch.ones(1)), r"itself\.own"),
+        # what each layer of the Python loop would do, and the loop's body can't
+        (doing(lambda layer, x, *_: setattr(layer, "own", x)), r"the layer assigns own"),
+        (doing(lambda layer, x, *_: setattr(layer, "new", x)), r"the layer assigns new"),
+        (
+            doing(lambda layer, x, *_: x.add_(1)),
+            r"writes to its input of shape",
+        ),
+        (doing(lambda layer, x, total, _: total.add_(1)), r"writes to a tensor of shape \[3\]"),
+        (doing(lambda layer, x, _, seen: seen.append(x)), r"changes a list"),
     ],
 )
 def test_what_can_not_be_a_loop(layers: list[nn.Module], says: str) -> None:
     for layer in layers:
         layer.to("xla")
-    step = xd.compile(lambda x: xd.scan_layers(layers)(x))
-    with pytest.raises(UnsupportedOpError, match=says):
-        step(torch.ones(2, 4, device="xla"))
+    takes = isinstance(layers[0], Doing)
+
+    @xd.compile
+    def step(x: Any) -> Any:
+        args = (torch.zeros(3, device="xla"), []) if takes else ()
+        return xd.scan_layers(layers)(x, *args)
+
+    for _ in range(2):
+        with pytest.raises(UnsupportedOpError, match=says):
+            step(torch.ones(2, 4, device="xla"))
+    assert not hasattr(layers[0], "new")
     # and nothing of the trace is left
     assert all(torch.isfinite(t.cpu()).all() for t in layers[0].state_dict().values())
+
+
+def test_attributes_that_mean_the_same() -> None:
+    """Functions of one text, tables, objects and parts of each layer's own are equal."""
+    values: list[Callable[[Any], Any]] = [
+        lambda layer: times(2),
+        lambda layer: functools.partial(torch.mul, 2),
+        lambda layer: {"a": [1.0, (2, None)]},
+        lambda layer: Setting(1.0),
+        lambda layer: layer.linear.forward,
+        lambda layer: [layer.linear, layer.linear.weight, shared],
+    ]
+    x = torch.ones(2, 4, device="xla")
+    for make in values:
+        layers = [Doing(_nothing).to("xla") for _ in range(3)]
+        for layer in layers:
+            layer.own = make(layer)
+        found = xd.compile(lambda x, layers=layers: xd.scan_layers(layers)(x))(x)
+        torch.testing.assert_close(found.cpu(), nn.Sequential(*layers)(x).detach().cpu())
+
+
+def test_a_loop_under_autocast() -> None:
+    """Backward, which is called outside of the block, computes in its precision again."""
+    results = []
+    for how in HOW.values():
+        torch.manual_seed(0)
+        layers = nn.ModuleList(Block(WIDTH) for _ in range(3)).to("xla")
+
+        @xd.compile
+        def step(x: Any, how: Any = how, layers: Any = layers) -> Any:
+            with torch.autocast("xla", torch.bfloat16):
+                y = how(layers)(x)
+            y.square().sum().backward()
+            return y.detach()
+
+        y = step(torch.ones(4, WIDTH, device="xla"))
+        results.append([y.cpu(), *(p.grad.cpu() for p in layers.parameters())])
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_that_would_be_lost() -> None:
+    """Of what a layer reads that is neither its own nor its argument."""
+    scale = nn.Parameter(torch.full((4,), 1.5, device="xla"))
+
+    def step(x: Any, layers: Any, *args: Any) -> Any:
+        xd.scan_layers(layers)(x, *args).sum().backward()
+
+    x = torch.ones(2, 4, device="xla")
+    hidden: list[Any] = []
+    for read in (lambda: scale, lambda: hidden[0]):
+        layers = [
+            Doing(lambda layer, x, *_, read=read: layer.linear(x) * read()).to("xla")
+            for _ in range(2)
+        ]
+
+        @xd.compile
+        def lost(x: Any, layers: Any = layers) -> None:
+            hidden[:] = [scale * 2]
+            step(x, layers)
+
+        with pytest.raises(UnsupportedOpError, match=r"of shape \[4\] that needs a gradient"):
+            lost(x)
+        assert scale.grad is None
+    layers = [
+        Doing(lambda layer, x, tables: layer.linear(x) * tables["scale"]).to("xla")
+        for _ in range(2)
+    ]
+    xd.compile(lambda x: step(x, layers, {"scale": scale}))(x)
+    expected = scale.detach().cpu().requires_grad_()
+    y = x.cpu()
+    for layer in layers:
+        linear = layer.linear
+        y = nn.functional.linear(y, linear.weight.detach().cpu(), linear.bias.detach().cpu())
+        y = y * expected
+    y.sum().backward()
+    assert scale.grad is not None
+    torch.testing.assert_close(scale.grad.cpu(), expected.grad)
+
+
+@pytest.mark.parametrize("what", ["mode", "argument"])
+def test_a_change_between_forward_and_backward(what: str) -> None:
+    layers = nn.ModuleList(Block(WIDTH, 0.5) for _ in range(2)).to("xla")
+
+    @xd.compile
+    def step(x: Any) -> None:
+        scale = torch.ones(WIDTH, device="xla")
+        y = xd.scan_layers(layers)(x, scale)
+        if what == "mode":
+            layers.eval()
+        else:
+            scale.mul_(2)
+        y.sum().backward()
+
+    with pytest.raises(UnsupportedOpError, match="training" if what == "mode" else "written to"):
+        step(torch.ones(4, WIDTH, device="xla"))
 
 
 def test_a_plan_of_a_loop() -> None:

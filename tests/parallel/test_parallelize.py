@@ -83,7 +83,7 @@ def test_errors(mesh: DeviceMesh) -> None:
     for error, said, arguments in (
         (ValueError, "it knows", (None, mesh, {"sharding": 1})),
         (ValueError, "0, 1, 2 or 3", (None, mesh, {"dp_config": {"sharding_level": 4}})),
-        (UnsupportedOpError, "no pipelines", (None, mesh, {"pp_config": {"split_spec": "x"}})),
+        (UnsupportedOpError, "PipelineStage", (None, mesh, {"pp_config": {"split_spec": "x"}})),
         (UnsupportedOpError, "has a state", (used, mesh, {})),
         (MeshDimError, "'mp' or 'tp'", (None, line, {"mp_config": {"parallelize_plan": plan()}})),
     ):

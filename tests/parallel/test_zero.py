@@ -298,6 +298,117 @@ def test_a_step_that_fails_leaves_everything_as_it_was(
     assert not torch.equal(next(model.parameters()).cpu(), before[0])
 
 
+HOOKS: dict[str, Callable[..., None]] = {
+    "zero_grad": lambda optimizer, *_: optimizer.zero_grad(),
+    "zero_grad in place": lambda optimizer, *_: optimizer.zero_grad(set_to_none=False),
+    "other gradients": lambda optimizer, *_: [
+        setattr(p, "grad", p.grad * 2) for p in optimizer.param_groups[0]["params"]
+    ],
+    "clamp": lambda optimizer, *_: [
+        p.data.clamp_(-0.1, 0.1) for p in optimizer.param_groups[0]["params"]
+    ],
+}
+
+
+def clip(optimizer: Any, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+
+@pytest.mark.parametrize(
+    ("stage", "run"), [(1, lambda step: step), (2, xd.compile)], ids=["eager", "compiled"]
+)
+def test_what_hooks_of_the_step_change(stage: int, run: Any, mesh: DeviceMesh) -> None:
+    """A step's hooks see parameters and gradients in shards; what they do to them stays."""
+    x, sharded = batch(mesh, 0)
+    for name, hook in HOOKS.items():
+        model, expected = on_mesh(mesh), reference()
+        optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05), mesh, stage=stage)
+        on_cpu = torch.optim.AdamW(expected.parameters(), lr=0.05)
+        for one in (optimizer, on_cpu):  # also gradients before a step
+            one.register_step_pre_hook(clip)
+            one.register_step_post_hook(hook)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+            loss_of(model(sharded)).backward()
+            optimizer.step()
+
+        step = run(step)
+        for _ in range(3):
+            step()
+            loss_of(expected(x)).backward()
+            on_cpu.step()
+        check_parameters(model, expected)
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if p.grad is not None and q.grad is not None:
+                torch.testing.assert_close(p.grad.full_tensor().cpu(), q.grad)  # type: ignore[attr-defined]
+
+
+class OneByOne(torch.optim.Optimizer):
+    """Writes as it goes, and fails before its last parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.fails = True
+
+    def step(self, closure: Any = None) -> None:
+        *first, last = self.param_groups[0]["params"]
+        for p in first:
+            p.data.sub_(p.grad)
+        if self.fails:
+            raise ZeroDivisionError
+        last.data.sub_(last.grad)
+
+
+def test_an_own_optimizer_that_fails_halfway(mesh: DeviceMesh) -> None:
+    """What it has written stays, as without `zero`."""
+    x, sharded = batch(mesh, 0)
+    model, expected = on_mesh(mesh), reference()
+    optimizers = xd.zero(OneByOne(model.parameters()), mesh), OneByOne(expected.parameters())
+    for fails in (True, False):
+        for module, optimizer, data in zip(
+            (model, expected), optimizers, (sharded, x), strict=True
+        ):
+            optimizer.fails = fails  # type: ignore[attr-defined]
+            optimizer.zero_grad()
+            loss_of(module(data)).backward()
+            if fails:
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        check_parameters(model, expected)
+
+
+def test_a_closure_that_is_wanted_later(mesh: DeviceMesh) -> None:
+    class Sharpness(torch.optim.SGD):
+        """Wants the gradient elsewhere (as SAM does)."""
+
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad)
+            return super().step(closure)
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return super().step(closure)
+
+    _, x = batch(mesh, 0)
+    for cls in (Sharpness, Twice):
+        model = on_mesh(mesh)
+        optimizer = xd.zero(cls(model.parameters(), lr=0.1), mesh)
+
+        def closure(model: nn.Module = model) -> torch.Tensor:
+            loss = loss_of(model(x))
+            loss.backward()
+            return loss
+
+        with pytest.raises(UnsupportedOpError, match="calls its closure again"):
+            optimizer.step(closure)
+        assert all(p.placements == (R,) for p in model.parameters())  # type: ignore[attr-defined]
+
+
 def test_scaled_gradients(mesh: DeviceMesh) -> None:
     """torch's GradScaler takes what is sharded as it is: Paddle's ``shard_scaler``."""
     model, expected = on_mesh(mesh), reference()

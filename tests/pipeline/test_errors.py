@@ -108,6 +108,8 @@ def test_batches_that_do_not_divide() -> None:
         four.step(distribute_tensor(torch.randn(12, DIM), on, [Shard(0)]), target=y)
     with pytest.raises(xd.PipelineError, match="the target of shape"):
         four.step(torch.randn(8, DIM), target=y)
+    with pytest.raises(xd.PipelineError, match=r"argument 0 of shape \[0, 8\]: an empty batch"):
+        four.step(x[:0], target=y[:0])
     with pytest.raises(xd.PipelineError, match="without dims"):
         four.step(torch.tensor(1.0), target=y)
 

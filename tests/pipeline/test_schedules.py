@@ -124,6 +124,23 @@ def test_gradients_add_up_without_a_mean() -> None:
     assert_gradients(stages, modules)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "style", "other"),
+    [(ScheduleInterleaved1F1B, "loop", 2), (ScheduleZBVZeroBubble, "v", 3)],
+)
+def test_a_parameter_of_two_stages(schedule: Any, style: str, other: int) -> None:
+    """On one mesh stages may share one; its gradient is divided once, when both are done."""
+    expected = parts(4)
+    stages = stages_of(expected, where(style, 4, xd.stage_meshes(mesh_of(2, 2))))
+    for modules in (expected, [stage.submod for stage in stages]):
+        first, second = (modules[i].up for i in (0, other))
+        second.weight = first.weight  # type: ignore[union-attr]
+    x, y = torch.randn(16, DIM), torch.randn(16, DIM)
+    xd.PipelineSchedule(schedule, stages, 4, nn.functional.mse_loss).step(x, target=y)
+    nn.functional.mse_loss(nn.Sequential(*expected)(x), y).backward()
+    assert_gradients(stages, expected)
+
+
 def test_fully_shard_and_tensor_parallelism() -> None:
     """Each device along "dp" has a batch of its own; parameters are sharded over both dims."""
     modules = parts(2)

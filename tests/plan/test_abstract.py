@@ -154,6 +154,29 @@ def test_after_the_block_all_is_as_before() -> None:
         inside.full_tensor().cpu()
 
 
+def test_data_from_outside_is_not_lost() -> None:
+    """Nothing is computed in the block, so nothing is written to what has values."""
+    mesh = make_mesh()
+    outside = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0), xd.Replicate()])
+    plain = torch.ones(8, device="xla")
+    unplaced = torch.nn.Linear(2, 2).to("xla")
+    model = xd.distribute_module(torch.nn.Linear(8, 8), mesh)
+    model(outside).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    weight = model.weight.full_tensor().cpu()  # type: ignore[operator]
+    for write in (
+        lambda: outside.add_(1),
+        lambda: outside[0].zero_(),
+        lambda: plain.copy_(torch.zeros(8)),
+        lambda: xd.replicate(unplaced, mesh=make_mesh()["dp"]),
+        optimizer.step,
+    ):
+        with pytest.raises(DataDependentError, match="has data"), xd.abstract("cpu:8"):
+            write()
+    assert outside.full_tensor().tolist() == plain.tolist() == [1.0] * 8
+    assert torch.equal(model.weight.full_tensor().cpu(), weight)  # type: ignore[operator]
+
+
 def test_an_exception_leaves_the_block_too() -> None:
     with pytest.raises(KeyError), xd.abstract("cpu:4"), xd.abstract("cpu:8"):
         raise KeyError

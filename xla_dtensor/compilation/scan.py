@@ -23,6 +23,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.compilation.equal_layers import (
+    Unassigned,
+    changed,
+    check_equal,
+    described,
+    tensors_of,
+)
 from xla_dtensor.compilation.scan_inside import Inside
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
@@ -50,7 +57,9 @@ def scan_layers(layers: Iterable[nn.Module]) -> Callable[..., Any]:
 
     Raises:
         UnsupportedOpError: (when called in a compiled step) the layers differ, or give another
-            shape than they take, or write to what isn't theirs alone (a ``BatchNorm``).
+            shape than they take, or write to what isn't theirs alone (a ``BatchNorm``), or assign
+            attributes; in backward: they read what needs a gradient and is neither theirs nor an
+            argument, or have changed since forward.
 
     Example::
 
@@ -84,10 +93,10 @@ class _Layers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        _check_equal(modules)
+        check_equal(modules)
         self.trace, self.first, self.count = trace, modules[0], len(modules)
         # Per layer its tensors, in one order.
-        self.tensors = [list(_tensors(module).values()) for module in modules]
+        self.tensors = [list(tensors_of(module).values()) for module in modules]
         self.forms = [_fresh(tensor._form) for tensor in self.tensors[0]]
         flat, self._tree = pytree.tree_flatten((args, kwargs))
         self._flat = flat
@@ -95,6 +104,17 @@ class _Layers:
         self.others = [flat[i] for i in self._places]
         self.random = trace.random.counter
         self.draws = 0  # random operations of a layer
+        self._description = described(self.first)
+        self._versions = [tensor._version for tensor in self.others]
+        self._autocasts = [
+            functools.partial(
+                torch.autocast,
+                device,
+                torch.get_autocast_dtype(device),
+                torch.is_autocast_enabled(device),
+            )
+            for device in ("xla", "cpu")
+        ]
 
     def run(self, x: Any) -> Any:
         own = [tensor for tensors in self.tensors for tensor in tensors]
@@ -106,7 +126,23 @@ class _Layers:
         for place, value in zip(self._places, others, strict=True):
             flat[place] = value
         args, kwargs = pytree.tree_unflatten(flat, self._tree)
-        y = self.first(x, *args, **kwargs)
+        version = x._storage_.version
+        given = pytree.tree_flatten((args, kwargs))
+        # As in forward, also where backward is called elsewhere.
+        with self._autocasts[0](), self._autocasts[1](), Unassigned(self.first):
+            y = self.first(x, *args, **kwargs)
+        left = pytree.tree_flatten((args, kwargs))
+        if left[1] != given[1] or any(a is not b for a, b in zip(left[0], given[0], strict=True)):
+            raise UnsupportedOpError(
+                f"scan_layers: {type(self.first).__name__} changes a list or a dict among its "
+                "arguments, which a loop over layers can't do for each of them; run them one by one"
+            )
+        if x._storage_.version != version:
+            raise UnsupportedOpError(
+                f"scan_layers: {type(self.first).__name__} writes to its input of shape "
+                f"{list(x.shape)} (relu(inplace=True), say), which is the loop's own. Let it "
+                "compute a new tensor, or run such layers one by one"
+            )
         if not isinstance(y, Ours) or y.shape != x.shape or y.dtype != x.dtype:
             what = f"{list(y.shape)} {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
             raise UnsupportedOpError(
@@ -115,6 +151,22 @@ class _Layers:
                 "layers one by one"
             )
         return y
+
+    def check_unchanged(self) -> None:
+        """See that backward can compute what forward has computed.
+
+        Raises:
+            UnsupportedOpError: a layer or an argument has changed since.
+        """
+        what = changed(self._description, self.first)
+        for tensor, version in zip(self.others, self._versions, strict=True):
+            if what is None and tensor._version != version:
+                what = f"an argument of shape {list(tensor.shape)}, which was written to"
+        if what is not None:
+            raise UnsupportedOpError(
+                f"scan_layers: between forward and backward something of the layers has changed: "
+                f"{what}. Backward computes the layers again; change it after backward()"
+            )
 
     def stacked(self) -> list[Any]:
         """Per tensor of a layer an array of all layers' values."""
@@ -166,6 +218,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         layers, form = ctx.layers, ctx.form
+        layers.check_unchanged()
         needs_x = ctx.needs_input_grad[1]
         count = len(layers.others)
         needs_others = ctx.needs_input_grad[2 : 2 + count]
@@ -184,6 +237,7 @@ class _Scan(torch.autograd.Function):
                 y = layers.layer(x, others)
                 wanted = [t for t, n in zip(others, needs_others, strict=True) if n]
                 leaves = [x, *wanted, *(t for t in own if t.requires_grad)]
+                _check_leaves(y, leaves)
                 given = new_tensor(_of_form(dy, form, _fresh(y._form)), _fresh(y._form))
                 grads = list(torch.autograd.grad(y, leaves, given, allow_unused=True))
                 arrays = []
@@ -226,6 +280,30 @@ class _Scan(torch.autograd.Function):
         of_x = new_tensor(dx, form) if needs_x and 0 not in unused else None
         ctx.stacked = ctx.inputs = None
         return (None, of_x, *of_others, *of_own)
+
+
+def _check_leaves(result: torch.Tensor, known: list[Any]) -> None:
+    """See that a layer's result depends on nothing else that wants a gradient.
+
+    Raises:
+        UnsupportedOpError: it does, and that gradient would be lost.
+    """
+    seen: set[Any] = set()
+    nodes: list[Any] = [result.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and all(leaf is not tensor for tensor in known):
+            raise UnsupportedOpError(
+                f"scan_layers: a layer reads a tensor of shape {list(leaf.shape)} that needs a "
+                "gradient, or what was computed from it, and that is neither the layer's nor an "
+                "argument of its own: pass it to the layers, xd.scan_layers(layers)(x, tensor), in "
+                "tuples, lists or dicts if need be, or run them one by one"
+            )
 
 
 def _fresh(form: Form) -> Form:
@@ -273,51 +351,3 @@ def _stack(form: Form, *values: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=1)
 def _unstack(array: Any, count: int) -> list[Any]:
     return [array[i] for i in range(count)]
-
-
-def _tensors(layer: nn.Module) -> dict[str, Any]:
-    """A layer's parameters and buffers, those that two of its modules share once."""
-    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-
-
-def _check_equal(layers: list[nn.Module]) -> None:
-    """See that the layers differ in the values of their tensors alone.
-
-    Raises:
-        UnsupportedOpError: they don't.
-    """
-    first = _described(layers[0])
-    for i, layer in enumerate(layers[1:], 1):
-        other = _described(layer)
-        if other == first:
-            continue
-        what = next(k for k in (*first, *other) if first.get(k) != other.get(k))
-        raise UnsupportedOpError(
-            f"scan_layers: layer {i} differs from the first one in {what}: "
-            f"{other.get(what, 'none')} in place of {first.get(what, 'none')}. A loop runs the "
-            "first layer's code for all of them; run layers that differ one by one, or scan each "
-            "part of equal ones"
-        )
-
-
-def _described(layer: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, module in layer.named_modules():
-        where = name or "itself"
-        found[f"the class of {where}"] = type(module)
-        for key, value in vars(module).items():
-            if isinstance(value, bool | int | float | str | torch.dtype | type(None)):
-                found[f"{where}.{key}"] = value
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            found[f"the number of {where}.{hooks}"] = len(getattr(module, hooks))
-    for name, tensor in _tensors(layer).items():
-        if not isinstance(tensor, Ours):
-            found[name] = "a tensor that is not on the devices"
-            continue
-        form = tensor._form
-        placements = None if form.placements is None else tuple(map(str, form.placements))
-        found[name] = (
-            *(tuple(form.shape), form.dtype, placements, form.varying, tensor.requires_grad),
-            bool(tensor._steps),
-        )
-    return found

@@ -7,7 +7,7 @@ from typing import Any
 from xla_dtensor.base import thread_state
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.forms.storage import Storage
+from xla_dtensor.forms.storage import Storage, next_version
 
 
 class Inside:
@@ -45,6 +45,7 @@ class Inside:
         self._before = [(s, s.value, s.form, s.version) for s in self._storages]
         for storage, value in zip(self._storages, self._slices, strict=True):
             storage.put_back(value, storage.form)
+        self._loop_begins, trace.loop_begins = trace.loop_begins, next_version()
         self._seen = {id(c): c.storage.value for c in trace.captured if c.storage is not None}
         return self
 
@@ -52,6 +53,7 @@ class Inside:
         trace = self._trace
         self.draws = trace.random.counter - self._start
         trace.random.counter = self._counter
+        trace.loop_begins = self._loop_begins
         asserted = trace._asserted
         for name, value in self._kept.items():
             setattr(trace, name, value)

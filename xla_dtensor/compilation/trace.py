@@ -29,7 +29,7 @@ from xla_dtensor.compilation.outside import Outside
 from xla_dtensor.compilation.recomputation import Recomputation
 from xla_dtensor.compilation.trace_assertions import TraceAssertions
 from xla_dtensor.compilation.trace_numbers import TraceNumbers
-from xla_dtensor.errors import DataDependentError, MeshMismatchError
+from xla_dtensor.errors import DataDependentError, MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
@@ -72,6 +72,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self._counters: dict[Any, Any] = {}
         self._recomputed: list[Recomputation] = []
         self._latest: Any = None
+        self.loop_begins = 0  # versions from before the loop body that is being traced are lower
         self.in_optimizer = 0
         # Scalars computed from the same scalars are computed once: the step counts of 600
         # parameters, and what an optimizer makes of them.
@@ -182,6 +183,12 @@ class StepTrace(TraceNumbers, TraceAssertions):
         return tensor.grad_fn._sequence_nr() >= self.history_begins
 
     def writing(self, storage: Storage) -> None:
+        if storage.version < self.loop_begins:
+            raise UnsupportedOpError(
+                f"scan_layers: a layer writes to a tensor of shape {list(storage.form.shape)} from "
+                "outside (a buffer, as BatchNorm does; an argument), which a loop over layers "
+                "can't; run them one by one"
+            )
         if not self.owns(storage):
             self._use(storage).written = True
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xla_dtensor.base import epoch, interrupts, thread_state
-from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.runtime import arrays, processes
+from xla_dtensor.errors import DataDependentError, UnsupportedOpError
+from xla_dtensor.runtime import abstract, arrays, processes
+from xla_dtensor.runtime.abstract_array import AbstractArray
 
 if TYPE_CHECKING:
     import jax
@@ -207,6 +208,8 @@ class Storage:
 
         # A trace knows captured state by its array.
         assert thread_state.current() is None, "placed while a step is traced"
+        if abstract.current() is not None:
+            self._check_loss()
 
         with jax.enable_x64(True):
             array = put(self.array, form.sharding)
@@ -241,6 +244,8 @@ class Storage:
         """
         if self.refuses_writes is not None:
             self.check_write()
+        if array.__class__ is AbstractArray:
+            self._check_loss()
         trace = thread_state.current()
         if trace is not None:
             trace.writing(self)
@@ -255,6 +260,14 @@ class Storage:
         self.recipe = None
         if self.counters:
             self.count_write()
+
+    def _check_loss(self) -> None:
+        if self.array.__class__ is not AbstractArray:
+            raise DataDependentError(
+                f"a tensor of shape {list(self.form.shape)}, which has data, would be written or "
+                "moved inside of xd.abstract(), where nothing is computed, and its data be lost: "
+                "make it inside of the block, too"
+            )
 
     def put_back(self, value: Any, form: Form) -> None:
         """Undo writes: the storage has an earlier ``value`` again. That is a version of its own,
@@ -307,6 +320,11 @@ class Storage:
             tensor = reference()
             if tensor is not None and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
+
+
+def next_version() -> int:
+    """A number above the versions of all storages so far, and below those that are to come."""
+    return next(_versions)
 
 
 def put(storages: Iterable[Storage], arrays: Iterable[jax.Array]) -> list[Storage]:

@@ -68,7 +68,10 @@ def parallelize(
     if unknown:
         raise ValueError(f"parallelize(config={unknown}): it knows {sorted(_KNOWN)}")
     if given.get("pp_config"):
-        raise UnsupportedOpError("parallelize(pp_config=...): there are no pipelines")
+        raise UnsupportedOpError(
+            "parallelize(pp_config=...): it doesn't cut models; give each stage's module to "
+            "xla_dtensor.PipelineStage, and parallelize the stages one by one"
+        )
     if optimizer is not None and any(optimizer.state.values()):
         raise UnsupportedOpError(
             "parallelize: the optimizer has a state already; call it before the first step, and "

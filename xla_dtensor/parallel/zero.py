@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +49,8 @@ def zero(optimizer: Optimizer, mesh: DeviceMesh, *, stage: int = 1) -> Optimizer
     Raises:
         MeshError: ``mesh`` has several dims, or is no xla mesh.
         ValueError: ``stage`` is neither 1 nor 2, or the optimizer is sharded so already.
-        UnsupportedOpError: LBFGS, which needs all of the parameters at once.
+        UnsupportedOpError: LBFGS, which needs all of the parameters at once; in a step: a closure
+            that is called twice, or after the step has changed parameters.
 
     Example::
 
@@ -192,30 +193,60 @@ def _land(parameter: Any, layout: Layout) -> None:
 
 def _sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
     @interrupts.completed
-    def complete(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    def complete(optimizer: Any, args: Any, kwargs: Any, evaluated: _Evaluated | None) -> Any:
         shards = _Shards(optimizer._zero)
         try:
             shards.take()
-            result = step(*args, **kwargs)
-            shards.finish()
+            if evaluated is not None:
+                evaluated.begin(shards)
+            try:
+                return step(*args, **kwargs)
+            finally:
+                shards.finish()  # also what a step that fails on its way has written
         finally:
             shards.put_back()
-        return result
 
     @functools.wraps(step)
     def sharded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         closure = args[0] if args else kwargs.get("closure")
+        evaluated = None
         if closure is not None:
             # Before the parameters are in shards: it is a forward and a backward pass.
             with torch.enable_grad():
-                loss = closure()
+                evaluated = _Evaluated(closure())
             args, kwargs = (
-                (lambda: loss, *args[1:]),
+                (evaluated, *args[1:]),
                 {key: value for key, value in kwargs.items() if key != "closure"},
             )
-        return complete(optimizer, args, kwargs)
+        return complete(optimizer, args, kwargs, evaluated)
 
     return sharded
+
+
+class _Evaluated:
+    """In place of a step's closure: the loss, which has been computed before the step.
+
+    Args:
+        loss: what the closure returned.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self._shards: _Shards | None = None
+
+    def begin(self, shards: _Shards) -> None:
+        """The step begins, with these parameters."""
+        self._shards = shards
+
+    def __call__(self) -> Any:
+        if self._shards is None or self._shards.are_written():
+            raise UnsupportedOpError(
+                "zero: the optimizer's step calls its closure again, or after it has changed "
+                "parameters, and zero has computed it once, before the step; shard the parameters "
+                "themselves, xla_dtensor.fully_shard"
+            )
+        self._shards = None
+        return self._loss
 
 
 class _Shards:
@@ -224,7 +255,6 @@ class _Shards:
     def __init__(self, sharding: _Sharding) -> None:
         self._sharding = sharding
         self._taken: list[_Taken] = []
-        self._updated: list[Any] = []
 
     def take(self) -> None:
         """Put every parameter that has a gradient, and the gradient, in the shards' layout."""
@@ -234,50 +264,93 @@ class _Shards:
                 layout = None if grad is None else self._sharding.layout_of(parameter)
                 if layout is None:
                     continue
-                whole = parameter.detach()
-                placed = _laid_out(whole, layout)
-                landing = getattr(parameter, "_landing", None)
-                self._taken.append(_Taken(parameter, whole, grad, landing))
+                taken = _Taken(parameter, grad, _laid_out(grad, layout))
+                placed = _laid_out(taken.whole, layout)
+                self._taken.append(taken)
                 parameter._landing = _NoLanding((placed.device_mesh, tuple(placed.placements)))
                 shard_in_place(parameter, placed)
-                parameter.grad = _laid_out(grad, layout)
+                parameter.grad = taken.placed_grad
+                taken.begin()
+
+    def are_written(self) -> bool:
+        """Whether the step has written to a parameter already."""
+        return any(taken.is_written() for taken in self._taken)
 
     def finish(self) -> None:
         """Gather what the step has computed."""
         with torch.no_grad():
             for taken in self._taken:
-                value, whole = taken.parameter.detach(), taken.whole
-                if isinstance(whole, XLAShardedTensor):
-                    self._updated.append(value.redistribute(whole.device_mesh, whole.placements))
-                else:
-                    self._updated.append(value.full_tensor())
+                taken.finish()
 
     def put_back(self) -> None:
-        """Make the parameters whole again, with their gradients as they were; and updated, if the
-        step was done."""
+        """Make the parameters whole again, with what the step has written to them, and their
+        gradients as it leaves them."""
         with torch.no_grad():
-            for i, taken in enumerate(self._taken):
-                parameter: Any = taken.parameter
-                if isinstance(taken.whole, XLATensor):
-                    unshard_in_place(parameter, taken.whole)
-                if taken.landing is not None:
-                    parameter._landing = taken.landing
-                if not isinstance(taken.whole, XLATensor):
-                    parameter._become(taken.whole)
-                parameter.grad = taken.grad
-                if self._updated:
-                    parameter.copy_(self._updated[i])
+            for taken in self._taken:
+                taken.put_back()
         if self._sharding.stage == 2:
             self._sharding.shard_gradients()  # of parameters that have come, or moved, since
 
 
-class _Taken(NamedTuple):
-    """A parameter that is in shards, and what it was."""
+class _Taken:
+    """A parameter that is in shards, and what it was.
 
-    parameter: Any
-    whole: Any
-    grad: Any
-    landing: Any
+    Args:
+        parameter: before.
+        grad: its gradient.
+        placed_grad: the gradient in the shards' layout.
+    """
+
+    def __init__(self, parameter: Any, grad: Any, placed_grad: Any) -> None:
+        self._parameter, self._grad, self.placed_grad = parameter, grad, placed_grad
+        self.whole = parameter.detach()
+        self._landing = getattr(parameter, "_landing", None)
+        self._version = self._grad_version = 0
+        self._updated = self._updated_grad = None
+
+    def begin(self) -> None:
+        """The parameter is in shards now."""
+        # The memory's: torch's counters don't count writes to `parameter.data`.
+        self._version = self._parameter._storage_.version
+        self._grad_version = self.placed_grad._storage_.version
+
+    def is_written(self) -> bool:
+        """Whether the parameter has been written to since."""
+        return self._parameter._storage_.version != self._version
+
+    def finish(self) -> None:
+        """Gather what has been written."""
+        if self.is_written():
+            self._updated = _like(self._parameter.detach(), self.whole)
+        # A hook of the step's may clip gradients, or make them zero.
+        written = self.placed_grad._storage_.version != self._grad_version
+        if written and self.placed_grad is not self._grad:
+            self._updated_grad = _like(self.placed_grad, self._grad)
+
+    def put_back(self) -> None:
+        """Make the parameter whole again."""
+        parameter: Any = self._parameter
+        grad = parameter.grad
+        parameter.grad = None  # which wouldn't fit for a moment
+        if isinstance(self.whole, XLATensor):
+            unshard_in_place(parameter, self.whole)
+        if self._landing is not None:
+            parameter._landing = self._landing
+        if not isinstance(self.whole, XLATensor):
+            parameter._become(self.whole)
+        # None, or another one, is what a hook of the step's has left.
+        parameter.grad = self._grad if grad is self.placed_grad else grad
+        if self._updated is not None:
+            parameter.copy_(self._updated)
+        if self._updated_grad is not None:
+            self._grad.copy_(self._updated_grad)
+
+
+def _like(value: Any, whole: Any) -> Any:
+    """``value`` in the layout of ``whole``."""
+    if isinstance(whole, XLAShardedTensor):
+        return value.redistribute(whole.device_mesh, whole.placements)
+    return value.full_tensor()
 
 
 class _NoLanding:

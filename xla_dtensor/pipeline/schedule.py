@@ -197,6 +197,7 @@ class PipelineSchedule(_PipelineSchedule):
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         found: dict[int, Any] = {}
         outputs: dict[int, Any] = {}
+        reduced: list[PipelineStage] = []
         for action in self._order:
             kind, index, microbatch = action
             stage = self._stages[index]
@@ -225,7 +226,13 @@ class PipelineSchedule(_PipelineSchedule):
             elif kind == BACKWARD_WEIGHT:
                 stage.backward_weight_one_chunk(microbatch)
             else:
-                stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+                reduced.append(stage)
+        # When all stages are done, and each parameter once: stages may share them.
+        done: set[torch.Tensor] = set()
+        for stage in reduced:
+            stage._divided = done
+            stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+            done = done | set(stage.submod.parameters())
         # In the order of the batch, whatever the schedule's.
         last = self._stages[-1]
         last.output_chunks[:] = [outputs[i] for i in sorted(outputs)]
@@ -264,6 +271,11 @@ class PipelineSchedule(_PipelineSchedule):
                 if placement.is_shard(dim):
                     shards *= tensor.device_mesh.size(i)
         size = tensor.shape[dim]
+        if not size:
+            raise PipelineError(
+                f"{name} of shape {list(tensor.shape)}: an empty batch can't be cut into {count} "
+                "microbatches; leave out the step"
+            )
         if size % (count * shards):
             each = f" on each of {shards} devices" if shards > 1 else ""
             raise PipelineError(

@@ -114,6 +114,7 @@ class PipelineStage(_PipelineStageBase):
         self.compiled = compile_step(submodule) if compile else None
         self._activations: dict[int, tuple[Any, ...]] = {}
         self._gradients: dict[int, tuple[Any, ...]] = {}
+        self._divided: set[torch.Tensor] = set()
 
     # --- what torch's stages get from other ranks -------------------------------------------------
 
@@ -146,6 +147,7 @@ class PipelineStage(_PipelineStageBase):
         super().clear_runtime_states()
         self._activations.clear()
         self._gradients.clear()
+        self._divided = set()
         self.bwd_cache.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
@@ -234,6 +236,13 @@ class PipelineStage(_PipelineStageBase):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Divide the gradients by the number of microbatches, if the schedule wants it."""
         self.scale_grads(grad_scale_factor)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients; of parameters that another stage shares, only one stage does."""
+        if grad_scale_factor != 1:
+            for parameter in self.submod.parameters():
+                if parameter.grad is not None and parameter not in self._divided:
+                    parameter.grad.div_(grad_scale_factor)
 
 
 def _own(tensor: Any) -> Any:
