@@ -25,6 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "train_llama"))
 
 import torch.nn.functional as F
+from history import record
 from model import Llama
 from torch import Tensor, nn
 from vs_torch_dtensor import (
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences, of all ranks together")
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--record", action="store_true", help="keep the figures in history/")
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.dim % 16 or options.batch % DEVICES:
@@ -166,6 +168,8 @@ def main() -> None:
         serve(options.serve, size)
         return
     result = measure(size, options.rounds, options.steps)
+    if options.record:
+        record(Path(__file__).stem, {"size": vars(size), **result})
     print(json.dumps(result, indent=2) if options.json else markdown(result))
 
 

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "train
 
 import data
 from fsdp_tp import make_step
+from history import record
 from hlo import collective_traffic
 from model import ModelConfig
 
@@ -304,6 +305,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--eager", action="store_true", help="xla's step without xd.compile, too")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--record", action="store_true", help="keep the figures in history/")
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.dim % 16 or options.batch % MESH_SHAPE[0] or options.seq % MESH_SHAPE[1]:
@@ -313,6 +315,8 @@ def main() -> None:
         serve_turns(options.serve, size)
         return
     result = measure(size, options.rounds, options.steps, options.eager)
+    if options.record:
+        record(Path(__file__).stem, {"size": vars(size), **result})
     print(json.dumps(result, indent=2) if options.json else markdown(result))
 
 

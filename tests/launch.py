@@ -5,13 +5,16 @@ Every launch ends: after its time all processes are killed.
 
 from __future__ import annotations
 
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +63,39 @@ def torchrun_variables(rank: int, count: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
     }
+
+
+class _KeyValues(http.server.BaseHTTPRequestHandler):
+    values: dict[str, bytes]
+
+    def do_PUT(self) -> None:
+        self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        value = self.values.get(self.path)
+        self.send_response(404 if value is None else 200)
+        self.end_headers()
+        self.wfile.write(value or b"")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def horovods_server() -> Iterator[int]:
+    """The port of a key-value server as ``horovodrun`` keeps one for its workers to meet at."""
+    handler = type("_KeyValues", (_KeyValues,), {"values": {}})
+    server = http.server.ThreadingHTTPServer(("", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 class Processes:

@@ -20,3 +20,19 @@ def test_blocks_run(mesh_2x4: Any) -> None:
     values = names["loss"].local_values()
     torch.testing.assert_close(values[0], values[3])
     assert not torch.equal(values[0], values[4])  # another batch
+
+
+def test_rates_are_the_reports() -> None:
+    """What the table says of torch's op_db is what its last run has said."""
+    report = (README.parent / "tests" / "conformance" / "REPORT.md").read_text()
+    rates = {
+        (dtype, form): rate
+        for dtype, rows in re.findall(r"^## (\w+) on 2x4\n(.*?)(?=^## |\Z)", report, re.M | re.S)
+        for form, rate in re.findall(r"^\| (\w+) \| \d+ \| \d+ \| ([\d.]+ %) \|", rows, re.M)
+    }
+    (row,) = re.findall(r"^\| operations \|.*$", README.read_text(), re.MULTILINE)
+    said = re.search(r"\*\*(.+?)\*\* of the entries pass forward and \*\*(.+?)\*\* backward", row)
+    assert said is not None
+    assert said.groups() == (rates["float32", "forward"], rates["float32", "backward"])
+    others = dict(re.findall(r"(bfloat16|int64|bool|complex64) ([\d.]+ %)", row))
+    assert others == {dtype: rates[dtype, "forward"] for dtype in others} and len(others) == 4

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 
-# XLA's client records one of these per program: the first for several devices, the second for one.
+# XLA's client records one of these per program: the first for several devices, the second for one,
+# and the third for any in JAX 0.9.
 _SHARDED = "CommonPjRtLoadedExecutable::Execute ("
 _SINGLE = "CommonPjRtLoadedExecutable::ExecuteHelperOnSingleDevice"
+_IN_09 = "PjRtCpuExecutable::Execute"
 
 
 def launches(function: Callable[[], Any]) -> int:
@@ -22,7 +24,7 @@ def launches(function: Callable[[], Any]) -> int:
         (profile,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(profile))
     return sum(
-        event.name == _SINGLE or event.name.startswith(_SHARDED)
+        event.name in (_SINGLE, _IN_09) or event.name.startswith(_SHARDED)
         for plane in data.planes
         for line in plane.lines
         for event in line.events

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,12 @@ NAMES = ("pp", "dp", "tp")
 
 def mesh_of(device_type: str, shape: tuple[int, ...] = (2, 2, 2), names: object = NAMES):
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def unflatten(mesh: DeviceMesh, name: str, sizes: tuple[int, ...], names: Any) -> DeviceMesh:
+    """By the dim's name; of a mesh of torch's own by its number, as torch 2.11 takes no names."""
+    dim = name if mesh.device_type == "xla" else mesh.mesh_dim_names.index(name)
+    return mesh._unflatten(dim, sizes, names)
 
 
 # What can be done to a (2, 2, 2) mesh with dims pp, dp, tp.
@@ -40,9 +47,9 @@ CUTS: dict[str, Callable[[DeviceMesh], DeviceMesh]] = {
     "unflatten a flattened": lambda m: (
         m["dp", "tp"]._flatten("f")._unflatten(0, (2, 2), ("a", "b"))
     ),
-    "unflatten all": lambda m: m._flatten("w")._unflatten("w", (4, 2), ("a", "b")),
+    "unflatten all": lambda m: unflatten(m._flatten("w"), "w", (4, 2), ("a", "b")),
     "slice of unflattened": lambda m: m._flatten("v")._unflatten(0, (4, 2), ("a", "b"))["a"],
-    "unflatten a dim of one": lambda m: m._unflatten("dp", (2, 1), ("x", "y")),
+    "unflatten a dim of one": lambda m: unflatten(m, "dp", (2, 1), ("x", "y")),
     "concatenate": lambda m: DeviceMesh._concatenate([m["pp"], m["tp"]]),
     "concatenate flattened": lambda m: DeviceMesh._concatenate([m["pp", "dp"]._flatten(), m["tp"]]),
 }

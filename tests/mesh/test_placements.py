@@ -141,7 +141,7 @@ def test_split_factors_that_no_mesh_dims_make(split_factor: int) -> None:
         (
             P("x"),
             "2x4",
-            "from_partition_spec: 'x' in P('x',) is no whole dim of "
+            f"from_partition_spec: 'x' in {P('x')} is no whole dim of "
             "DeviceMesh((dp=2, tp=4), 'xla', stride=(4, 1)) (axes ('dp', 'tp'))",
         ),
         (P(None, None, "dp"), "2x4", "has more entries than 2 dims"),

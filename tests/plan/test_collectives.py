@@ -39,6 +39,9 @@ def one(line: str, shape=(2, 4), names=("dp", "tp"), more: str = ""):
         ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", ("dp", "tp"), 8),
         ("replica_groups=mesh['a'=8] {'a':(2)4}", ("tp",), 4),
         ("replica_groups=mesh['a'=8] {'a':(1)2}", ("dp",), 2),
+        ("replica_groups=mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", ("tp",), 4),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ("dp",), 2),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=(0,4,1,5,2,6,3,7) {'b'}", ("dp", "tp"), 4),
     ],
 )
 def test_along_which_mesh_dims(groups: str, dims: tuple[str, ...], size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import os
 import socket
 import threading
@@ -119,42 +118,19 @@ def test_they_meet_in_the_store(monkeypatch: pytest.MonkeyPatch, agent: int) -> 
     assert got == ["localhost:4567"] * 2
 
 
-class _KeyValues(http.server.BaseHTTPRequestHandler):
-    """Horovod's rendezvous server, as its workers see it."""
-
-    values: dict[str, bytes] = {}
-
-    def do_PUT(self) -> None:
-        self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        value = self.values.get(self.path)
-        self.send_response(404 if value is None else 200)
-        self.end_headers()
-        self.wfile.write(value or b"")
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 def test_horovods_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "4567")
-    server = http.server.ThreadingHTTPServer(("localhost", 0), _KeyValues)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://localhost:{server.server_port}"
-    raises(
-        lambda: meeting.address_of_coordinator(Launch("Horovod", 1, 2, meeting=url), 0.5),
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-        url,
-    )
-    addresses = [
-        meeting.address_of_coordinator(Launch("Horovod", i, 2, meeting=url), 2) for i in (0, 1)
-    ]
+    with launch.horovods_server() as port:
+        url = f"http://localhost:{port}"
+        raises(
+            lambda: meeting.address_of_coordinator(Launch("Horovod", 1, 2, meeting=url), 0.5),
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+            url,
+        )
+        addresses = [
+            meeting.address_of_coordinator(Launch("Horovod", i, 2, meeting=url), 2) for i in (0, 1)
+        ]
     assert addresses == [f"{socket.gethostname()}:4567"] * 2
-    server.shutdown()
-    server.server_close()
 
 
 @pytest.mark.parametrize(

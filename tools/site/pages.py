@@ -18,9 +18,10 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "site")]
 
-from notebooks import markdown  # noqa: E402  (a script, which lies beside this folder)
+import plots  # noqa: E402  (which lies in this folder: the hook is no module of a package)
+from notebooks import markdown  # noqa: E402  (a script, which lies beside it)
 
 INSIDE = ("compilation", "dispatch", "lowering", "rules", "custom_ops", "parallel", "checkpoint")
 PAGES = {
@@ -49,6 +50,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that don't lie in docs/."""
     for source, page in PAGES.items():
         text = (ROOT / source).read_text()
+        if page == "benchmarks.md":
+            text += "\n" + plots.section()
         files.append(File.generated(config, page, content=linked(text, source)))
     for path in sorted(TUTORIALS.glob("*.ipynb")):
         page = f"tutorials/{path.stem}.md"

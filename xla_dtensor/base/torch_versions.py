@@ -5,6 +5,9 @@ Checked on 2.11.0, 2.12.1, 2.13.0 and 2.15.0; what differs is written where it m
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,7 +24,15 @@ def layout_pieces(mesh: DeviceMesh) -> list[list[tuple[int, int]]]:
     torch >= 2.13 keeps a canonical layout object per mesh dim; before, the mesh's layout had nested
     ``shape`` and ``stride`` tuples.
     """
-    layout = mesh._layout
+    return _pieces(mesh._layout)
+
+
+def layout_sizes(layout: Any) -> list[int]:
+    """Per mesh dim of a mesh's layout its size."""
+    return [math.prod(size for size, _ in pieces) for pieces in _pieces(layout)]
+
+
+def _pieces(layout: Any) -> list[list[tuple[int, int]]]:
     if hasattr(layout, "axes"):
         return [list(zip(axis.shape, axis.stride, strict=True)) for axis in layout.axes]
     return [

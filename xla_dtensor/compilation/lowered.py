@@ -196,8 +196,7 @@ class Lowered:
     ) -> None:
         jaxpr, evaluate, history = self._jaxpr, jaxpr_as_fun, self._traced.history
         constants, traced_sources = self._resolver(), self._traced.sources
-        shardings = [self._sharding(form) for form in self._forms]
-        self._outputs = list(range(len(self._forms)))
+        self._outputs = self._in_order()
         self._split: Split | None = None
         if history is not None:
             cotangents: list[int | None] = [None] * len(history.cotangents)
@@ -211,8 +210,6 @@ class Lowered:
             self._plan_reads(self._split)
             self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
             jaxpr = self._split.forward
-            shardings = [shardings[i] for i in self._outputs]
-            shardings += [None] * self._split.residuals
             passed = self._split.constants
             self._computed = [i for i in passed if traced_sources[i].kind not in ARRAY_KINDS]
             self._computing = jax.jit(
@@ -225,6 +222,12 @@ class Lowered:
                 out_shardings=grad_shardings if any(grad_shardings) else None,
             )
             self._backward = self._make_backward()
+        else:
+            debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+            outvars = [jaxpr.outvars[i] for i in self._outputs]
+            jaxpr = jaxpr.replace(outvars=outvars, debug_info=debug)
+        shardings = [self._sharding(self._forms[i]) for i in self._outputs]
+        shardings += [None] * (0 if self._split is None else self._split.residuals)
         self._place_of = {output: i for i, output in enumerate(self._outputs)}
         self._plan_writes()
 
@@ -278,6 +281,17 @@ class Lowered:
                     compiled = lower().compile(options)
                 executables.put(key, compiled)
             self.compiled = compiled
+
+    def _in_order(self) -> list[int]:
+        """The order of the outputs: first what takes the place of a donated input, as the inputs
+        are, then all else.
+
+        JAX gives a donated input's memory to the first output of its shape, whatever it is. A
+        parameter's memory would go to a gradient that the step leaves behind, the optimizer's
+        state to another parameter, and XLA would have to copy each of them before it writes.
+        """
+        first = [index for source in self._donated.sources for index, _ in source.writes]
+        return [*dict.fromkeys((*first, *range(len(self._forms))))]
 
     def _takes_no_axes_apart(self, inputs: Any) -> bool:
         if self._frame is None:

@@ -26,8 +26,9 @@ from jax.extend.mlir.dialects import sdy
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xla_dtensor.runtime import jax_versions
+
 _AXES_OF_A_PLANE = 2
-_MANUAL = "newly_manual_axes"
 
 allowed = os.environ.get("XLA_DTENSOR_LOOSE_PINS", "1") != "0"
 """Whether programs that take no axes apart are lowered loosely."""
@@ -194,5 +195,5 @@ def _shardings(jaxpr: Any) -> Iterator[Any]:
                 yield from _shardings(value.jaxpr)
         if equation.primitive.name == "shard_map":
             # Each device by itself along these: as if they sharded a dim.
-            manual = equation.params[_MANUAL]
+            manual = jax_versions.manual_axes(equation)
             yield NamedSharding(mesh, PartitionSpec(tuple(n for n in mesh.shape if n in manual)))

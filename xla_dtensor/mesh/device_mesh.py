@@ -7,13 +7,13 @@ algebra (slices, ``_flatten``, ``_unflatten``, ``_concatenate``), equality and h
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
+from xla_dtensor.base.torch_versions import layout_sizes
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.mesh.frame import frame_of
@@ -123,6 +123,12 @@ class XLADeviceMesh(DeviceMesh):
         # torch's own slicing wants ascending order; concatenating slices gives any order.
         return DeviceMesh._concatenate([self[name] for name in names])
 
+    def _unflatten(self, dim: int | str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        """torch's, which takes no names before 2.12: it refuses those that there are."""
+        if isinstance(dim, str) and dim in (self._mesh_dim_names or ()):
+            dim = self._mesh_dim_names.index(dim)
+        return super()._unflatten(dim, *args, **kwargs)
+
     def _is_current_rank_part_of_mesh(self) -> bool:
         return True
 
@@ -221,11 +227,10 @@ class XLADeviceMesh(DeviceMesh):
 
 
 def _near(layout: Any, numbers: torch.Tensor) -> torch.Tensor:
-    """The device numbers of a mesh whose order nobody has chosen: `init_device_mesh` of torch 2.13
-    and newer gives the layout, and the numbers in ascending order."""
+    """The device numbers of a mesh whose order nobody has chosen: `init_device_mesh` gives the
+    layout, and the numbers in ascending order."""
     ids = numbers.tolist()
-    if not hasattr(layout, "axes") or ids != list(range(len(ids))):
+    if layout is None or ids != list(range(len(ids))):
         return numbers
-    shape = [math.prod(axis.shape) for axis in layout.axes]
-    order = device_order.near(shape, runtime.devices(ids))
+    order = device_order.near(layout_sizes(layout), runtime.devices(ids))
     return torch.tensor(order, dtype=numbers.dtype, device="cpu")

@@ -27,8 +27,11 @@ _IOTA = re.compile(
     r"replica_groups=\[(?P<shape>[\d,]+)\]<=\[(?P<dims>[\d,]+)\](T\((?P<t>[\d,]+)\))?"
 )
 _AXES = re.compile(
-    r"replica_groups=mesh\[(?P<mesh>[^\]]*)\] \{(?P<along>[^}]*)\}(?P<order>,? ?device_ids)?"
+    r"replica_groups=mesh\[(?P<mesh>[^\]]*)\](?P<order>,? ?device_ids=\(\S+\))?"
+    r" *\{(?P<along>[^}]*)\}"
 )
+# The order of the mesh's devices: numbers transposed, or a list.
+_ORDER = re.compile(r"\(\[(?P<dims>[\d,]+)\]T\((?P<t>[\d,]+)\)\)|\((?P<list>[\d,]+)\)")
 _PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>(?:\{\d+,\d+\},?)*)\}")
 _CHAIN = re.compile(r'\bchain_id="(-?\d+)"')
 
@@ -56,6 +59,8 @@ class Collective:
         parts: the arrays of its result.
         dims: the mesh dims that its groups lie along, in the mesh's order; () where unknown.
         size: devices in a group.
+        groups: their positions; of a permutation the pairs, from and to. () for all devices where
+            the program doesn't say which.
     """
 
     kind: str
@@ -63,6 +68,7 @@ class Collective:
     parts: tuple[Part, ...]
     dims: tuple[str, ...]
     size: int
+    groups: tuple[tuple[int, ...], ...]
 
     @property
     def bytes(self) -> int:
@@ -107,7 +113,8 @@ def collectives(
         if kind == "collective-permute" and dims:
             size = int(np.prod([shape[list(names).index(d)] for d in dims]))
         parts = tuple(_parts(fused or instruction, results, program))
-        found.append(Collective(kind, times, parts, dims, size))
+        members = tuple(map(tuple, groups))
+        found.append(Collective(kind, times, parts, dims, size, members))
     return found
 
 
@@ -196,7 +203,8 @@ def _groups(instruction: Instruction, kind: str, shape: Sequence[int]) -> list[l
         return found
     axes = _AXES.search(text)
     if axes is not None:
-        return [] if axes["order"] else _along(axes["mesh"], axes["along"])
+        groups = _along(axes["mesh"], axes["along"])
+        return groups if axes["order"] is None else _ordered(groups, axes["order"])
     lists = _LISTS.search(text)
     if lists is not None and lists["groups"]:
         return _lists(lists["groups"])
@@ -224,6 +232,20 @@ def _along(mesh: str, along: str) -> list[list[int]]:
     array = np.moveaxis(np.arange(int(np.prod(dims))).reshape(dims), chosen, range(-len(chosen), 0))
     found: list[list[int]] = array.reshape(-1, int(np.prod([dims[i] for i in chosen]))).tolist()
     return found
+
+
+def _ordered(groups: list[list[int]], text: str) -> list[list[int]]:
+    """Groups of a mesh whose devices are ``device_ids=([2,4]T(1,0))`` or ``device_ids=(0,2,1,3)``,
+    from positions in it; [] in a form that isn't known."""
+    order = _ORDER.search(text)
+    if order is None:
+        return []
+    if order["list"]:
+        ids = np.array(_numbers(order["list"]))
+    else:
+        dims = _numbers(order["dims"])
+        ids = np.arange(int(np.prod(dims))).reshape(dims).transpose(_numbers(order["t"])).ravel()
+    return [ids[group].tolist() for group in groups]
 
 
 def _lists(text: str) -> list[list[int]]:

@@ -10,6 +10,7 @@ from jax._src import core, source_info_util
 from jax._src.interpreters import pxla
 
 from xla_dtensor.errors import DataDependentError
+from xla_dtensor.runtime import jax_versions  # noqa: F401  (mends what an older JAX refuses)
 
 
 class AbstractArray(jax.ShapeDtypeStruct):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-
 from xla_dtensor.compat.torch_xla.experimental.distributed_checkpoint.manager import (
     CheckpointManager,
     prime_optimizer,
 )
-
-# `torch.distributed.checkpoint` of sharded tensors takes torch's planners as they are.
-SPMDSavePlanner = DefaultSavePlanner
-SPMDLoadPlanner = DefaultLoadPlanner
+from xla_dtensor.compat.torch_xla.experimental.distributed_checkpoint.planners import (
+    SPMDLoadPlanner,
+    SPMDSavePlanner,
+)
 
 __all__ = ["CheckpointManager", "SPMDLoadPlanner", "SPMDSavePlanner", "prime_optimizer"]
