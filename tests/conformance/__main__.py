@@ -19,13 +19,15 @@ import torch
 from tests.conformance import entries
 from tests.conformance.check import FORMS, Result, check_entry
 from tests.conformance.compare import ERROR, EntryTimeout
+from tests.conformance.tpu import compile_entry
 
 
 def main() -> None:
     options = _parse()
     if options.restart:
         sys.exit(_supervise(options))
-    dtype, mesh = getattr(torch, options.dtype), make_mesh(options.mesh)
+    dtype = getattr(torch, options.dtype)
+    mesh = None if options.compile_for else make_mesh(options.mesh)
     index, count = map(int, options.shard.split("/"))
     out, running = Path(options.out), Path(options.out + ".running")
     done = _done(out, running, options) if options.resume else set()
@@ -59,6 +61,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--mesh", default="2x4", help="a shape; most samples divide by 5, few by 2x4"
     )
+    parser.add_argument(
+        "--compile-for", default="", help="compile for this topology (v5e:2x4) and run nothing"
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="with --compile-for: tensors are replicated"
+    )
     parser.add_argument("--out", default="report.jsonl")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th entry from the i-th")
     parser.add_argument("--resume", action="store_true", help="skip what --out has")
@@ -87,6 +95,9 @@ def _guarded(entry: Any, dtype: torch.dtype, mesh: Any, options: Any) -> Result:
     faulthandler.dump_traceback_later(3 * options.timeout, exit=True)
     signal.alarm(options.timeout)
     try:
+        if options.compile_for:
+            where = options.compile_for, options.mesh
+            return compile_entry(entry, dtype, *where, options.limit, options.whole)
         forms = options.forms.split(",")
         return check_entry(entry, dtype, mesh, options.limit, options.layouts, forms)
     except EntryTimeout:
@@ -122,6 +133,8 @@ def _done(out: Path, running: Path, options: argparse.Namespace) -> set[str]:
 
 def _write(out: Path, result: Result, options: argparse.Namespace, seconds: float) -> None:
     about = {"dtype": options.dtype, "mesh": options.mesh, "limit": options.limit}
+    if options.compile_for:
+        about |= {"topology": options.compile_for, "whole": options.whole}
     record = {**vars(result), **about, "seconds": round(seconds, 2)}
     with out.open("a") as file:
         file.write(json.dumps(record) + "\n")

@@ -1,0 +1,60 @@
+"""What works around a defect of one backend's compiler, and where: there alone.
+
+A program's backend is known when it is lowered, so a guarded function is traced both ways, and one
+of them is lowered. Workarounds for XLA's partitioner, which all backends share, are no guards of
+this kind: pins (`dispatch/result_placements.py`), full coordinates and masks of scatters
+(`scatter.py`), what `view.py` and `convolution.py` keep from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A workaround.
+
+    Attributes:
+        why: the defect.
+        platforms: JAX's names of the backends that have it; ``cuda`` and ``rocm`` are GPUs.
+    """
+
+    why: str
+    platforms: tuple[str, ...]
+
+    def choose(self, guarded: Callable[..., Any], plain: Callable[..., Any], *operands: Any) -> Any:
+        """``guarded(*operands)`` on the guard's platforms, ``plain(*operands)`` on others. Both
+        return arrays of the same shapes and dtypes.
+
+        Example::
+
+            import jax.numpy as jnp
+            from xla_dtensor.lowering.guards import Guard
+
+            guard = Guard("rounds wrongly", ("cpu",))
+            assert guard.choose(jnp.floor, jnp.round, 0.75) == 0  # 1 on a TPU
+        """
+        branches = dict.fromkeys(self.platforms, guarded)
+        return lax.platform_dependent(*operands, default=plain, **branches)
+
+
+ROW_MAJOR_TRANSFORMS = Guard(
+    "XLA leaves the layout of a Fourier transform open, and the CPU's kernel refuses what layout "
+    "assignment then chooses. The TPU's compiler has no layout constraints on complex numbers.",
+    ("cpu",),
+)
+NORMAL_IN_DOUBLE = Guard(
+    "XLA's single-precision erf_inv rounds differently in the CPU's vectorised and scalar loops, "
+    "so that a random number would depend on the tensor's layout.",
+    ("cpu",),
+)
+NOT_PARTITIONABLE = Guard(
+    "No defect of these, which can compute a function on each shard by itself (`per_slice`): "
+    "libtpu has no emitter for such calls, and its programs leave the function to the partitioner.",
+    ("cpu", "cuda", "rocm"),
+)
