@@ -17,15 +17,18 @@ from tests.conformance import entries
 from tests.conformance.check import Result, describe
 from tests.conformance.compare import ERROR, PASS
 from tests.conformance.layouts import Distributor, fresh, map_leaves, tensors
+from tests.conformance.tpu_eager import compile_launches
 from tests.conftest import make_mesh
 from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.compilation.looking import looked_at
-from xla_dtensor.errors import XlaDTensorError
+from xla_dtensor.errors import DataDependentError, XlaDTensorError
 from xla_dtensor.plan.planning import not_kept
 
 FORMS = ("forward", "backward")
-NAMED = "named"
-"""The class of what raises an error of ours; XLA's own are `ERROR`, as the end of the process."""
+EAGER, NAMED = "eager", "named"
+CLASSES = (PASS, EAGER, NAMED, ERROR)
+"""From best to worst: values decide, so there is no step, but the programs of an eager call
+compile; an error of ours; an error of XLA's, or the end of the process."""
 
 # What a program costs is of no interest, only whether there is one.
 QUICK = {"exec_time_optimization_effort": -1.0}
@@ -45,15 +48,14 @@ def compile_entry(
         whole: whether tensors are replicated instead.
 
     Returns:
-        its forms with their classes, "pass", `NAMED` or "error".
+        its forms with their classes, of `CLASSES`; none where CPU torch doesn't take the samples.
     """
     result = Result(entries.full_name(entry))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's samples use what torch deprecates
         for number, sample in enumerate(entries.samples(entry, dtype, limit)):
             result.samples += 1
-            with xd.abstract(topology) as there, not_kept(there.topology):
-                _Sample(entry, dtype, make_mesh(mesh), sample, number, result, whole).run()
+            _Sample(entry, dtype, sample, number, result).run(topology, mesh, whole)
     return result
 
 
@@ -66,30 +68,72 @@ class _Place:
 
 class _Sample:
     def __init__(
-        self,
-        entry: Any,
-        dtype: torch.dtype,
-        mesh: Any,
-        sample: Any,
-        number: int,
-        result: Result,
-        whole: bool,
+        self, entry: Any, dtype: torch.dtype, sample: Any, number: int, result: Result
     ) -> None:
         self.entry, self.number, self.result = entry, number, result
         self.grad = entries.differentiable(entry, dtype)
         self.process = sample.output_process_fn_grad or (lambda out: out)
-        plain = fresh((sample.input, tuple(sample.args), dict(sample.kwargs)), self.grad)
-        self.text = describe(plain)[:300]
-        seed = f"{result.name} {tuple(mesh.shape)} {number} 0"
+        self.call = fresh((sample.input, tuple(sample.args), dict(sample.kwargs)), self.grad)
+        self.layout: list[str] = []
+
+    def run(self, topology: str, mesh: str, whole: bool) -> None:
+        if not self._is_one():
+            return
+        try:
+            try:
+                self._step_compiles(topology, mesh, whole)
+            except DataDependentError:
+                self._launches_compile(topology, mesh, whole)
+        except Exception as error:
+            self._failed("forward", error)
+
+    def _step_compiles(self, topology: str, mesh: str, whole: bool) -> None:
+        with xd.abstract(topology) as there, not_kept(there.topology), jax.enable_x64(True):
+            self._lay_out(make_mesh(mesh), whole)
+            look = lambda form: looked_at(CompiledStep(self._step(form)), self.given, {}, _compiled)
+            if not self.grad:
+                look("forward")
+                self._note("forward", PASS)
+                return
+            try:
+                look("backward")
+            except DataDependentError:
+                raise
+            except Exception as error:
+                self._failed("backward", error)
+                look("forward")
+            else:
+                self._note("backward", PASS)
+            self._note("forward", PASS)
+
+    def _launches_compile(self, topology: str, mesh: str, whole: bool) -> None:
+        self._lay_out(make_mesh(mesh), whole)
+        step = self._step("backward" if self.grad else "forward")
+        compile_launches(lambda: step(*self.given), topology)
+        for form in FORMS[: 1 + self.grad]:
+            self._note(form, EAGER)
+
+    def _is_one(self) -> bool:
+        """Whether CPU torch takes the sample (jiterators are CUDA's alone)."""
+        call = fresh(self.call, False)
+        try:
+            self.entry(call[0], *call[1], **call[2])
+        except Exception:
+            return False
+        return True
+
+    def _lay_out(self, mesh: Any, whole: bool) -> None:
+        seed = f"{self.result.name} {tuple(mesh.shape)} {self.number} 0"
         to_mesh = Distributor(mesh, seed, whole)
-        if entries.ON_HOST.fullmatch(result.name):
-            call = (to_mesh(plain[0]), *plain[1:])
-        else:
-            call = to_mesh(plain)
         self.layout = to_mesh.layouts
+        if entries.ON_HOST.fullmatch(self.result.name):
+            call = (to_mesh(self.call[0]), *self.call[1:])
+        else:
+            call = to_mesh(self.call)
         self.given: list[torch.Tensor] = []
         self.places = map_leaves(call, self._place)
         self.grad = self.grad and any(t.requires_grad for t in self.given)
+        self.result.layouts.append("; ".join(self.layout))
 
     def _place(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla":
@@ -100,28 +144,17 @@ class _Sample:
             self.given.append(leaf)
         return _Place(known[0])
 
-    def run(self) -> None:
-        self.result.layouts.append("; ".join(self.layout))
-        both = "backward" if self.grad else "forward"
-        if self._compiles(both):
-            self.result.forms.setdefault("forward", PASS)
-        elif self.grad:
-            self._compiles("forward")
+    def _note(self, form: str, kind: str) -> None:
+        forms = self.result.forms
+        forms[form] = max(kind, forms.get(form, PASS), key=CLASSES.index)
 
-    def _compiles(self, form: str) -> bool:
-        """Whether there is a program; of ``"backward"`` it has both."""
-        try:
-            with jax.enable_x64(True):
-                looked_at(CompiledStep(self._step(form)), self.given, {}, _compiled)
-        except Exception as error:
-            kind = NAMED if isinstance(error, XlaDTensorError) else ERROR
-            self.result.forms[form] = kind
-            text = f"{type(error).__name__}: {error}"[:600]
-            failure = {"form": form, "class": kind, "sample": self.number, "call": self.text}
-            self.result.failures.append({**failure, "layouts": self.layout, "text": text})
-            return False
-        self.result.forms.setdefault(form, PASS)
-        return True
+    def _failed(self, form: str, error: Exception) -> None:
+        kind = NAMED if isinstance(error, XlaDTensorError) else ERROR
+        self._note(form, kind)
+        text = f"{type(error).__name__}: {error}"[:600]
+        failure = {"form": form, "class": kind, "sample": self.number, "text": text}
+        call = describe(self.call)[:300]
+        self.result.failures.append({**failure, "call": call, "layouts": self.layout})
 
     def _step(self, form: str) -> Any:
         def forward(*args: torch.Tensor) -> Any:

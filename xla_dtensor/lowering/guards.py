@@ -58,3 +58,12 @@ NOT_PARTITIONABLE = Guard(
     "libtpu has no emitter for such calls, and its programs leave the function to the partitioner.",
     ("cpu", "cuda", "rocm"),
 )
+FACTORISATIONS_IN_32_BITS = Guard(
+    "JAX writes the TPU's singular values, and eigenvalues of large matrices, as loops that carry "
+    "a 64-bit number if 64-bit types are on, and libtpu can't rewrite those.",
+    ("tpu",),
+)
+EIGENVALUES = Guard(
+    "No defect of these, which can factorise matrices that aren't symmetric; others refuse.",
+    ("cpu", "cuda", "rocm"),
+)
