@@ -41,9 +41,11 @@ class _Recorder:
 
 def _described(leaf: Any) -> Any:
     """Shape, dtype and sharding of an array, which may be overwritten."""
-    if isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    return leaf
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    # An array that is on no mesh goes where others are.
+    sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 @contextmanager
