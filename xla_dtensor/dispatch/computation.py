@@ -18,7 +18,6 @@ from xla_dtensor.dispatch.result_placements import Pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
-from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import Frame
 
 
@@ -65,7 +64,7 @@ class Computation:
         self._args, self._kwargs = call.args, call.kwargs
         self._lowered, self._pinned, self._frame = lowered, pinned, frame
         self._result_forms, self._writes = result_forms, writes
-        self._reads_nothing = is_(Kind.LIKE, call.info.name)
+        self._reads_nothing = call.info.makes_like
         self._varying = [
             f.varying if isinstance(f, Form) and not self._reads_nothing else ()
             for f in self._forms
