@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import json
 import signal
 import subprocess
@@ -134,12 +135,19 @@ def _done(out: Path, running: Path, options: argparse.Namespace) -> set[str]:
 def _write(out: Path, result: Result, options: argparse.Namespace, seconds: float) -> None:
     about = {"dtype": options.dtype, "mesh": options.mesh, "limit": options.limit}
     if options.compile_for:
-        about |= {"topology": options.compile_for, "whole": options.whole}
+        about |= {"topology": options.compile_for, "whole": options.whole, "commit": _commit()}
     record = {**vars(result), **about, "seconds": round(seconds, 2)}
     with out.open("a") as file:
         file.write(json.dumps(record) + "\n")
     bad = {k: v for k, v in result.forms.items() if v != "pass"}
     print(f"{seconds:6.1f}s {result.name}: {bad or 'pass'}", flush=True)
+
+
+@functools.cache
+def _commit() -> str:
+    """Of the code; a plus where it has been changed since."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from xla_dtensor.base import rng
@@ -18,6 +19,7 @@ from xla_dtensor.dispatch.result_placements import Pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
+from xla_dtensor.lowering.guards import DOUBLE_COMPLEX
 from xla_dtensor.mesh import Frame
 
 
@@ -168,6 +170,12 @@ class Computation:
         if value is None:  # masked out, which torch's meta kernel hasn't looked at
             value = jnp.zeros(form.shape, form.jax_dtype)
         value = checked(value, form.shape, form.jax_dtype, self._info)
+        if form.jax_dtype == np.complex128:
+            text = (
+                f"{self._info.name} gives complex128 of shape {list(form.shape)}, {form!r}, which "
+                "this backend doesn't compile; use complex64"
+            )
+            value = DOUBLE_COMPLEX.only(text, lambda x: x, value)
         return (
             value if self._pinned is None else self._pinned.pin(value, self._pinned.results[index])
         )

@@ -131,7 +131,13 @@ class Form:
         import jax
 
         space = jax.memory.Space.Device
-        return array if jax.typeof(array).memory_space == space else jax.device_put(array, space)
+        if jax.typeof(array).memory_space == space:
+            return array
+        fetched = jax.device_put(array, space)
+        if self.varying or tuple(array.shape) != self.array_shape:
+            return fetched
+        # Shards first, or XLA gathers what the host has, in the host's memory.
+        return jax.lax.with_sharding_constraint(fetched, self.computed_sharding)
 
     @property
     def computed_sharding(self) -> Any:

@@ -8,11 +8,14 @@ this kind: pins (`dispatch/result_placements.py`), full coordinates and masks of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
+
+from xla_dtensor.lowering.when_lowered import refused
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,15 @@ class Guard:
         branches = dict.fromkeys(self.platforms, guarded)
         return lax.platform_dependent(*operands, default=plain, **branches)
 
+    def only(self, text: str, function: Callable[..., Any], *operands: Any) -> Any:
+        """``function(*operands)`` on the guard's platforms; programs for others aren't lowered.
+
+        Args:
+            text: what the error says, an `UnsupportedOpError`.
+        """
+        refuse = functools.partial(refused, text, function)
+        return self.choose(function, refuse, *operands)
+
 
 ROW_MAJOR_TRANSFORMS = Guard(
     "XLA leaves the layout of a Fourier transform open, and the CPU's kernel refuses what layout "
@@ -63,7 +75,17 @@ FACTORISATIONS_IN_32_BITS = Guard(
     "a 64-bit number if 64-bit types are on, and libtpu can't rewrite those.",
     ("tpu",),
 )
+# What only these platforms have; the others refuse (`Guard.only`).
 EIGENVALUES = Guard(
-    "No defect of these, which can factorise matrices that aren't symmetric; others refuse.",
+    "JAX has a factorisation of matrices that aren't symmetric for these alone.",
+    ("cpu", "cuda", "rocm"),
+)
+BITS_OF_DOUBLES = Guard(
+    "libtpu emulates 64-bit floating point by pairs of 32-bit numbers, which have other bits, and "
+    "ends the process on some programs that ask for them.",
+    ("cpu", "cuda", "rocm"),
+)
+DOUBLE_COMPLEX = Guard(
+    "libtpu loses the layout of sharded results of 128-bit complex numbers.",
     ("cpu", "cuda", "rocm"),
 )

@@ -21,7 +21,7 @@ from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import promote, promote_for_math
 from xla_dtensor.lowering.registry import lowers
-from xla_dtensor.lowering.when_lowered import in_32_bits, refused
+from xla_dtensor.lowering.when_lowered import in_32_bits
 
 # LU --------------------------------------------------------------------------------------
 
@@ -374,7 +374,7 @@ def _eigenvalues(name: str, factorise: Callable[..., Any], a: jax.Array) -> Any:
         "symmetric on CPUs and GPUs only. Take torch.linalg.eigh if it is symmetric, or move it: "
         "x.full_tensor().cpu()"
     )
-    return EIGENVALUES.choose(factorise, functools.partial(refused, text, factorise), a)
+    return EIGENVALUES.only(text, factorise, a)
 
 
 # Products and functions of matrices ----------------------------------------------------------
