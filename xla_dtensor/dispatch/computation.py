@@ -170,7 +170,7 @@ class Computation:
         if value is None:  # masked out, which torch's meta kernel hasn't looked at
             value = jnp.zeros(form.shape, form.jax_dtype)
         value = checked(value, form.shape, form.jax_dtype, self._info)
-        if form.jax_dtype == np.complex128:
+        if form.jax_dtype == np.complex128 and any(form.dim_axes):
             text = (
                 f"{self._info.name} gives complex128 of shape {list(form.shape)}, {form!r}, which "
                 "this backend doesn't compile; use complex64"
