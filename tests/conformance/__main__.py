@@ -122,7 +122,9 @@ def _on_alarm(*_: Any) -> None:
 
 def _done(out: Path, running: Path, options: argparse.Namespace) -> set[str]:
     lines = out.read_text().splitlines() if out.exists() else []
-    done = {json.loads(line)["name"] for line in lines}
+    records = list(map(json.loads, lines))
+    # What other code has made is made again.
+    done = {r["name"] for r in records if r.get("commit", _commit()) == _commit()}
     if running.exists():
         name = running.read_text()
         if name and name not in done:

@@ -81,7 +81,7 @@ def compile_launches(function: Callable[[], Any], topology: str) -> int:
 
 
 def _compile(jitted: Any, args: tuple[Any, ...], devices: Any) -> None:
-    exported = jax.export.export(jitted, platforms=["tpu"])(*args)
+    exported = jax.export.export(jitted, platforms=[devices[0].platform])(*args)
     count = exported.nr_devices
     on_mesh = [
         leaf.sharding

@@ -170,7 +170,9 @@ def test_what_is_refused(mesh: DeviceMesh) -> None:
     frame = SimpleNamespace(jax_mesh=SimpleNamespace(devices=devices))
     with pytest.raises(UnsupportedOpError, match="NPU devices reach no memory of the host"):
         offload.check_memory(frame, "fully_shard")
-    with mock.patch("xla_dtensor.parallel.fully_shard.check_memory", side_effect=UnsupportedOpError):
+    with mock.patch(
+        "xla_dtensor.parallel.fully_shard.check_memory", side_effect=UnsupportedOpError
+    ):
         model = model_of()
         with pytest.raises(UnsupportedOpError):
             xd.fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
