@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance suites oracle test-versions bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance conformance-tpu suites oracle test-versions bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -111,6 +111,19 @@ conformance: env ## every op of torch's op_db against CPU torch (about ten minut
 	    $(CONFORMANCE) --shard $$i/2 --limit 2 --forms forward --dtype $$d --out $(RECORDS)/$$d.$$i || exit; \
 	  done ) & done 2> $(RECORDS)/warnings; wait
 	$(BIN)/python -m tests.conformance.report $(RECORDS)/*.[01] > tests/conformance/REPORT.md
+
+# The TPU's compiler, which needs no TPU (500 MB).
+LIBTPU ?= .cache/libtpu
+$(LIBTPU)/libtpu/libtpu.so:
+	$(PYTHON) -m pip install --quiet --no-deps --target $(LIBTPU) libtpu==0.0.52
+
+conformance-tpu: env $(LIBTPU)/libtpu/libtpu.so ## every op of op_db through the TPU's compiler (half an hour; goes on where it was stopped)
+	mkdir -p $(RECORDS)
+	for i in 0 1; do \
+	  TPU_LIBRARY_PATH=$(abspath $(LIBTPU))/libtpu/libtpu.so $(CONFORMANCE) --compile-for v5e:2x4 \
+	    --resume --limit 2 --shard $$i/2 --out $(RECORDS)/tpu.$$i || exit; \
+	done
+	$(BIN)/python -m tests.conformance.tpu_report $(RECORDS)/tpu.[01] > tests/conformance/TPU.md
 
 bench: env ## the compiled step against hand-written JAX
 	$(BIN)/python benchmarks/step_vs_jax.py $(ARGS)

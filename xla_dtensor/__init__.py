@@ -66,6 +66,7 @@ _LAZY = {
     "get_mesh": "xla_dtensor.mesh",
     "jax_function": "xla_dtensor.custom_ops",
     "parallelize": "xla_dtensor.parallel",
+    "offload_state": "xla_dtensor.parallel",
     "plan": "xla_dtensor.plan",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",

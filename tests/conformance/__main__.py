@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import json
 import signal
 import subprocess
@@ -19,13 +20,15 @@ import torch
 from tests.conformance import entries
 from tests.conformance.check import FORMS, Result, check_entry
 from tests.conformance.compare import ERROR, EntryTimeout
+from tests.conformance.tpu import compile_entry
 
 
 def main() -> None:
     options = _parse()
     if options.restart:
         sys.exit(_supervise(options))
-    dtype, mesh = getattr(torch, options.dtype), make_mesh(options.mesh)
+    dtype = getattr(torch, options.dtype)
+    mesh = None if options.compile_for else make_mesh(options.mesh)
     index, count = map(int, options.shard.split("/"))
     out, running = Path(options.out), Path(options.out + ".running")
     done = _done(out, running, options) if options.resume else set()
@@ -59,6 +62,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--mesh", default="2x4", help="a shape; most samples divide by 5, few by 2x4"
     )
+    parser.add_argument(
+        "--compile-for", default="", help="compile for this topology (v5e:2x4) and run nothing"
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="with --compile-for: tensors are replicated"
+    )
     parser.add_argument("--out", default="report.jsonl")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th entry from the i-th")
     parser.add_argument("--resume", action="store_true", help="skip what --out has")
@@ -87,6 +96,9 @@ def _guarded(entry: Any, dtype: torch.dtype, mesh: Any, options: Any) -> Result:
     faulthandler.dump_traceback_later(3 * options.timeout, exit=True)
     signal.alarm(options.timeout)
     try:
+        if options.compile_for:
+            where = options.compile_for, options.mesh
+            return compile_entry(entry, dtype, *where, options.limit, options.whole)
         forms = options.forms.split(",")
         return check_entry(entry, dtype, mesh, options.limit, options.layouts, forms)
     except EntryTimeout:
@@ -110,7 +122,9 @@ def _on_alarm(*_: Any) -> None:
 
 def _done(out: Path, running: Path, options: argparse.Namespace) -> set[str]:
     lines = out.read_text().splitlines() if out.exists() else []
-    done = {json.loads(line)["name"] for line in lines}
+    records = list(map(json.loads, lines))
+    # What other code has made is made again.
+    done = {r["name"] for r in records if r.get("commit", _commit()) == _commit()}
     if running.exists():
         name = running.read_text()
         if name and name not in done:
@@ -122,11 +136,20 @@ def _done(out: Path, running: Path, options: argparse.Namespace) -> set[str]:
 
 def _write(out: Path, result: Result, options: argparse.Namespace, seconds: float) -> None:
     about = {"dtype": options.dtype, "mesh": options.mesh, "limit": options.limit}
+    if options.compile_for:
+        about |= {"topology": options.compile_for, "whole": options.whole, "commit": _commit()}
     record = {**vars(result), **about, "seconds": round(seconds, 2)}
     with out.open("a") as file:
         file.write(json.dumps(record) + "\n")
     bad = {k: v for k, v in result.forms.items() if v != "pass"}
     print(f"{seconds:6.1f}s {result.name}: {bad or 'pass'}", flush=True)
+
+
+@functools.cache
+def _commit() -> str:
+    """Of the code; a plus where it has been changed since."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

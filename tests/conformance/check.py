@@ -144,7 +144,7 @@ class _Sample:
                     "form": form,
                     "class": kind,
                     "sample": self.number,
-                    "call": _describe(self.call)[:300],
+                    "call": describe(self.call)[:300],
                     "layouts": self.layout,
                     "text": text[:600],
                 }
@@ -355,7 +355,9 @@ def _like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, model.device_mesh, whole)
 
 
-def _describe(call: Any) -> str:
+def describe(call: Any) -> str:
+    """A call's arguments in a line: tensors as their dtypes and shapes."""
+
     def one(value: Any) -> str:
         if isinstance(value, torch.Tensor):
             return f"{str(value.dtype)[6:]}{list(value.shape)}"
@@ -367,4 +369,4 @@ def _describe(call: Any) -> str:
     return ", ".join(parts)
 
 
-__all__ = ["FORMS", "Result", "check_entry"]
+__all__ = ["FORMS", "Result", "check_entry", "describe"]

@@ -92,7 +92,7 @@ def _causes(records: list[Record]) -> Iterator[str]:
         ranked = sorted(causes.items(), key=lambda item: -len(item[1]))
         for cause, names in ranked[:TOP]:
             examples = ", ".join(list(names)[:4])
-            yield f"| {_cell(cause)} | {len(names)} | {examples} |"
+            yield f"| {cell(cause)} | {len(names)} | {examples} |"
         if len(ranked) > TOP:
             yield f"| {len(ranked) - TOP} other causes | {sum(len(n) for _, n in ranked[TOP:])} | |"
         yield ""
@@ -118,8 +118,8 @@ def _failures(records: list[Record]) -> Iterator[str]:
                 seen.add(entry)
                 note = reason(record["name"], form, record["dtype"])
                 where = "; ".join(failure["layouts"])
-                text = _cell(failure["text"])[:160] + (f" **expected: {note}**" if note else "")
-                rows.append(f"| {' | '.join(entry)} | {_cell(where)} | {text} |")
+                text = cell(failure["text"])[:160] + (f" **expected: {note}**" if note else "")
+                rows.append(f"| {' | '.join(entry)} | {cell(where)} | {text} |")
         if rows:
             yield f"## {kind}: {MEANING[kind]}\n"
             yield "| entry | form | dtype | layouts | first failure |\n|---|---|---|---|---|"
@@ -132,7 +132,8 @@ def _failures(records: list[Record]) -> Iterator[str]:
                 yield f"| {name} | {form} | {why} |"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """``text`` for a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

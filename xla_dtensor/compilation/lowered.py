@@ -245,6 +245,8 @@ class Lowered:
         with jax.enable_x64(True):
             prepared = self._prepared = self._prepare(arguments)
             inputs = self._gather(arguments, prepared, take=False)
+            if any(form.memory for form in self._forms):
+                jit_options["in_shardings"] = self._in_shardings(inputs)
             if pin.allowed and self._takes_no_axes_apart(inputs):
                 self.lowering = pin.loose
 
@@ -292,6 +294,13 @@ class Lowered:
         """
         first = [index for source in self._donated.sources for index, _ in source.writes]
         return [*dict.fromkeys((*first, *range(len(self._forms))))]
+
+    def _in_shardings(self, inputs: Any) -> Any:
+        """The shardings of all inputs. If JAX knows one memory of an input or output too few, it
+        lets an output overwrite an input that is in another memory, and XLA fails."""
+        assert self._frame is not None
+        of_host = self._frame.replicated
+        return pytree.tree_map(lambda x: getattr(x, "sharding", None) or of_host, inputs)
 
     def _takes_no_axes_apart(self, inputs: Any) -> bool:
         if self._frame is None:

@@ -334,7 +334,7 @@ def _of_form(value: Any, source: Form, form: Form) -> Any:
         )
     if form.sharding is None or source.placements == form.placements:
         return value
-    return jax.lax.with_sharding_constraint(value, form.sharding)
+    return jax.lax.with_sharding_constraint(value, form.computed_sharding)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -88,6 +88,8 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self.reads: list[tuple[Storage | torch.Tensor | int, Outside | None]] = []
         self.shown: set[int] = set()
         self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
+        # Arrays that rest in the host's memory, and what has been fetched of them, by id.
+        self._in_devices: dict[int, tuple[Any, Any]] = {}
         self.host: Any = None
         self._start_assertions()
 
@@ -123,11 +125,23 @@ class StepTrace(TraceNumbers, TraceAssertions):
         array = storage.array
         if isinstance(array, AbstractArray):
             array = traced(array)
+        if storage.form.memory is not None:
+            array = self._fetched(storage, array)
         if self.differentiating and (id(storage) in self.shown or not self.owns(storage)):
             array = self._mark(storage, array, tensor)
         if self._recomputed:
             array = self._recomputed[-1].barred(storage, array)
         return array
+
+    def _fetched(self, storage: Storage, array: Any) -> Any:
+        """What rests in another memory, in the devices' own: once, before anything is done with it
+        (libtpu ends the process on a barrier in front of a copy from the host)."""
+        known = self._in_devices.get(id(storage.array))
+        if known is None or known[0] is not storage.array:
+            with self.scope():
+                fetched = storage.form.fetched(array)
+            known = self._in_devices[id(storage.array)] = storage.array, fetched
+        return known[1]
 
     def _mark(self, storage: Storage | torch.Tensor, array: Any, tensor: Any) -> Any:
         """``array`` behind an equation that does nothing, and says that the backward pass reads
@@ -362,7 +376,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         """Keep alive nothing of what the trace has used: a program says itself what it needs."""
         for kept in (
             *(self.before, self._captured_by_id, self.host_arrays, self.scalars),
-            *(self._items, self._marked, self._counters, self._owned),
+            *(self._items, self._marked, self._counters, self._owned, self._in_devices),
         ):
             kept.clear()
         self.captured, self.reads, self._latest = [], [], None

@@ -124,7 +124,9 @@ class Conversion:
         if value.shape[value.ndim - len(shape) :] != shape:  # padded
             value = value[(..., *(slice(0, n) for n in shape))]
         elif self._sharding is not None:
-            value = jax.lax.with_sharding_constraint(value, self._sharding)
+            given = self._sharding is not self._target.sharding
+            sharding = self._sharding if given else self._target.computed_sharding
+            value = jax.lax.with_sharding_constraint(value, sharding)
         return [value]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base import host_memory, rng, thread_state
 from xla_dtensor.base.generator import stream_of
 from xla_dtensor.base.python_numbers import is_number, like_a_number
 from xla_dtensor.dispatch.ops import DROPPED, OpInfo
@@ -51,6 +51,8 @@ class Call:
         key: list[Any] = [info]
         if info.may_contract:
             key.append(torch.get_float32_matmul_precision())
+        if info.makes_like:
+            key.append(host_memory.of_states())
         default_dtype = torch.get_default_dtype()
         if default_dtype is not torch.float32:
             key.append(default_dtype)  # what factories make, and what divisions of ints give

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from xla_dtensor.base import rng
@@ -18,7 +19,7 @@ from xla_dtensor.dispatch.result_placements import Pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
-from xla_dtensor.lowering.kinds import Kind, is_
+from xla_dtensor.lowering.guards import DOUBLE_COMPLEX
 from xla_dtensor.mesh import Frame
 
 
@@ -65,7 +66,7 @@ class Computation:
         self._args, self._kwargs = call.args, call.kwargs
         self._lowered, self._pinned, self._frame = lowered, pinned, frame
         self._result_forms, self._writes = result_forms, writes
-        self._reads_nothing = is_(Kind.LIKE, call.info.name)
+        self._reads_nothing = call.info.makes_like
         self._varying = [
             f.varying if isinstance(f, Form) and not self._reads_nothing else ()
             for f in self._forms
@@ -169,6 +170,12 @@ class Computation:
         if value is None:  # masked out, which torch's meta kernel hasn't looked at
             value = jnp.zeros(form.shape, form.jax_dtype)
         value = checked(value, form.shape, form.jax_dtype, self._info)
+        if form.jax_dtype == np.complex128 and any(form.dim_axes):
+            text = (
+                f"{self._info.name} gives complex128 of shape {list(form.shape)}, {form!r}, which "
+                "this backend doesn't compile; use complex64"
+            )
+            value = DOUBLE_COMPLEX.only(text, lambda x: x, value)
         return value if self._pinned is None else self._pinned.result(value, index)
 
 

@@ -12,6 +12,7 @@ from xla_dtensor.base.cache import Table
 from xla_dtensor.base.registry import Registry
 from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view
 from xla_dtensor.lowering import changes as lowering_changes
+from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.lowering.meta import shapes_of
 
 # Where and how a result is stored is the runtime's business, not a lowering's.
@@ -53,6 +54,7 @@ class OpInfo:
         taken_apart: whether torch's composition of other operations is used: of views, so that its
             result may share its argument's memory (``narrow``, ``reshape``, ``contiguous``)
             without being a view here; or one that ends on the host (``item``, ``is_nonzero``).
+        makes_like: whether it makes a tensor like another one, whose values it doesn't read.
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.
     """
@@ -71,6 +73,7 @@ class OpInfo:
     is_out: bool
     may_contract: bool
     taken_apart: bool
+    makes_like: bool
     counts_writes: bool
 
     @property
@@ -132,6 +135,7 @@ def _make(func: Any) -> OpInfo:
         is_out=any(map(_is_out, schema.arguments)),
         may_contract=view is None and torch.Tag.pointwise not in func.tags,
         taken_apart=view is None and lowering is None and _is_taken_apart(func),
+        makes_like=is_(Kind.LIKE, name),
         counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
     )
 

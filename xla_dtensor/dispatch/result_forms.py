@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from xla_dtensor.base import host_memory
 from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.meta import Meta
 from xla_dtensor.dispatch.ops import OpInfo
@@ -26,12 +27,14 @@ class Place(NamedTuple):
         frame: its devices; None for the default device.
         axes: along which the results vary.
         valueless: whether they have no value, being on the meta device.
+        memory: that they rest in, as `Form.memory`.
     """
 
     mesh: DeviceMesh | None
     frame: Frame | None
     axes: tuple[str, ...]
     valueless: bool
+    memory: str | None
 
 
 def place_of(call: Call) -> Place:
@@ -42,7 +45,8 @@ def place_of(call: Call) -> Place:
         UnsupportedOpError: a per-device tensor meets a sharded one that it varies within.
     """
     mesh, frame = _where(call)
-    return Place(mesh, frame, varying_axes(call, frame), has_no_value(call))
+    memory = None if frame is None else _memory(call)
+    return Place(mesh, frame, varying_axes(call, frame), has_no_value(call), memory)
 
 
 def output_forms(
@@ -58,7 +62,14 @@ def output_forms(
             None
             if m is None
             else device_form(
-                place.frame, m.shape, m.stride, m.offset, m.dtype, place.axes, place.valueless
+                place.frame,
+                m.shape,
+                m.stride,
+                m.offset,
+                m.dtype,
+                place.axes,
+                place.valueless,
+                place.memory,
             )
             for m in metas
         ]
@@ -76,9 +87,21 @@ def output_forms(
             m.dtype,
             varying=place.axes,
             meta=place.valueless,
+            memory=place.memory,
         )
         for m, p in zip(metas, output_placements(answer), strict=True)
     ]
+
+
+def _memory(call: Call) -> str | None:
+    """The memory that results rest in: a tensor like one in the host's memory is there, too, as
+    ``torch.zeros_like`` of a tensor on the CPU. Everything that is computed is on the devices."""
+    if not call.info.makes_like:
+        return None
+    like = next((form for form in call.forms if isinstance(form, Form)), None)
+    if like is None:
+        return None
+    return like.memory or (host_memory.of_states() if like.shape else None)
 
 
 def refuse_meta_write(info: OpInfo, written: list[Form]) -> None:
@@ -118,7 +141,7 @@ def has_no_value(call: Call) -> bool:
 
 def varying_axes(call: Call, frame: Any) -> tuple[str, ...]:
     """The axes along which the call's results vary: those of all tensors whose values it reads."""
-    if is_(Kind.LIKE, call.info.name):
+    if call.info.makes_like:
         return ()
     forms = [form for form in call.forms if isinstance(form, Form)]
     for form in forms:

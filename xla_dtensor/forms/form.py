@@ -43,6 +43,8 @@ class Form:
         frame: the JAX mesh that the array lives on; None for an array of the default device.
         shape, stride, offset, dtype: as torch sees the tensor.
         meta: whether it has no value (torch's "meta" device): there is no array.
+        memory: where the array rests between programs, JAX's name of it (``"pinned_host"``); None
+            for the devices' own. Programs compute in that: what rests elsewhere they fetch.
         padded_shape: the logical dims of the array.
         sharding: the array's ``NamedSharding``; None without a frame.
         spec: torch's ``DTensorSpec``; None for a per-device tensor.
@@ -54,6 +56,7 @@ class Form:
         "dtype",
         "frame",
         "jax_dtype",
+        "memory",
         "mesh",
         "meta",
         "offset",
@@ -71,6 +74,7 @@ class Form:
     placements: tuple[Placement, ...] | None
     varying: tuple[str, ...]
     meta: bool
+    memory: str | None
     unreduced: tuple[int, ...]
     frame: Frame | None
     shape: tuple[int, ...]
@@ -113,11 +117,32 @@ class Form:
 
         Of a tensor that varies ``array`` is one device's part, without the varying axes.
         """
+        array = self.fetched(array)
         if self.unreduced:
             array = self._reduce(array)
         if tuple(array.shape) != self.shape:
             array = array[tuple(slice(0, n) for n in self.shape)]
         return array
+
+    def fetched(self, array: jax.Array) -> jax.Array:
+        """``array`` in the devices' memory."""
+        if self.memory is None:
+            return array
+        import jax
+
+        space = jax.memory.Space.Device
+        if jax.typeof(array).memory_space == space:
+            return array
+        fetched = jax.device_put(array, space)
+        if self.varying or tuple(array.shape) != self.array_shape:
+            return fetched
+        # Shards first, or XLA gathers what the host has, in the host's memory.
+        return jax.lax.with_sharding_constraint(fetched, self.computed_sharding)
+
+    @property
+    def computed_sharding(self) -> Any:
+        """The sharding while programs compute: in the devices' memory."""
+        return self.sharding if self.memory is None else self.with_memory(None).sharding
 
     def physical(self, value: jax.Array) -> jax.Array:
         """``value`` padded to an even sharding (without pending reductions; with or without the
@@ -155,30 +180,19 @@ class Form:
         same wherever it lies."""
         if not self.offset:
             return self
-        if self.mesh is None:
-            return device_form(
-                self.frame, self.shape, self.stride, 0, self.dtype, self.varying, self.meta
-            )
-        assert self.placements is not None
-        return sharded_form(
-            self.mesh,
-            self.placements,
-            self.shape,
-            self.stride,
-            0,
-            self.dtype,
-            self.unreduced,
-            self.varying,
-            self.meta,
-        )
+        return self._with(offset=0)
 
     def with_varying(self, varying: tuple[str, ...]) -> Form:
         """The same tensor, varying along exactly these axes of its frame."""
-        return self if varying == self.varying else self._with(varying, self.meta)
+        return self if varying == self.varying else self._with(varying=varying)
 
     def with_meta(self, meta: bool) -> Form:
         """The same tensor with or without a value."""
-        return self if meta == self.meta else self._with(self.varying, meta)
+        return self if meta == self.meta else self._with(meta=meta)
+
+    def with_memory(self, memory: str | None) -> Form:
+        """The same tensor, resting in that memory. One of the default device has no choice."""
+        return self if memory == self.memory or self.frame is None else self._with(memory=memory)
 
     def on_current_frame(self) -> Form:
         """The same sharded tensor, with the axes that its mesh's dims consist of by now.
@@ -191,21 +205,16 @@ class Form:
             return self
         frame = frame_of(self.mesh)
         self.check_axes("a view of what devices hold", frame)
-        return self._with(self.varying, self.meta)
+        return self._with()
 
-    def _with(self, varying: tuple[str, ...], meta: bool) -> Form:
-        about = self.shape, self.stride, self.offset, self.dtype
+    def _with(self, **changed: Any) -> Form:
+        names = "offset", "varying", "meta", "memory"
+        about = {name: getattr(self, name) for name in names} | changed
+        about |= {"shape": self.shape, "stride": self.stride, "dtype": self.dtype}
         if self.mesh is None:
-            return device_form(self.frame, *about, varying=varying, meta=meta)
+            return device_form(self.frame, **about)
         assert self.placements is not None
-        return sharded_form(
-            self.mesh,
-            self.placements,
-            *about,
-            unreduced=self.unreduced,
-            varying=varying,
-            meta=meta,
-        )
+        return sharded_form(self.mesh, self.placements, unreduced=self.unreduced, **about)
 
     def placed(self, frame: Frame | None) -> Form:
         """The form of a per-device tensor of the default device once it is on all of ``frame``'s;
@@ -224,6 +233,8 @@ class Form:
         where = f"{self.mesh!r}, {list(self.placements or ())}" if self.mesh else f"{self.frame}"
         if self.varying:
             where += f", varying along {', '.join(self.varying)}"
+        if self.memory:
+            where += f", in {self.memory}"
         return f"Form({list(self.shape)}, {self.dtype}, {where})"
 
     def check_axes(self, what: str, frame: Frame) -> None:
@@ -297,6 +308,7 @@ def sharded_form(
     unreduced: tuple[int, ...] = (),
     varying: tuple[str, ...] = (),
     meta: bool = False,
+    memory: str | None = None,
 ) -> Form:
     """The form of a global-view tensor. ``placements`` must be normalised.
 
@@ -306,21 +318,22 @@ def sharded_form(
     shape = tuple(shape)
     stride = contiguous_stride(shape) if stride is None else tuple(stride)
     frame = frame_of(mesh)
+    about = shape, stride, offset, dtype
     # The frame is part of the key: a refined one has other axis names.
-    key = (mesh, placements, frame, shape, stride, offset, dtype, unreduced, varying, meta)
+    key = (mesh, placements, frame, *about, unreduced, varying, meta, memory)
     form = _forms.get(key)
     if form is not None:
         return form
     with frames_stay():
         # Between this and the look above another thread may have refined the frame.
         frame = frame_of(mesh)
-        key = (mesh, placements, frame, shape, stride, offset, dtype, unreduced, varying, meta)
+        key = (mesh, placements, frame, *about, unreduced, varying, meta, memory)
         axes = mesh_dim_axes(mesh)
         if set(varying) & {name for names in axes for name in names}:
             raise PlacementError(
                 f"a tensor on {mesh!r} can't vary along {list(varying)}, which is part of its mesh"
             )
-        form = _new_form(shape, stride, offset, dtype, varying, meta)
+        form = _new_form(shape, stride, offset, dtype, varying, meta, memory)
         form.mesh, form.placements, form.unreduced, form.frame = mesh, placements, unreduced, frame
         form.dim_axes = dim_axes(placements, mesh, len(shape))
         form.padded_shape = tuple(
@@ -328,7 +341,8 @@ def sharded_form(
             for n, names in zip(shape, form.dim_axes, strict=True)
         )
         lead = [*varying, *(axes[i] for i in unreduced)]
-        form.sharding = frame.sharding(*(names or None for names in (*lead, *form.dim_axes)))
+        spec = (names or None for names in (*lead, *form.dim_axes))
+        form.sharding = frame.sharding(*spec, memory=memory)
         form.spec = DTensorSpec(
             mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype)
         )
@@ -343,19 +357,20 @@ def device_form(
     dtype: torch.dtype = torch.float32,
     varying: tuple[str, ...] = (),
     meta: bool = False,
+    memory: str | None = None,
 ) -> Form:
     """The form of a per-device tensor: one on each device of ``frame`` along the varying axes, the
     same one along the others."""
     shape = tuple(shape)
     stride = contiguous_stride(shape) if stride is None else tuple(stride)
-    key = (None, None, frame, shape, stride, offset, dtype, (), varying, meta)
+    key = (None, None, frame, shape, stride, offset, dtype, (), varying, meta, memory)
     form = _forms.get(key)
     if form is None:
-        form = _new_form(shape, stride, offset, dtype, varying, meta)
+        form = _new_form(shape, stride, offset, dtype, varying, meta, memory)
         form.mesh, form.placements, form.unreduced, form.frame = None, None, (), frame
         form.dim_axes = ((),) * len(shape)
         form.padded_shape = shape
-        form.sharding = None if frame is None else frame.sharding(*varying)
+        form.sharding = None if frame is None else frame.sharding(*varying, memory=memory)
         form.spec = None
         form = _forms.put(key, form)
     return form
@@ -368,9 +383,10 @@ def _new_form(
     dtype: torch.dtype,
     varying: tuple[str, ...],
     meta: bool,
+    memory: str | None,
 ) -> Form:
     form: Form = object.__new__(Form)
-    form.varying, form.meta = varying, meta
+    form.varying, form.meta, form.memory = varying, meta, memory
     form.shape, form.stride, form.offset, form.dtype = shape, stride, offset, dtype
     form.jax_dtype = to_jax_dtype(dtype)
     return form

@@ -157,7 +157,9 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
     Returns:
         the logical value, behind the axes along which it varies.
     """
-    if not isinstance(steps[0], CrossingStep):
+    if isinstance(steps[0], CrossingStep):
+        base = form.fetched(base)
+    else:
         base = logical(base, form)
     for step in steps:
         if isinstance(step, CrossingStep):
@@ -199,6 +201,8 @@ def write_through(
         put = over_devices(first.put, [own, both], frame, sharded)
         return put(base, inside), both
 
-    if not isinstance(steps[0], CrossingStep):
+    if isinstance(steps[0], CrossingStep):
+        base = form.fetched(base)
+    else:
         base = logical(base, form)
     return write(base, form, steps)[0]

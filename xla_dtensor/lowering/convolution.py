@@ -244,7 +244,9 @@ def _pick(x: jax.Array, positions: np.ndarray, dim: int) -> jax.Array:
     steps = np.diff(positions)
     step = int(steps[0]) if count > 1 else 1
     if step < 1 or np.any(steps != step):
-        return jnp.take(x, np.clip(positions, 0, size - 1), axis=dim, mode="clip")
+        # Narrow: libtpu ends the process on some scatters (of the gradient) with 64-bit indices.
+        inside = np.clip(positions, 0, size - 1).astype(np.int32)
+        return jnp.take(x, inside, axis=dim, mode="clip")
     first, last = int(positions[0]), int(positions[-1])
     before, after = max(-first, 0), max(last - size + 1, 0)
     if before or after:

@@ -1,8 +1,8 @@
 """Fourier transforms, dim by dim: XLA's own take three dims at most.
 
-Each transform has its dim last and asks for row-major layouts around it: XLA's CPU backend leaves
-the layout of a transform open, and its kernel then refuses what layout assignment chose. The
-dispatcher keeps the transformed dims whole (`dispatch/result_placements.py`).
+Each transform has its dim last, and on CPUs asks for row-major layouts around it
+(`guards.ROW_MAJOR_TRANSFORMS`). The dispatcher keeps the transformed dims whole
+(`dispatch/result_placements.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from xla_dtensor.lowering.guards import ROW_MAJOR_TRANSFORMS
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.registry import lowers
 
 
 def _row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def _of_last_dim(x: jax.Array, kind: lax.FftType, length: int) -> jax.Array:
+    plain = lambda x: lax.fft(x, kind, (length,))
+    out: jax.Array = ROW_MAJOR_TRANSFORMS.choose(
+        lambda x: _row_major(plain(_row_major(x))), plain, x
+    )
+    return out
 
 
 def _transform(x: jax.Array, kind: lax.FftType, dim: int, length: int) -> jax.Array:
@@ -33,8 +42,7 @@ def _transform(x: jax.Array, kind: lax.FftType, dim: int, length: int) -> jax.Ar
         if kind is lax.FftType.IRFFT:
             dtype = jnp.finfo(x.dtype).dtype
         return jnp.zeros(shape, dtype)
-    x = _row_major(jnp.moveaxis(x, dim, -1))
-    out = _row_major(lax.fft(x, kind, (length,)))
+    out = _of_last_dim(jnp.moveaxis(x, dim, -1), kind, length)
     # XLA's inverse transforms divide by the length.
     if kind in (lax.FftType.IFFT, lax.FftType.IRFFT):
         out = out * length

@@ -6,7 +6,8 @@ it is the first zero pivot for LU, and 1 for a Cholesky factor that came out as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +16,12 @@ import numpy as np
 import torch
 from jax import lax
 
+from xla_dtensor.lowering.guards import EIGENVALUES, FACTORISATIONS_IN_32_BITS
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import promote, promote_for_math
 from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.when_lowered import in_32_bits
 
 # LU --------------------------------------------------------------------------------------
 
@@ -267,7 +270,7 @@ def lstsq(
         rank, values = jnp.zeros(a_batch, np.int64), jnp.zeros((*a_batch, min(rows, columns)))
         residuals = jnp.sum(jnp.abs(jnp.broadcast_to(b, (*batch, *b.shape[-2:]))) ** 2, -2)
     else:
-        u, values, vh = jnp.linalg.svd(a, full_matrices=False)
+        u, values, vh = _svd(a, False)
         kept = values > (0 if driver == "gels" else max(rcond, 0) * values[..., :1])
         rank = jnp.sum(kept, -1)
         inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0)
@@ -328,25 +331,50 @@ def svd(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     if not compute_uv:
         none = jnp.zeros(0, a.dtype)
-        return none, jnp.linalg.svd(a, compute_uv=False), none
-    return tuple(jnp.linalg.svd(a, full_matrices=full_matrices))
+        (values,) = _narrow(lambda a: (jnp.linalg.svd(a, compute_uv=False),), a)
+        return none, values, none
+    return _svd(a, full_matrices)
+
+
+def _svd(a: jax.Array, full_matrices: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    u, values, vh = _narrow(lambda a: tuple(jnp.linalg.svd(a, full_matrices=full_matrices)), a)
+    return u, values, vh
+
+
+def _narrow(factorise: Callable[..., tuple[jax.Array, ...]], a: jax.Array) -> tuple[jax.Array, ...]:
+    """``factorise(a)``, without 64-bit types where those are in the compiler's way."""
+    if a.dtype not in (np.float32, np.complex64) or a.size == 0:
+        return factorise(a)
+    narrow = functools.partial(in_32_bits, factorise)
+    found: tuple[jax.Array, ...] = FACTORISATIONS_IN_32_BITS.choose(narrow, factorise, a)
+    return found
 
 
 @lowers("_linalg_eigh")
 def eigh(a: jax.Array, UPLO: str = "L", compute_v: bool = True) -> tuple[jax.Array, jax.Array]:
     lower = UPLO.upper() == "L"
-    vectors, values = lax.linalg.eigh(a, lower=lower, symmetrize_input=False)
+    factorise = lambda a: tuple(lax.linalg.eigh(a, lower=lower, symmetrize_input=False))
+    vectors, values = _narrow(factorise, a)
     return values, vectors if compute_v else jnp.zeros(0, a.dtype)
 
 
 @lowers("linalg_eig")
 def eig(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return tuple(jnp.linalg.eig(a))
+    return _eigenvalues("aten::linalg_eig", lambda a: tuple(jnp.linalg.eig(a)), a)
 
 
 @lowers("linalg_eigvals", "_linalg_eigvals")
 def eigvals(a: jax.Array) -> jax.Array:
-    return jnp.linalg.eigvals(a)
+    return _eigenvalues("aten::linalg_eigvals", jnp.linalg.eigvals, a)
+
+
+def _eigenvalues(name: str, factorise: Callable[..., Any], a: jax.Array) -> Any:
+    text = (
+        f"{name} of a matrix of shape {list(a.shape)}: XLA has eigenvalues of matrices that aren't "
+        "symmetric on CPUs and GPUs only. Take torch.linalg.eigh if it is symmetric, or move it: "
+        "x.full_tensor().cpu()"
+    )
+    return EIGENVALUES.only(text, factorise, a)
 
 
 # Products and functions of matrices ----------------------------------------------------------

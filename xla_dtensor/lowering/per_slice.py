@@ -5,7 +5,9 @@
 - A scatter in batches by full coordinates (`_scatter.py`) could go anywhere, as far as XLA knows:
   it gathers what is scattered. Each device can as well scatter the batches that it has.
 
-So the function becomes a call that XLA cuts into one call per device (`custom_partitioning`).
+So the function becomes a call that XLA cuts into one call per device (`custom_partitioning`). Where
+the compiler has no such calls (TPUs, `guards.NOT_PARTITIONABLE`) it stays as it is: right, with the
+communication that XLA finds necessary.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
+from xla_dtensor.lowering.guards import NOT_PARTITIONABLE
 from xla_dtensor.lowering.scatter import is_inside
 
 Function = Callable[..., Any]
@@ -57,7 +60,11 @@ def per_slice(function: Function, lead: int, *operands: jax.Array) -> Any:
         jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - lead)), x, jnp.ones((), x.dtype))
         for x in operands
     ]
-    call = custom_vmap(lambda *arrays: _partitioned(function, lead, arrays))
+    call = custom_vmap(
+        lambda *arrays: NOT_PARTITIONABLE.choose(
+            lambda *arrays: _partitioned(function, lead, arrays), function, *arrays
+        )
+    )
 
     def over_batch(_: int, are_batched: Sequence[bool], *arrays: jax.Array) -> Any:
         pairs = list(zip(arrays, are_batched, strict=True))

@@ -18,6 +18,7 @@ from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.factory import factory_dtype
+from xla_dtensor.lowering.guards import NORMAL_IN_DOUBLE
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import is_exactly
 from xla_dtensor.lowering.registry import lowers
@@ -49,15 +50,13 @@ def _normal(key: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
     low = np.nextafter(np.float32(-1), np.float32(0))
     uniform = jax.random.uniform(key, tuple(shape), work, minval=low, maxval=1)
 
-    # In double precision, then rounded: XLA's single-precision erf_inv rounds differently in
-    # vectorised and scalar loops, so that a number would depend on the tensor's layout.
     def double(u: jax.Array) -> jax.Array:
         return (np.sqrt(2) * lax.erf_inv(u.astype(np.float64))).astype(np.float32)
 
     def single(u: jax.Array) -> jax.Array:
         return np.float32(np.sqrt(2)) * lax.erf_inv(u)
 
-    return lax.platform_dependent(uniform, tpu=single, default=double).astype(dtype)
+    return NORMAL_IN_DOUBLE.choose(double, single, uniform).astype(dtype)
 
 
 def _integers(key: jax.Array, shape: Shape, low: Any, span: Any) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.lowering.guards import BITS_OF_DOUBLES
 from xla_dtensor.lowering.pointwise import cast, is_complex, is_integral, logaddexp
 from xla_dtensor.lowering.promotion import float_dtype, math_dtype, promote_to_float
 from xla_dtensor.lowering.registry import lowers
@@ -114,6 +115,14 @@ def hash_tensor(x, dim=(), *, keepdim=False, mode=0):
     """The exclusive or of the elements' bits as 64-bit numbers, bit by bit: XLA has no such
     collective."""
     axes = axes_of(dim, x.ndim)
+    text = (
+        f"aten::hash_tensor of a tensor of shape {list(x.shape)}: its 64-bit arithmetic is not on "
+        "this backend; move the tensor to the CPU: torch.hash_tensor(x.full_tensor().cpu())"
+    )
+    return BITS_OF_DOUBLES.only(text, functools.partial(_hash, axes, keepdim), x)
+
+
+def _hash(axes, keepdim, x):
     if is_integral(x):
         bits = x.astype(np.uint64 if np.dtype(x.dtype).kind in "bu" else np.int64)
         bits = bits.astype(np.uint64)

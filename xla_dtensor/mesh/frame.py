@@ -81,11 +81,13 @@ class Frame:
         """Whether no mesh has refined it since."""
         return _frames[self.root] is self
 
-    def sharding(self, *spec: Any) -> Any:
-        """``NamedSharding`` over this frame of ``PartitionSpec(*spec)``."""
+    def sharding(self, *spec: Any, memory: str | None = None) -> Any:
+        """``NamedSharding`` over this frame of ``PartitionSpec(*spec)``, in the devices' memory or
+        in another of JAX's kinds."""
         import jax
 
-        return jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec(*spec))
+        partition = jax.sharding.PartitionSpec(*spec)
+        return jax.sharding.NamedSharding(self.jax_mesh, partition, memory_kind=memory)
 
     def __repr__(self) -> str:
         return f"Frame({', '.join(f'{axis.name}={axis.size}' for axis in self.axes)})"

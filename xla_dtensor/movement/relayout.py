@@ -40,7 +40,7 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
         with trace.scope():
             value = convert(array, source, target)
             if target.sharding is not None:
-                value = jax.lax.with_sharding_constraint(value, target.sharding)
+                value = jax.lax.with_sharding_constraint(value, target.computed_sharding)
         return new_tensor(value, target)
 
     def make() -> Conversion:
@@ -135,7 +135,7 @@ def constrain(value: Any, form: Form) -> Any:
     """The traced logical ``value`` with the sharding of ``form`` asked of XLA."""
     if form.sharding is None or form.unreduced:
         return value
-    return jax.lax.with_sharding_constraint(value, form.sharding)
+    return jax.lax.with_sharding_constraint(value, form.computed_sharding)
 
 
 def _check_same_devices(source: Form, target: Form) -> None:

@@ -33,7 +33,7 @@ def gather(array: Any, source: Form, target: Form) -> Any:
     if target.jax_dtype != source.jax_dtype:
         value = value.astype(target.jax_dtype)
         if source.sharding is not None:
-            value = jax.lax.with_sharding_constraint(value, source.sharding)
+            value = jax.lax.with_sharding_constraint(value, source.computed_sharding)
     return target.physical(value)
 
 

@@ -31,6 +31,7 @@ def manage(
     ignored_params: set[nn.Parameter] | None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     call: str,
+    offloads: bool = False,
 ) -> State:
     """Move, shard and register the parameters that no other group has."""
     roots = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
@@ -43,7 +44,7 @@ def manage(
                 f"{call} does not support containers that do not implement forward: {root}"
             )
     state: State = function.state(roots[0])
-    state.modules, state.policy = roots, policy
+    state.modules, state.policy, state.offloads = roots, policy, offloads
     found = _locations(roots, ignored_params or set())
     _move_buffers(roots)
     for parameter, locations in found:

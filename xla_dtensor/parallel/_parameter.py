@@ -28,6 +28,7 @@ from xla_dtensor.parallel._layouts import Keep, gather, reduce_over_devices
 from xla_dtensor.parallel._settings import Settings
 from xla_dtensor.parallel._unshard import Unshard
 from xla_dtensor.parallel._whole import Accumulated, Location, Whole, same_whole, wholes
+from xla_dtensor.parallel.offload import to_host
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import of_storage
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -111,6 +112,8 @@ class ManagedParameter:
             value = value.redistribute(mesh, placements)
         else:
             value = distribute_tensor(value, mesh, placements)
+        if self._state.offloads:
+            value = to_host(value)
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
     def _sharded_layout(self, parameter: nn.Parameter) -> tuple[DeviceMesh, Placements]:
@@ -335,7 +338,8 @@ class ManagedParameter:
             grad = self._land(grad, parameter)
         else:
             grad = self._reduce_over_devices(grad, parameter)
-        return grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
+        grad = grad if grad.dtype == parameter.dtype else grad.to(parameter.dtype)
+        return to_host(grad) if state.offloads else grad
 
     def reduce_waiting(self) -> None:
         """Reduce what waits for that, into ``.grad``, without another backward pass."""
@@ -349,6 +353,7 @@ class ManagedParameter:
             whole = isinstance(grad, XLAShardedTensor) or self.spans_mesh
             reduce = self._land if whole else self._reduce_over_devices
             grad = reduce(grad, parameter).to(parameter.dtype)
+            grad = to_host(grad) if state.offloads else grad
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _take_local_gradient(self, parameter: Any) -> Any:

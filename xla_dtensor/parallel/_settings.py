@@ -26,6 +26,7 @@ class Settings(_State):
     Attributes:
         modules: those that were passed.
         policy: the `MixedPrecisionPolicy`.
+        offloads: whether sharded parameters and gradients rest in the host's memory.
         reshard_after_forward: as passed; None is decided by the first forward.
         local_gradients: whether a gradient that isn't reduced is the parameter's ``.grad``, as in
             DDP, in place of being kept until one is.
@@ -40,6 +41,7 @@ class Settings(_State):
         super().__init__()
         self.modules: tuple[nn.Module, ...] = ()
         self.policy: Any = None
+        self.offloads = False
         self.reshard_after_forward: bool | int | None = None
         self.local_gradients = False
         self.requires_sync = True

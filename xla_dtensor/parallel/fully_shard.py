@@ -14,11 +14,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
-from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.mesh import frame_of
 from xla_dtensor.parallel._manage import become, manage
 from xla_dtensor.parallel._mesh import DataParallel, data_parallel
 from xla_dtensor.parallel._state import State
 from xla_dtensor.parallel.module import FSDPModule
+from xla_dtensor.parallel.offload import check_memory
 
 
 @contract(state_cls=State)
@@ -60,7 +61,10 @@ def fully_shard(
         shard_placement_fn: gives for a parameter the ``Shard`` to use, a ``ShardPlacementResult``
             whose ``mesh_info`` is a mesh or has one as ``.mesh``, or None.
         mp_policy: torch's: dtypes of the whole parameters, of the reduction and of the outputs.
-        offload_policy: torch's, for its signature: offloading raises.
+        offload_policy: torch's; with ``CPUOffloadPolicy()`` the sharded parameters, their gradients
+            and what an optimizer makes like them rest in the host's memory, and programs copy them
+            to the devices and back. Other than in torch the optimizer computes on the devices, and
+            ``parameter.device`` stays xla. ``pin_memory`` means nothing: it is pinned.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: the names of the data-parallel dims in ``mesh``, on which all parameters are
             ``DTensor``s then. As under torch the gradient is that of the global loss divided by the
@@ -72,7 +76,7 @@ def fully_shard(
     Raises:
         ValueError: as torch: a container without forward, a scalar parameter, a parameter that
             another group manages, a mesh with a wrong number of dims.
-        UnsupportedOpError: an offload policy; parameters that live in host memory aren't supported.
+        UnsupportedOpError: offloading on devices that reach no memory of the host.
         MeshError: ``mesh`` is not an xla mesh.
 
     Example::
@@ -86,15 +90,20 @@ def fully_shard(
         model(x).square().mean().backward()
         assert model.weight.grad.placements == (xd.Shard(0),)
     """
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise UnsupportedOpError(
-            "fully_shard(offload_policy=CPUOffloadPolicy()): parameters and optimizer state stay "
-            "on the devices; leave offload_policy out and shard over more devices"
-        )
     parallel = data_parallel(mesh, dp_mesh_dims, "fully_shard", shard=True)
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
+    if offloads:
+        check_memory(frame_of(parallel.mesh), "fully_shard(offload_policy=CPUOffloadPolicy())")
     reshard = _reshard(reshard_after_forward, parallel)
     state = manage(
-        fully_shard, module, parallel, mp_policy, ignored_params, shard_placement_fn, "fully_shard"
+        fully_shard,
+        module,
+        parallel,
+        mp_policy,
+        ignored_params,
+        shard_placement_fn,
+        "fully_shard",
+        offloads,
     )
     state.reshard_after_forward = reshard
     become(state.modules, FSDPModule, "FSDP")

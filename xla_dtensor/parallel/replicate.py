@@ -95,7 +95,11 @@ def replicate(
             f"Expected device_id to be int or torch.device, but got {type(kwargs['device_id'])}"
         )
     if isinstance(offload_policy, CPUOffloadPolicy):
-        raise UnsupportedOpError("replicate(offload_policy=CPUOffloadPolicy()) is not supported")
+        raise UnsupportedOpError(
+            "replicate(offload_policy=CPUOffloadPolicy()): whole parameters stay on the devices; "
+            "offload the optimizer's state, xla_dtensor.offload_state(optimizer), or shard them, "
+            "fully_shard(..., offload_policy=CPUOffloadPolicy())"
+        )
     modules = [module] if isinstance(module, nn.Module) else list(module)
     for one in modules:
         if "fully_shard" in (_get_registry(one) or {}):

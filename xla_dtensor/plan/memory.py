@@ -16,6 +16,8 @@ class Memory:
             between; None where XLA has refused the program, and doesn't say.
         needed: arguments, outputs and temporaries, what is aliased counted once.
         available: what the device has; None if nobody knows.
+        host: of the host's memory, for what rests there (``offload_state``, ``CPUOffloadPolicy``);
+            in none of the others.
         largest: where XLA has refused the program, its largest allocations, in its words.
     """
 
@@ -26,6 +28,7 @@ class Memory:
     needed: int
     available: int | None
     largest: tuple[str, ...] = ()
+    host: int = 0
 
     @property
     def fits(self) -> bool | None:
@@ -44,7 +47,13 @@ def of_compiled(compiled: Any, available: float | None) -> Memory:
     temporaries = analysis.temp_size_in_bytes
     needed = arguments + outputs - aliased + temporaries
     limit = None if available is None else int(available)
-    return Memory(arguments, outputs, aliased, temporaries, needed, limit)
+    host = (
+        analysis.host_argument_size_in_bytes
+        + analysis.host_output_size_in_bytes
+        - analysis.host_alias_size_in_bytes
+        + analysis.host_temp_size_in_bytes
+    )
+    return Memory(arguments, outputs, aliased, temporaries, needed, limit, host=host)
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

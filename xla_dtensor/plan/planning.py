@@ -138,7 +138,7 @@ def _report(
     text, cost, notes = "", {}, []
     with jax.enable_x64(True):
         try:
-            with _not_kept(topology):
+            with not_kept(topology):
                 compiled = seen["lowered"].compile(seen["options"])
         except Exception as error:
             if not memory_of.is_refusal(error):
@@ -195,7 +195,7 @@ def _report(
 
 
 @contextlib.contextmanager
-def _not_kept(topology: topologies.Topology | None) -> Iterator[None]:
+def not_kept(topology: topologies.Topology | None) -> Iterator[None]:
     """Compile without JAX's cache on disk, which can't read programs for devices that aren't here,
     but keeps them."""
     if topology is None or topology.is_here:

@@ -54,6 +54,8 @@ def _memory(report: Any) -> Iterator[str]:
         of = f" of {size(memory.available)}"
         verdict = f"{of}: fits" if over <= 0 else f"{of}: {size(over)} too much"
     yield f"  {size(memory.needed):>10}  needed{verdict}"
+    if memory.host:
+        yield f"  {size(memory.host):>10}  of the host's memory besides"
     for line in memory.largest:
         yield f"              {line}"
 
