@@ -100,6 +100,14 @@ def test_overloads_of_torch() -> None:
     assert report.mismatches == []
 
 
+@pytest.mark.filterwarnings("ignore:Dropout mask should only be used")
+def test_a_dropout_mask() -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 8).unbind(0)
+    math = torch.ops.aten._scaled_dot_product_attention_math.default
+    args = (q, k, v, None, 0.3, False, torch.rand(2, 4, 6, 6) > 0.3)
+    assert check_call(math, *args).mismatches == []
+
+
 def test_dropout_is_refused() -> None:
     x = np.zeros((1, 1, 2, 2), np.float32)
     with pytest.raises(NotImplementedError, match="dropout_p > 0"):

@@ -14,12 +14,14 @@ import torch
 from xla_dtensor.base import rng
 from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.checks import check_castable, checked
+from xla_dtensor.dispatch.cut import Cut, platform_of
 from xla_dtensor.dispatch.meta import fill_kwargs
 from xla_dtensor.dispatch.result_placements import Pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
 from xla_dtensor.lowering.guards import DOUBLE_COMPLEX
+from xla_dtensor.lowering.place import Place, at
 from xla_dtensor.mesh import Frame
 
 
@@ -47,6 +49,7 @@ class Computation:
         result_forms: of the results that alias no argument, None for undefined ones.
         pinned: shardings to ask of XLA, if it must be told.
         frame: the devices.
+        cut: how to call it on shards, if XLA can't cut it.
 
     Attributes:
         random: whether it draws random numbers.
@@ -60,11 +63,14 @@ class Computation:
         writes: list[Write],
         pinned: Pins | None,
         frame: Frame | None,
+        cut: Cut | None = None,
     ) -> None:
         # It lives as long as the plan, and must not hold the call, which holds its tensors.
         self._info, self._forms = call.info, list(call.forms)
         self._args, self._kwargs = call.args, call.kwargs
         self._lowered, self._pinned, self._frame = lowered, pinned, frame
+        self._cut = cut
+        self._platform = platform_of(frame)
         self._result_forms, self._writes = result_forms, writes
         self._reads_nothing = call.info.makes_like
         self._varying = [
@@ -145,8 +151,7 @@ class Computation:
         values = list(map(self._logical, leaves, self._forms))
         if self._pinned is not None:
             values = list(map(self._pinned.leaf, values, itertools.count()))
-        args, kwargs = fill(list(self._args), values), fill_kwargs(self._kwargs, values)
-        fresh, written = self._lowered(keys, args, kwargs)
+        fresh, written = self._call(keys, values)
         out: list[Any] = []
         for i, (value, form) in enumerate(zip(fresh, self._result_forms, strict=False)):
             if form is not None:
@@ -160,6 +165,20 @@ class Computation:
                 value = self._pinned.write(value)
             out.append(value)
         return out
+
+    def _call(self, keys: Callable[[], Any], values: list[Any]) -> Any:
+        def lowered(keys: Callable[[], Any], values: list[Any]) -> Any:
+            args, kwargs = fill(list(self._args), values), fill_kwargs(self._kwargs, values)
+            return self._lowered(keys, args, kwargs)
+
+        # On per-device tensors alone each device is by itself already.
+        by_itself = self._axes and not any(
+            isinstance(form, Form) and form.is_sharded for form in self._forms
+        )
+        if self._cut is not None and not by_itself:
+            return self._cut.call(lowered, keys if self.random else None, values), []
+        with at(Place(self._platform)):
+            return lowered(keys, values)
 
     def _logical(self, leaf: Any, form: Any) -> Any:
         if not isinstance(form, Form):

@@ -13,6 +13,7 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.traced_number import symbolic_number
+from xla_dtensor.dispatch.alike import once_for_alike
 from xla_dtensor.dispatch.ops import OpInfo
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import device_form
@@ -58,7 +59,10 @@ def lowered_function(info: OpInfo) -> Callable[[Any, tuple, dict], LoweredResult
             f"a function decorated with @xla_dtensor.lowering.lowers({info.name!r}), see "
             "xla_dtensor/lowering/README.md"
         )
-    return lambda keys, args, kwargs: run_on_arrays(decomposition, info, keys, args, kwargs)
+    return once_for_alike(
+        info.name,
+        lambda keys, args, kwargs: run_on_arrays(decomposition, info, keys, args, kwargs),
+    )
 
 
 def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:

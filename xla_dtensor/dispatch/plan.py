@@ -8,6 +8,7 @@ from typing import Any
 from xla_dtensor.dispatch.call import Call, Slot
 from xla_dtensor.dispatch.computation import Computation, Write
 from xla_dtensor.dispatch.conditions import conditions_of
+from xla_dtensor.dispatch.cut import cut_of
 from xla_dtensor.dispatch.lower import flatten_results, lowered_function
 from xla_dtensor.dispatch.meta import meta_results, metas_of_fresh
 from xla_dtensor.dispatch.result_forms import (
@@ -108,7 +109,8 @@ class Plan:
             )
         ]
         pinned = pins(answer)
-        self.run = Computation(call, lowered, self.result_forms, writes, pinned, place.frame)
+        cut = cut_of(answer)
+        self.run = Computation(call, lowered, self.result_forms, writes, pinned, place.frame, cut)
         self.eager, self.part = self.run.compiled(), self.run.part()
         self.random = self.run.random
         forms = [*call.forms, *self.result_forms, *self.base_forms]

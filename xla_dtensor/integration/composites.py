@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
-from torch.utils import _python_dispatch
 
+from xla_dtensor.integration import flash_attention
+from xla_dtensor.integration.calls import dispatched
 from xla_dtensor.integration.context_parallel import causal_mask
 from xla_dtensor.integration.on_import import on_import
-from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.kept import keep
 
 _libraries: list[torch.library.Library] = []
@@ -37,6 +37,7 @@ def install() -> None:
         "-> (Tensor, Tensor, Tensor)"
     )
     own.impl("attention_backward", _attention_backward_meta, "Meta")
+    flash_attention.define(own)
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("linear", _linear, "AutogradPrivateUse1")
     aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
@@ -49,6 +50,7 @@ def install() -> None:
 def _count_flops(module: Any) -> None:
     """``FlopCounterMode`` takes apart what it doesn't know, which these can't be."""
     ops = torch.ops.xla_dtensor
+    flash_attention.count_flops(module)
 
     @module.register_flop_formula(ops.linear_weight_grad)
     def of_weight_grad(grad_out: Any, input: Any, *_: Any, **__: Any) -> int:
@@ -66,17 +68,6 @@ def _count_flops(module: Any) -> None:
         scores = 2 * math.prod(batch) * length * key[-2]
         # The scores again, their gradient and the value's; the query's and the key's.
         return scores * (3 * width + 2 * value[-1])
-
-
-def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operation below autograd, where modes (``DebugMode``, ``FlopCounterMode``) come first."""
-    if torch._C._len_torch_dispatch_stack():
-        types = tuple({type(x) for x in args if isinstance(x, torch.Tensor)})
-        with _python_dispatch._pop_mode_temporarily() as mode:
-            result = mode.__torch_dispatch__(func, types, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    return backend().dispatch(func, args, kwargs)
 
 
 def _is_transformed() -> bool:
@@ -156,7 +147,7 @@ class _Linear(torch.autograd.Function):
             keep(weight) if of_input else None,
             keep(input) if of_weight and input.ndim > 2 else None,
         )
-        return _dispatch(torch.ops.aten.linear.default, input, weight, bias)
+        return dispatched(torch.ops.aten.linear.default, input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -171,11 +162,11 @@ class _Linear(torch.autograd.Function):
         # the transposed one once more.
         if needs_input:
             of = torch.ops.xla_dtensor.linear_input_grad.default
-            grad_input = F.linear(grad, weight.t()) if again else _dispatch(of, grad, weight)
+            grad_input = F.linear(grad, weight.t()) if again else dispatched(of, grad, weight)
         if needs_weight and again:
             grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
         elif needs_weight:
-            grad_weight = _dispatch(torch.ops.xla_dtensor.linear_weight_grad.default, grad, input)
+            grad_weight = dispatched(torch.ops.xla_dtensor.linear_weight_grad.default, grad, input)
         if needs_bias:
             grad_bias = grad.sum(tuple(range(grad.ndim - 1)))
         return grad_input, grad_weight, grad_bias
@@ -209,7 +200,15 @@ def _attention(
     same_batch = all((t.shape[:-3] if enable_gqa else t.shape[:-2]) == batch for t in (key, value))
     mask_needs_grad = attn_mask is not None and attn_mask.requires_grad
     apart = dropout_p > 0 or mask_needs_grad or query.ndim < 3 or not same_batch
-    if apart or _is_transformed():
+    transformed = _is_transformed()
+    if not transformed and flash_attention.is_long(query, key):
+        _check_leaves("aten::scaled_dot_product_attention", query, key, value, attn_mask)
+        long = flash_attention.attend(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+        if long is not None:
+            return long
+    if apart or transformed:
         out, _ = torch._scaled_dot_product_attention_math(
             query,
             key,
@@ -221,10 +220,7 @@ def _attention(
             enable_gqa=enable_gqa,
         )
         return out
-    if attn_mask is not None and is_causal:
-        raise RuntimeError(
-            "scaled_dot_product_attention: explicit attn_mask should not be set when is_causal=True"
-        )
+    flash_attention.refuse_two_masks(attn_mask, is_causal)
     _check_leaves("aten::scaled_dot_product_attention", query, key, value, attn_mask)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
@@ -247,7 +243,7 @@ class _Attention(torch.autograd.Function):
     ) -> Any:
         ctx.save_for_backward(query, key, value, mask)
         ctx.options = is_causal, scale, enable_gqa
-        return _dispatch(
+        return dispatched(
             torch.ops.aten.scaled_dot_product_attention.default,
             query,
             key,
@@ -263,7 +259,7 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         query, key, value, mask = ctx.saved_tensors
-        grads = _dispatch(
+        grads = dispatched(
             torch.ops.xla_dtensor.attention_backward.default,
             grad,
             query,

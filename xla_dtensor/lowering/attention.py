@@ -161,8 +161,8 @@ def attention_math(
     enable_gqa: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     keep = None
-    if dropout_mask is not None:  # set where an element is dropped
-        keep = (~dropout_mask.astype(bool)) / (1 - dropout_p)
+    if dropout_mask is not None:  # set where an element stays
+        keep = dropout_mask.astype(math_dtype(query.dtype)) / (1 - dropout_p)
     else:
         _refuse_dropout(dropout_p)
     out, probabilities, _ = _attend(

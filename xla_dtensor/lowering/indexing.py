@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_dtensor.lowering import place
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.promotion import promote
 from xla_dtensor.lowering.registry import lowers
@@ -414,7 +415,10 @@ def embedding_dense_backward(
     scale_grad_by_freq: bool,
 ) -> jax.Array:
     indices = narrow(indices, num_weights)
-    wide = grad.astype(_widened(grad.dtype))
+    # What devices exchange has the dtype in which it is added up. On TPUs that is the parameter's,
+    # as it is in torch on the CPU, and in JAX: single precision moves twice the bytes.
+    on_tpu = place.here().platform == "tpu"
+    wide = grad if on_tpu else grad.astype(_widened(grad.dtype))
     if scale_grad_by_freq:
         count = write(
             jnp.zeros(num_weights, wide.dtype),

@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     - ``TRANSFORM``: a Fourier transform.
     - ``CONVOLUTION``: positions of the input meet positions of a kernel.
     - ``LIKE``: takes shape, dtype and layout from a tensor, and none of its values.
+    - ``CUT``: XLA can't cut it, so it is called with each device's shards, as its rule has them.
     - ``FILL``: overwrites a tensor with one value, so it doesn't matter if elements share memory.
     """
 
@@ -29,6 +30,7 @@ class Kind(enum.Enum):
     TRANSFORM = enum.auto()
     CONVOLUTION = enum.auto()
     LIKE = enum.auto()
+    CUT = enum.auto()
     FILL = enum.auto()
 
 

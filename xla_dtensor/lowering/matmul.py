@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.promotion import is_exactly, math_dtype, promote_for_math
@@ -176,9 +176,13 @@ def linear(x, weight, bias=None):
 
 @lowers("xla_dtensor::linear_weight_grad")
 def linear_weight_grad(grad_out, input):
-    """``[..., o]`` and ``[..., i]`` to ``[o, i]``, contracting all leading dims at once."""
+    """``[..., o]`` and ``[..., i]`` to ``[o, i]``, contracting all leading dims at once.
+
+    In the parameter's dtype: each device accumulates in single precision, and what devices add up
+    is narrow, as under torch. In float32 it would be twice the bytes.
+    """
     outer = tuple(range(input.ndim - 1))
-    return dot(grad_out, input, (outer, outer))
+    return dot(grad_out, input, (outer, outer), out_dtype=to_torch_dtype(input.dtype))
 
 
 @lowers("xla_dtensor::linear_input_grad")

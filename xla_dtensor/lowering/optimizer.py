@@ -37,21 +37,33 @@ def _fused(
     maximize: bool,
     grad_scale: jax.Array | None,
     found_inf: jax.Array | None,
-    steps: Tensors | None = None,
+    numbers: tuple[Any, ...],
+    own_numbers: Sequence[tuple[Any, ...]] | None = None,
 ) -> tuple[list[jax.Array], ...]:
-    """``update(param, grad, *state[, step])`` for each parameter: new parameters, unscaled
-    gradients, new states. With ``found_inf`` set, everything stays as it is."""
-    columns: list[list[jax.Array]] = []
-    for i, grad in enumerate(grads):
-        old = [params[i], grad, *(state[i] for state in states if state)]
+    """``update(numbers, param, grad, *state)`` for each parameter: new parameters, unscaled
+    gradients, new states. With ``found_inf`` set, everything stays as it is.
+
+    Of parameters alike (shape, dtype) it is traced, and lowered, once.
+
+    Args:
+        numbers: for all parameters.
+        own_numbers: further ones for each parameter; traced.
+    """
+    # Each call would have constants of its own for Python's.
+    traced = [x for x in numbers if isinstance(x, jax.Array)]
+
+    def one(
+        old: list[jax.Array], traced: Any, own: tuple[Any, ...], grad_scale: Any, found_inf: Any
+    ) -> list[jax.Array]:
+        given = iter(traced)
+        all_numbers = [next(given) if isinstance(x, jax.Array) else x for x in numbers]
         # Parameters may be narrower than their states: compute in the widest.
         dtype = math_dtype(jnp.result_type(*old))
         param, wide_grad, *wide_states = (v.astype(dtype) for v in old)
         if grad_scale is not None:
             wide_grad = wide_grad / grad_scale.astype(dtype)
-        step = () if steps is None else (steps[i],)
         new_param, *new_states = update(
-            param, -wide_grad if maximize else wide_grad, *wide_states, *step
+            (*all_numbers, *own), param, -wide_grad if maximize else wide_grad, *wide_states
         )
         new = [
             v.astype(o.dtype) for v, o in zip((new_param, wide_grad, *new_states), old, strict=True)
@@ -59,13 +71,46 @@ def _fused(
         if found_inf is not None:
             overflow = found_inf.reshape(()) != 0
             new = [jnp.where(overflow, o, n) for o, n in zip(old, new, strict=True)]
-        columns.append(new)
+        return new
+
+    call = jax.jit(one)
+    columns: list[list[jax.Array]] = []
+    for i, grad in enumerate(grads):
+        old = [params[i], grad, *(state[i] for state in states if state)]
+        own: tuple[Any, ...] = () if own_numbers is None else own_numbers[i]
+        columns.append(call(old, traced, own, grad_scale, found_inf))
     rows = iter([list(row) for row in zip(*columns, strict=True)] or [[], []])
     return next(rows), next(rows), *(next(rows, []) if state else [] for state in states)
 
 
+def _once_for_each(
+    function: Callable[[jax.Array], tuple[Any, ...]], steps: Tensors
+) -> list[tuple[Any, ...]]:
+    """``function`` of each step count; of those that are one array, once."""
+    known: dict[int, tuple[Any, ...]] = {}
+    for step in steps:
+        if id(step) not in known:
+            known[id(step)] = function(step)
+    return [known[id(step)] for step in steps]
+
+
 def _adam(decoupled: bool) -> Callable[..., Any]:
     """Adam, or with ``decoupled`` weight decay AdamW."""
+
+    def update(numbers, param, grad, average, square, *largest):
+        lr, beta1, beta2, weight_decay, eps, correction1, correction2 = numbers
+        rate = jnp.asarray(lr, param.dtype)
+        if decoupled:
+            param = param - rate * weight_decay * param
+        else:
+            grad = grad + weight_decay * param
+        average = average + (1 - beta1) * (grad - average)
+        square = beta2 * square + (1 - beta2) * grad * grad
+        largest = tuple(jnp.maximum(v, square) for v in largest)
+        denominator = jnp.sqrt(largest[0] if largest else square)
+        denominator = denominator / correction2.astype(param.dtype) + eps
+        size = rate / correction1.astype(param.dtype)
+        return param - size * average / denominator, average, square, *largest
 
     def step(
         params,
@@ -85,21 +130,13 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
         grad_scale=None,
         found_inf=None,
     ):
-        def update(param, grad, average, square, *rest):
-            *largest, count = rest
-            rate = jnp.asarray(lr, param.dtype)
-            if decoupled:
-                param = param - rate * weight_decay * param
-            else:
-                grad = grad + weight_decay * param
-            average = average + (1 - beta1) * (grad - average)
-            square = beta2 * square + (1 - beta2) * grad * grad
-            largest = [jnp.maximum(v, square) for v in largest]
-            correction = jnp.sqrt(_bias_correction(beta2, count)).astype(param.dtype)
-            denominator = jnp.sqrt(largest[0] if largest else square) / correction + eps
-            size = rate / _bias_correction(beta1, count).astype(param.dtype)
-            return param - size * average / denominator, average, square, *largest
-
+        corrections = _once_for_each(
+            lambda count: (
+                _bias_correction(beta1, count),
+                jnp.sqrt(_bias_correction(beta2, count)),
+            ),
+            state_steps,
+        )
         return _fused(
             update,
             params,
@@ -108,7 +145,8 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
             maximize,
             grad_scale,
             found_inf,
-            state_steps,
+            (lr, beta1, beta2, weight_decay, eps),
+            corrections,
         )
 
     return step
@@ -134,7 +172,8 @@ def fused_sgd(
     grad_scale=None,
     found_inf=None,
 ):
-    def update(param, grad, *buffers):
+    def update(numbers, param, grad, *buffers):
+        weight_decay, momentum, lr, dampening = numbers
         grad = grad + weight_decay * param
         if buffers:
             buffer = grad if is_first_step else momentum * buffers[0] + (1 - dampening) * grad
@@ -142,7 +181,9 @@ def fused_sgd(
             grad = grad + momentum * buffer if nesterov else buffer
         return param - jnp.asarray(lr, param.dtype) * grad, *buffers
 
-    return _fused(update, params, grads, (momentum_buffer_list,), maximize, grad_scale, found_inf)
+    numbers = (weight_decay, momentum, lr, dampening)
+    states = (momentum_buffer_list,)
+    return _fused(update, params, grads, states, maximize, grad_scale, found_inf, numbers)
 
 
 def _adagrad(
@@ -159,15 +200,17 @@ def _adagrad(
     grad_scale=None,
     found_inf=None,
 ):
-    def update(param, grad, total, count):
+    def update(numbers, param, grad, total):
+        lr, lr_decay, weight_decay, eps, count = numbers
         grad = grad + weight_decay * param
         total = total + grad * grad
         rate = jnp.asarray(lr, param.dtype) / (1 + (count.astype(param.dtype) - 1) * lr_decay)
         return param - rate * grad / (jnp.sqrt(total) + eps), total
 
-    return _fused(
-        update, params, grads, (state_sums,), maximize, grad_scale, found_inf, state_steps
-    )
+    numbers = (lr, lr_decay, weight_decay, eps)
+    own = [(step,) for step in state_steps]
+    states = (state_sums,)
+    return _fused(update, params, grads, states, maximize, grad_scale, found_inf, numbers, own)
 
 
 lowers("_fused_adagrad.tensor_lr", traced_floats=True)(_adagrad)

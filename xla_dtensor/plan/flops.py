@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from xla_dtensor.lowering.splash import share_of_blocks
+
 
 def flops(jaxpr: Any) -> int:
     """Of all devices together: a multiplication and an addition per term of a product, those in
-    loops as often as they run. What runs once per device inside of a ``shard_map`` counts as often
-    as there are devices.
+    loops, and in the grids of kernels, as often as they run. What runs once per device inside of a
+    ``shard_map`` counts as often as there are devices.
 
     Args:
         jaxpr: of a step, from tracing it.
@@ -23,14 +25,18 @@ def flops(jaxpr: Any) -> int:
         elif name == "conv_general_dilated":
             total += _convolution(equation)
         else:
-            times = 1
+            times: float = 1
             if name == "scan":
                 times = equation.params["length"]
+            elif name == "pallas_call":
+                times = math.prod(equation.params["grid_mapping"].grid)
+            elif name in ("jit", "pjit"):
+                times = share_of_blocks(equation.params["name"])
             elif name == "shard_map":
                 # JAX 0.9 calls them otherwise.
                 manual = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]
                 times = math.prod(equation.params["mesh"].shape[axis] for axis in manual)
-            parts = [times * flops(inner) for inner in _inner(equation.params)]
+            parts = [round(times * flops(inner)) for inner in _inner(equation.params)]
             total += max(parts, default=0) if name == "cond" else sum(parts)
     return total
 

@@ -76,7 +76,7 @@ def attention(call: Call) -> Merged:
 def attention_backward(call: Call) -> Merged:
     """as attention; a sharded query makes the keys' and values' gradients sums"""
     q = call.tensor("query")
-    data = {"query", "grad_out", "grad_out_", "out", "logsumexp"}
+    data = {"query", "grad_out", "grad_out_", "out", "logsumexp", "log_sums"}
     options = []
     for dim in _dims(q):
         is_query = dim == q.ndim + QUERY_DIM
@@ -97,8 +97,18 @@ def attention_backward(call: Call) -> Merged:
         if len(call.out_shapes) > 3:
             bias = call.args.get("attn_bias")
             grads.append(_mask_slot(bias, dim, q) if isinstance(bias, TensorInfo) else R)
+        if call.args.get("of_mask"):
+            grads[-1] = _mask_grad(call.tensor("attn_mask"), dim, q)
         options.append(Alternative(tuple(grads[: call.n_outputs]), tuple(inputs)))
     return call.merge(options, new_shards=True)
 
 
+def _mask_grad(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
+    """Where the mask is broadcast each device has a part of the sum."""
+    slot = _mask_slot(mask, dim, q)
+    return Partial() if slot == R else slot
+
+
 register("attention_backward", namespace="xla_dtensor")(attention_backward)
+register("flash_attention", "flash_attention_dropout", namespace="xla_dtensor")(attention)
+register("flash_attention_backward", namespace="xla_dtensor")(attention_backward)

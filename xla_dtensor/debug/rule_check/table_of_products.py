@@ -266,4 +266,10 @@ def attention() -> list[Sample]:
         s("_scaled_dot_product_flash_attention_for_cpu", q, q, q),
         s("_scaled_dot_product_flash_attention_for_cpu_backward", q, q, q, q, q, lse, 0.0, False),
         s("xla_dtensor::attention_backward", q, q, q, q, None, False, None, False),
+        s("xla_dtensor::flash_attention", q, keys, keys, None, True, 0.5),
+        s("xla_dtensor::flash_attention_dropout", q, keys, keys, t(16, 16), 0.1, False, 0.5),
+        s(
+            *("xla_dtensor::flash_attention_backward", q, q, keys, keys, None, q, lse),
+            *(None, 0.0, True, 0.5, False),
+        ),
     ]

@@ -1,0 +1,183 @@
+"""Attention over long sequences, block by block, on layouts, devices and in compiled steps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import xla_dtensor as xd
+from tests.parallel.harness import full
+from tests.plan.tpus import needs_libtpu
+from xla_dtensor.integration import flash_attention
+from xla_dtensor.lowering import blocked_attention
+
+R = Replicate()
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences are long, and in small blocks."""
+    monkeypatch.setattr(flash_attention, "LONG", 1)
+    monkeypatch.setattr(blocked_attention, "QUERIES", 4)
+    monkeypatch.setattr(blocked_attention, "KEYS", 4)
+
+
+def torch_says(*inputs: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(*inputs, **options)
+    grads = torch.autograd.grad(out.square().sum(), [x for x in inputs if x.requires_grad])
+    return [out.detach(), *grads]
+
+
+def inputs_of(heads: int, kv: int, length: int, batch: int = 4) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    make = lambda h: torch.randn(batch, h, length, 8, dtype=torch.float64, requires_grad=True)
+    return [make(heads), make(kv), make(kv)]
+
+
+LAYOUTS: dict[str, tuple[Any, Any]] = {
+    "batch, heads": ([Shard(0), Shard(1)], [Shard(0), Shard(1)]),
+    "queries, keys": ([Shard(2), Shard(1)], [Shard(2), Shard(2)]),
+    "heads, queries": ([Shard(1), Shard(2)], [Shard(1), R]),
+    "both on one dim": ([Shard(2), Shard(2)], [Shard(1), Shard(0)]),
+    "features": ([R, Shard(3)], [Shard(3), R]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [*((name, False) for name in LAYOUTS), ("batch, heads", True), ("queries, keys", True)],
+)
+def test_layouts(name: str, masked: bool, short: None, mesh_2x4: Any) -> None:
+    values = inputs_of(8, 4, 16)
+    options: dict[str, Any] = {"enable_gqa": True, "is_causal": not masked}
+    mask = torch.randn(4, 1, 16, 16, dtype=torch.float64, requires_grad=True)
+    expected = torch_says(*values, *([mask] if masked else []), **options)
+    of_query, of_keys = LAYOUTS[name]
+    placements = [of_query, of_keys, of_keys, [R, Shard(2)]]
+    laid_out = [
+        distribute_tensor(x.detach(), mesh_2x4, p).requires_grad_()
+        for x, p in zip([*values, mask][: 3 + masked], placements, strict=False)
+    ]
+    out = F.scaled_dot_product_attention(*laid_out, **options)
+    grads = torch.autograd.grad(out.square().sum(), laid_out)
+    for found, wanted in zip([out, *grads], expected, strict=True):
+        torch.testing.assert_close(full(found.detach()), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_an_uneven_layout(short: None, mesh_2x4: Any) -> None:
+    values = inputs_of(3, 3, 13, batch=2)
+    expected = torch_says(*values, is_causal=True)
+    laid_out = [
+        distribute_tensor(x.detach(), mesh_2x4, [Shard(0), Shard(1)]).requires_grad_()
+        for x in values
+    ]
+    out = F.scaled_dot_product_attention(*laid_out, is_causal=True)
+    grads = torch.autograd.grad(out.square().sum(), laid_out)
+    for found, wanted in zip([out, *grads], expected, strict=True):
+        torch.testing.assert_close(full(found.detach()), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_what_differs_per_device(short: None, mesh_2x4: Any) -> None:
+    of_devices = [inputs_of(2, 2, 8, batch=1) for _ in range(2)]
+    for i, values in enumerate(of_devices):
+        for x in values:
+            x.data.add_(i)
+    expected = [torch_says(*values, is_causal=True) for values in of_devices]
+    laid_out = [
+        xd.from_device_values([v[n].detach() for v in of_devices], mesh_2x4["dp"]).requires_grad_()
+        for n in range(3)
+    ]
+    out = F.scaled_dot_product_attention(*laid_out, is_causal=True)
+    grads = torch.autograd.grad(out.square().sum(), laid_out)
+    for n, found in enumerate([out, *grads]):
+        for device, value in enumerate(found.detach().local_values()):
+            wanted = expected[device // 4][n]  # "tp" has the same
+            torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_shapes_that_broadcast(short: None) -> None:
+    torch.manual_seed(0)
+    shapes = {"2-D": [(6, 8)] * 3, "one batch": [(3, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8)]}
+    for name, of_three in shapes.items():
+        values = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in of_three]
+        expected = torch_says(*values, is_causal=True)
+        own = [x.detach().to("xla").requires_grad_() for x in values]
+        out = F.scaled_dot_product_attention(*own, is_causal=True)
+        found = [out.detach(), *torch.autograd.grad(out.square().sum(), own)]
+        for one, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), wanted, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_what_torch_refuses(short: None) -> None:
+    x, mask = torch.randn(1, 2, 6, 8).to("xla"), torch.ones(6, 6, dtype=torch.bool).to("xla")
+    with pytest.raises(RuntimeError, match="is_causal=True"):
+        F.scaled_dot_product_attention(x, x, x, mask, is_causal=True)
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(x, x[..., :4], x)
+
+
+def test_dropout_is_that_of_any_mesh(short: None, mesh_2x4: Any) -> None:
+    values = [x.detach() for x in inputs_of(4, 4, 16)]
+
+    def attended(placements: Any) -> torch.Tensor:
+        laid_out = [distribute_tensor(x, mesh_2x4, placements) for x in values]
+        torch.manual_seed(7)
+        return full(F.scaled_dot_product_attention(*laid_out, dropout_p=0.4))
+
+    whole = attended([R, R])
+    torch.testing.assert_close(attended([Shard(0), Shard(1)]), whole)
+    torch.testing.assert_close(attended([Shard(2), Shard(0)]), whole)
+    torch.manual_seed(8)
+    assert not torch.equal(whole, attended_plain(values))
+
+
+def attended_plain(values: list[torch.Tensor]) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*(x.to("xla") for x in values), dropout_p=0.4).cpu()
+
+
+def attention_step(q: Any, k: Any, v: Any) -> Any:
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.detach(), *torch.autograd.grad(out.float().square().sum(), [q, k, v])
+
+
+def laid_out(mesh: Any, length: int, heads: int, kv: int, width: int = 16) -> list[Any]:
+    make = lambda h: torch.randn(2, h, length, width, dtype=torch.bfloat16)
+    return [
+        distribute_tensor(make(h), mesh, [Shard(0), Shard(1)]).requires_grad_()
+        for h in (heads, kv, kv)
+    ]
+
+
+def largest_square(text: str) -> int:
+    """The most elements of a value of a program whose last two dims are both long."""
+    sizes = (list(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", text))
+    return max((a[-1] * a[-2] for a in sizes if len(a) > 1 and min(a[-2:]) > 256), default=0)
+
+
+def test_no_scores_at_8192(mesh_2x4: Any) -> None:
+    inputs = laid_out(mesh_2x4, 8192, 8, 4)
+    compiled = xd.compile(attention_step).lower(*inputs).compile()
+    assert largest_square(compiled.as_text()) == 0
+    # Whole, the scores of one head are 256 MiB in float32; each device has two.
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
+
+
+@needs_libtpu
+def test_splash_on_tpus() -> None:
+    with xd.abstract("v5e:2x4"):
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        inputs = laid_out(mesh, 8192, 8, 4, 128)
+        text = xd.compile(attention_step).lower(*inputs).as_text()
+        report = xd.plan(attention_step, *inputs)
+    # Forward once, and the two kernels of backward.
+    assert text.count("@tpu_custom_call") == 3
+    assert report.memory.temporaries < 64 * 2**20
+    blocks = 16 * 17 // 2  # of 512, below the diagonal
+    assert report.flops == pytest.approx(9 * 2 * 2 * 8 * blocks * 512 * 512 * 128, rel=1e-4)

@@ -1,0 +1,147 @@
+"""Operations that XLA's partitioner can't cut, or would cut badly: loops over blocks, kernels.
+
+They run under ``jax.shard_map``: each device computes the shards that the operation's rule gives
+it, and what the rule calls ``Partial`` is summed up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from xla_dtensor.dispatch.result_placements import Answer, representable
+from xla_dtensor.forms.form import Form
+from xla_dtensor.lowering.kinds import Kind, is_
+from xla_dtensor.lowering.place import Axes, Place, at
+from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
+
+Placements = tuple[Placement, ...]
+TensorAxes = tuple[Axes, ...]
+
+
+def platform_of(frame: Frame | None) -> str:
+    """JAX's name of the platform of a frame's devices; of the process's, where there is none."""
+    if frame is None:
+        return str(jax.default_backend())
+    return str(frame.jax_mesh.devices.flat[0].platform)
+
+
+class Cut:
+    """How an operation is called on shards.
+
+    Args:
+        frame: the devices.
+        leaves: per leaf of the call the axes that shard each of its dims; None of a number.
+        results: the same per result.
+        sums: per result the axes along which devices have parts of a sum.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        leaves: list[TensorAxes | None],
+        results: list[TensorAxes | None],
+        sums: list[Axes],
+    ) -> None:
+        self._frame, self._leaves, self._results, self._sums = frame, leaves, results, sums
+        self._place = Place(platform_of(frame), [axes for axes in leaves if axes is not None])
+
+    def call(
+        self,
+        lowered: Callable[[Any, list[Any]], tuple[list[Any], list[Any]]],
+        keys: Callable[[], Any] | None,
+        values: list[Any],
+    ) -> list[Any]:
+        """The results of ``lowered``, which is called with shards of ``values``.
+
+        Args:
+            lowered: takes what gives PRNG keys, and the leaves.
+            keys: gives a PRNG key; None if it needs none.
+            values: the leaves, whole.
+        """
+        spec = jax.sharding.PartitionSpec
+
+        def on_shards(key: Any, *shards: Any) -> list[Any]:
+            with at(self._place):
+                fresh, _ = lowered(lambda: key, list(shards))
+            return [
+                jax.lax.psum(x, axes) if axes else x
+                for x, axes in zip(fresh, self._sums, strict=True)
+            ]
+
+        specs = [spec() if axes is None else _spec(axes) for axes in self._leaves]
+        cut = jax.shard_map(
+            on_shards,
+            mesh=self._frame.jax_mesh,
+            in_specs=(spec(), *specs),
+            out_specs=[spec() if axes is None else _spec(axes) for axes in self._results],
+            check_vma=False,
+        )
+        return list(cut(None if keys is None else keys(), *values))
+
+
+def cut_of(answer: Answer | None) -> Cut | None:
+    """How to call an operation on shards, if its kind needs that."""
+    if answer is None or not is_(Kind.CUT, answer.call.info.name) or answer.merged is None:
+        return None
+    call, mesh, merged = answer.call, answer.mesh, answer.merged
+    shapes = [form.shape for form in call.forms if isinstance(form, Form)]
+    outputs = [
+        ((), (Replicate(),) * mesh.ndim) if meta is None else (meta.shape, placements)
+        for meta, placements in zip(answer.metas, merged.outputs, strict=True)
+    ]
+    every = [*zip(shapes, merged.inputs, strict=True), *outputs]
+    whole = _uneven(every, mesh)
+    axes = [_axes(shape, placements, mesh, whole) for shape, placements in every]
+    inputs = iter(axes)
+    leaves = [next(inputs) if isinstance(form, Form) else None for form in call.forms]
+    of_dims = mesh_dim_axes(mesh)
+    sums = [
+        tuple(
+            name
+            for dim, placement in enumerate(placements)
+            if placement.is_partial() and dim not in whole
+            for name in of_dims[dim]
+        )
+        for _, placements in outputs
+    ]
+    return Cut(frame_of(mesh), leaves, list(inputs), sums)
+
+
+def _spec(axes: TensorAxes) -> jax.sharding.PartitionSpec:
+    return jax.sharding.PartitionSpec(*(names or None for names in axes))
+
+
+def _uneven(tensors: Sequence[tuple[Any, Placements]], mesh: Any) -> set[int]:
+    """The mesh dims along which every device computes the same, as something isn't divided evenly
+    by them."""
+    whole: set[int] = set()
+    for shape, placements in tensors:
+        kept = representable(placements, mesh, len(shape))
+        whole |= {dim for dim, (a, b) in enumerate(zip(kept, placements, strict=True)) if a != b}
+    while True:
+        found = set(whole)
+        for shape, placements in tensors:
+            for dim, size in enumerate(shape):
+                own = {
+                    i
+                    for i, p in enumerate(placements)
+                    if i not in found and getattr(p, "dim", None) == dim and not p.is_partial()
+                }
+                if size % math.prod(mesh.shape[i] for i in own):
+                    found |= own
+        if found == whole:
+            return whole
+        whole = found
+
+
+def _axes(shape: Any, placements: Placements, mesh: Any, whole: set[int]) -> TensorAxes:
+    own = tuple(
+        Replicate() if i in whole or isinstance(p, Partial) else p for i, p in enumerate(placements)
+    )
+    return dim_axes(own, mesh, len(shape))

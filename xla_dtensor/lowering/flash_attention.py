@@ -1,0 +1,142 @@
+"""Attention that keeps no scores: blocks anywhere, and the platform's kernel where it has one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_dtensor.lowering import place
+from xla_dtensor.lowering.blocked_attention import Blocks
+from xla_dtensor.lowering.kinds import Kind, are
+from xla_dtensor.lowering.promotion import math_dtype
+from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.splash import splash, splash_backward, takes
+
+_FORWARD_QUERY, _BACKWARD_QUERY = 0, 1
+"""Which of the tensor arguments the query is."""
+
+
+def _keep(
+    seed: jax.Array, p: Any, at: place.Place, index: int, query: jax.Array, heads: int
+) -> Callable[[Any, Any], jax.Array]:
+    """What dropout multiplies a block's probabilities with.
+
+    A number depends on the seed, and on its query's and its key's place among all of the mesh.
+    """
+    key = jax.random.wrap_key_data(
+        jnp.stack([seed >> 32, seed & 0xFFFFFFFF]).astype(np.uint32), impl="threefry2x32"
+    )
+    fold = jnp.vectorize(jax.random.fold_in)
+    keys = key
+    shape, wide = query.shape, math_dtype(query.dtype)
+    for dim, size in enumerate(shape[:-2]):
+        position = at.start(index, dim, size) + jnp.arange(size, dtype=np.uint32)
+        keys = fold(keys[..., None], position.astype(np.uint32))
+    lead = math.prod(shape[:-3])
+    keys = keys.reshape(lead, heads, shape[-3] // heads)
+
+    def keep(rows: int, columns: int) -> Callable[[Any, Any], jax.Array]:
+        def block(first_row: Any, column: Any) -> jax.Array:
+            row = first_row + jnp.arange(rows, dtype=np.int32)
+            own = fold(keys[..., None], row.astype(np.uint32))
+            own = fold(own, jnp.asarray(column).astype(np.uint32))
+            draw = lambda k: jax.random.bits(k, (columns,), np.uint32)
+            for _ in range(own.ndim):
+                draw = jax.vmap(draw)
+            uniform = (draw(own) >> 8).astype(np.float32) * np.float32(2**-24)
+            return jnp.where(uniform >= p, 1 / (1 - jnp.asarray(p, wide)), 0)
+
+        return block
+
+    return keep
+
+
+def _blocks(
+    tensors: tuple[jax.Array, jax.Array, jax.Array],
+    mask: jax.Array | None,
+    seed: jax.Array | None,
+    p: Any,
+    is_causal: bool,
+    scale: Any,
+    index: int,
+) -> Blocks:
+    at, query = place.here(), tensors[0]
+    first = at.start(index, -2, query.shape[-2])
+    blocks = Blocks(*tensors, mask, is_causal, scale, first)
+    if seed is not None:
+        keep = _keep(seed, p, at, index, query, blocks.groups[0])
+        blocks.keep = keep(blocks.rows, blocks.columns)
+    return blocks
+
+
+def _kernel(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool, index: int
+) -> bool:
+    """Whether the platform has a kernel for this attention."""
+    at = place.here()
+    return at.platform == "tpu" and takes(
+        query, key, value, mask, is_causal, at.start(index, -2, query.shape[-2])
+    )
+
+
+@lowers("xla_dtensor::flash_attention", symbolic_floats=True)
+def flash_attention(query, key, value, attn_mask, is_causal, scale):
+    """The output, and the logs of the rows' sums."""
+    if _kernel(query, key, value, attn_mask, is_causal, _FORWARD_QUERY):
+        return splash(query, key, value, is_causal, scale)
+    tensors = (query, key, value)
+    return _blocks(tensors, attn_mask, None, 0, is_causal, scale, _FORWARD_QUERY).forward()
+
+
+@lowers("xla_dtensor::flash_attention_dropout", random=True, symbolic_floats=True)
+def flash_attention_dropout(key_, query, key, value, attn_mask, dropout_p, is_causal, scale):
+    """As `flash_attention`, and the seed of what was dropped."""
+    words = jax.random.key_data(key_).astype(np.int64)
+    seed = (words[0] << 32) | words[1]
+    tensors = (query, key, value)
+    blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, _FORWARD_QUERY)
+    return *blocks.forward(), seed
+
+
+@lowers("xla_dtensor::flash_attention_backward", symbolic_floats=True)
+def flash_attention_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    attn_mask,
+    out,
+    log_sums,
+    seed,
+    dropout_p,
+    is_causal,
+    scale,
+    of_mask,
+):
+    """The gradients of query, key, value and, where asked for, of the mask."""
+    tensors = (query, key, value)
+    if seed is None and _kernel(*tensors, attn_mask, is_causal, _BACKWARD_QUERY):
+        grads = splash_backward(grad_out, *tensors, out, log_sums, is_causal, scale)
+        return *grads, jnp.zeros((), query.dtype)
+    blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, _BACKWARD_QUERY)
+    *of_tensors, grad_mask = blocks.backward(grad_out, out, log_sums, of_mask)
+    return *of_tensors, jnp.zeros((), query.dtype) if grad_mask is None else grad_mask
+
+
+are(
+    Kind.PRODUCT,
+    "xla_dtensor::flash_attention",
+    "xla_dtensor::flash_attention_dropout",
+    "xla_dtensor::flash_attention_backward",
+)
+are(
+    Kind.CUT,
+    "xla_dtensor::flash_attention",
+    "xla_dtensor::flash_attention_dropout",
+    "xla_dtensor::flash_attention_backward",
+)

@@ -1,0 +1,63 @@
+"""Where a lowering computes: for which platform, and on which shard of its arguments.
+
+Most lowerings needn't know: they are functions of whole tensors, which XLA cuts. One that is
+``cut`` (`kinds.Kind.CUT`) is called with one device's shards, as its rule has them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a lowering computes.
+
+    Attributes:
+        platform: JAX's name: ``"cpu"``, ``"tpu"``, ``"gpu"``.
+        axes: per tensor argument, in order, the mesh axes that shard each of its dims, major first;
+            empty where it gets whole tensors.
+    """
+
+    platform: str
+    axes: Sequence[Sequence[Axes]] = ()
+
+    def start(self, tensor: int, dim: int, length: int) -> Any:
+        """The position at which a shard of ``length`` begins: 0, or traced.
+
+        Args:
+            tensor: which of the tensor arguments.
+            dim: which of its dims, from the end or the beginning.
+            length: of the shard along it.
+        """
+        axes = self.axes[tensor][dim] if self.axes else ()
+        return jax.lax.axis_index(axes).astype(np.int32) * length if axes else 0
+
+
+_state = threading.local()
+
+
+def here() -> Place:
+    """Where the lowering computes that is being called."""
+    found: Place | None = getattr(_state, "place", None)
+    return Place(jax.default_backend()) if found is None else found
+
+
+@contextmanager
+def at(place: Place) -> Iterator[None]:
+    """Lowerings that are called in this block compute there."""
+    outer = getattr(_state, "place", None)
+    _state.place = place
+    try:
+        yield
+    finally:
+        _state.place = outer

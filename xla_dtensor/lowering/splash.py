@@ -1,0 +1,198 @@
+"""JAX's splash attention, a Pallas kernel for TPUs."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_dtensor.lowering.place import here
+
+_LANES = 128
+_BLOCK = 512
+_DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
+
+
+def takes(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool, first: Any
+) -> bool:
+    """Whether the kernel computes this attention.
+
+    It knows masks when it is compiled, so none that is a tensor, and no causal one of queries of
+    which only the device knows where they begin.
+
+    Args:
+        query: ``[..., heads, L, E]``.
+        key, value: ``[..., key heads, S, E]`` and ``[..., key heads, S, F]``.
+        mask: of the scores, or None.
+        is_causal: whether a query sees the keys up to its own position.
+        first: the position of the first query.
+    """
+    return (
+        mask is None
+        and not (is_causal and not (isinstance(first, int) and first == 0))
+        and query.dtype in _DTYPES
+        and query.shape[-2] % _LANES == 0
+        and key.shape[-2] % _LANES == 0
+    )
+
+
+def splash(
+    query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool, scale: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The output ``[..., heads, L, F]``, and the logs of the rows' sums ``[..., heads, L]``.
+
+    Args:
+        query: ``[..., heads, L, E]``; key, value: with the same leading dims.
+        is_causal: whether a query sees the keys up to its own position.
+        scale: of the scores.
+    """
+
+    def attend(*tensors: jax.Array) -> Any:
+        kernel = _kernel(query, key, is_causal, with_log_sums=True)
+        return jax.vmap(kernel)(*_inputs(scale, *tensors))
+
+    out, (log_sums,) = _named(attend, query, key, is_causal)(query, key, value)
+    out = out.reshape(*query.shape[:-1], out.shape[-1])[..., : value.shape[-1]]
+    return out, log_sums.reshape(query.shape[:-1])
+
+
+def splash_backward(
+    grad: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    log_sums: jax.Array,
+    is_causal: bool,
+    scale: Any,
+) -> tuple[jax.Array, ...]:
+    """The gradients of query, key and value, from what `splash` has given."""
+
+    def recomputed(*tensors: jax.Array) -> jax.Array:
+        kernel = _kernel(query, key, is_causal, with_log_sums=False)
+        attended = jax.vmap(kernel)(*_inputs(scale, *tensors))
+        return attended.reshape(*query.shape[:-1], attended.shape[-1])[..., : value.shape[-1]]
+
+    def backward(grad: jax.Array, out: jax.Array, log_sums: jax.Array, *tensors: jax.Array) -> Any:
+        of_kernel = _backward_of_kernel()
+        if of_kernel is None:
+            return jax.vjp(recomputed, *tensors)[1](grad)
+        inputs, pullback = jax.vjp(lambda *x: _inputs(scale, *x), *tensors)
+        kernel = _kernel(query, key, is_causal, with_log_sums=False)
+        options = [kernel.kwargs[name] for name in _OPTIONS]
+
+        def one(grad: jax.Array, out: jax.Array, log_sums: jax.Array, *qkv: jax.Array) -> Any:
+            kept = (*qkv, None, None, out, log_sums, kernel.dq_mask_info, kernel.dkv_mask_info)
+            return of_kernel(*options, kept, grad)[3:6]
+
+        batched = lambda x: _lanes(x).reshape(-1, *x.shape[-3:-1], _filled(x))
+        sums = log_sums.reshape(-1, *log_sums.shape[-2:])
+        found = jax.vmap(one)(batched(grad), batched(out), sums, *inputs)
+        return pullback([g.astype(x.dtype) for g, x in zip(found, inputs, strict=True)])
+
+    named = _named(backward, query, key, is_causal)
+    found: tuple[jax.Array, ...] = named(grad, out, log_sums, query, key, value)
+    return found
+
+
+_OPTIONS = (
+    *("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name"),
+    *("mask_function", "attn_logits_soft_cap", "interpret"),
+)
+
+
+def _backward_of_kernel() -> Any:
+    """The kernel's own backward function, which takes what forward has given; None in a JAX where
+    it is another than we know. ``jax.vjp`` would run the forward kernel once more, and XLA doesn't
+    see that the two are one."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module
+
+    function = getattr(module, "_splash_attention_bwd", None)
+    kept = typing.get_args(getattr(module, "SplashResidualsType", None))
+    if function is None or len(kept) != _KEPT:
+        return None
+    return function if tuple(inspect.signature(function).parameters)[:-2] == _OPTIONS else None
+
+
+_KEPT = 9  # three inputs, segments, sinks, output, sums, two masks
+
+
+_NAME = "splash_attention_of_"
+
+
+def share_of_blocks(name: str) -> float:
+    """Which share of its grid's blocks the kernels in a ``jit`` of this name compute: those that a
+    causal mask hides are left out. 1 where there is no kernel of ours in it."""
+    return float(name.removeprefix(_NAME)) if name.startswith(_NAME) else 1.0
+
+
+def _named(
+    function: Callable[..., Any], query: jax.Array, key: jax.Array, is_causal: bool
+) -> Callable[..., Any]:
+    """``function`` under a name that tells `share_of_blocks`."""
+    rows, columns = _block(query.shape[-2]), _block(key.shape[-2])
+    grid = [(i, j) for i in range(query.shape[-2] // rows) for j in range(key.shape[-2] // columns)]
+    seen = sum(not is_causal or j * columns < (i + 1) * rows for i, j in grid)
+
+    def call(*tensors: jax.Array) -> Any:
+        # The kernel's own numbers are int32, which they aren't where 64-bit types are on.
+        with jax.enable_x64(False):
+            return function(*tensors)
+
+    call.__name__ = f"{_NAME}{seen / len(grid)}"
+    return jax.jit(call)
+
+
+def _inputs(scale: Any, query: jax.Array, *others: jax.Array) -> list[jax.Array]:
+    """As the kernel takes them: one batch dim, lanes filled, the query scaled."""
+    scaled = (query.astype(np.float32) * jnp.asarray(scale, np.float32)).astype(query.dtype)
+    return [x.reshape(-1, *x.shape[-3:]) for x in map(_lanes, (scaled, *others))]
+
+
+def _kernel(query: jax.Array, key: jax.Array, is_causal: bool, *, with_log_sums: bool) -> Any:
+    """The kernel of one element of the batch; ``with_log_sums`` it can't be differentiated."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
+
+    heads, shape = query.shape[-3], (query.shape[-2], key.shape[-2])
+    rows, columns = map(_block, shape)
+    kind = splash_attention_mask.CausalMask if is_causal else splash_attention_mask.FullMask
+    return splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([kind(shape) for _ in range(heads)]),
+        block_sizes=splash_attention_kernel.BlockSizes(
+            block_q=rows,
+            block_kv=columns,
+            block_kv_compute=columns,
+            block_q_dkv=rows,
+            block_kv_dkv=columns,
+            block_kv_dkv_compute=columns,
+            block_q_dq=rows,
+            block_kv_dq=columns,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=with_log_sums,
+        interpret=here().platform != "tpu",  # for tests
+    )
+
+
+def _filled(x: jax.Array) -> int:
+    return -(-x.shape[-1] // _LANES) * _LANES
+
+
+def _lanes(x: jax.Array) -> jax.Array:
+    """With zeros in lanes that nothing fills."""
+    missing = _filled(x) - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+def _block(length: int) -> int:
+    return next(size for size in (_BLOCK, 256, _LANES) if length % size == 0)
