@@ -39,6 +39,7 @@ def install() -> None:
     on_import("torchtitan.components.checkpointer.base", _hook_checkpoints)
     on_import("torchtitan.components.quantization", _hook_quantization)
     on_import("torchtitan.models.common.moe", _hook_experts)
+    on_import("torchtitan.models.common.token_dispatcher", _hook_dispatcher)
     callers.rank_means_process("torchtitan.")
     callers.rank_may_be_a_tensor("torchtitan.models.common.embedding")
 
@@ -93,28 +94,15 @@ def _refuse_converter(name: str, original: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _hook_experts(module: Any) -> None:
-    if hasattr(module, "RoutedExperts"):  # 0.3.0
-        take_over(module.RoutedExperts.parallelize, _parallelize_experts)
+    from xla_dtensor.integration import torchtitan_experts
+
+    torchtitan_experts.hook_experts(module)
 
 
-def _parallelize_experts(original: Any, args: Any, kwargs: Any) -> Any:
-    """Under full_dtensor the counts of tokens per expert are the sum of a sharded tensor, of which
-    torch keeps each device's part. Here that sum is one number, cut up in no particular way
-    (docs/design.md), and experts would take other devices' counts for theirs."""
-    dims = args[1] if len(args) > 1 else kwargs["parallel_dims"]
-    if dims.world_mesh.device_type == "xla":
-        if dims.spmd_backend == "full_dtensor" and (dims.dp_enabled or dims.cp_enabled):
-            raise UnsupportedOpError(
-                "torchtitan's experts with spmd_backend='full_dtensor' and data or context "
-                "parallelism: each device needs its own counts of tokens per expert, which a "
-                "pending sum doesn't keep here; use spmd_backend='partial_dtensor'"
-            )
-        if dims.ep_enabled:
-            raise UnsupportedOpError(
-                f"torchtitan's expert parallelism (degree {dims.ep}): it asks the host how many "
-                "tokens go where; use expert_parallel_degree=1"
-            )
-    return original(*args, **kwargs)
+def _hook_dispatcher(module: Any) -> None:
+    from xla_dtensor.integration import torchtitan_experts
+
+    torchtitan_experts.hook_dispatcher(module)
 
 
 def _hook_loss(module: Any) -> None:
