@@ -30,7 +30,8 @@ _TRITON_KERNELS = (
 
 def install() -> None:
     """When its modules are imported."""
-    on_import("torchtitan", _stand_in_for_triton)
+    for name in ("torchtitan", "torchtitan.models"):  # 0.2.2's imports its kernels itself
+        on_import(name, _stand_in_for_triton)
     on_import("torchtitan.components.loss", _hook_loss)
     on_import("torchtitan.config.configurable", _hook_building)
     on_import("torchtitan.distributed.parallel_dims", _hook_meshes)
@@ -77,7 +78,7 @@ class _Kernel:
 
 
 def _hook_quantization(module: Any) -> None:
-    for name in module.__all__:
+    for name in getattr(module, "__all__", ()):  # 0.2.2 has none: its converters want torchao
         if name.endswith("Converter") and "__init__" in vars(getattr(module, name)):
             take_over(getattr(module, name).__init__, functools.partial(_refuse_converter, name))
 
