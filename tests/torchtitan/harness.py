@@ -159,12 +159,14 @@ def _checkpointing(plan: Plan) -> Any:
 class _Training:
     """A model with its optimizer and schedule, and its step on one batch."""
 
-    def __init__(self, plan: Plan, model: Any, spec: Any, steps: int) -> None:
+    def __init__(self, plan: Plan, model: Any, spec: Any, steps: int, dims: Any) -> None:
         self.plan, self.model = plan, model
         self.loss = loss_of(plan, model, spec)
         self.optimizers = default_adamw(lr=1e-3).build(model_parts=[model])
         config = LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.8)
         self.schedulers = config.build(optimizers=self.optimizers, training_steps=steps)
+        if spec.post_optimizer_build_fn is not None:  # experts' load is balanced
+            spec.post_optimizer_build_fn(self.optimizers, [model], dims)
 
     def step(self, micro_batches: Any, valid: Any) -> Any:
         """One step of the optimizer; the losses and the norm of the gradients."""
@@ -229,7 +231,8 @@ def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.flo
     model.load_state_dict(state)
     for parameter in model.parameters():  # Module.to would cast RoPE's complex numbers, too
         parameter.data = parameter.data.to(dtype)
-    training = _Training(plan, model, spec, steps)
+    dims = ParallelDims.from_config(plan.parallelism(), 1)
+    training = _Training(plan, model, spec, steps, dims)
     run = Run([], [])
     with dense_attention(), _backend("partial_dtensor"):
         for batch in batches(steps, spec.model.vocab_size, plan):
@@ -269,7 +272,7 @@ def _on_mesh(spec: Any, plan: Plan, state: Any, steps: int, compiled: bool) -> R
         model.init_weights(buffer_device=None)
     model.train()
     put(model, state)
-    training = _Training(plan, model, spec, steps)
+    training = _Training(plan, model, spec, steps, dims)
     step = xd.compile(training.step) if compiled else training.step
     run = Run([], [], step)
     for batch in batches(steps, spec.model.vocab_size, plan):

@@ -57,7 +57,14 @@ DENSE: dict[str, dict[str, Any]] = {
     },
 }
 
-# Mixture-of-experts models without expert parallelism.
+# Mixture-of-experts models. With "ep" each device has some of the experts.
+SHORT = {"sequence": 16}
 EXPERTS: dict[str, dict[str, Any]] = {
-    "dp4": {"dp_shard": 4},
+    "dp4": {"dp_shard": 4, **SHORT},
+    "dp4, full_dtensor": {"dp_shard": 4, **FULL, **SHORT},
+    "dp4, ep2": {"dp_shard": 4, "ep": 2, **SHORT},
+    "dp4, ep4": {"dp_shard": 4, "ep": 4, **SHORT},
+    "dp2 x tp2, ep2": {"dp_shard": 2, "tp": 2, "ep": 2, **SHORT},
+    "dp2 x tp2, ep4": {"dp_shard": 2, "tp": 2, "ep": 4, **SHORT},
+    "dp2 x tp2, ep4, full_dtensor": {"dp_shard": 2, "tp": 2, "ep": 4, **FULL, **SHORT},
 }

@@ -87,6 +87,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             results = several_devices.run(call, func, args, kwargs, dispatch)
             if results is not NotImplemented:
                 return results
+        results = several_devices.by_mesh(call, func, args, kwargs, dispatch)
+        if results is not NotImplemented:
+            return results
         if processes.several() and not agreement.every_launch():
             _agree(call)
         plan = _plans.put(key, _make_plan(call))

@@ -1,10 +1,12 @@
 """Tensors on several sets of devices in one call: the stages of a pipeline in one
-`clip_grad_norm_`, one optimizer, one moving average.
+`clip_grad_norm_`, one optimizer, one moving average. And on meshes that cut up the same devices
+in different ways, of which none has the dims of all: experts, and the rest of a model.
 
-A call on lists (``_foreach_``) does the same to each element by itself, so it is made once for each
-set of devices. In any call a scalar (the norm of all gradients, a loss) goes where the other
-tensors are, as torch lets a scalar of the CPU join tensors of any device. Everything else raises
-`MeshMismatchError`, as does a scalar whose gradient would have to find its way back.
+A call on lists (``_foreach_``, ``_fused_``) does the same to each element by itself, so it is made
+once for each set of devices, or mesh. In any call a scalar (the norm of all gradients, a loss) goes
+where the other tensors are, as torch lets a scalar of the CPU join tensors of any device.
+Everything else raises `MeshMismatchError`, as does a scalar whose gradient would have to find its
+way back.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.dispatch.call import Call
+from xla_dtensor.dispatch.one_mesh import on_one_mesh
 from xla_dtensor.dispatch.plan import mutated_leaves
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.read import logical_value
@@ -25,7 +29,22 @@ from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.of_form import new_tensor
 
+_ON_LISTS = ("aten::_foreach_", "aten::_fused_")
 Dispatch = Callable[[Any, Any, dict[str, Any]], Any]
+
+
+def by_mesh(call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Dispatch) -> Any:
+    """Execute a call on lists whose tensors are on several meshes that can't be taken for one.
+
+    Returns:
+        its results; ``NotImplemented`` if there is one mesh, or the call isn't of that kind.
+    """
+    if not call.info.name.startswith(_ON_LISTS):
+        return NotImplemented
+    forms = [f for f in on_one_mesh(call.forms) if f.__class__ is Form and f.mesh is not None]
+    if len({form.mesh for form in forms}) < 2:
+        return NotImplemented
+    return _by_place(func, args, kwargs, dispatch, _mesh)
 
 
 def run(call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Dispatch) -> Any:
@@ -40,8 +59,8 @@ def run(call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Disp
             frames.setdefault(form.frame.device_ids, form.frame)
     if len(frames) < 2:
         return NotImplemented
-    if call.info.name.startswith("aten::_foreach_"):
-        results = _by_devices(func, args, kwargs, dispatch)
+    if call.info.name.startswith(_ON_LISTS):
+        results = _by_place(func, args, kwargs, dispatch, _devices)
         if results is not NotImplemented:
             return results
     home = _home(call, frames)
@@ -56,13 +75,19 @@ def run(call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Disp
 # --- lists ---------------------------------------------------------------------------------------
 
 
-def _by_devices(func: Any, args: Any, kwargs: dict[str, Any], dispatch: Dispatch) -> Any:
-    """A call on lists, once for the elements on each set of devices."""
+def _by_place(
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    dispatch: Dispatch,
+    place: Callable[[list[Any]], Any],
+) -> Any:
+    """A call on lists, once for the elements in each place."""
     count = len(args[0])
     lists = [v for v in (*args, *kwargs.values()) if _is_list(v, count)]
     groups: dict[Any, list[int]] = {}
     for i in range(count):
-        groups.setdefault(_devices([values[i] for values in lists]), []).append(i)
+        groups.setdefault(place([values[i] for values in lists]), []).append(i)
     if len(groups) < 2:
         return NotImplemented
     results: list[Any] = [None] * count
@@ -87,6 +112,14 @@ def _devices(tensors: list[Any]) -> tuple[int, ...] | None:
     for tensor in tensors:
         if isinstance(tensor, TensorMethods) and tensor._form.frame is not None:
             return tensor._form.frame.device_ids
+    return None
+
+
+def _mesh(tensors: list[Any]) -> DeviceMesh | None:
+    """The mesh of the first that is sharded."""
+    for tensor in tensors:
+        if isinstance(tensor, TensorMethods) and tensor._form.mesh is not None:
+            return tensor._form.mesh
     return None
 
 

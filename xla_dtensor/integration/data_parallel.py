@@ -52,6 +52,29 @@ def install_for_modules() -> None:
     if hasattr(fsdp, "share_comm_ctx"):
         take_over(fsdp.share_comm_ctx, _share)
     _install_newer_replicate()
+    for name in ("FSDPMeshInfo", "DDPMeshInfo"):
+        take_over(getattr(_fsdp_common(), name).__post_init__, _describe)
+
+
+def _fsdp_common() -> Any:
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    return _fsdp_common
+
+
+def _describe(original: Any, args: Any, kwargs: Any) -> Any:
+    """What a ``shard_placement_fn`` says of a parameter's mesh has sizes and groups; the rank,
+    which torch writes to it too, is none that one process could name."""
+    info = args[0]
+    mesh = info.mesh
+    if mesh.device_type != "xla":
+        return original(*args, **kwargs)
+    info.is_spmd_mesh = getattr(info, "dp_mesh_dims", None) is not None
+    for kind, dim in (("shard", info.shard_mesh_dim), ("replicate", info.replicate_mesh_dim)):
+        if dim is not None:
+            setattr(info, f"{kind}_mesh_size", mesh.size(dim))
+            setattr(info, f"{kind}_process_group", mesh.get_group(dim))
+    return None
 
 
 def _install_newer_replicate() -> None:

@@ -30,7 +30,8 @@ _TRITON_KERNELS = (
 
 def install() -> None:
     """When its modules are imported."""
-    on_import("torchtitan", _stand_in_for_triton)
+    for name in ("torchtitan", "torchtitan.models"):  # 0.2.2's imports its kernels itself
+        on_import(name, _stand_in_for_triton)
     on_import("torchtitan.components.loss", _hook_loss)
     on_import("torchtitan.config.configurable", _hook_building)
     on_import("torchtitan.distributed.parallel_dims", _hook_meshes)
@@ -39,6 +40,7 @@ def install() -> None:
     on_import("torchtitan.components.checkpointer.base", _hook_checkpoints)
     on_import("torchtitan.components.quantization", _hook_quantization)
     on_import("torchtitan.models.common.moe", _hook_experts)
+    on_import("torchtitan.models.common.token_dispatcher", _hook_dispatcher)
     callers.rank_means_process("torchtitan.")
     callers.rank_may_be_a_tensor("torchtitan.models.common.embedding")
 
@@ -76,7 +78,7 @@ class _Kernel:
 
 
 def _hook_quantization(module: Any) -> None:
-    for name in module.__all__:
+    for name in getattr(module, "__all__", ()):  # 0.2.2 has none: its converters want torchao
         if name.endswith("Converter") and "__init__" in vars(getattr(module, name)):
             take_over(getattr(module, name).__init__, functools.partial(_refuse_converter, name))
 
@@ -93,28 +95,15 @@ def _refuse_converter(name: str, original: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _hook_experts(module: Any) -> None:
-    if hasattr(module, "RoutedExperts"):  # 0.3.0
-        take_over(module.RoutedExperts.parallelize, _parallelize_experts)
+    from xla_dtensor.integration import torchtitan_experts
+
+    torchtitan_experts.hook_experts(module)
 
 
-def _parallelize_experts(original: Any, args: Any, kwargs: Any) -> Any:
-    """Under full_dtensor the counts of tokens per expert are the sum of a sharded tensor, of which
-    torch keeps each device's part. Here that sum is one number, cut up in no particular way
-    (docs/design.md), and experts would take other devices' counts for theirs."""
-    dims = args[1] if len(args) > 1 else kwargs["parallel_dims"]
-    if dims.world_mesh.device_type == "xla":
-        if dims.spmd_backend == "full_dtensor" and (dims.dp_enabled or dims.cp_enabled):
-            raise UnsupportedOpError(
-                "torchtitan's experts with spmd_backend='full_dtensor' and data or context "
-                "parallelism: each device needs its own counts of tokens per expert, which a "
-                "pending sum doesn't keep here; use spmd_backend='partial_dtensor'"
-            )
-        if dims.ep_enabled:
-            raise UnsupportedOpError(
-                f"torchtitan's expert parallelism (degree {dims.ep}): it asks the host how many "
-                "tokens go where; use expert_parallel_degree=1"
-            )
-    return original(*args, **kwargs)
+def _hook_dispatcher(module: Any) -> None:
+    from xla_dtensor.integration import torchtitan_experts
+
+    torchtitan_experts.hook_dispatcher(module)
 
 
 def _hook_loss(module: Any) -> None:

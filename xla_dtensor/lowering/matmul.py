@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.lowering.kinds import Kind, are
-from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.promotion import is_exactly, math_dtype, promote_for_math
 from xla_dtensor.lowering.registry import lowers
 
@@ -201,92 +199,6 @@ def linear_backward(x, grad, weight, output_mask):
     )
 
 
-@meta_of("_grouped_mm")
-def grouped_mm_meta(x, y, offs=None, bias=None, out_dtype=None):
-    """torch's own takes bfloat16 in CUDA's alignment only; its CPU kernel takes these dtypes, and
-    XLA any strides."""
-    check = torch._check
-    check(
-        x.dtype in _GROUPED and y.dtype == x.dtype,
-        lambda: (
-            f"Expected mat_a and mat_b to be both Float32, BFloat16 or Float16 matrices, got "
-            f"{x.dtype} and {y.dtype}"
-        ),
-    )
-    check(
-        x.ndim in (2, 3) and y.ndim in (2, 3),
-        lambda: f"mat_a and mat_b have to be 2 or 3 dimensional, got {x.ndim} and {y.ndim} dims",
-    )
-    # Both ragged in the contracted dim: torch compares the sizes nowhere, and reads past the end.
-    check(
-        x.shape[-1] == y.shape[-2],
-        lambda: (
-            "contraction dimension of mat_a and mat_b must match, got "
-            f"{x.shape[-1]} and {y.shape[-2]}"
-        ),
-    )
-    ragged = x.ndim == 2 or y.ndim == 2
-    check((offs is not None) == ragged, lambda: "Have to provide offsets if there is a 2d matrix")
-    if offs is not None:
-        check(offs.ndim == 1, lambda: "offs has to be 1D")
-        check(offs.dtype == torch.int32, lambda: "Offsets have to be int32")
-    check(bias is None, lambda: "Bias not supported yet")
-    check(
-        out_dtype is None or out_dtype == x.dtype,
-        lambda: f"Grouped gemm output dtype must match mat_a dtype, got {out_dtype}",
-    )
-    groups = [*x.shape[:-2], *y.shape[:-2], *(() if offs is None else offs.shape)]
-    check(len(set(groups)) == 1, lambda: f"matrix batch sizes have to match, got {groups}")
-    batch = groups[:1] if x.ndim == y.ndim else []
-    return x.new_empty((*batch, x.shape[-2], y.shape[-1]))
-
-
-_GROUPED = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@lowers("_grouped_mm")
-def grouped_mm(x, y, offs=None, bias=None, out_dtype=None):
-    """One product per group; ``offs`` holds the ends of the groups along the ragged dim: the
-    rows of a 2-d ``x``, the columns of a 2-d ``y``, or, both 2-d, the contracted dim."""
-    if offs is None:
-        return dot(x, y, *_BATCHED)
-    ragged = x.shape[1] if x.ndim == y.ndim else (x.shape[0] if x.ndim == 2 else y.shape[1])
-    position = jnp.arange(ragged, dtype=offs.dtype)
-    starts = jnp.concatenate([jnp.zeros(1, offs.dtype), offs[:-1]])
-    if x.ndim == 2 and y.ndim == 3:
-        return _products_of_rows(x, y, starts, offs)
-    member = (position >= starts[:, None]) & (position < offs[:, None])  # group, ragged
-    if x.ndim == 3:
-        products = dot(x, y, ((2,), (0,)))  # group, row, column
-        return jnp.sum(jnp.where(member[:, None, :], products, 0), axis=0)
-    return dot(jnp.where(member[:, None, :], x, 0), y, ((2,), (0,)))
-
-
-@jax.custom_batching.custom_vmap
-def _products_of_rows(x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.Array) -> jax.Array:
-    """Each group's rows of ``x`` by its matrix of ``y``."""
-    sizes = (ends - starts).astype(np.int32)
-    return jax.lax.ragged_dot(
-        x, y, sizes, precision=_precision(), preferred_element_type=math_dtype(x.dtype)
-    )
-
-
-@_products_of_rows.def_vmap
-def _batched_products_of_rows(
-    axis_size: int, in_batched: Sequence[bool], *args: jax.Array
-) -> tuple[jax.Array, bool]:
-    """`jax.lax.ragged_dot` has no batch of ``x`` alone: every group's product, masked, instead."""
-
-    def rows(x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.Array) -> jax.Array:
-        position = jnp.arange(x.shape[0], dtype=ends.dtype)
-        member = (position >= starts[:, None]) & (position < ends[:, None])
-        products = dot(jnp.where(member[:, :, None], x, 0), y, ((2,), (1,)), ((0,), (0,)))
-        return jnp.sum(products, axis=0)
-
-    axes = [0 if batched else None for batched in in_batched]
-    return jax.vmap(rows, in_axes=axes, axis_size=axis_size)(*args), True
-
-
 @lowers("_scaled_mm")
 def scaled_mm(
     x,
@@ -322,7 +234,7 @@ def tril(x, diagonal=0):
 
 are(
     Kind.PRODUCT,
-    *("_grouped_mm", "_scaled_mm", "addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear"),
+    *("_scaled_mm", "addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear"),
     *("linear_backward", "matmul", "mm", "mv", "vdot", "xla_dtensor::linear_weight_grad"),
     "xla_dtensor::linear_input_grad",
 )

@@ -126,7 +126,9 @@ def _placement(
         mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
         if not isinstance(mesh, DeviceMesh):
             raise ValueError(f"Invalid shard_placement_fn result: {result}")
-        parallel = data_parallel(mesh, None, "fully_shard", shard=True)
+        dims = getattr(info, "dp_mesh_dims", None)
+        whole = mesh if dims is None else info.spmd_mesh
+        parallel = data_parallel(whole, dims, "fully_shard", shard=True)
         result = result.placement
     dim = 0 if result is None else result.dim
     if not -parameter.ndim <= dim < parameter.ndim:
