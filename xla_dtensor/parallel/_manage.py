@@ -122,7 +122,7 @@ def _placement(
     """The mesh and the tensor dim that a ``shard_placement_fn`` has chosen."""
     parallel = default
     if result is not None and not isinstance(result, Shard):
-        info = getattr(result, "mesh_info", None)
+        info: Any = getattr(result, "mesh_info", None)
         mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
         if not isinstance(mesh, DeviceMesh):
             raise ValueError(f"Invalid shard_placement_fn result: {result}")
