@@ -26,6 +26,7 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-3, weight_decay=0.1),
     "adam_foreach": lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-3, foreach=True),
+    "adam_fused": lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-3, fused=True),
 }
 
 

@@ -8,6 +8,8 @@ batch's axis elsewhere: results of products hold their axes (`dispatch/result_pl
 
 from __future__ import annotations
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import xla_dtensor as xd
-from tests.compilation.random_products import OPERATIONS, check
+from tests.compilation.random_products import OPERATIONS, check, placements
 from tests.conftest import make_mesh
 
 
@@ -100,3 +102,26 @@ def test_products_whose_results_are_resharded(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_products_on_two_axes(name: str, seed: int) -> None:
     check(make_mesh("4x2"), name, seed, (0, 1))
+
+
+IN_PLACE = {
+    "addmm_": ((8, 16), (8, 24), (24, 16)),
+    "baddbmm_": ((4, 8, 16), (4, 8, 24), (4, 24, 16)),
+    "addbmm_": ((8, 16), (4, 8, 24), (4, 24, 16)),
+    "addmv_": ((8,), (8, 16), (16,)),
+}
+
+
+@pytest.mark.parametrize("shape", ["2x4", "2x2x2"])
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("seed", range(3))
+def test_products_in_place(shape: str, name: str, seed: int) -> None:
+    mesh = make_mesh(shape)
+    rng = random.Random(f"{name} {seed}")
+    values = [torch.randint(-3, 4, size).float() for size in IN_PLACE[name]]
+    own, *factors = (
+        distribute_tensor(v, mesh, placements(rng, v.ndim, tuple(range(mesh.ndim)))) for v in values
+    )
+    getattr(own, name)(*factors)
+    expected = getattr(values[0].clone(), name)(*values[1:])
+    torch.testing.assert_close(own.full_tensor().cpu(), expected, rtol=0, atol=0)

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import epoch, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.gradients import Layout
+from xla_dtensor.compilation.input_layouts import in_shardings, layouts, takes_no_axes_apart
 from xla_dtensor.compilation.inputs import Arrays
 from xla_dtensor.compilation.node import OnHost, Read
 from xla_dtensor.compilation.numbers import Decision, values_of
@@ -237,17 +237,17 @@ class Lowered:
                 found = [0 if value is None else value for value in found]
             return evaluate(ClosedJaxpr(jaxpr, found))()
 
-        jit_options: dict[str, Any] = {}
-        if any(s is not None for s in shardings):
-            jit_options["out_shardings"] = shardings
+        has_shardings = any(s is not None for s in shardings)
+        jit_options: dict[str, Any] = {"out_shardings": shardings} if has_shardings else {}
         # The backward pass may need the old values; but there is none where torch's would raise.
         donate = 0 if history is None or len(history.errors) == len(history.outputs) else ()
         with jax.enable_x64(True):
             prepared = self._prepared = self._prepare(arguments)
             inputs = self._gather(arguments, prepared, take=False)
             if any(form.memory for form in self._forms):
-                jit_options["in_shardings"] = self._in_shardings(inputs)
-            if pin.allowed and self._takes_no_axes_apart(inputs):
+                jit_options["in_shardings"] = in_shardings(inputs, self._frame)
+            wanted = map(self._sharding, self._forms)
+            if pin.allowed and takes_no_axes_apart(self._jaxpr, self._frame, inputs, wanted):
                 self.lowering = pin.loose
 
             def lower() -> Any:
@@ -264,7 +264,7 @@ class Lowered:
             # earlier trace made) costs no compilation. The text doesn't say on which devices.
             devices = None if self._frame is None else tuple(self._frame.device_ids)
             text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-            key = text, devices, lowered.in_tree, _layouts(inputs)
+            key = text, devices, lowered.in_tree, layouts(inputs)
             compiled = executables.get(key)
             self.digest = text[:16]
             self.newly_compiled = compiled is None
@@ -294,20 +294,6 @@ class Lowered:
         """
         first = [index for source in self._donated.sources for index, _ in source.writes]
         return [*dict.fromkeys((*first, *range(len(self._forms))))]
-
-    def _in_shardings(self, inputs: Any) -> Any:
-        """The shardings of all inputs. If JAX knows one memory of an input or output too few, it
-        lets an output overwrite an input that is in another memory, and XLA fails."""
-        assert self._frame is not None
-        of_host = self._frame.replicated
-        return pytree.tree_map(lambda x: getattr(x, "sharding", None) or of_host, inputs)
-
-    def _takes_no_axes_apart(self, inputs: Any) -> bool:
-        if self._frame is None:
-            return False
-        known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
-        wanted = map(self._sharding, self._forms)
-        return pin.may_be_loose(self._jaxpr, self._frame.jax_mesh, [*known, *wanted])
 
     def pins_may_help(self, error: Exception) -> bool:
         """Whether XLA failed on a program without all pins, which has them from now on."""
@@ -410,13 +396,5 @@ class Lowered:
         return words
 
 
-def _layouts(inputs: Any) -> tuple[Any, ...]:
-    """What a program's text doesn't have of its inputs: their layouts, and those that it doesn't
-    use."""
-    return tuple(
-        (x.shape, x.dtype, getattr(x, "sharding", None)) for x in pytree.tree_leaves(inputs)
-    )
-
-
-def _unique(decisions: list[Decision]) -> list[Decision]:
-    return list({decision.text: decision for decision in decisions}.values())
+def _unique(found: list[Decision]) -> list[Decision]:
+    return [*{decision.text: decision for decision in found}.values()]

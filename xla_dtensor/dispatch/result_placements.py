@@ -132,9 +132,11 @@ def pins(answer: Answer | None) -> Pins | None:
         # [batch or out channels, in channels, positions...]
         return _of_rule(answer, ask, ask_leaf, 2 if convolution else None)
     if axes == _PLANE:
-        # What is written to an argument need not lie there as the product does by itself.
-        ask = offer if not batched else pin if call.info.mutated else hold
-        return _of_rule(answer, ask, offer)
+        if call.info.mutated:
+            # Where it is written to it need not lie as the product does by itself.
+            written = frame.replicated if batched else None
+            return Pins([None] * len(call.leaves), [], written, pin, offer)
+        return _of_rule(answer, hold if batched else offer, offer)
     return _of_rule(answer, pin_batches if batched else pin, pin)
 
 
@@ -154,7 +156,7 @@ def _of_rule(answer: Answer, ask: Pin, ask_leaf: Pin, dims: int | None = None) -
     ]
     outputs = [
         None if m is None else _sharding(p, mesh, len(m.shape), dims)
-        for p, m in zip(merged.outputs, metas, strict=True)
+        for p, m in zip(merged.outputs, metas, strict=bool(metas))
     ]
     return Pins(inputs, outputs, frame_of(mesh).replicated, ask, ask_leaf)
 
@@ -177,6 +179,9 @@ def _merged(call: Call, mesh: DeviceMesh, metas: list[Meta | None]) -> Merged | 
         else:
             infos.append(leaf)
     shapes = [None if m is None else m.shape for m in metas]
+    if not shapes and call.info.mutated:
+        # Rules know the functional overload, whose result is like what this one writes to: self.
+        shapes = [next(form.shape for form in call.forms if isinstance(form, Form))]
     args = tuple(fill(list(call.args), infos))
     kwargs = {name: fill(value, infos) for name, value in call.kwargs.items()}
     return infer(call.info.func, args, kwargs, shapes, tuple(mesh.shape), mesh)

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.number_functions import larger, smaller
+from xla_dtensor.integration import adam
 from xla_dtensor.runtime import abstract
 
 # The modules of torch.optim, and the functions in them that take lists of tensors.
@@ -196,7 +197,10 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:  # one program already
-            _traced(_shorter(function, kwargs), params, *args, **kwargs)
+            if adam.at_once(function, kwargs, args[4] if len(args) > 4 else []):
+                adam.update(params, *args, **kwargs)
+            else:
+                _traced(function, params, *args, **kwargs)
             return
         if abstract.current() is not None:
             function(params, *args, **kwargs)
@@ -216,19 +220,6 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
                 function(some, *some_args, **some_kwargs)
 
     return update
-
-
-def _shorter(function: Callable[..., None], options: dict[str, Any]) -> Callable[..., None]:
-    """Of Adam the fused form, one operation in place of a dozen with each parameter: what traces
-    and lowers in a tenth of the time is the same program to XLA."""
-    module: Any = importlib.import_module("torch.optim.adam")
-    many = getattr(module._multi_tensor_adam, "__wrapped__", None)
-    if function is not many or options.get("has_complex") or options.get("differentiable"):
-        return function
-    if any(isinstance(options.get(name), torch.Tensor) for name in ("beta1", "beta2")):
-        return function
-    fused: Callable[..., None] = module._fused_adam.__wrapped__
-    return fused
 
 
 def _at_once(function: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,41 @@
+"""What a program has to do with the layouts of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from torch.utils import _pytree as pytree
+
+from xla_dtensor.dispatch import pin
+from xla_dtensor.mesh import Frame
+
+
+def layouts(inputs: Any) -> tuple[Any, ...]:
+    """What a program's text doesn't have of its inputs: their layouts, and those that it doesn't
+    use."""
+    return tuple(
+        (x.shape, x.dtype, getattr(x, "sharding", None)) for x in pytree.tree_leaves(inputs)
+    )
+
+
+def in_shardings(inputs: Any, frame: Frame | None) -> Any:
+    """The shardings of all inputs. If JAX knows one memory of an input or output too few, it lets
+    an output overwrite an input that is in another memory, and XLA fails."""
+    assert frame is not None
+    return pytree.tree_map(lambda x: getattr(x, "sharding", None) or frame.replicated, inputs)
+
+
+def takes_no_axes_apart(
+    jaxpr: Any, frame: Frame | None, inputs: Any, outputs: Iterable[Any]
+) -> bool:
+    """Whether a program can do without pins (`pin.may_be_loose`).
+
+    Args:
+        outputs: the shardings of its outputs.
+    """
+    if frame is None:
+        return False
+    known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
+    return pin.may_be_loose(jaxpr, frame.jax_mesh, [*known, *outputs])
