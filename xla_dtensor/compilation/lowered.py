@@ -19,7 +19,7 @@ from xla_dtensor.base import epoch, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.gradients import Layout
-from xla_dtensor.compilation.inputs import Arrays
+from xla_dtensor.compilation.inputs import Arrays, shardings_of
 from xla_dtensor.compilation.node import OnHost, Read
 from xla_dtensor.compilation.numbers import Decision, values_of
 from xla_dtensor.compilation.outside import Outside
@@ -243,7 +243,7 @@ class Lowered:
             prepared = self._prepared = self._prepare(arguments)
             inputs = self._gather(arguments, prepared, take=False)
             if any(form.memory for form in self._forms):
-                jit_options["in_shardings"] = self._in_shardings(inputs)
+                jit_options["in_shardings"] = shardings_of(inputs, self._frame)
             if pin.allowed and self._takes_no_axes_apart(inputs):
                 self.lowering = pin.loose
 
@@ -280,13 +280,6 @@ class Lowered:
                     compiled = lower().compile(options)
                 executables.put(key, compiled)
             self.compiled = compiled
-
-    def _in_shardings(self, inputs: Any) -> Any:
-        """The shardings of all inputs. If JAX knows one memory of an input or output too few, it
-        lets an output overwrite an input that is in another memory, and XLA fails."""
-        assert self._frame is not None
-        of_host = self._frame.replicated
-        return pytree.tree_map(lambda x: getattr(x, "sharding", None) or of_host, inputs)
 
     def _takes_no_axes_apart(self, inputs: Any) -> bool:
         if self._frame is None:
