@@ -19,7 +19,7 @@ from xla_dtensor.compilation.module_scopes import naming_modules
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.plan import memory as memory_of
-from xla_dtensor.plan.chips import CHIPS
+from xla_dtensor.plan.chips import chip_of
 from xla_dtensor.plan.collectives import collectives
 from xla_dtensor.plan.flops import flops
 from xla_dtensor.plan.inputs import inputs
@@ -135,7 +135,7 @@ def _report(
     frame = seen["frame"]
     sizes = {axis.name: axis.size for axis in frame.axes}
     devices = frame.jax_mesh.devices
-    chip = None if topology is None else CHIPS.get(topology.kind)
+    chip = None if topology is None else chip_of(topology.kind, topology.devices[0])
     available = None if chip is None else chip.memory / chip.devices
     text, cost, notes = "", {}, []
     with jax.enable_x64(True), tempfile.TemporaryDirectory() as dump:
@@ -167,7 +167,7 @@ def _report(
     moved = collectives(text, devices.shape, tuple(sizes))
     table = rows(moved, all_inputs, chip, devices, tuple(sizes))
     hops: dict[str, float] = {}
-    if chip is not None:
+    if chip is not None and not chip.is_switched:
         hops = dict(zip(sizes, device_order.mean_hops(devices), strict=True))
     per_device = float(cost.get("flops", 0.0))
     seconds: dict[str, float] = {}
