@@ -150,6 +150,7 @@ def test_states_come_back_where_they_were(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(moment.full_tensor().cpu(), before.full_tensor().cpu())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_model_from_meta_and_a_checkpoint(mesh: DeviceMesh, tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Linear(12, 10)

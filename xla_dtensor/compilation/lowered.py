@@ -234,9 +234,8 @@ class Lowered:
                 found = [0 if value is None else value for value in found]
             return evaluate(ClosedJaxpr(jaxpr, found))()
 
-        jit_options: dict[str, Any] = {}
-        if any(s is not None for s in shardings):
-            jit_options["out_shardings"] = shardings
+        are_any = any(s is not None for s in shardings)
+        jit_options: dict[str, Any] = {"out_shardings": shardings} if are_any else {}
         # The backward pass may need the old values; but there is none where torch's would raise.
         donate = 0 if history is None or len(history.errors) == len(history.outputs) else ()
         with jax.enable_x64(True):
