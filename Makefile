@@ -121,7 +121,7 @@ conformance-tpu: env $(LIBTPU)/libtpu/libtpu.so ## every op of op_db through the
 	mkdir -p $(RECORDS)
 	for i in 0 1; do \
 	  TPU_LIBRARY_PATH=$(abspath $(LIBTPU))/libtpu/libtpu.so $(CONFORMANCE) --compile-for v5e:2x4 \
-	    --resume --limit 2 --shard $$i/2 --out $(RECORDS)/tpu.$$i || exit; \
+	    --resume --limit 2 --timeout 300 --shard $$i/2 --out $(RECORDS)/tpu.$$i || exit; \
 	done
 	$(BIN)/python -m tests.conformance.tpu_report $(RECORDS)/tpu.[01] > tests/conformance/TPU.md
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from tests.conformance import entries, tpu, tpu_report
+from tests.conformance.check import check_entry
 from tests.conformance.tpu import EAGER, ERROR, NAMED, PASS, compile_entry
+from tests.conftest import make_mesh
 from tests.plan.tpus import needs_libtpu
+from xla_dtensor.base import cache
+from xla_dtensor.lowering import guards, per_slice
 
 FOR_TPUS = (
     *("topk", "max_pool2d_with_indices_backward", "fft.rfft2", "multinomial"),
@@ -51,11 +56,25 @@ def test_a_refusal_of_the_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert "| mm | backward | [5, 10]" in table and "INTERNAL: no" in table
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["topk", "max_pool2d_with_indices_backward", "linalg.ldl_factor"])
+def test_what_tpus_have_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without calls that compute each shard by itself the partitioner has them, the same for all
+    backends: CPU torch's numbers in sharded layouts."""
+    nowhere = dataclasses.replace(guards.NOT_PARTITIONABLE, platforms=())
+    monkeypatch.setattr(per_slice, "NOT_PARTITIONABLE", nowhere)
+    cache.clear()
+    try:
+        (entry,) = entries.select(name)
+        forms = ("forward", "backward")
+        found = check_entry(entry, torch.float32, make_mesh("2x4"), 2, 2, forms)
+        assert set(found.forms.values()) == {PASS}, found.failures
+    finally:
+        cache.clear()
+
+
 @needs_libtpu
-@pytest.mark.parametrize(
-    "name",
-    ["topk", "max_pool2d_with_indices_backward", "fft.rfft2", "multinomial", "linalg.svdvals"],
-)
+@pytest.mark.parametrize("name", FOR_TPUS)
 def test_for_tpus(name: str) -> None:
     assert set(compiled(name, "v5e:2x4").forms.values()) == {PASS}
 

@@ -3,12 +3,14 @@ JAX says where the arrays are."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -146,6 +148,25 @@ def test_states_come_back_where_they_were(mesh: DeviceMesh) -> None:
         moment, before = again.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"]
         assert memory(moment) == HOST
         torch.testing.assert_close(moment.full_tensor().cpu(), before.full_tensor().cpu())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_model_from_meta_and_a_checkpoint(mesh: DeviceMesh, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(12, 10)
+    xd.fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    model.to_empty(device="xla")
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.25)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    other = xd.fully_shard(nn.Linear(12, 10), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    for parameter in (*model.parameters(), *other.parameters()):
+        assert memory(parameter) == HOST
+        torch.testing.assert_close(
+            parameter.full_tensor().detach().cpu(), torch.full(parameter.shape, 0.25)
+        )
 
 
 def test_state_that_is_there_moves(mesh: DeviceMesh) -> None:

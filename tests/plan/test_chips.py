@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
-from xla_dtensor.plan.chips import CHIPS, Lane, seconds
+from xla_dtensor.plan.chips import CHIPS, Lane, chip_of, seconds
+from xla_dtensor.plan.collectives import Collective, Part
+from xla_dtensor.plan.program_text import Shaped
+from xla_dtensor.plan.rows import rows
 
 V5E = CHIPS["v5e"]
 LINE, RING = Lane((False,), V5E), Lane((True,), V5E)
@@ -37,3 +43,17 @@ def test_seconds(kind: str, lanes: list[Lane], expected: float) -> None:
 
 def test_nothing_moves_in_a_group_of_one() -> None:
     assert seconds("all-reduce", MB, 1, [RING]) == 0 == seconds("all-reduce", MB, 4, [])
+
+
+def test_gpus_are_known_by_what_jax_calls_them() -> None:
+    stats = {"bytes_limit": 105 * 10**9}
+    h200 = SimpleNamespace(device_kind="NVIDIA H200", memory_stats=lambda: stats)
+    chip = chip_of("gpu", h200)
+    assert chip is not None and (chip.name, chip.memory) == ("H200", 105e9)
+    other = SimpleNamespace(device_kind="Quadro", memory_stats=lambda: None)
+    assert chip_of("gpu", other) is None and chip_of("cpu", other) is None
+    assert chip_of("v5e", other) is V5E
+    # 900 GB/s of NVLink in both directions: each of four devices lacks three quarters.
+    gather = Collective("all-gather", 1, (Part(Shaped("f32", (10**6,)), ()),), ("tp",), 4)
+    (row,) = rows([gather], [], chip, np.array([h200] * 8).reshape(2, 4), ("dp", "tp"))
+    assert row.seconds == pytest.approx(0.75 * 4 * MB / 450e9)

@@ -21,6 +21,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import from_numpy, viewed_by_numpy
 from xla_dtensor.forms.read import read
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.of_form import Ours, new_tensor
 
 
@@ -162,13 +163,14 @@ class Landing:
             else:
                 # On CPU devices these arrays are the buffers.
                 parts = [
-                    jax.device_put(values[chunk], device)
+                    arrays.piece(values[chunk], device, self.form.sharding)
                     for chunk, devices in self.own.chunks.items()
                     for device in devices
                 ]
                 if self.own.empty:
                     zeros = np.zeros(self.own.padded, self.form.jax_dtype)
-                    parts += [jax.device_put(zeros, device) for device in self.own.empty]
+                    sharding = self.form.sharding
+                    parts += [arrays.piece(zeros, d, sharding) for d in self.own.empty]
                 array = jax.make_array_from_single_device_arrays(
                     self.form.array_shape, self.form.sharding, parts
                 )

@@ -20,13 +20,6 @@ def layouts(inputs: Any) -> tuple[Any, ...]:
     )
 
 
-def in_shardings(inputs: Any, frame: Frame | None) -> Any:
-    """The shardings of all inputs. If JAX knows one memory of an input or output too few, it lets
-    an output overwrite an input that is in another memory, and XLA fails."""
-    assert frame is not None
-    return pytree.tree_map(lambda x: getattr(x, "sharding", None) or frame.replicated, inputs)
-
-
 def takes_no_axes_apart(
     jaxpr: Any, frame: Frame | None, inputs: Any, outputs: Iterable[Any]
 ) -> bool:

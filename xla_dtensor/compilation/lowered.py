@@ -18,8 +18,8 @@ from xla_dtensor.base import epoch, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.gradients import Layout
-from xla_dtensor.compilation.input_layouts import in_shardings, layouts, takes_no_axes_apart
-from xla_dtensor.compilation.inputs import Arrays
+from xla_dtensor.compilation.input_layouts import layouts, takes_no_axes_apart
+from xla_dtensor.compilation.inputs import Arrays, shardings_of
 from xla_dtensor.compilation.node import OnHost, Read
 from xla_dtensor.compilation.numbers import Decision, values_of
 from xla_dtensor.compilation.outside import Outside
@@ -237,15 +237,15 @@ class Lowered:
                 found = [0 if value is None else value for value in found]
             return evaluate(ClosedJaxpr(jaxpr, found))()
 
-        has_shardings = any(s is not None for s in shardings)
-        jit_options: dict[str, Any] = {"out_shardings": shardings} if has_shardings else {}
+        are_any = any(s is not None for s in shardings)
+        jit_options: dict[str, Any] = {"out_shardings": shardings} if are_any else {}
         # The backward pass may need the old values; but there is none where torch's would raise.
         donate = 0 if history is None or len(history.errors) == len(history.outputs) else ()
         with jax.enable_x64(True):
             prepared = self._prepared = self._prepare(arguments)
             inputs = self._gather(arguments, prepared, take=False)
             if any(form.memory for form in self._forms):
-                jit_options["in_shardings"] = in_shardings(inputs, self._frame)
+                jit_options["in_shardings"] = shardings_of(inputs, self._frame)
             wanted = map(self._sharding, self._forms)
             if pin.allowed and takes_no_axes_apart(self._jaxpr, self._frame, inputs, wanted):
                 self.lowering = pin.loose

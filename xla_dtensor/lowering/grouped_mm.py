@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from xla_dtensor.lowering.guards import RAGGED_PRODUCTS
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.matmul import _precision, dot
 from xla_dtensor.lowering.meta import meta_of
@@ -82,9 +83,7 @@ def grouped_mm(x, y, offs=None, bias=None, out_dtype=None):
 @jax.custom_batching.custom_vmap
 def _products_of_rows(x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.Array) -> jax.Array:
     """Each group's rows of ``x`` by its matrix of ``y``; rows of no group are zero."""
-    return jax.lax.platform_dependent(
-        x, y, starts, ends, cpu=_rows_by_blocks, default=_rows_by_ragged_dot
-    )
+    return RAGGED_PRODUCTS.choose(_rows_by_blocks, _rows_by_ragged_dot, x, y, starts, ends)
 
 
 @_products_of_rows.def_vmap
@@ -105,9 +104,7 @@ def _batched_products_of_rows(
 @jax.custom_batching.custom_vmap
 def _sums_of_products(x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.Array) -> jax.Array:
     """Each group's columns of ``x`` by its rows of ``y``: one matrix per group."""
-    return jax.lax.platform_dependent(
-        x, y, starts, ends, cpu=_sums_by_blocks, default=_sums_by_ragged_dot
-    )
+    return RAGGED_PRODUCTS.choose(_sums_by_blocks, _sums_by_ragged_dot, x, y, starts, ends)
 
 
 @_sums_of_products.def_vmap

@@ -75,6 +75,10 @@ FACTORISATIONS_IN_32_BITS = Guard(
     "a 64-bit number if 64-bit types are on, and libtpu can't rewrite those.",
     ("tpu",),
 )
+RAGGED_PRODUCTS = Guard(
+    "JAX takes the CPU's ragged products apart into one of all rows per group.",
+    ("cpu",),
+)
 # What only these platforms have; the others refuse (`Guard.only`).
 EIGENVALUES = Guard(
     "JAX has a factorisation of matrices that aren't symmetric for these alone.",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
@@ -20,6 +21,8 @@ class Chip:
         link: bytes per second in one direction over one link.
         devices: how many JAX devices it is.
         source: where these figures are from.
+        is_switched: whether a switch is at the other end of its links, and every device of a
+            machine is as near as any other; ``link`` is then that of all of them together.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Chip:
     link: float
     devices: int
     source: str
+    is_switched: bool = False
 
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
@@ -48,6 +52,40 @@ CHIPS = {
         ),
     )
 }
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+
+# NVIDIA's tables have bfloat16 with sparsity, twice what dense products get, and NVLink in both
+# directions together. By what JAX's ``device_kind`` has in it.
+GPUS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "A100-SXM4-40GB", 312 * TERA, 40e9, 1555 * GIGA, 300 * GIGA, 1, f"{_NVIDIA}a100", True
+        ),
+        Chip(
+            "A100-SXM4-80GB", 312 * TERA, 80e9, 2039 * GIGA, 300 * GIGA, 1, f"{_NVIDIA}a100", True
+        ),
+        Chip(
+            "H100 80GB HBM3", 989 * TERA, 80e9, 3350 * GIGA, 450 * GIGA, 1, f"{_NVIDIA}h100", True
+        ),
+        Chip("H200", 989 * TERA, 141e9, 4800 * GIGA, 450 * GIGA, 1, f"{_NVIDIA}h200", True),
+    )
+}
+
+
+def chip_of(kind: str, device: Any) -> Chip | None:
+    """What a topology's devices are; None where no table has them.
+
+    Args:
+        kind: the topology's.
+        device: one of them, JAX's. Of a GPU it says itself how much memory programs can have.
+    """
+    if kind != "gpu":
+        return CHIPS.get(kind)
+    chip = next((chip for name, chip in GPUS.items() if name in device.device_kind), None)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return chip if chip is None or limit is None else replace(chip, memory=float(limit))
 
 
 @dataclass(frozen=True)

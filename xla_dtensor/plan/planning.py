@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from xla_dtensor.compilation.module_scopes import naming_modules
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.plan import memory as memory_of
-from xla_dtensor.plan.chips import CHIPS
+from xla_dtensor.plan.chips import chip_of
 from xla_dtensor.plan.collectives import collectives
 from xla_dtensor.plan.flops import flops
 from xla_dtensor.plan.inputs import inputs
@@ -133,13 +135,16 @@ def _report(
     frame = seen["frame"]
     sizes = {axis.name: axis.size for axis in frame.axes}
     devices = frame.jax_mesh.devices
-    chip = None if topology is None else CHIPS.get(topology.kind)
+    chip = None if topology is None else chip_of(topology.kind, topology.devices[0])
     available = None if chip is None else chip.memory / chip.devices
     text, cost, notes = "", {}, []
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), tempfile.TemporaryDirectory() as dump:
+        options = seen["options"]
+        if topology is not None and topology.kind in _UNREADABLE:
+            options = {**(options or {}), "xla_dump_to": dump, "xla_dump_hlo_as_text": True}
         try:
             with not_kept(topology):
-                compiled = seen["lowered"].compile(seen["options"])
+                compiled = seen["lowered"].compile(options)
         except Exception as error:
             if not memory_of.is_refusal(error):
                 raise
@@ -152,7 +157,7 @@ def _report(
             memory = memory_of.of_compiled(compiled, available)
             cost = _cost(compiled)
             try:
-                text = compiled.as_text()
+                text = _dumped(dump) or compiled.as_text()
             except jax.errors.JaxRuntimeError as error:
                 notes.append(
                     "the program can't be read, so its collectives are unknown: this libtpu writes "
@@ -162,7 +167,7 @@ def _report(
     moved = collectives(text, devices.shape, tuple(sizes))
     table = rows(moved, all_inputs, chip, devices, tuple(sizes))
     hops: dict[str, float] = {}
-    if chip is not None:
+    if chip is not None and not chip.is_switched:
         hops = dict(zip(sizes, device_order.mean_hops(devices), strict=True))
     per_device = float(cost.get("flops", 0.0))
     seconds: dict[str, float] = {}
@@ -192,6 +197,17 @@ def _report(
         notes=notes,
         source="" if chip is None else chip.source,
     )
+
+
+# Of these libtpu's programs have instructions that this JAX can't read back (libtpu 0.0.52, jaxlib
+# 0.10.2), so that libtpu writes their text itself.
+_UNREADABLE = ("tpu7x",)
+
+
+def _dumped(folder: str) -> str:
+    """The text of the program that XLA has written to ``folder``; "" if there is none."""
+    found = sorted(Path(folder).glob("*.after_optimizations.txt"))
+    return found[-1].read_text() if found else ""
 
 
 @contextlib.contextmanager

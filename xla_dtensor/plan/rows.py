@@ -97,6 +97,8 @@ def rows(
 
 
 def _lanes(chip: Chip, devices: np.ndarray, names: Sequence[str]) -> dict[str, Lane]:
+    if chip.is_switched:
+        return {name: Lane((False,), chip) for name in names}
     every = device_order.extents(devices)
     return {
         name: Lane(axes, chip) for name, axes in zip(names, every, strict=True) if axes is not None

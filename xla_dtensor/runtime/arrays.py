@@ -43,11 +43,22 @@ def put(value: Any, sharding: Any) -> Any:
     return put_shards(value.shape, sharding, lambda index: value[index])
 
 
+def piece(value: Any, device: Any, sharding: Any) -> Any:
+    """What ``device`` has of an array with ``sharding``, as an array of its own, in the memory that
+    the sharding says."""
+    import jax
+
+    memory = sharding.memory_kind
+    if memory is None or memory == device.default_memory().kind:
+        return jax.device_put(value, device)
+    return jax.device_put(value, jax.sharding.SingleDeviceSharding(device, memory_kind=memory))
+
+
 def _to_all(value: Any, sharding: Any) -> Any:
     """The same value of this process on all of its devices, without a way over the host."""
     import jax
 
-    pieces = [jax.device_put(value, device) for device in sharding.addressable_devices]
+    pieces = [piece(value, device, sharding) for device in sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(value.shape, sharding, pieces)
 
 
@@ -97,7 +108,7 @@ def put_each(shape: tuple[int, ...], sharding: Any, shards: dict[Any, np.ndarray
         return AbstractArray(shape, next(iter(shards.values())).dtype, sharding)
     import jax
 
-    pieces = [jax.device_put(shards[device], device) for device in sharding.addressable_devices]
+    pieces = [piece(shards[d], d, sharding) for d in sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
@@ -114,7 +125,7 @@ def put_own(value: Any, sharding: Any) -> Any:
     devices = sorted(sharding.addressable_devices, key=lambda device: device.id)
     lead = [sharding.mesh.shape[name] for name in sharding.spec if name is not None]
     shard = value.reshape((1,) * len(lead) + value.shape)
-    pieces = [jax.device_put(shard, device) for device in devices]
+    pieces = [piece(shard, device, sharding) for device in devices]
     shape = (*lead, *value.shape)
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
