@@ -140,8 +140,8 @@ class Program:
                 self._count(called, times * trips)
 
     def _bound(self, loop: Instruction) -> int | None:
-        """The number that a loop's counter, which begins at 0, is compared with. The TPU's programs
-        say no other way how often a loop runs; JAX's scans and the partitioner's own loops count so.
+        """The number that a loop's counter, which begins at 0, is compared with. TPU programs say
+        no other way how often a loop runs; JAX's scans and the partitioner's own loops count so.
         (Where 64-bit types are on, the counter is two 32-bit numbers, and so is the bound.)"""
         bounds: list[int] = []
         for how, name in loop.calls():
