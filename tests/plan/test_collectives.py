@@ -163,6 +163,15 @@ def test_a_loops_body_counts_as_often_as_it_runs() -> None:
     assert counted.unknown_loops == [] and counted.runs["body"] == 7
 
 
+def test_a_kernels_attributes_over_several_lines() -> None:
+    """As Pallas' splash attention has them: what comes behind belongs to the computation, too."""
+    kernel = """  %k = f32[8]{0} custom-call(%p), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="jit(step)/kernel"}"""
+    (found,) = one(f"{kernel}\n  %a = f32[8]{{0}} all-reduce(%k), to_apply=%add")
+    assert (found.kind, found.bytes) == ("all-reduce", 32)
+
+
 def test_parts_of_what_was_brought_together_have_names_of_their_own() -> None:
     lines = (
         '%a = f32[8]{0} add(%p, %p), metadata={op_name="jit(f)/nn_backward:up/mul"}',

@@ -112,7 +112,7 @@ class Program:
                     current = self.computations[name] = []
                     if is_entry:
                         self.entry = name
-            elif line.startswith("}"):
+            elif line.startswith("}") and not line.startswith("}}"):  # a kernel's attributes
                 current = None
             else:
                 instruction = _instruction(line, name)
