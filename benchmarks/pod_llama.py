@@ -137,6 +137,7 @@ def ours(
 
         def step(tokens: Any, targets: Any) -> Any:
             x = F.embedding(tokens, model["embedding"].weight.bfloat16())
+            x = x.redistribute(mesh, rows)
             x = xd.scan_layers(model["layers"])(x, cos, sin)
             logits = model["output"](model["norm"](x)).float()
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())

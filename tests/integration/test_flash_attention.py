@@ -102,6 +102,24 @@ def test_what_differs_per_device(short: None, mesh_2x4: Any) -> None:
             torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
 
 
+def test_a_sharded_tensor_of_a_submesh_that_differs_along_another_dim(
+    short: None, mesh_2x4: Any
+) -> None:
+    of_devices = [[x.detach() + i for x in inputs_of(4, 4, 8, batch=1)] for i in range(2)]
+    expected = [torch_says(*(x.requires_grad_() for x in v), is_causal=True) for v in of_devices]
+    laid_out = []
+    for n in range(3):
+        own = xd.from_device_values([v[n].detach() for v in of_devices], mesh_2x4["dp"])
+        laid_out.append(distribute_tensor(own, mesh_2x4["tp"], [Shard(1)]).requires_grad_())
+    out = F.scaled_dot_product_attention(*laid_out, is_causal=True)
+    grads = torch.autograd.grad(out.square().sum(), laid_out)
+    for n, found in enumerate([out, *grads]):
+        values = found.detach().full_tensor().local_values()
+        for device, value in enumerate(values):
+            wanted = expected[device * 2 // len(values)][n]
+            torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-10)
+
+
 def test_shapes_that_broadcast(short: None) -> None:
     torch.manual_seed(0)
     shapes = {"2-D": [(6, 8)] * 3, "one batch": [(3, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8)]}

@@ -159,6 +159,20 @@ def test_a_loops_body_counts_as_often_as_it_runs() -> None:
     assert collective_traffic(text).bytes == {"all-reduce": 160}
     unknown = Program(f"{HEAD}{LOOP}\nENTRY %m (p: f32[8]) -> f32[8] {{\n  {line}\n}}\n")
     assert unknown.unknown_loops == ["w"] and unknown.runs["body"] == 1
+    # As the TPU's programs have it: a counter of two parts that is compared with a constant.
+    counter = "  %low = u32[] constant(7)\n  %less = pred[] compare(%i, %low), direction=LT\n"
+    counted = LOOP.replace("  ROOT %less = pred[] compare(%i, %n), direction=LT\n", counter)
+    counted = Program(f"{HEAD}{counted}\nENTRY %m (p: f32[8]) -> f32[8] {{\n  {line}\n}}\n")
+    assert counted.unknown_loops == [] and counted.runs["body"] == 7
+
+
+def test_a_kernels_attributes_over_several_lines() -> None:
+    """As Pallas' splash attention has them: what comes behind belongs to the computation, too."""
+    kernel = """  %k = f32[8]{0} custom-call(%p), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="jit(step)/kernel"}"""
+    (found,) = one(f"{kernel}\n  %a = f32[8]{{0}} all-reduce(%k), to_apply=%add")
+    assert (found.kind, found.bytes) == ("all-reduce", 32)
 
 
 def test_parts_of_what_was_brought_together_have_names_of_their_own() -> None:

@@ -12,6 +12,7 @@ import torch
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.promotion import is_exactly, promote_for_math
 from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.scatter import narrow
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
 
@@ -38,6 +39,7 @@ def _is_target(x: jax.Array, target: jax.Array) -> jax.Array:
     """One-hot ``target`` along the class dim of ``x``. Comparing with an iota fuses, and
     partitions over a sharded class dim, where a gather or scatter would not."""
     axis = _class_axis(x)
+    target = narrow(target, x.shape[axis])
     classes = jax.lax.broadcasted_iota(target.dtype, x.shape, axis)
     return classes == jnp.expand_dims(target, axis)
 

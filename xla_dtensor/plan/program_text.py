@@ -94,7 +94,7 @@ class Program:
         computations: their instructions, by name.
         entry: the name of the one that is run.
         runs: how often each computation runs, by name; not there for those that are never called.
-        unknown_loops: the names of loops of which XLA doesn't know how often they run (their bodies
+        unknown_loops: the names of loops of which nobody knows how often they run (their bodies
             count once).
     """
 
@@ -112,7 +112,7 @@ class Program:
                     current = self.computations[name] = []
                     if is_entry:
                         self.entry = name
-            elif line.startswith("}"):
+            elif line.startswith("}") and not line.startswith("}}"):  # a kernel's attributes
                 current = None
             else:
                 instruction = _instruction(line, name)
@@ -133,10 +133,29 @@ class Program:
                     continue
                 trips = 1
                 if how == "body":
-                    trips = instruction.trips or 1
-                    if instruction.trips is None:
+                    known = instruction.trips or self._bound(instruction)
+                    if known is None:
                         self.unknown_loops.append(instruction.name)
+                    trips = known or 1
                 self._count(called, times * trips)
+
+    def _bound(self, loop: Instruction) -> int | None:
+        """The number that a loop's counter, which begins at 0, is compared with. TPU programs say
+        no other way how often a loop runs; JAX's scans and the partitioner's own loops count so.
+        (Where 64-bit types are on, the counter is two 32-bit numbers, and so is the bound.)"""
+        bounds: list[int] = []
+        for how, name in loop.calls():
+            members = self.computations.get(name, ()) if how == "condition" else ()
+            constants = {
+                m.name: int(m.operands)
+                for m in members
+                if m.op == "constant" and re.fullmatch(r"\d+", m.operands)
+            }
+            for member in members:
+                if member.op == "compare" and "direction=LT" in member.attributes:
+                    bound = member.operands.rpartition("%")[2].strip()
+                    bounds.append(constants.get(bound, 0))
+        return max(bounds, default=0) or None
 
     def instructions(self) -> Iterator[tuple[Instruction, int]]:
         """All that run, each with how often."""
