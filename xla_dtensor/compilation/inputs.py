@@ -152,3 +152,19 @@ def _same_kind(a: Form, b: Form) -> bool:
         and a.varying == b.varying
         and (a.frame is None or b.frame is None)
     )
+
+
+def outputs_in_order(donated: Iterable[Source], count: int) -> list[int]:
+    """The order of a program's outputs: first what takes the place of a donated input, as the
+    inputs are, then all else.
+
+    JAX gives a donated input's memory to the first output of its shape, whatever it is. A
+    parameter's memory would go to a gradient that the step leaves behind, the optimizer's state to
+    another parameter, and XLA would have to copy each of them before it writes.
+
+    Args:
+        donated: where the donated inputs come from, in their order.
+        count: of the outputs.
+    """
+    first = [index for source in donated for index, _ in source.writes]
+    return [*dict.fromkeys((*first, *range(count)))]

@@ -19,13 +19,13 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.gradients import Layout
 from xla_dtensor.compilation.input_layouts import layouts, takes_no_axes_apart
-from xla_dtensor.compilation.inputs import Arrays, shardings_of
+from xla_dtensor.compilation.inputs import Arrays, outputs_in_order, shardings_of
 from xla_dtensor.compilation.node import OnHost, Read
 from xla_dtensor.compilation.numbers import Decision, values_of
 from xla_dtensor.compilation.outside import Outside
 from xla_dtensor.compilation.recipes import Source
 from xla_dtensor.compilation.run import Prepared
-from xla_dtensor.compilation.split import Split
+from xla_dtensor.compilation.split import Split, reordered
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.dispatch import pin
 from xla_dtensor.forms.form import Form
@@ -196,7 +196,7 @@ class Lowered:
     ) -> None:
         jaxpr, evaluate, history = self._jaxpr, jaxpr_as_fun, self._traced.history
         constants, traced_sources = self._resolver(), self._traced.sources
-        self._outputs = self._in_order()
+        self._outputs = outputs_in_order(self._donated.sources, len(self._forms))
         self._split: Split | None = None
         if history is not None:
             cotangents: list[int | None] = [None] * len(history.cotangents)
@@ -223,9 +223,7 @@ class Lowered:
             )
             self._backward = self._make_backward()
         else:
-            debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-            outvars = [jaxpr.outvars[i] for i in self._outputs]
-            jaxpr = jaxpr.replace(outvars=outvars, debug_info=debug)
+            jaxpr = reordered(jaxpr, self._outputs)
         shardings = [self._sharding(self._forms[i]) for i in self._outputs]
         shardings += [None] * (0 if self._split is None else self._split.residuals)
         self._place_of = {output: i for i, output in enumerate(self._outputs)}
@@ -283,17 +281,6 @@ class Lowered:
                     compiled = lower().compile(options)
                 executables.put(key, compiled)
             self.compiled = compiled
-
-    def _in_order(self) -> list[int]:
-        """The order of the outputs: first what takes the place of a donated input, as the inputs
-        are, then all else.
-
-        JAX gives a donated input's memory to the first output of its shape, whatever it is. A
-        parameter's memory would go to a gradient that the step leaves behind, the optimizer's
-        state to another parameter, and XLA would have to copy each of them before it writes.
-        """
-        first = [index for source in self._donated.sources for index, _ in source.writes]
-        return [*dict.fromkeys((*first, *range(len(self._forms))))]
 
     def pins_may_help(self, error: Exception) -> bool:
         """Whether XLA failed on a program without all pins, which has them from now on."""

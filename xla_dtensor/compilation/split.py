@@ -9,6 +9,12 @@ from jax.extend import core as jax_core
 from xla_dtensor.compilation.trace import READ
 
 
+def reordered(jaxpr: Any, outputs: list[int]) -> Any:
+    """A jaxpr whose outputs are those of ``jaxpr`` at these positions."""
+    debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    return jaxpr.replace(outvars=[jaxpr.outvars[i] for i in outputs], debug_info=debug)
+
+
 class Split:
     """A jaxpr in two parts.
 

@@ -1,5 +1,5 @@
-"""Training in which one process is killed once: what torchrun starts again goes on from the last
-commit, and ends with what a run without a failure has.
+"""Training in which one process is killed once: what torchrun or Ray starts again goes on from the
+last commit, and ends with what a run without a failure has.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import xla_dtensor.horovod as hvd
 STEPS, KILLED_IN = 6, 5
 
 
-def main() -> None:
-    folder, victim = Path(sys.argv[1]), int(sys.argv[2])
+def main(folder: Path, victim: int) -> int:
+    """The number of commits that it has found."""
     hvd.init()
     torch.manual_seed(hvd.rank())  # each has its own, until rank 0's is given to all
     model = torch.nn.Linear(3, 1, bias=False)
@@ -54,7 +54,8 @@ def main() -> None:
         expected -= 0.1 * moment
     torch.testing.assert_close(model.weight.detach(), torch.full((1, 3), expected))
     print("all of it", flush=True)
+    return done
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), int(sys.argv[2]))

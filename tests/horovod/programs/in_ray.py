@@ -12,25 +12,30 @@ from typing import Any
 
 def train_loop(config: dict[str, Any]) -> None:
     import xla_dtensor.horovod as hvd
-    from tests.horovod.programs import launched
+    from tests.horovod.programs import elastic, launched
 
-    launched.main()
-    Path(config["folder"], f"rank{hvd.rank()}").write_text(str(hvd.size()))
+    folder = Path(config["folder"])
+    if not (folder / "killed").exists():
+        launched.main()
+    found = elastic.main(folder, victim=1)
+    (folder / f"rank{hvd.rank()}").write_text(f"{found} of {hvd.size()}")
 
 
 def main(folder: str) -> None:
     import ray
-    from ray.train import RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     from xla_dtensor.integration.ray import trainer
 
     ray.init(num_cpus=2, include_dashboard=False)
-    trainer(
-        train_loop,
-        ScalingConfig(num_workers=2),
-        run_config=RunConfig(storage_path=f"{folder}/ray"),
-        train_loop_config={"folder": folder},
-    ).fit()
+    run = RunConfig(
+        storage_path=f"{folder}/ray",
+        failure_config=FailureConfig(max_failures=1),
+        worker_runtime_env={"env_vars": {"XLA_DTENSOR_HEARTBEAT_TIMEOUT": "8"}},
+    )
+    config = {"folder": folder}
+    scaling = ScalingConfig(num_workers=2)
+    trainer(train_loop, scaling, run_config=run, train_loop_config=config).fit()
     ray.shutdown()
 
 
