@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.integration import callers, torchtitan_data
+from xla_dtensor.integration import callers, torchtitan_data, torchtitan_step
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.integration.take_over import take_over
 
@@ -36,6 +36,7 @@ def install() -> None:
     on_import("torchtitan.config.configurable", _hook_building)
     on_import("torchtitan.distributed.parallel_dims", _hook_meshes)
     on_import("torchtitan.distributed.cudagraph", _hook_graphs)
+    on_import("torchtitan.trainer", torchtitan_step.hook_trainer)
     on_import("torchtitan.distributed.utils", _hook_timeouts)
     on_import("torchtitan.components.checkpointer.base", _hook_checkpoints)
     on_import("torchtitan.components.quantization", _hook_quantization)
