@@ -37,7 +37,7 @@ def install() -> None:
     on_import("torchtitan.distributed.parallel_dims", _hook_meshes)
     on_import("torchtitan.distributed.cudagraph", _hook_graphs)
     on_import("torchtitan.trainer", torchtitan_step.hook_trainer)
-    on_import("torchtitan.distributed.utils", _hook_timeouts)
+    on_import("torchtitan.distributed.utils", _hook_utils)
     on_import("torchtitan.components.checkpointer.base", _hook_checkpoints)
     on_import("torchtitan.components.quantization", _hook_quantization)
     on_import("torchtitan.models.common.moe", _hook_experts)
@@ -190,8 +190,26 @@ def _compile(original: Any, args: Any, kwargs: Any) -> Any:
     return compile_step(args[0])
 
 
-def _hook_timeouts(module: Any) -> None:
+def _hook_utils(module: Any) -> None:
     take_over(module.set_pg_timeouts, _set_timeouts)
+    take_over(module.init_distributed, _count_devices)
+
+
+def _count_devices(original: Any, args: Any, kwargs: Any) -> Any:
+    """torchtitan's world has a rank for each device; a launcher's, one for each process."""
+    from torchtitan.tools.utils import device_type
+
+    world_size = original(*args, **kwargs)
+    if device_type != "xla":
+        return world_size
+    from xla_dtensor import runtime
+    from xla_dtensor.runtime import distributed, processes
+
+    distributed.initialize()
+    if not processes.several():
+        return world_size
+    runtime.start()
+    return runtime.device_count()
 
 
 def _set_timeouts(original: Any, args: Any, kwargs: Any) -> Any:
