@@ -41,6 +41,7 @@ test-all: check test test-slow test-audit rules-check suites ## everything there
 TITAN_VENV ?= .venv-torchtitan
 TITAN := $(TITAN_VENV)/bin/python
 TITAN_PINS := tests/torchtitan/constraints.txt
+TITAN_CLASSIC := $(TITAN_VENV)/classic
 env-torchtitan: $(TITAN_VENV)/.installed ## the environment for torchtitan's models and trainer
 
 $(TITAN_VENV)/.installed: pyproject.toml constraints.txt $(TITAN_PINS)
@@ -48,13 +49,18 @@ $(TITAN_VENV)/.installed: pyproject.toml constraints.txt $(TITAN_PINS)
 	$(TITAN) -m pip install --quiet -c constraints.txt -c $(TITAN_PINS) --editable . pytest \
 	  datasets einops pillow safetensors tensorboard tokenizers torchdata tyro
 	$(TITAN) -m pip install --quiet -c $(TITAN_PINS) --no-deps torchtitan spmd_types torch_checkpointing
+	$(TITAN) -m pip install --quiet --no-deps --target $(TITAN_CLASSIC) torchtitan==0.2.2 tomli==2.5.0
 	touch $@
 
+# 0.2.2, whose plans are others, lies beside 0.3.0 in a folder that comes first where it is asked for.
+CLASSIC := PYTHONPATH=$(abspath $(TITAN_CLASSIC)) $(TITAN)
 test-torchtitan: env-torchtitan ## torchtitan's models and trainer (ARGS="-m slow" for the rest)
 	$(TITAN) -m pytest -m 'not slow' tests/torchtitan $(ARGS)
+	$(CLASSIC) -m pytest -m 'not slow' tests/torchtitan_classic $(ARGS)
 
 torchtitan-parity: env-torchtitan ## the table of docs/torchtitan.md, 20 steps of each plan
 	$(TITAN) -W ignore -m tests.torchtitan.parity $(ARGS)
+	$(CLASSIC) -W ignore -m tests.torchtitan_classic.parity $(ARGS)
 
 # transformers likewise: what it wants of tokenizers and the hub needn't be what torchtitan wants.
 HF_VENV ?= .venv-transformers

@@ -249,3 +249,16 @@ def test_zero_grad_first_is_one_program() -> None:
             run.backward(i)
         step(run.x)
     assert (step.compilations, step.recompilations) == (1, [])
+
+
+def test_a_gradient_that_is_a_view_of_a_captured_tensor() -> None:
+    """It is the tensor's own memory, detached, as `backward` was given it."""
+    x = torch.randn(3, device="xla", requires_grad=True)
+
+    @xd.compile
+    def step() -> torch.Tensor:
+        y = x.view_as(x)
+        y.backward(y.detach())
+        return x.grad
+
+    torch.testing.assert_close(step().cpu(), x.detach().cpu())

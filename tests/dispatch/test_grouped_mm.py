@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
+from xla_dtensor.lowering.grouped_mm import grouped_mm
 
 R, S = Replicate(), Shard
 ENDS = [4, 4, 10, 16]  # one group is empty
@@ -140,3 +143,24 @@ def test_errors(case: int) -> None:
     with pytest.raises(RuntimeError, match=message):
         offs = None if ends is None else ends.to("xla")
         torch._grouped_mm(x.to("xla"), y.to("xla"), offs=offs, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("ends", [[0, 0, 1, 50, 50, 99, 99], [0] * 7, [100] * 7])
+def test_groups_of_any_size(ends: list[int]) -> None:
+    """Blocks of rows that groups share, groups without rows, rows without a group."""
+    a, b, c = torch.randn(100, 8), torch.randn(7, 8, 5), torch.randn(100, 5)
+    offs = torch.tensor(ends, dtype=torch.int32).to("xla")
+    found = torch._grouped_mm(a.to("xla"), b.to("xla"), offs=offs).cpu()
+    torch.testing.assert_close(found[: ends[-1]], by_group(a, b, ends))
+    assert not found[ends[-1] :].any()
+    sums = torch._grouped_mm(a.t().to("xla"), c.to("xla"), offs=offs).cpu()
+    torch.testing.assert_close(sums, by_group(a.t(), c, ends))
+
+
+@pytest.mark.parametrize("contracted", [False, True], ids=["rows", "contracted"])
+def test_a_tpu_gets_xlas_own_operation(contracted: bool) -> None:
+    x, ends = jnp.zeros((16, 8)), jnp.zeros(4, jnp.int32)
+    given = (x.T, jnp.zeros((16, 24))) if contracted else (x, jnp.zeros((4, 8, 24)))
+    traced = jax.jit(lambda x, y, ends: grouped_mm(x, y, ends)).trace(*given, ends)
+    assert "chlo.ragged_dot" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "chlo.ragged_dot" not in traced.lower(lowering_platforms=("cpu",)).as_text()

@@ -91,11 +91,12 @@ class _Config:
 
 @dataclasses.dataclass
 class Run:
-    """What a training run gave: per step its loss and gradient norm."""
+    """What a training run gave: per step its loss and gradient norm; and on a mesh what made it."""
 
     losses: list[float]
     norms: list[float]
     step: Any = None
+    model: Any = None
 
 
 def batches(count: int, vocabulary: int, plan: Plan) -> list[dict[str, torch.Tensor]]:
@@ -274,7 +275,7 @@ def _on_mesh(spec: Any, plan: Plan, state: Any, steps: int, compiled: bool) -> R
     put(model, state)
     training = _Training(plan, model, spec, steps, dims)
     step = xd.compile(training.step) if compiled else training.step
-    run = Run([], [], step)
+    run = Run([], [], step, model)
     for batch in batches(steps, spec.model.vocab_size, plan):
         valid = (batch["labels"] != -100).sum().to("xla")
         micro = [_placed(piece, plan, dims, model) for piece in _pieces(batch, plan)]

@@ -8,12 +8,11 @@ import torch
 pytest.importorskip("torchtitan", reason="torchtitan isn't installed: make test-torchtitan")
 
 from torchtitan.components import quantization
-from torchtitan.distributed import ParallelDims, minimal_async_ep
+from torchtitan.distributed import minimal_async_ep
 from torchtitan.distributed.minimal_async_ep import kernels
 from torchtitan.models import llama3
 
 import xla_dtensor as xd
-from tests.torchtitan import harness
 
 
 @pytest.mark.parametrize(
@@ -25,22 +24,6 @@ def test_converters(name: str) -> None:
     converter = getattr(quantization, name).Config()
     with pytest.raises(xd.UnsupportedOpError, match=f"{name}: .* bfloat16"):
         llama3.model_registry("debugmodel", converters=[converter])
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (harness.Plan(dp_shard=2, backend="full_dtensor"), "use spmd_backend='partial_dtensor'"),
-        (harness.Plan(dp_shard=2, ep=2), "use expert_parallel_degree=1"),
-    ],
-    ids=["full_dtensor", "expert parallelism"],
-)
-def test_experts(plan: harness.Plan, message: str) -> None:
-    """Before anything is computed with other devices' counts."""
-    dims = ParallelDims.from_config(plan.parallelism(), plan.devices)
-    experts = harness.build(harness.debug_model("qwen3", 1, "debugmodel_moe"), harness.Plan())
-    with pytest.raises(xd.UnsupportedOpError, match=message):
-        experts.layers["0"].moe.routed_experts.parallelize(dims)
 
 
 def test_kernels_of_triton() -> None:

@@ -190,6 +190,38 @@ def test_it_goes_on_bit_for_bit(files: Any, tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
 
 
+def test_the_whole_step_is_one_program(files: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Clipping and optimizer included; the losses are those of the step in parts."""
+    monkeypatch.setenv("XLA_DTENSOR_TORCHTITAN_STEP", "whole")
+    backend = "--parallelism.spmd_backend=partial_dtensor"
+    made = trainer(files, tmp_path, *ON_8_DEVICES, backend, "--training.steps=4")
+    state = state_of(made)
+    losses = train(made)
+    assert losses[0] == pytest.approx(loss_of_ranks(made, files, state, [0, 1, 2, 3]), abs=5e-6)
+    assert made.xla_step.compilations == 1
+    assert all(p.grad is None for p in made.model_parts[0].parameters())
+    monkeypatch.setenv("XLA_DTENSOR_TORCHTITAN_STEP", "parts")
+    parts = trainer(files, tmp_path, *ON_8_DEVICES, backend, "--training.steps=4")
+    assert losses == pytest.approx(train(parts), abs=1e-5)
+    expected = weights(parts)
+    for name, value in weights(made).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_accumulation_is_no_whole_step(files: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XLA_DTENSOR_TORCHTITAN_STEP", "whole")
+    made = trainer(
+        files,
+        tmp_path,
+        *ON_8_DEVICES,
+        "--parallelism.spmd_backend=partial_dtensor",
+        "--training.global_batch_size=16",
+    )
+    with pytest.raises(xd.UnsupportedOpError, match="2 gradient accumulation steps"):
+        made.train()
+    made.close()
+
+
 @pytest.mark.slow
 def test_accumulating_is_one_batch(files: Any, tmp_path: Path) -> None:
     """Two micro-batches of each rank: the tokens of all count."""

@@ -296,7 +296,8 @@ class Traced(TracedEffects):
         self._effects(surroundings, watch, made)
         self.random_operations = trace.random_operations()
         self.grads: list[tuple[Any, Template | None]] = []
-        for outside in trace.outside.values():
+        # A gradient that is a view of a captured tensor adds that to those outside.
+        for outside in list(trace.outside.values()):
             leaf = outside.get()
             if leaf is None or not outside.takes_gradient:
                 continue

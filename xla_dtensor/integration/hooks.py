@@ -38,6 +38,7 @@ from xla_dtensor.integration import (
     pinning,
     process_groups,
     recomputation,
+    spmd_types,
     tools,
     torchtitan,
 )
@@ -77,6 +78,7 @@ def install() -> None:
     debug_modes.install()
     tools.install()
     context_parallel.install()
+    spmd_types.install()
     torchtitan.install()
     backend.bind(_backend)
     _hook_clipping()

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.integration import callers, torchtitan_data
+from xla_dtensor.integration import callers, torchtitan_data, torchtitan_step
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.integration.take_over import take_over
 
@@ -36,7 +36,8 @@ def install() -> None:
     on_import("torchtitan.config.configurable", _hook_building)
     on_import("torchtitan.distributed.parallel_dims", _hook_meshes)
     on_import("torchtitan.distributed.cudagraph", _hook_graphs)
-    on_import("torchtitan.distributed.utils", _hook_timeouts)
+    on_import("torchtitan.trainer", torchtitan_step.hook_trainer)
+    on_import("torchtitan.distributed.utils", _hook_utils)
     on_import("torchtitan.components.checkpointer.base", _hook_checkpoints)
     on_import("torchtitan.components.quantization", _hook_quantization)
     on_import("torchtitan.models.common.moe", _hook_experts)
@@ -189,8 +190,26 @@ def _compile(original: Any, args: Any, kwargs: Any) -> Any:
     return compile_step(args[0])
 
 
-def _hook_timeouts(module: Any) -> None:
+def _hook_utils(module: Any) -> None:
     take_over(module.set_pg_timeouts, _set_timeouts)
+    take_over(module.init_distributed, _count_devices)
+
+
+def _count_devices(original: Any, args: Any, kwargs: Any) -> Any:
+    """torchtitan's world has a rank for each device; a launcher's, one for each process."""
+    from torchtitan.tools.utils import device_type
+
+    world_size = original(*args, **kwargs)
+    if device_type != "xla":
+        return world_size
+    from xla_dtensor import runtime
+    from xla_dtensor.runtime import distributed, processes
+
+    distributed.initialize()
+    if not processes.several():
+        return world_size
+    runtime.start()
+    return runtime.device_count()
 
 
 def _set_timeouts(original: Any, args: Any, kwargs: Any) -> Any:

@@ -202,5 +202,7 @@ def build_loaders(original: Callable[..., Any], args: Any, kwargs: dict[str, Any
     if not isinstance(ranks, AllRanks) or not hasattr(owner, "__iter__"):
         return original(*args, **kwargs)
     one = functools.partial(original, *args)
-    loaders = [one(**{**kwargs, "dp_rank": rank}) for rank in range(ranks.mesh.size())]
+    # In several processes those of this one's devices.
+    own = ranks.mesh.get_group().own_ranks()
+    loaders = [one(**{**kwargs, "dp_rank": rank}) for rank in own]
     return RankLoaders(loaders, ranks.mesh)

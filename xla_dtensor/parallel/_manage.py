@@ -127,7 +127,7 @@ def _placement(
         if not isinstance(mesh, DeviceMesh):
             raise ValueError(f"Invalid shard_placement_fn result: {result}")
         dims = getattr(info, "dp_mesh_dims", None)
-        whole = mesh if dims is None else info.spmd_mesh
+        whole = mesh if info is None or dims is None else info.spmd_mesh
         parallel = data_parallel(whole, dims, "fully_shard", shard=True)
         result = result.placement
     dim = 0 if result is None else result.dim

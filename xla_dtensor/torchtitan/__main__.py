@@ -21,7 +21,8 @@ def main() -> None:
     for name, value in (("LOCAL_RANK", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)  # a launcher's, of several processes
     if "NGPU" in os.environ:
-        os.environ.setdefault("JAX_NUM_CPU_DEVICES", os.environ["NGPU"])
+        own = int(os.environ["NGPU"]) // int(os.environ["WORLD_SIZE"])  # this process's
+        os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(own))
     xla_flags.add(xla_flags.OWN_BFLOAT16_PRODUCTS)  # torchtitan's default is bfloat16
     from torchtitan import train
 
