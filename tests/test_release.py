@@ -28,6 +28,8 @@ def test_workflows_run_what_the_gate_runs() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     texts = {path.name: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
     assert ".ci/run" in texts["ci.yml"]
-    named = {name for text in texts.values() for name in re.findall(r"make ([a-z-]+)", text)}
+    named = {
+        name for text in texts.values() for name in re.findall(r"make ([a-z-]+)(?![a-z$-])", text)
+    }
     named |= set(re.findall(r"make ([a-z-]+)", (ROOT / ".ci" / "run").read_text()))
     assert {"dist", "check-docs", "check", "test"} <= named <= targets

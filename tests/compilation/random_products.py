@@ -36,8 +36,8 @@ OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...], tuple[
 }
 
 
-# Where float32 sums of large numbers are; what XLA mixes up is off by whole numbers.
-TOLERANCES = {"two in a row": 1e-4}
+# Of gradients through tanh in float32; what XLA mixes up is off by whole numbers.
+TOLERANCE, TOLERANCES = 5e-5, {"two in a row": 1e-4}
 
 
 def placements(rng: random.Random, ndim: int, together: tuple[int, ...]) -> list[Any]:
@@ -82,7 +82,7 @@ def check(
 
     out, *grads = step(*sharded)
     told = f"{name}, seed {seed}: {where} to {wanted}"
-    tolerance = TOLERANCES.get(name, 1e-5)
+    tolerance = TOLERANCES.get(name, TOLERANCE)
     close = {"rtol": tolerance, "atol": tolerance, "msg": lambda text: f"{told}\n{text}"}
     torch.testing.assert_close(out.cpu(), expected.detach(), **close)
     for actual, leaf in zip(grads, leaves, strict=True):

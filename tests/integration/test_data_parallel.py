@@ -74,8 +74,10 @@ def test_policies(mesh: DeviceMesh) -> None:
         reference(), mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     )
     assert model(per_device(batches(4), mesh, ["dp"])).dtype == torch.bfloat16
-    with pytest.raises(xd.UnsupportedOpError, match="leave offload_policy out"):
-        fully_shard(reference(), mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())
+    model = fully_shard(reference(), mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())
+    inputs = batches(4)
+    loss_of(model(per_device(inputs, mesh, ["dp"]))).backward()
+    check_gradients(model, expected_gradients(inputs))
 
 
 def test_hsdp_and_methods_of_modules(mesh: DeviceMesh) -> None:

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
@@ -409,7 +408,7 @@ def on(mesh: DeviceMesh, module: nn.Module | None = None, **options: Any) -> Any
 
 def test_errors(mesh8: DeviceMesh, mesh_hsdp_tp: DeviceMesh) -> None:
     dims = DataParallelMeshDims
-    unsupported, mesh = xd.UnsupportedOpError, mesh8
+    mesh = mesh8
     scalar = nn.Module()
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     expert = [nn.Linear(4, 4)]
@@ -417,7 +416,6 @@ def test_errors(mesh8: DeviceMesh, mesh_hsdp_tp: DeviceMesh) -> None:
         (on(mesh_hsdp_tp), ValueError, "expects a 1D or 2D DeviceMesh"),
         (on(mesh, nn.ModuleList(expert)), ValueError, "containers that do not implement forward"),
         (on(mesh, scalar), ValueError, "doesn't support scalar parameters"),
-        (on(mesh, offload_policy=CPUOffloadPolicy()), unsupported, "stay on the devices"),
         (on(mesh, reshard_after_forward=3), ValueError, "should be a factor of 8, not 3"),
         (on(mesh, reshard_after_forward="no"), ValueError, "should be a bool or an int"),
         (on(mesh, shard_placement_fn=lambda p: Shard(2)), ValueError, "Shard dim 2 is invalid"),

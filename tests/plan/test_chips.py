@@ -54,6 +54,13 @@ def test_gpus_are_known_by_what_jax_calls_them() -> None:
     assert chip_of("gpu", other) is None and chip_of("cpu", other) is None
     assert chip_of("v5e", other) is V5E
     # 900 GB/s of NVLink in both directions: each of four devices lacks three quarters.
-    gather = Collective("all-gather", 1, (Part(Shaped("f32", (10**6,)), ()),), ("tp",), 4)
+    gather = Collective(
+        "all-gather",
+        1,
+        (Part(Shaped("f32", (10**6,)), ()),),
+        ("tp",),
+        4,
+        ((0, 1, 2, 3), (4, 5, 6, 7)),
+    )
     (row,) = rows([gather], [], chip, np.array([h200] * 8).reshape(2, 4), ("dp", "tp"))
     assert row.seconds == pytest.approx(0.75 * 4 * MB / 450e9)
