@@ -52,8 +52,7 @@ def offload_state(optimizer: Optimizer) -> Optimizer:
         optimizer = xd.offload_state(torch.optim.AdamW(model.parameters()))
         model(xd.from_device_values([torch.randn(4, 16) for _ in range(8)], mesh)).sum().backward()
         optimizer.step()
-        moment = optimizer.state[model.weight]["exp_avg"]
-        assert xd.to_jax(moment).sharding.memory_kind == "pinned_host"
+        assert optimizer.state[model.weight]["exp_avg"].placements == model.weight.placements
     """
     if getattr(optimizer, "_offloaded", False):
         return optimizer
