@@ -532,3 +532,18 @@ def test_ints_of_more_than_64_bits(mesh_2x4: DeviceMesh) -> None:
     x = torch.ones(2, device="xla")
     for n in (5, 6, 2**63, 2**70, 8):
         assert step(x, n).tolist() == [n % 7] * 2
+
+
+def test_zeros_of_both_signs_are_told_apart_in_lists(mesh_2x4: DeviceMesh) -> None:
+    """They are equal, and operations on lists run once for tensors that meet equal numbers."""
+    plain = [X[:, :4].abs() + i for i in range(6)]
+    lists = [distribute_tensor(x, mesh_2x4, [Shard(0), Shard(1)]) for x in plain]
+    numbers = [0.0, -0.0, 0.0, -0.0, 2.0, 0.0]
+
+    def step(*xs: torch.Tensor) -> list[torch.Tensor]:
+        each = torch._foreach_div(xs, numbers)
+        return [*each, *torch._foreach_mul(xs, 0.0), *torch._foreach_mul(xs, -0.0)]
+
+    for mine, wanted in zip(xd.compile(step)(*lists), step(*plain), strict=True):
+        assert torch.equal(mine.full_tensor().cpu().signbit(), wanted.signbit())
+        assert torch.equal(mine.full_tensor().cpu(), wanted)

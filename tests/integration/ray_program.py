@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tests import ray_training
+
 
 def train_loop(config: dict) -> None:
     import json
@@ -29,24 +31,6 @@ def train_loop(config: dict) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(folder: str) -> None:
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-
-    from xla_dtensor.integration.ray import trainer
-
-    ray.init(num_cpus=2, include_dashboard=False)
-    run = RunConfig(
-        storage_path=f"{folder}/ray",
-        failure_config=FailureConfig(max_failures=1),
-        worker_runtime_env={"env_vars": {"XLA_DTENSOR_HEARTBEAT_TIMEOUT": "5"}},
-    )
-    config = {"folder": folder}
-    scaling = ScalingConfig(num_workers=2)
-    trainer(train_loop, scaling, run_config=run, train_loop_config=config).fit()
-    ray.shutdown()
-    print("all of it")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    ray_training.fit(train_loop, sys.argv[1], heartbeat=5)
+    print("all of it")

@@ -20,6 +20,15 @@ def layouts(inputs: Any) -> tuple[Any, ...]:
     )
 
 
+def shardings_of(inputs: Any, replicated: Any) -> Any:
+    """The shardings of all inputs of a program, ``replicated`` for those from the host.
+
+    Where JAX doesn't know the memory of one input or output, it lets an output overwrite an input
+    that is in another memory, and XLA fails.
+    """
+    return pytree.tree_map(lambda x: getattr(x, "sharding", None) or replicated, inputs)
+
+
 def takes_no_axes_apart(
     jaxpr: Any, frame: Frame | None, inputs: Any, outputs: Iterable[Any]
 ) -> bool:

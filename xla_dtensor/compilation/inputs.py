@@ -7,8 +7,6 @@ import operator
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from torch.utils import _pytree as pytree
-
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.recipes import Source
@@ -100,15 +98,6 @@ class Arrays:
         if Pending in set(map(type, arrays)):
             arrays = [storage.array for storage in storages]
         return arrays
-
-
-def shardings_of(inputs: Any, frame: Any) -> Any:
-    """The shardings of all inputs of a program on ``frame``, those from the host included.
-
-    Where JAX doesn't know the memory of one input or output, it lets an output overwrite an input
-    that is in another memory, and XLA fails.
-    """
-    return pytree.tree_map(lambda x: getattr(x, "sharding", None) or frame.replicated, inputs)
 
 
 class Losses:

@@ -18,8 +18,8 @@ from xla_dtensor.base import epoch, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.gradients import Layout
-from xla_dtensor.compilation.input_layouts import layouts, takes_no_axes_apart
-from xla_dtensor.compilation.inputs import Arrays, outputs_in_order, shardings_of
+from xla_dtensor.compilation.input_layouts import layouts, shardings_of, takes_no_axes_apart
+from xla_dtensor.compilation.inputs import Arrays, outputs_in_order
 from xla_dtensor.compilation.node import OnHost, Read
 from xla_dtensor.compilation.numbers import Decision, values_of
 from xla_dtensor.compilation.outside import Outside
@@ -242,8 +242,8 @@ class Lowered:
         with jax.enable_x64(True):
             prepared = self._prepared = self._prepare(arguments)
             inputs = self._gather(arguments, prepared, take=False)
-            if any(form.memory for form in self._forms):
-                jit_options["in_shardings"] = shardings_of(inputs, self._frame)
+            if self._frame is not None and any(form.memory for form in self._forms):
+                jit_options["in_shardings"] = shardings_of(inputs, self._frame.replicated)
             wanted = map(self._sharding, self._forms)
             if pin.allowed and takes_no_axes_apart(self._jaxpr, self._frame, inputs, wanted):
                 self.lowering = pin.loose

@@ -7,10 +7,13 @@ the calls, sees no difference.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+
+from xla_dtensor.base.cache import Cache
 
 Function = Callable[[Any, tuple, dict], tuple[list[Any], list[Any]]]
 
@@ -18,6 +21,8 @@ ENOUGH = 3
 """Of so many tensors alike on it is worth a call."""
 
 _FOREACH = "aten::_foreach_"
+
+_calls: Cache[Hashable, Any] = Cache("foreach operations of tensors alike", 512)
 
 
 def once_for_alike(name: str, run: Function) -> Function:
@@ -31,7 +36,6 @@ def once_for_alike(name: str, run: Function) -> Function:
     """
     if not name.startswith(_FOREACH):
         return run
-    calls: dict[Hashable, Any] = {}
 
     def by_groups(keys: Any, args: tuple, kwargs: dict) -> tuple[list[Any], list[Any]]:
         lists = [x for x in args if isinstance(x, list)]
@@ -45,9 +49,8 @@ def once_for_alike(name: str, run: Function) -> Function:
             return run(keys, args, kwargs)
         found: list[Any] = [None] * count
         for key, members in groups.items():
-            call = calls.get(key)
-            if call is None:
-                call = calls[key] = _call_of(run, args, members[0])
+            make = functools.partial(_call_of, run, args, members[0])
+            call = _calls.get_or_make((run, key), make)
             known: dict[tuple[int, ...], Any] = {}  # the step counts of parameters are one array
             for i in members:
                 arrays = [x for x in (_at(x, i) for x in args) if _is_array(x)]
@@ -88,4 +91,4 @@ def _is_array(value: Any) -> bool:
 def _kind(value: Any) -> Hashable:
     if _is_array(value):
         return value.shape, value.dtype, value.weak_type
-    return type(value), value
+    return type(value), repr(value)  # 0.0 and -0.0 are equal, but not the same

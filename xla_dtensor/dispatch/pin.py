@@ -13,6 +13,7 @@ apart), or `tight` (a program that XLA doesn't compile otherwise). See `result_p
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import os
 import threading
@@ -28,7 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.runtime import jax_versions
 
-_AXES_OF_A_PLANE = 2
+PLANE = 2
+"""Axes of a mesh on which XLA goes wrong in batches and convolutions alone."""
 
 allowed = os.environ.get("XLA_DTENSOR_LOOSE_PINS", "1") != "0"
 """Whether programs that take no axes apart are lowered loosely."""
@@ -68,20 +70,6 @@ _state = threading.local()
 
 
 @contextmanager
-def loose() -> Iterator[None]:
-    """What is lowered in this thread takes no axes apart."""
-    with _lowering("loose"):
-        yield
-
-
-@contextmanager
-def tight() -> Iterator[None]:
-    """In what is lowered in this thread all is exactly as the rules say."""
-    with _lowering("tight"):
-        yield
-
-
-@contextmanager
 def _lowering(how: str) -> Iterator[None]:
     before = getattr(_state, "how", None)
     _state.how = how
@@ -89,6 +77,13 @@ def _lowering(how: str) -> Iterator[None]:
         yield
     finally:
         _state.how = before
+
+
+loose = functools.partial(_lowering, "loose")
+"""What is lowered in this thread takes no axes apart."""
+
+tight = functools.partial(_lowering, "tight")
+"""In what is lowered in this thread all is exactly as the rules say."""
 
 
 def _lower(context: Any, value: Any, *, sharding: Any, grip: Grip, loose: Grip) -> Any:
@@ -141,9 +136,9 @@ def may_be_loose(jaxpr: Any, mesh: Any, shardings: Iterable[Any]) -> bool:
         shardings: of its inputs and outputs.
     """
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
-    if len(sizes) <= _AXES_OF_A_PLANE:
-        return False  # no pins
     names = list(sizes)
+    if len(names) <= PLANE:
+        return False  # no pins
     together = set(itertools.pairwise(names))  # neighbours that nothing has parted
     for sharding in (*shardings, *_shardings(jaxpr)):
         if sharding is None:
@@ -154,7 +149,7 @@ def may_be_loose(jaxpr: Any, mesh: Any, shardings: Iterable[Any]) -> bool:
             return False  # another factorisation of the same devices
         for axes in _groups(sharding.spec):
             together -= {pair for pair in together if _parts(axes, pair, sizes)}
-        if len(names) - len(together) > _AXES_OF_A_PLANE:
+        if len(names) - len(together) > PLANE:
             return False
     return True
 

@@ -14,15 +14,12 @@ from xla_dtensor.base import rng, thread_state
 from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.lower import lowered_function
 from xla_dtensor.dispatch.meta import Meta
-from xla_dtensor.dispatch.pin import Pin, hold, offer, pin, pin_batches
+from xla_dtensor.dispatch.pin import PLANE, Pin, hold, offer, pin, pin_batches
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_spec
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
-
-_PLANE = 2
-"""Axes of a mesh; see `pins`."""
 
 
 class Answer:
@@ -119,19 +116,19 @@ def pins(answer: Answer | None) -> Pins | None:
     overload = f"{name.rpartition('.')[0]}.default"
     product, batched = is_(Kind.PRODUCT, overload), is_(Kind.BATCHED, overload)
     axes = sum(size > 1 for size in frame.sizes.values())
-    if not always and (axes < _PLANE or not (product or gather)):
+    if not always and (axes < PLANE or not (product or gather)):
         return None
-    ask = ask_leaf = jax.lax.with_sharding_constraint if always else pin
+    ask = jax.lax.with_sharding_constraint if always else pin
     if call.info.is_out:
-        if axes == _PLANE and not always and not batched:
+        if axes == PLANE and not always and not batched:
             return None
         # Rules know the functional overload alone.
         whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
-        return Pins(whole, [], frame.replicated, ask, ask_leaf)
+        return Pins(whole, [], frame.replicated, ask, ask)
     if always:
         # [batch or out channels, in channels, positions...]
-        return _of_rule(answer, ask, ask_leaf, 2 if convolution else None)
-    if axes == _PLANE:
+        return _of_rule(answer, ask, ask, 2 if convolution else None)
+    if axes == PLANE:
         if call.info.mutated:
             # Where it is written to it need not lie as the product does by itself.
             written = frame.replicated if batched else None

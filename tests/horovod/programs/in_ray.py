@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import ray_training
+
 
 def train_loop(config: dict[str, Any]) -> None:
     import xla_dtensor.horovod as hvd
@@ -21,23 +23,5 @@ def train_loop(config: dict[str, Any]) -> None:
     (folder / f"rank{hvd.rank()}").write_text(f"{found} of {hvd.size()}")
 
 
-def main(folder: str) -> None:
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-
-    from xla_dtensor.integration.ray import trainer
-
-    ray.init(num_cpus=2, include_dashboard=False)
-    run = RunConfig(
-        storage_path=f"{folder}/ray",
-        failure_config=FailureConfig(max_failures=1),
-        worker_runtime_env={"env_vars": {"XLA_DTENSOR_HEARTBEAT_TIMEOUT": "8"}},
-    )
-    config = {"folder": folder}
-    scaling = ScalingConfig(num_workers=2)
-    trainer(train_loop, scaling, run_config=run, train_loop_config=config).fit()
-    ray.shutdown()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    ray_training.fit(train_loop, sys.argv[1], heartbeat=8)
