@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering import place
+from xla_dtensor.lowering import cudnn, place, splash
 from xla_dtensor.lowering.blocked_attention import Blocks
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
-from xla_dtensor.lowering.splash import splash, splash_backward, takes
 
 _FORWARD_QUERY, _BACKWARD_QUERY = 0, 1
 """Which of the tensor arguments the query is."""
@@ -74,21 +73,37 @@ def _blocks(
     return blocks
 
 
+class _Kernel(NamedTuple):
+    """A platform's own attention."""
+
+    takes: Callable[..., bool]
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, ...]]
+
+
+_KERNELS = {
+    "tpu": _Kernel(splash.takes, splash.splash, splash.splash_backward),
+    "gpu": _Kernel(cudnn.takes, cudnn.cudnn, cudnn.cudnn_backward),
+}
+
+
 def _kernel(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool, index: int
-) -> bool:
-    """Whether the platform has a kernel for this attention."""
+) -> _Kernel | None:
+    """The platform's kernel, if it has one for this attention."""
     at = place.here()
-    return at.platform == "tpu" and takes(
-        query, key, value, mask, is_causal, at.start(index, -2, query.shape[-2])
-    )
+    kernel = _KERNELS.get(at.platform)
+    first = at.start(index, -2, query.shape[-2])
+    found = kernel is not None and kernel.takes(query, key, value, mask, is_causal, first)
+    return kernel if found else None
 
 
 @lowers("xla_dtensor::flash_attention", symbolic_floats=True)
 def flash_attention(query, key, value, attn_mask, is_causal, scale):
     """The output, and the logs of the rows' sums."""
-    if _kernel(query, key, value, attn_mask, is_causal, _FORWARD_QUERY):
-        return splash(query, key, value, is_causal, scale)
+    kernel = _kernel(query, key, value, attn_mask, is_causal, _FORWARD_QUERY)
+    if kernel is not None:
+        return kernel.forward(query, key, value, is_causal, scale)
     tensors = (query, key, value)
     return _blocks(tensors, attn_mask, None, 0, is_causal, scale, _FORWARD_QUERY).forward()
 
@@ -120,8 +135,9 @@ def flash_attention_backward(
 ):
     """The gradients of query, key, value and, where asked for, of the mask."""
     tensors = (query, key, value)
-    if seed is None and _kernel(*tensors, attn_mask, is_causal, _BACKWARD_QUERY):
-        grads = splash_backward(grad_out, *tensors, out, log_sums, is_causal, scale)
+    kernel = _kernel(*tensors, attn_mask, is_causal, _BACKWARD_QUERY)
+    if seed is None and kernel is not None:
+        grads = kernel.backward(grad_out, *tensors, out, log_sums, is_causal, scale)
         return *grads, jnp.zeros((), query.dtype)
     blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, _BACKWARD_QUERY)
     *of_tensors, grad_mask = blocks.backward(grad_out, out, log_sums, of_mask)

@@ -1,0 +1,89 @@
+"""cuDNN's attention, for NVIDIA's GPUs, by JAX's own binding of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+_NONE = (0, 0)
+
+
+def takes(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool, first: Any
+) -> bool:
+    """Whether cuDNN is there and computes this attention: in 16 bits, and without a mask that is a
+    tensor.
+
+    Args:
+        query: ``[..., heads, L, E]``.
+        key, value: ``[..., key heads, S, E]`` and ``[..., key heads, S, F]``.
+        mask: of the scores, or None.
+        is_causal: whether a query sees the keys up to its own position.
+        first: the position of the first query.
+    """
+    if mask is not None or query.dtype not in _DTYPES:
+        return False
+    # Of a rectangle cuDNN's versions don't agree on which keys are later ones.
+    whole = isinstance(first, int) and first == 0 and query.shape[-2] == key.shape[-2]
+    if is_causal and not whole:
+        return False
+    found, width = generation(), query.shape[-1]
+    widest = 256 if found >= _HOPPER else 128
+    return found >= _AMPERE and width == value.shape[-1] and width % 8 == 0 and width <= widest
+
+
+def generation() -> tuple[int, int]:
+    """The compute capability of the process's GPUs; (0, 0) where they aren't NVIDIA's, or cuDNN
+    isn't there."""
+    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+
+    try:
+        check_cudnn_version()
+        major, _, minor = str(jax.devices("gpu")[0].compute_capability).partition(".")
+    except RuntimeError:  # JAX's, of both
+        return _NONE
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else _NONE
+
+
+def cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool, scale: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The output ``[..., heads, L, F]``, and the logs of the rows' sums ``[..., heads, L]``.
+
+    Args:
+        query: ``[..., heads, L, E]``; key, value: with the same leading dims.
+        is_causal: whether a query sees the keys up to its own position.
+        scale: of the scores.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as binding
+
+    if not isinstance(scale, float):  # traced; the kernel's is a constant
+        query, scale = (query.astype(np.float32) * scale).astype(query.dtype), 1.0
+    kind = binding.MaskType.CAUSAL if is_causal else binding.MaskType.NO_MASK
+    tensors = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    out, log_sums = binding.dot_product_attention(
+        *tensors, scale=scale, mask_type=kind, qkv_layout="BNTH", return_residual=True
+    )
+    return out.reshape(query.shape), log_sums.reshape(query.shape[:-1])
+
+
+def cudnn_backward(
+    grad: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    log_sums: jax.Array,
+    is_causal: bool,
+    scale: Any,
+) -> tuple[jax.Array, ...]:
+    """The gradients of query, key and value. ``out`` and ``log_sums`` are computed once more, by a
+    call that XLA sees to be the one of forward where both are in one computation."""
+    pullback = jax.vjp(lambda q, k, v: cudnn(q, k, v, is_causal, scale), query, key, value)[1]
+    found: tuple[jax.Array, ...] = pullback((grad.astype(out.dtype), jnp.zeros_like(log_sums)))
+    return found
