@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
+from tests.plan.tpus import needs_libtpu
 from xla_dtensor.compilation.looking import looked_at
 from xla_dtensor.errors import UnsupportedOpError
 
@@ -39,7 +42,14 @@ def one_by_one(layers: nn.ModuleList) -> Callable[..., Any]:
 
 
 WIDTH = 16
-HOW = {"scan": xd.scan_layers, "loop": one_by_one}
+HOW: dict[str, Callable[..., Any]] = {
+    "loop": one_by_one,
+    "scan": xd.scan_layers,
+    "kept": functools.partial(xd.scan_layers, recompute=False),
+    "offloaded": functools.partial(xd.scan_layers, offload=True),
+    "kept and offloaded": functools.partial(xd.scan_layers, recompute=False, offload=True),
+}
+SCANS = [how for how in HOW if how != "loop"]
 
 
 def replicated(model: nn.Module) -> Any:
@@ -117,9 +127,19 @@ def with_torch(depth: int, steps: int = 3) -> list[Any]:
     return [*losses, *(p.detach() for p in layers.state_dict().values())]
 
 
-@pytest.mark.parametrize("layout", [on_one_device, replicated, sharded, fully_sharded])
-def test_training_is_torchs(layout: Callable[..., Any]) -> None:
-    for ours, torchs in zip(trained("scan", layout, 3), with_torch(3), strict=True):
+LAYOUTS = [on_one_device, replicated, sharded, fully_sharded]
+
+
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [
+        pytest.param(how, layout, marks=[pytest.mark.slow] * (how == "offloaded"))
+        for how in SCANS
+        for layout in LAYOUTS
+    ],
+)
+def test_training_is_torchs(how: str, layout: Callable[..., Any]) -> None:
+    for ours, torchs in zip(trained(how, layout, 3), with_torch(3), strict=True):
         torch.testing.assert_close(ours, torchs, rtol=2e-5, atol=2e-5)
 
 
@@ -142,10 +162,12 @@ def gradients(how: str, p: float = 0.0) -> list[torch.Tensor]:
     return [value(t) for t in (again, x.grad, scale.grad, *(q.grad for q in layers.parameters()))]
 
 
-@pytest.mark.parametrize("p", [0.0, 0.4])
-def test_gradients_are_those_of_the_loop(p: float) -> None:
+@pytest.mark.parametrize(
+    ("how", "p"), [("scan", 0.0), ("scan", 0.4), ("kept", 0.4), ("kept and offloaded", 0.4)]
+)
+def test_gradients_are_those_of_the_loop(how: str, p: float) -> None:
     """Of arguments, too; and each layer drops out what it does in the loop."""
-    for ours, loops in zip(gradients("scan", p), gradients("loop", p), strict=True):
+    for ours, loops in zip(gradients(how, p), gradients("loop", p), strict=True):
         torch.testing.assert_close(ours, loops, rtol=1e-5, atol=1e-6)
 
 
@@ -370,7 +392,9 @@ def test_a_loop_under_autocast() -> None:
 
         y = step(torch.ones(4, WIDTH, device="xla"))
         results.append([y.cpu(), *(p.grad.cpu() for p in layers.parameters())])
-    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    loop, *scans = results
+    for scan in scans:
+        torch.testing.assert_close(scan, loop, atol=1e-4, rtol=1e-4)
 
 
 def test_gradients_that_would_be_lost() -> None:
@@ -474,3 +498,124 @@ def _tensor_parallel(name: str, module: nn.Module, mesh: Any) -> None:
         cut = xd.Replicate() if dim is None or dim >= p.ndim else xd.Shard(dim)
         laid_out = xd.distribute_tensor(p.data, mesh, [xd.Replicate(), cut])
         module.register_parameter(key, nn.Parameter(laid_out))
+
+
+# --- what is kept for backward -------------------------------------------------------------------
+
+
+def products(**options: Any) -> int:
+    """How many matrix products the compiled program has."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Block(WIDTH) for _ in range(4))
+    x = replicated(layers)(torch.randn(16, WIDTH))
+
+    @xd.compile
+    def step(x: Any) -> Any:
+        loss = xd.scan_layers(layers, **options)(x).square().mean()
+        loss.backward()
+        return loss
+
+    return len(re.findall(r" dot\(", step.lower(x).compile().as_text()))
+
+
+def test_what_is_kept_is_not_computed_again() -> None:
+    """Two products forward and four backward; in a loop that computes forward again, one of its
+    two besides (the second one's result isn't needed)."""
+    assert products(recompute=False) == 6
+    assert products() == 7
+
+
+class Remembers(nn.Module):
+    """Saves a tensor from outside, its weight, its input, its result, a view, one tensor twice."""
+
+    def __init__(self, outside: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.outside = [outside]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.sigmoid(x * self.weight) * self.outside[0]
+        first, second = (h * h).chunk(2, dim=-1)
+        mixed = torch.cat([first * second, second.exp() / (1 + first)], dim=-1)
+        return x + checkpoint(torch.tanh, mixed * h, use_reentrant=False)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_autograd_saves(offload: bool) -> None:
+    torch.manual_seed(0)
+    outside, x = torch.randn(WIDTH), torch.randn(8, WIDTH)
+    plain = nn.ModuleList(Remembers(outside) for _ in range(3))
+    ours = copy.deepcopy(plain).to("xla")
+    outside = outside.to("xla")
+    for layer in ours:
+        layer.outside = [outside]
+    wanted = one_by_one(plain)(x).square().sum()
+    wanted.backward()
+
+    @xd.compile
+    def step(x: Any) -> Any:
+        loss = xd.scan_layers(ours, recompute=False, offload=offload)(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(2):
+        torch.testing.assert_close(step(x.to("xla")).cpu(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu() / 2, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_computes_something_else_in_backward() -> None:
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)).to("xla")
+    calls = [0]
+
+    def widened(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return torch.cat([x] * calls[0], dim=-1).sin()[:, :WIDTH]
+
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, result: widened(result))
+
+    @xd.compile
+    def step(x: Any) -> Any:
+        loss = xd.scan_layers(layers, recompute=False)(x).cos().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(xd.UnsupportedOpError, match="computes something else than in forward"):
+        step(torch.ones(2, WIDTH, device="xla"))
+
+
+def test_without_a_gradient_nothing_is_kept() -> None:
+    layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
+    x = replicated(layers)(torch.randn(16, WIDTH))
+
+    @xd.compile
+    @torch.no_grad()
+    def step(x: Any) -> Any:
+        return xd.scan_layers(layers, recompute=False, offload=True)(x)
+
+    wanted = one_by_one(layers)(x)
+    torch.testing.assert_close(value(step(x)), value(wanted), rtol=1e-5, atol=1e-5)
+
+
+@needs_libtpu
+def test_what_is_kept_rests_in_the_hosts_memory() -> None:
+    """Of TPUs; simulated devices have one memory."""
+
+    def report(**options: Any) -> Any:
+        with xd.abstract("v5e:2x4"):
+            layers = nn.ModuleList(Block(WIDTH) for _ in range(4))
+            x = replicated(layers)(torch.randn(4096, WIDTH))
+
+            def step(x: Any) -> Any:
+                loss = xd.scan_layers(layers, **options)(x).square().mean()
+                loss.backward()
+                return loss.detach()
+
+            return xd.plan(step, x)
+
+    inputs = 4 * 4096 // 2 * WIDTH * 4
+    plain, offloaded, kept = report(), report(offload=True), report(recompute=False)
+    assert (plain.memory.host, offloaded.memory.host) == (0, inputs)
+    # Two products forward, four backward, and one of the two once more.
+    assert kept.flops / plain.flops == pytest.approx(6 / 7)

@@ -19,7 +19,7 @@ import xla_dtensor as xd
 from tests.conftest import make_mesh
 from tests.plan.tpus import needs_libtpu
 from xla_dtensor.errors import MeshError, UnsupportedOpError
-from xla_dtensor.parallel import offload
+from xla_dtensor.mesh.memories import check_host_memory
 
 HOST = "pinned_host"
 DEVICES, LOCAL = 8, 2
@@ -190,9 +190,9 @@ def test_what_is_refused(mesh: DeviceMesh) -> None:
     devices = SimpleNamespace(flat=[device])
     frame = SimpleNamespace(jax_mesh=SimpleNamespace(devices=devices))
     with pytest.raises(UnsupportedOpError, match="NPU devices reach no memory of the host"):
-        offload.check_memory(frame, "fully_shard")
+        check_host_memory(frame, "fully_shard")
     with mock.patch(
-        "xla_dtensor.parallel.fully_shard.check_memory", side_effect=UnsupportedOpError
+        "xla_dtensor.parallel.fully_shard.check_host_memory", side_effect=UnsupportedOpError
     ):
         model = model_of()
         with pytest.raises(UnsupportedOpError):

@@ -5,12 +5,13 @@ trace, lower and compile it. Here one layer is traced, and `jax.lax.scan` runs i
 parameters, which are stacked inside of the step alone: outside, each layer has its own, and so have
 optimizers, state dicts and checkpoints.
 
-Backward is a second loop, from the last layer to the first. It computes each layer's forward again
-from the input that the first loop has kept, and lets autograd go through it.
+Backward is a second loop, from the last layer to the first. It calls each layer again, on the input
+that the first loop has kept, and lets autograd go through it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,25 +32,32 @@ from xla_dtensor.compilation.equal_layers import (
     tensors_of,
 )
 from xla_dtensor.compilation.scan_inside import Inside
+from xla_dtensor.compilation.scan_kept import Residuals, to_devices, to_host
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
+from xla_dtensor.mesh.memories import check_host_memory
 from xla_dtensor.tensors.of_form import Ours, new_tensor
 
 
-def scan_layers(layers: Iterable[nn.Module]) -> Callable[..., Any]:
+def scan_layers(
+    layers: Iterable[nn.Module], *, recompute: bool = True, offload: bool = False
+) -> Callable[..., Any]:
     """The layers one after the other, as one loop of a compiled step: what is traced, lowered and
     compiled is one layer, whatever their number. Outside of compiled steps it is a Python loop.
 
-    In the step each layer's forward runs again in backward, as under ``torch.utils.checkpoint``.
     Losses and gradients are those of the Python loop.
 
     Args:
         layers: modules of equal structure: classes, attributes, and the shapes, dtypes and layouts
             of parameters and buffers (an ``nn.ModuleList``, say). Each takes what the one before
             gives, and further arguments, the same for all.
+        recompute: in the step each layer's forward runs again in backward, as under
+            ``torch.utils.checkpoint``, and the step keeps each layer's input alone. False: it keeps
+            all that autograd saves.
+        offload: what the step keeps is in the host's memory between forward and backward.
 
     Returns:
         a function of the first layer's input and those arguments, which returns the last layer's
@@ -58,8 +66,9 @@ def scan_layers(layers: Iterable[nn.Module]) -> Callable[..., Any]:
     Raises:
         UnsupportedOpError: (when called in a compiled step) the layers differ, or give another
             shape than they take, or write to what isn't theirs alone (a ``BatchNorm``), or assign
-            attributes; in backward: they read what needs a gradient and is neither theirs nor an
-            argument, or have changed since forward.
+            attributes; ``offload`` on devices that reach no memory of the host; in backward: they
+            read what needs a gradient and is neither theirs nor an argument, or have changed since
+            forward.
 
     Example::
 
@@ -78,7 +87,7 @@ def scan_layers(layers: Iterable[nn.Module]) -> Callable[..., Any]:
             for layer in modules:
                 x = layer(x, *args, **kwargs)
             return x
-        return _Layers(trace, modules, args, kwargs).run(x)
+        return _Layers(trace, modules, args, kwargs, recompute, offload).run(x)
 
     return run
 
@@ -92,6 +101,8 @@ class _Layers:
         modules: list[nn.Module],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        recompute: bool,
+        offload: bool,
     ) -> None:
         check_equal(modules)
         self.trace, self.first, self.count = trace, modules[0], len(modules)
@@ -104,6 +115,8 @@ class _Layers:
         self.others = [flat[i] for i in self._places]
         self.random = trace.random.counter
         self.draws = 0  # random operations of a layer
+        self.residuals = None if recompute else Residuals(trace, _fresh)
+        self.offload = offload
         self._description = described(self.first)
         self._versions = [tensor._version for tensor in self.others]
         self._autocasts = [
@@ -117,6 +130,8 @@ class _Layers:
         ]
 
     def run(self, x: Any) -> Any:
+        if self.offload:
+            check_host_memory(x._form.frame or self.trace.frame, "scan_layers(offload=True)")
         own = [tensor for tensors in self.tensors for tensor in tensors]
         return _Scan.apply(self, x, *self.others, *own)
 
@@ -197,21 +212,31 @@ class _Scan(torch.autograd.Function):
             start, stacked = logical_value(x), layers.stacked()
             drawn = [0]
 
+            wants_grad = any(ctx.needs_input_grad)
+
             def body(value: Any, xs: Any) -> Any:
                 with layers.inside(*xs) as inside:
-                    y = layers.layer(new_tensor(value, form), layers.others)
+                    x = new_tensor(value, form)
+                    with contextlib.ExitStack() as saving:
+                        saved = []
+                        if wants_grad and layers.residuals is not None:
+                            saving.enter_context(torch.enable_grad())
+                            saved = saving.enter_context(layers.residuals.collected(x))
+                            x.requires_grad_(True)
+                        y = layers.layer(x, layers.others)
                     result = _in_form(y, form)
                 drawn[0] = inside.draws
-                return result, value
+                kept = [value, *saved] if wants_grad else []
+                return result, to_host(kept) if layers.offload else kept
 
-            end, inputs = jax.lax.scan(body, start, (stacked, layers.words()))
+            end, kept = jax.lax.scan(body, start, (stacked, layers.words()))
             if drawn[0]:  # each layer has random numbers of its own: once more, with those
                 layers.draws = drawn[0]
-                end, inputs = jax.lax.scan(body, start, (stacked, layers.words()))
+                end, kept = jax.lax.scan(body, start, (stacked, layers.words()))
         trace.random.counter = layers.random
         trace.random.advance(layers.draws * layers.count)
         ctx.layers, ctx.form = layers, form
-        ctx.stacked, ctx.inputs = stacked, inputs
+        ctx.stacked, ctx.kept = stacked, kept
         return new_tensor(end, form)
 
     @staticmethod
@@ -227,13 +252,18 @@ class _Scan(torch.autograd.Function):
 
         def body(carry: Any, xs: Any) -> Any:
             dy, sums = carry
-            value, slices, words = xs
-            with layers.inside(slices, words), torch.enable_grad():
+            kept, slices, words = xs
+            value, *saved = to_devices(kept) if layers.offload else kept
+            with contextlib.ExitStack() as inside:
+                inside.enter_context(layers.inside(slices, words))
+                inside.enter_context(torch.enable_grad())
                 x = new_tensor(value, form).requires_grad_(True)
                 others = [
                     new_tensor(logical_value(t), _fresh(t._form)).requires_grad_(True) if n else t
                     for t, n in zip(layers.others, needs_others, strict=True)
                 ]
+                if layers.residuals is not None:
+                    inside.enter_context(layers.residuals.given(saved))
                 y = layers.layer(x, others)
                 wanted = [t for t, n in zip(others, needs_others, strict=True) if n]
                 leaves = [x, *wanted, *(t for t in own if t.requires_grad)]
@@ -258,7 +288,7 @@ class _Scan(torch.autograd.Function):
             (dx, sums), per_layer = jax.lax.scan(
                 body,
                 (_in_form(grad, form), zeros),
-                (ctx.inputs, ctx.stacked, layers.words()),
+                (ctx.kept, ctx.stacked, layers.words()),
                 reverse=True,
             )
             # Per tensor with a gradient its layers' gradients.
@@ -278,7 +308,7 @@ class _Scan(torch.autograd.Function):
                     grads[i] = new_tensor(apart[position][layer], layers.forms[i])
             of_own += grads
         of_x = new_tensor(dx, form) if needs_x and 0 not in unused else None
-        ctx.stacked = ctx.inputs = None
+        ctx.stacked = ctx.kept = None
         return (None, of_x, *of_others, *of_own)
 
 

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import (
 )
 
 from xla_dtensor.mesh import frame_of
+from xla_dtensor.mesh.memories import check_host_memory
 from xla_dtensor.parallel._manage import become, manage
 from xla_dtensor.parallel._mesh import DataParallel, data_parallel
 from xla_dtensor.parallel._state import State
 from xla_dtensor.parallel.module import FSDPModule
-from xla_dtensor.parallel.offload import check_memory
 
 
 @contract(state_cls=State)
@@ -93,7 +93,7 @@ def fully_shard(
     parallel = data_parallel(mesh, dp_mesh_dims, "fully_shard", shard=True)
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     if offloads:
-        check_memory(frame_of(parallel.mesh), "fully_shard(offload_policy=CPUOffloadPolicy())")
+        check_host_memory(frame_of(parallel.mesh), "fully_shard(offload_policy=CPUOffloadPolicy())")
     reshard = _reshard(reshard_after_forward, parallel)
     state = manage(
         fully_shard,

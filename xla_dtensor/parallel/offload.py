@@ -17,15 +17,12 @@ import torch
 from torch.optim import Optimizer
 
 from xla_dtensor.base import host_memory
-from xla_dtensor.errors import MeshError, UnsupportedOpError
-from xla_dtensor.mesh import Frame
+from xla_dtensor.errors import MeshError
+from xla_dtensor.mesh.memories import HOST, check_host_memory
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-HOST = "pinned_host"
-"""JAX's name of the memory of the host that devices reach by themselves."""
 
 
 def offload_state(optimizer: Optimizer) -> Optimizer:
@@ -69,7 +66,7 @@ def offload_state(optimizer: Optimizer) -> Optimizer:
                 f"offload_state: a parameter of shape {list(parameter.shape)} is on no mesh; lay "
                 "the model out first (distribute_module, fully_shard, replicate)"
             )
-        check_memory(form.frame, "offload_state")
+        check_host_memory(form.frame, "offload_state")
     optimizer.step = types.MethodType(_offloaded(optimizer.step), optimizer)
     optimizer.register_load_state_dict_post_hook(_offload_present)
     optimizer._offloaded = True
@@ -91,22 +88,6 @@ def _offload_present(optimizer: Any) -> None:
         for key, value in state.items():
             if isinstance(value, XLATensor | XLAShardedTensor) and value.ndim:
                 state[key] = to_host(value)
-
-
-def check_memory(frame: Frame, call: str) -> None:
-    """Raise unless the devices of ``frame`` reach a memory of the host.
-
-    Raises:
-        UnsupportedOpError: they don't.
-    """
-    device = frame.jax_mesh.devices.flat[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST not in kinds:
-        raise UnsupportedOpError(
-            f"{call}: {device.device_kind} devices reach no memory of the host (JAX's "
-            f"{HOST!r}; they have {', '.join(kinds)}); leave offloading out, and shard over more "
-            "devices"
-        )
 
 
 def to_host(tensor: Any) -> Any:

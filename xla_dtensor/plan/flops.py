@@ -6,17 +6,24 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from jax.interpreters import partial_eval
+
 from xla_dtensor.lowering.splash import share_of_blocks
 
 
 def flops(jaxpr: Any) -> int:
     """Of all devices together: a multiplication and an addition per term of a product, those in
     loops, and in the grids of kernels, as often as they run. What runs once per device inside of a
-    ``shard_map`` counts as often as there are devices.
+    ``shard_map`` counts as often as there are devices; what nothing needs isn't counted.
 
     Args:
         jaxpr: of a step, from tracing it.
     """
+    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return _flops(needed)
+
+
+def _flops(jaxpr: Any) -> int:
     total = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -36,7 +43,7 @@ def flops(jaxpr: Any) -> int:
                 # JAX 0.9 calls them otherwise.
                 manual = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]
                 times = math.prod(equation.params["mesh"].shape[axis] for axis in manual)
-            parts = [round(times * flops(inner)) for inner in _inner(equation.params)]
+            parts = [round(times * _flops(inner)) for inner in _inner(equation.params)]
             total += max(parts, default=0) if name == "cond" else sum(parts)
     return total
 

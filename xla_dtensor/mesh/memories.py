@@ -1,0 +1,27 @@
+"""The memory of the host that devices reach by themselves."""
+
+from __future__ import annotations
+
+import jax
+
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.mesh.frame import Frame
+
+HOST = "pinned_host"
+"""JAX's name of it."""
+
+
+def check_host_memory(frame: Frame | None, call: str) -> None:
+    """Raise unless the devices of ``frame`` (None: the default one) reach a memory of the host.
+
+    Raises:
+        UnsupportedOpError: they don't.
+    """
+    device = jax.devices()[0] if frame is None else frame.jax_mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST not in kinds:
+        raise UnsupportedOpError(
+            f"{call}: {device.device_kind} devices reach no memory of the host (JAX's "
+            f"{HOST!r}; they have {', '.join(kinds)}); leave offloading out, and shard over more "
+            "devices"
+        )
