@@ -21,7 +21,7 @@ from xla_dtensor.tensors.of_form import Ours
 # What every module has besides `training`: its parts and hooks, which are compared otherwise.
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 _EMPTY = types.CellType()
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Any]:
@@ -35,18 +35,26 @@ def check_equal(layers: list[nn.Module]) -> None:
     Raises:
         UnsupportedOpError: they don't.
     """
+    equal, found = equal_to_first(layers)
+    if found is not None:
+        what, own, others = found
+        raise UnsupportedOpError(
+            f"scan_layers: layer {equal} differs from the first one in {what}: "
+            f"{_short(others)} in place of {_short(own)}. A loop runs the "
+            "first layer's code for all of them; run layers that differ one by one, or scan "
+            "each part of equal ones"
+        )
+
+
+def equal_to_first(layers: list[nn.Module]) -> tuple[int, tuple[str, Any, Any] | None]:
+    """How many layers from the first on are equal, and in what the next one differs: a name, the
+    first one's value and its own."""
     first = described(layers[0])
     for i, layer in enumerate(layers[1:], 1):
-        found = _difference(first, described(layer))
-        found = found or _other_attribute(layers[0], layer)
+        found = _difference(first, described(layer)) or _other_attribute(layers[0], layer)
         if found is not None:
-            what, own, others = found
-            raise UnsupportedOpError(
-                f"scan_layers: layer {i} differs from the first one in {what}: "
-                f"{_short(others)} in place of {_short(own)}. A loop runs the "
-                "first layer's code for all of them; run layers that differ one by one, or scan "
-                "each part of equal ones"
-            )
+            return i, found
+    return len(layers), None
 
 
 def described(layer: nn.Module) -> dict[str, Any]:
@@ -59,7 +67,7 @@ def described(layer: nn.Module) -> dict[str, Any]:
         for key, value in vars(module).items():
             if key not in _OF_EVERY_MODULE and is_atom(value):
                 found[f"{where}.{key}"] = value
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             codes = [_code(hook) for hook in getattr(module, hooks).values()]
             found[f"{where}.{hooks}"] = codes
     for name, tensor in tensors_of(layer).items():

@@ -31,12 +31,18 @@ from xla_dtensor.compilation.equal_layers import (
     described,
     tensors_of,
 )
+from xla_dtensor.compilation.scan_arrays import (
+    fresh,
+    in_form,
+    logical_shape,
+    of_form,
+    stack,
+    unstack,
+)
 from xla_dtensor.compilation.scan_inside import Inside
 from xla_dtensor.compilation.scan_kept import Residuals, to_devices, to_host
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.forms.form import Form, device_form, sharded_form
-from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.mesh.memories import check_host_memory
 from xla_dtensor.tensors.of_form import Ours, new_tensor
@@ -87,13 +93,25 @@ def scan_layers(
             for layer in modules:
                 x = layer(x, *args, **kwargs)
             return x
-        return _Layers(trace, modules, args, kwargs, recompute, offload).run(x)
+        scan = Layers(trace, modules, args, kwargs, recompute=recompute, offload=offload)
+        return scan.run(x)[-1]
 
     return run
 
 
-class _Layers:
-    """A call of `scan_layers` in a trace."""
+class Layers:
+    """A call of layers as one loop, in a trace.
+
+    Args:
+        trace: of the step.
+        modules: the layers.
+        args, kwargs: what all of them are given besides.
+        recompute, offload: as of `scan_layers`.
+        each: whether each layer's result is wanted, and not the last one's alone.
+
+    Raises:
+        UnsupportedOpError: the layers differ.
+    """
 
     def __init__(
         self,
@@ -101,23 +119,25 @@ class _Layers:
         modules: list[nn.Module],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
         recompute: bool,
         offload: bool,
+        each: bool = False,
     ) -> None:
         check_equal(modules)
         self.trace, self.first, self.count = trace, modules[0], len(modules)
         # Per layer its tensors, in one order.
         self.tensors = [list(tensors_of(module).values()) for module in modules]
-        self.forms = [_fresh(tensor._form) for tensor in self.tensors[0]]
+        self.forms = [fresh(tensor._form) for tensor in self.tensors[0]]
         flat, self._tree = pytree.tree_flatten((args, kwargs))
         self._flat = flat
         self._places = [i for i, value in enumerate(flat) if isinstance(value, Ours)]
         self.others = [flat[i] for i in self._places]
         self.random = trace.random.counter
         self.draws = 0  # random operations of a layer
-        self.residuals = None if recompute else Residuals(trace, _fresh)
-        self.offload = offload
-        self._description = described(self.first)
+        self.residuals = None if recompute else Residuals(trace, fresh)
+        self.offload, self.each = offload, each
+        self.description = described(self.first)
         self._versions = [tensor._version for tensor in self.others]
         self._autocasts = [
             functools.partial(
@@ -129,11 +149,13 @@ class _Layers:
             for device in ("xla", "cpu")
         ]
 
-    def run(self, x: Any) -> Any:
+    def run(self, x: Any) -> tuple[Any, ...]:
+        """The layers' results, or the last one's alone."""
         if self.offload:
             check_host_memory(x._form.frame or self.trace.frame, "scan_layers(offload=True)")
         own = [tensor for tensors in self.tensors for tensor in tensors]
-        return _Scan.apply(self, x, *self.others, *own)
+        results: tuple[Any, ...] = _Scan.apply(self, x, *self.others, *own)
+        return results
 
     def layer(self, x: Any, others: list[Any]) -> Any:
         """The first layer's code on the tensors that its parameters now are."""
@@ -167,16 +189,21 @@ class _Layers:
             )
         return y
 
+    def others_changed(self) -> Any:
+        """A tensor among the arguments that was written to since; None if there is none."""
+        pairs = zip(self.others, self._versions, strict=True)
+        return next((tensor for tensor, version in pairs if tensor._version != version), None)
+
     def check_unchanged(self) -> None:
         """See that backward can compute what forward has computed.
 
         Raises:
             UnsupportedOpError: a layer or an argument has changed since.
         """
-        what = changed(self._description, self.first)
-        for tensor, version in zip(self.others, self._versions, strict=True):
-            if what is None and tensor._version != version:
-                what = f"an argument of shape {list(tensor.shape)}, which was written to"
+        what = changed(self.description, self.first)
+        written = self.others_changed()
+        if what is None and written is not None:
+            what = f"an argument of shape {list(written.shape)}, which was written to"
         if what is not None:
             raise UnsupportedOpError(
                 f"scan_layers: between forward and backward something of the layers has changed: "
@@ -188,7 +215,7 @@ class _Layers:
         found = []
         for i, form in enumerate(self.forms):
             values = [logical_value(tensors[i]) for tensors in self.tensors]
-            found.append(_stack(form, *values))
+            found.append(stack(form, *values))
         return found
 
     def inside(self, slices: list[Any], words: Any) -> Inside:
@@ -206,12 +233,11 @@ class _Layers:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layers: _Layers, x: Any, *tensors: Any) -> Any:
-        trace, form = layers.trace, _fresh(x._form)
+    def forward(ctx: Any, layers: Layers, x: Any, *tensors: Any) -> Any:
+        trace, form = layers.trace, fresh(x._form)
         with jax.enable_x64(True):
             start, stacked = logical_value(x), layers.stacked()
             drawn = [0]
-
             wants_grad = any(ctx.needs_input_grad)
 
             def body(value: Any, xs: Any) -> Any:
@@ -224,24 +250,27 @@ class _Scan(torch.autograd.Function):
                             saved = saving.enter_context(layers.residuals.collected(x))
                             x.requires_grad_(True)
                         y = layers.layer(x, layers.others)
-                    result = _in_form(y, form)
+                    result = in_form(y, form)
                 drawn[0] = inside.draws
                 kept = [value, *saved] if wants_grad else []
-                return result, to_host(kept) if layers.offload else kept
+                inputs = [value] if layers.each else []
+                return result, (to_host(kept) if layers.offload else kept, inputs)
 
-            end, kept = jax.lax.scan(body, start, (stacked, layers.words()))
+            end, (kept, inputs) = jax.lax.scan(body, start, (stacked, layers.words()))
             if drawn[0]:  # each layer has random numbers of its own: once more, with those
                 layers.draws = drawn[0]
-                end, kept = jax.lax.scan(body, start, (stacked, layers.words()))
+                end, (kept, inputs) = jax.lax.scan(body, start, (stacked, layers.words()))
+            results = [y for array in inputs for y in unstack(array, layers.count)[1:]]
         trace.random.counter = layers.random
         trace.random.advance(layers.draws * layers.count)
         ctx.layers, ctx.form = layers, form
         ctx.stacked, ctx.kept = stacked, kept
-        return new_tensor(end, form)
+        ctx.set_materialize_grads(False)
+        return tuple(new_tensor(y, form) for y in (*results, end))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, *of_each: Any) -> Any:
         layers, form = ctx.layers, ctx.form
         layers.check_unchanged()
         needs_x = ctx.needs_input_grad[1]
@@ -252,14 +281,15 @@ class _Scan(torch.autograd.Function):
 
         def body(carry: Any, xs: Any) -> Any:
             dy, sums = carry
-            kept, slices, words = xs
+            kept, slices, words, *of_result = xs
+            dy = sum(of_result, dy)
             value, *saved = to_devices(kept) if layers.offload else kept
             with contextlib.ExitStack() as inside:
                 inside.enter_context(layers.inside(slices, words))
                 inside.enter_context(torch.enable_grad())
                 x = new_tensor(value, form).requires_grad_(True)
                 others = [
-                    new_tensor(logical_value(t), _fresh(t._form)).requires_grad_(True) if n else t
+                    new_tensor(logical_value(t), fresh(t._form)).requires_grad_(True) if n else t
                     for t, n in zip(layers.others, needs_others, strict=True)
                 ]
                 if layers.residuals is not None:
@@ -268,37 +298,42 @@ class _Scan(torch.autograd.Function):
                 wanted = [t for t, n in zip(others, needs_others, strict=True) if n]
                 leaves = [x, *wanted, *(t for t in own if t.requires_grad)]
                 _check_leaves(y, leaves)
-                given = new_tensor(_of_form(dy, form, _fresh(y._form)), _fresh(y._form))
+                given = new_tensor(of_form(dy, form, fresh(y._form)), fresh(y._form))
                 grads = list(torch.autograd.grad(y, leaves, given, allow_unused=True))
                 arrays = []
                 for i, (leaf, g) in enumerate(zip(leaves, grads, strict=True)):
-                    leaf_form = _fresh(leaf._form)
+                    leaf_form = fresh(leaf._form)
                     if g is None:
                         unused.add(i)
-                        arrays.append(jnp.zeros(_logical_shape(leaf_form), leaf_form.jax_dtype))
+                        arrays.append(jnp.zeros(logical_shape(leaf_form), leaf_form.jax_dtype))
                     else:
-                        arrays.append(_in_form(g, leaf_form))
+                        arrays.append(in_form(g, leaf_form))
             dx, *rest = arrays
             sums = [s + g for s, g in zip(sums, rest[: len(sums)], strict=True)]
             return (dx, sums), rest[len(sums) :]
 
         with jax.enable_x64(True):
             wanted = [t for t, n in zip(layers.others, needs_others, strict=True) if n]
-            zeros = [jnp.zeros(_logical_shape(_fresh(t._form)), t._form.jax_dtype) for t in wanted]
+            zeros = [jnp.zeros(logical_shape(fresh(t._form)), t._form.jax_dtype) for t in wanted]
+            nothing = jnp.zeros(logical_shape(form), form.jax_dtype)
+            *middle, of_end = (nothing if g is None else in_form(g, form) for g in of_each)
+            # Of each layer's result, where that is used elsewhere than in the next one.
+            used = any(g is not None for g in of_each[:-1])
+            of_results = [stack(form, *middle, nothing)] if used else []
             (dx, sums), per_layer = jax.lax.scan(
                 body,
-                (_in_form(grad, form), zeros),
-                (ctx.kept, ctx.stacked, layers.words()),
+                (of_end, zeros),
+                (ctx.kept, ctx.stacked, layers.words(), *of_results),
                 reverse=True,
             )
             # Per tensor with a gradient its layers' gradients.
-            apart = [_unstack(array, layers.count) for array in per_layer]
+            apart = [unstack(array, layers.count) for array in per_layer]
         found = iter(range(len(wanted)))
         of_others = []
         for tensor, needed in zip(layers.others, needs_others, strict=True):
             i = next(found) if needed else None
             gone = i is None or 1 + i in unused
-            of_others.append(None if gone else new_tensor(sums[i], _fresh(tensor._form)))
+            of_others.append(None if gone else new_tensor(sums[i], fresh(tensor._form)))
         of_own: list[Any] = []
         with_grad = [i for i, tensor in enumerate(own) if tensor.requires_grad]
         for layer in range(layers.count):
@@ -334,50 +369,3 @@ def _check_leaves(result: torch.Tensor, known: list[Any]) -> None:
                 "argument of its own: pass it to the layers, xd.scan_layers(layers)(x, tensor), in "
                 "tuples, lists or dicts if need be, or run them one by one"
             )
-
-
-def _fresh(form: Form) -> Form:
-    """The form of a tensor of its own with the same value: no pending reduction, no gaps."""
-    about = form.shape, None, 0, form.dtype
-    if form.mesh is None:
-        return device_form(form.frame, *about, varying=form.varying)
-    assert form.placements is not None
-    return sharded_form(form.mesh, form.placements, *about, varying=form.varying)
-
-
-def _logical_shape(form: Form) -> tuple[int, ...]:
-    lead = form.array_shape[: len(form.array_shape) - len(form.shape)]
-    return (*lead, *form.shape)
-
-
-def _in_form(tensor: Any, form: Form) -> Any:
-    """The logical value of a tensor, laid out as ``form`` says."""
-    return _of_form(logical_value(tensor), tensor._form, form)
-
-
-def _of_form(value: Any, source: Form, form: Form) -> Any:
-    if source.varying != form.varying:
-        raise UnsupportedOpError(
-            f"scan_layers: a layer's result varies along {list(source.varying)}, its argument "
-            f"along {list(form.varying)}, and what a layer gives the next one takes. Run such "
-            "layers one by one"
-        )
-    if form.sharding is None or source.placements == form.placements:
-        return value
-    return jax.lax.with_sharding_constraint(value, form.computed_sharding)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _stack(form: Form, *values: Any) -> Any:
-    """One equation of the step, whatever the number of layers."""
-    stacked = jnp.stack([logical(value, form) for value in values])
-    if form.sharding is None:
-        return stacked
-    spec = jax.sharding.PartitionSpec(None, *form.sharding.spec)
-    sharding = jax.sharding.NamedSharding(form.sharding.mesh, spec)
-    return jax.lax.with_sharding_constraint(stacked, sharding)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _unstack(array: Any, count: int) -> list[Any]:
-    return [array[i] for i in range(count)]

@@ -35,7 +35,7 @@ class Inside:
     def __enter__(self) -> Inside:
         trace = self._trace
         self._kept = {name: getattr(trace, name) for name in _ASIDE}
-        trace.scalars, trace._items, trace._marked = {}, {}, {}
+        trace.scalars, trace._items, trace._marked, trace._in_devices = {}, {}, {}, {}
         trace._wide = thread_state.WideScalars()
         trace._assertions, trace._asserted = None, []
         trace.rng_words, trace._latest = self._words, None
@@ -46,6 +46,7 @@ class Inside:
         for storage, value in zip(self._storages, self._slices, strict=True):
             storage.put_back(value, storage.form)
         self._loop_begins, trace.loop_begins = trace.loop_begins, next_version()
+        self._owned = dict(trace._owned)
         self._seen = {id(c): c.storage.value for c in trace.captured if c.storage is not None}
         return self
 
@@ -74,6 +75,7 @@ class Inside:
             storage.put_back(value, form)
             storage.version = version
         if kind is not None:
+            trace._owned = self._owned  # the error's frames keep some: nobody is to have them
             return
         if written:
             raise UnsupportedOpError(
@@ -93,6 +95,7 @@ _ASIDE = (
     "_items",
     "_marked",
     "_wide",
+    "_in_devices",
     "_assertions",
     "_asserted",
     "rng_words",

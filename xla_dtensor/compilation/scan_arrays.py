@@ -1,0 +1,61 @@
+"""The arrays of a loop over layers: logical values, each in a layout."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.forms.form import Form, device_form, sharded_form
+from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.read import logical_value
+
+
+def fresh(form: Form) -> Form:
+    """The form of a tensor of its own with the same value: no pending reduction, no gaps."""
+    about = form.shape, None, 0, form.dtype
+    if form.mesh is None:
+        return device_form(form.frame, *about, varying=form.varying)
+    assert form.placements is not None
+    return sharded_form(form.mesh, form.placements, *about, varying=form.varying)
+
+
+def logical_shape(form: Form) -> tuple[int, ...]:
+    lead = form.array_shape[: len(form.array_shape) - len(form.shape)]
+    return (*lead, *form.shape)
+
+
+def in_form(tensor: Any, form: Form) -> Any:
+    """The logical value of a tensor, laid out as ``form`` says."""
+    return of_form(logical_value(tensor), tensor._form, form)
+
+
+def of_form(value: Any, source: Form, form: Form) -> Any:
+    if source.varying != form.varying:
+        raise UnsupportedOpError(
+            f"scan_layers: a layer's result varies along {list(source.varying)}, its argument "
+            f"along {list(form.varying)}, and what a layer gives the next one takes. Run such "
+            "layers one by one"
+        )
+    if form.sharding is None or source.placements == form.placements:
+        return value
+    return jax.lax.with_sharding_constraint(value, form.computed_sharding)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def stack(form: Form, *values: Any) -> Any:
+    """One equation of the step, whatever the number of layers."""
+    stacked = jnp.stack([logical(value, form) for value in values])
+    if form.sharding is None:
+        return stacked
+    spec = jax.sharding.PartitionSpec(None, *form.sharding.spec)
+    sharding = jax.sharding.NamedSharding(form.sharding.mesh, spec)
+    return jax.lax.with_sharding_constraint(stacked, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def unstack(array: Any, count: int) -> list[Any]:
+    return [array[i] for i in range(count)]
