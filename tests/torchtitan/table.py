@@ -1,5 +1,5 @@
 """The table of docs/torchtitan.md, and the runs that it is made of, which are kept: a table whose
-making is stopped goes on. It knows no torchtitan: 0.2.2's rows are made with it, too."""
+making is stopped goes on. It imports no torchtitan: 0.2.2's rows are made with it, too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
+
+import xla_dtensor as xd
 
 HEAD = "| model | plan | steps | compiled | eager | recompiled |\n|---|---|---|---|---|---|"
 ROOT = Path(__file__).parents[2]
@@ -78,6 +82,8 @@ def make(rows: Sequence[Row], measure: Measure, options: argparse.Namespace) -> 
             difference, again = measure(row, options.steps, compiled)
             seconds = time.monotonic() - start
             records.add(row, options.steps, compiled, (difference, again, seconds))
+            jax.clear_caches()
+            xd.debug.clear_caches()  # the programs of all rows would be tens of GiB
             how = "compiled" if compiled else "eager"
             line = f"{row.model}, {row.plan}, {how}: {difference:.1e}, {seconds:.0f} s"
             print(line, file=sys.stderr, flush=True)
@@ -89,7 +95,7 @@ def make(rows: Sequence[Row], measure: Measure, options: argparse.Namespace) -> 
         again = "-" if found[0] is None else found[0]["recompiled"]
         if any(found):
             print(
-                "|", " | ".join(map(str, (row.model, row.plan, options.steps, *cells, again))), "|"
+                "|", " | ".join([row.model, row.plan, str(options.steps), *cells, str(again)]), "|"
             )
         wrong += sum(run is not None and not run["difference"] < row.limit for run in found)
     return wrong
