@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -13,13 +12,11 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="torchtitan isn't installed: make test-torchtitan")
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from tests.torchtitan import assets
+from tests.launch import ROOT, clean_environment
+from tests.torchtitan import assets, metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-ROOT = Path(__file__).parents[2]
 STEPS, SAVED = 4, 2
 
 
@@ -55,18 +52,13 @@ def train(processes: int, files: tuple[Path, Path], out: Path) -> tuple[dict[int
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, "-W", "ignore", *(launch if processes > 1 else [])]
     command += ["-m", "xla_dtensor.torchtitan", *arguments(files, out)]
-    environment = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE")}
-    environment |= {"NGPU": "8", "HF_HUB_OFFLINE": "1"}
+    environment = clean_environment() | {"NGPU": "8", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
-    (folder,) = (out / "tb").iterdir()
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    losses = {e.step: e.value for e in events.Scalars("loss_metrics/global_avg_loss")}
-    return losses, printed
+    return metrics.read(out, "loss_metrics/global_avg_loss"), printed
 
 
 def readers(printed: str) -> dict[int, set[int]]:

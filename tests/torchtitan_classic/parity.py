@@ -26,14 +26,15 @@ def main() -> int:
 
 
 @functools.cache
-def _expected(steps: int) -> tuple[Any, harness.Run]:
+def _expected(steps: int, averaged_over: int) -> tuple[Any, harness.Run]:
     state = harness.initial_state()
-    return state, harness.on_cpu(state, steps)
+    return state, harness.on_cpu(state, steps, averaged_over=averaged_over)
 
 
 def _measure(row: table.Row, steps: int, compiled: bool) -> tuple[float, int]:
-    state, expected = _expected(steps)
-    run = harness.on_mesh(harness.Plan(**row.about), state, steps, compiled=compiled)
+    plan = harness.Plan(**row.about)
+    state, expected = _expected(steps, plan.averaged_over)
+    run = harness.on_mesh(plan, state, steps, compiled=compiled)
     off = max(map(abs, map(float.__sub__, run.losses, expected.losses)))
     return off, len(run.step.recompilations) if compiled else 0
 
