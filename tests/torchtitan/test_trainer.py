@@ -165,7 +165,7 @@ def test_every_ranks_data_is_read(mesh: list[str], more: list[str], files: Any, 
     assert losses[2] < losses[0] - 0.2
     if not more:
         assert isinstance(made.fwd_bwd_fn, xd.CompiledStep)
-        assert made.fwd_bwd_fn.compilations == made.fwd_bwd_fn.traces == 1
+        assert made.fwd_bwd_fn.compilations == 1
 
 
 def test_it_goes_on_bit_for_bit(files: Any, tmp_path: Path) -> None:
@@ -213,7 +213,8 @@ def test_validator_metrics_and_profiler(files: Any, tmp_path: Path) -> None:
     assert metrics.read(tmp_path, "n_tokens_seen")[2] == 2 * 4 * ROWS * SEQUENCE
     expected = loss_of_ranks(made, files, state_of(made), [0, 1, 2, 3])  # the batches of the start
     validated = metrics.read(tmp_path, "validation_metrics/loss")
-    assert validated == {2: pytest.approx(expected, abs=5e-6)}
+    assert validated[2] == pytest.approx(expected, abs=5e-6)
+    assert validated[1] > validated[2] + 0.1  # torchtitan validates after the first step, too
     traces = tmp_path / "profiling/traces"
     texts = [
         gzip.decompress(p.read_bytes()) for p in traces.glob("iteration_*/rank0_trace.json.gz")
