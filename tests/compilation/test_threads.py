@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import random
 import threading
 import time
@@ -120,3 +122,37 @@ def test_another_thread_counts(x: torch.Tensor) -> None:
     assert metrics.calls == metrics.seen > 0
     assert all(counted)
     assert metrics.last.item() == 28.0
+
+
+def test_a_queue_to_another_thread(x: torch.Tensor) -> None:
+    """As loggers have it: what one thread puts in and another takes out, and who waits for it, is
+    no state of the step's. Nothing is lost, and nothing is traced again."""
+    waiting: queue.Queue[int] = queue.Queue()
+    taken: list[int] = []
+    stop = threading.Event()
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.queue = waiting
+
+        def log(self, number: int) -> None:
+            with self.queue.not_empty:
+                self.queue.queue.append(number)
+                self.queue.not_empty.notify()
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if isinstance(self.queue, queue.Queue) and not stop.is_set() else self.log
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            taken.append(waiting.get(timeout=1))
+
+    trainer = Trainer()
+    step = xd.compile(trainer.step)
+    trainer.log(-1)
+    with thread(work):
+        for number in range(20):
+            trainer.log(number)
+            torch.testing.assert_close(step(x).full_tensor().cpu(), torch.arange(8.0) * 2)
+    assert step.traces == 1
+    assert [*taken, *waiting.queue] == list(range(-1, 20))

@@ -108,6 +108,35 @@ def test_accumulation(mesh: DeviceMesh, compiled: bool) -> None:
         assert run.compilations == 3
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_meta_device(mesh: DeviceMesh, compiled: bool) -> None:
+    """Parameters that get their memory after `replicate` are on one device until they are used."""
+    with torch.device("meta"):
+        model = Model()
+    xd.replicate(model, device_mesh=mesh)
+    model.to_empty(device="xla")
+    expected = reference()
+    model.load_state_dict(expected.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wanted = torch.optim.AdamW(expected.parameters(), lr=0.01)
+
+    def step(inputs: torch.Tensor) -> None:
+        loss_of(model(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    call = xd.compile(step) if compiled else step
+    for _ in range(3):
+        inputs = batches(4)
+        call(per_device(inputs, mesh, ["dp"]))
+        averaged_gradients(expected, inputs)
+        wanted.step()
+        wanted.zero_grad()
+    check_parameters(model, expected)
+    if isinstance(call, xd.CompiledStep):
+        assert call.recompilations == []
+
+
 def test_tensor_parallel() -> None:
     root = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("dp", "tp"))
     model, expected = reference().to("xla"), reference()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -157,7 +158,7 @@ def _checkpointing(plan: Plan) -> Any:
     ]
 
 
-class _Training:
+class Training:
     """A model with its optimizer and schedule, and its step on one batch."""
 
     def __init__(self, plan: Plan, model: Any, spec: Any, steps: int, dims: Any) -> None:
@@ -197,7 +198,8 @@ def _others(model: Any, plan: Plan, positions: torch.Tensor) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _backend(name: str) -> Iterator[None]:
+def backend(name: str) -> Iterator[None]:
+    """torchtitan's ``spmd_backend``, which is the process's."""
     before = dist_utils.get_spmd_backend()
     dist_utils.set_spmd_backend(name)
     try:
@@ -233,9 +235,9 @@ def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.flo
     for parameter in model.parameters():  # Module.to would cast RoPE's complex numbers, too
         parameter.data = parameter.data.to(dtype)
     dims = ParallelDims.from_config(plan.parallelism(), 1)
-    training = _Training(plan, model, spec, steps, dims)
+    training = Training(plan, model, spec, steps, dims)
     run = Run([], [])
-    with dense_attention(), _backend("partial_dtensor"):
+    with dense_attention(), backend("partial_dtensor"):
         for batch in batches(steps, spec.model.vocab_size, plan):
             valid = (batch["labels"] != -100).sum()
             micro = [
@@ -250,17 +252,17 @@ def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.flo
 
 def on_mesh(spec: Any, plan: Plan, state: Any, steps: int, *, compiled: bool) -> Run:
     """The run on an xla mesh, every part torchtitan's."""
-    with _backend(plan.backend):
+    with backend(plan.backend):
         return _on_mesh(spec, plan, state, steps, compiled)
 
 
-def _on_mesh(spec: Any, plan: Plan, state: Any, steps: int, compiled: bool) -> Run:
+def parallelized(spec: Any, plan: Plan, *, initialise: bool = True) -> tuple[Any, ParallelDims]:
+    """The model on a mesh by torchtitan's ``parallelize_fn``, and the mesh's dimensions."""
     parallelism = plan.parallelism()
     dims = ParallelDims.from_config(parallelism, plan.devices)
     dims.build_mesh()
-    model = build(spec, plan)
     model = spec.parallelize_fn(
-        model,
+        build(spec, plan),
         parallel_dims=dims,
         training=TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32"),
         parallelism=parallelism,
@@ -269,17 +271,29 @@ def _on_mesh(spec: Any, plan: Plan, state: Any, steps: int, compiled: bool) -> R
         dump_folder="",
     )
     model.to_empty(device="xla")
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
+    if initialise:  # which reads values: not in xd.abstract
+        with torch.no_grad():
+            model.init_weights(buffer_device=None)
     model.train()
+    return model, dims
+
+
+def on_mesh_inputs(
+    batch: dict[str, torch.Tensor], plan: Plan, dims: ParallelDims, model: Any
+) -> tuple[Any, torch.Tensor]:
+    """What a step takes of a batch: its micro-batches, and how many tokens count."""
+    valid = (batch["labels"] != -100).sum().to("xla")
+    return [_placed(piece, plan, dims, model) for piece in _pieces(batch, plan)], valid
+
+
+def _on_mesh(spec: Any, plan: Plan, state: Any, steps: int, compiled: bool) -> Run:
+    model, dims = parallelized(spec, plan)
     put(model, state)
-    training = _Training(plan, model, spec, steps, dims)
+    training = Training(plan, model, spec, steps, dims)
     step = xd.compile(training.step) if compiled else training.step
     run = Run([], [], step, model)
     for batch in batches(steps, spec.model.vocab_size, plan):
-        valid = (batch["labels"] != -100).sum().to("xla")
-        micro = [_placed(piece, plan, dims, model) for piece in _pieces(batch, plan)]
-        losses, norm = step(micro, valid)
+        losses, norm = step(*on_mesh_inputs(batch, plan, dims, model))
         run.losses.append(sum(_total(loss, dims) for loss in losses))
         run.norms.append(norm.item())
     return run
@@ -325,3 +339,25 @@ def debug_model(name: str, layers: int | None = None, flavor: str = "debugmodel"
     spec = module.model_registry(flavor)
     spec.model.layers = spec.model.layers[:layers]
     return spec
+
+
+# What of a config is a size, and not a number of heads, positions or experts.
+_SIZES = ("dim", "vocab_size", "in_features", "out_features", "head_dim", "normalized_shape")
+_SIZES += ("num_embeddings", "embedding_dim")
+
+
+def narrower(config: Any, factor: int) -> None:
+    """Divide every width of Llama 3's config: it has as many heads, and each is narrower."""
+    if isinstance(config, list):
+        for element in config:
+            narrower(element, factor)
+    elif dataclasses.is_dataclass(config):
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name, None)
+            if field.name in _SIZES and value is not None:
+                assert value % factor == 0, (field.name, value)
+                setattr(config, field.name, value // factor)
+            else:
+                narrower(value, factor)
+            if field.name == "wqkv":  # its own way to initialise it knows the heads' width
+                value.param_init = {"weight": functools.partial(torch.nn.init.normal_, std=0.02)}

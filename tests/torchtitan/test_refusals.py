@@ -8,11 +8,16 @@ import torch
 pytest.importorskip("torchtitan", reason="torchtitan isn't installed: make test-torchtitan")
 
 from torchtitan.components import quantization
+from torchtitan.config import CompileConfig
 from torchtitan.distributed import minimal_async_ep
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.distributed.minimal_async_ep import kernels
 from torchtitan.models import llama3
+from torchtitan.tools.profiler import MemoryProfiler
+from torchtitan.trainer import Trainer
 
 import xla_dtensor as xd
+from tests.torchtitan import harness
 
 
 @pytest.mark.parametrize(
@@ -24,6 +29,21 @@ def test_converters(name: str) -> None:
     converter = getattr(quantization, name).Config()
     with pytest.raises(xd.UnsupportedOpError, match=f"{name}: .* bfloat16"):
         llama3.model_registry("debugmodel", converters=[converter])
+
+
+def test_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before blocks are compiled; a memory budget of activation checkpointing needs it."""
+    monkeypatch.setattr(harness, "CompileConfig", lambda: CompileConfig(enable=True))
+    spec = harness.debug_model("llama3", layers=1)
+    with pytest.raises(xd.UnsupportedOpError, match=r"compile\.enable, and the memory budget"):
+        harness.on_mesh(spec, harness.Plan(dp_shard=4), {}, 1, compiled=True)
+    with pytest.raises(ValueError, match=r"compiled: set --compile\.enable"):  # torchtitan's own
+        Trainer.Config(activation_checkpoint=MemoryBudgetAC.Config())
+
+
+def test_memory_snapshots() -> None:
+    with pytest.raises(xd.UnsupportedOpError, match="enable_memory_snapshot: the allocator is"):
+        MemoryProfiler(0, 1, "", "", 0, 10)
 
 
 def test_kernels_of_triton() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
 import xla_dtensor as xd
-from tests.torchtitan import assets, harness
+from tests.torchtitan import assets, harness, metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of torchtitan and what it imports
 
@@ -76,11 +78,13 @@ def trainer(files: tuple[Path, Path], out: Path, *more: str) -> Any:
     config.model_spec.model.layers = config.model_spec.model.layers[:1]
     made = config.build()
     made.losses = []
+    log = made.metrics_processor.log
 
-    def log(step: int, loss: float, *_: Any, **__: Any) -> None:
+    def note(step: int, loss: float, *others: Any, **more: Any) -> None:
         made.losses.append(loss)
+        log(step, loss, *others, **more)
 
-    made.metrics_processor.log = log
+    made.metrics_processor.log = note
     return made
 
 
@@ -161,7 +165,7 @@ def test_every_ranks_data_is_read(mesh: list[str], more: list[str], files: Any, 
     assert losses[2] < losses[0] - 0.2
     if not more:
         assert isinstance(made.fwd_bwd_fn, xd.CompiledStep)
-        assert len(made.fwd_bwd_fn.recompilations) <= 1  # gradients are there from the second on
+        assert made.fwd_bwd_fn.compilations == 1
 
 
 def test_it_goes_on_bit_for_bit(files: Any, tmp_path: Path) -> None:
@@ -190,18 +194,55 @@ def test_it_goes_on_bit_for_bit(files: Any, tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
 
 
-def test_the_whole_step_is_one_program(files: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_validator_metrics_and_profiler(files: Any, tmp_path: Path) -> None:
+    """The validator's loss is that of all ranks' batches; TensorBoard's files have it, and the
+    losses; torch's profiler has written its trace."""
+    made = trainer(
+        files,
+        tmp_path,
+        *ON_8_DEVICES,
+        "--parallelism.spmd_backend=partial_dtensor",
+        "--training.steps=2",
+        *("--validator.enable", "--validator.freq=2", "--validator.steps=1"),
+        "--metrics.enable_tensorboard",
+        *("--profiler.enable_profiling", "--profiler.profile_freq=2"),
+        *("--profiler.profiler_active=1", "--profiler.profiler_warmup=0"),
+    )
+    losses = train(made)
+    assert list(metrics.read(tmp_path, "loss_metrics/global_avg_loss").values()) == losses
+    assert metrics.read(tmp_path, "n_tokens_seen")[2] == 2 * 4 * ROWS * SEQUENCE
+    expected = loss_of_ranks(made, files, state_of(made), [0, 1, 2, 3])  # the batches of the start
+    validated = metrics.read(tmp_path, "validation_metrics/loss")
+    assert validated[2] == pytest.approx(expected, abs=5e-6)
+    assert validated[1] > validated[2] + 0.1  # torchtitan validates after the first step, too
+    traces = tmp_path / "profiling/traces"
+    texts = [
+        gzip.decompress(p.read_bytes()) for p in traces.glob("iteration_*/rank0_trace.json.gz")
+    ]
+    assert texts
+    for events in (json.loads(text)["traceEvents"] for text in texts):
+        assert any(event.get("cat") == "cpu_op" for event in events)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [ON_8_DEVICES, pytest.param(HYBRID, marks=pytest.mark.slow)],
+    ids=["dp4 x tp2", "hsdp 2x2 x tp2"],
+)
+def test_the_whole_step_is_one_program(
+    mesh: list[str], files: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Clipping and optimizer included; the losses are those of the step in parts."""
     monkeypatch.setenv("XLA_DTENSOR_TORCHTITAN_STEP", "whole")
     backend = "--parallelism.spmd_backend=partial_dtensor"
-    made = trainer(files, tmp_path, *ON_8_DEVICES, backend, "--training.steps=4")
+    made = trainer(files, tmp_path, *mesh, backend, "--training.steps=4")
     state = state_of(made)
     losses = train(made)
     assert losses[0] == pytest.approx(loss_of_ranks(made, files, state, [0, 1, 2, 3]), abs=5e-6)
     assert made.xla_step.compilations == 1
     assert all(p.grad is None for p in made.model_parts[0].parameters())
     monkeypatch.setenv("XLA_DTENSOR_TORCHTITAN_STEP", "parts")
-    parts = trainer(files, tmp_path, *ON_8_DEVICES, backend, "--training.steps=4")
+    parts = trainer(files, tmp_path, *mesh, backend, "--training.steps=4")
     assert losses == pytest.approx(train(parts), abs=1e-5)
     expected = weights(parts)
     for name, value in weights(made).items():

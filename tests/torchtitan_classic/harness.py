@@ -41,6 +41,12 @@ class Plan:
         """The number of devices."""
         return self.dp_replicate * self.dp_shard * self.tp
 
+    @property
+    def averaged_over(self) -> int:
+        """What gradients are divided by: ``apply_fsdp`` turns FSDP's division off, since losses are
+        divided by the tokens of all ranks, and ``apply_ddp`` leaves DDP's mean as it is."""
+        return self.dp_replicate if self.dp_shard == self.tp == 1 else 1
+
 
 PLANS: dict[str, dict[str, Any]] = {
     "dp4": {"dp_shard": 4},
@@ -143,8 +149,10 @@ def _dims(plan: Plan) -> ParallelDims:
     )
 
 
-def on_cpu(state: Any, steps: int, dtype: torch.dtype = torch.float32) -> Run:
-    """The run in one process on the CPU, without a mesh."""
+def on_cpu(
+    state: Any, steps: int, dtype: torch.dtype = torch.float32, averaged_over: int = 1
+) -> Run:
+    """The run in one process on the CPU, without a mesh; its gradients divided by a number."""
     model = _model()
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -152,6 +160,8 @@ def on_cpu(state: Any, steps: int, dtype: torch.dtype = torch.float32) -> Run:
     model.load_state_dict(state)
     for parameter in model.parameters():  # Module.to would cast RoPE's complex numbers, too
         parameter.data = parameter.data.to(dtype)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad / averaged_over)
     training = _Training(config_of(Plan()), model, _dims(Plan()), steps)
     run = Run([], [])
     for tokens, labels in batches(steps):

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
-import time
+from typing import Any
 
 import xla_dtensor as xd
+from tests.torchtitan import table
 from tests.torchtitan_classic import harness
-
-TITLE, LIMIT = "llama3, 0.2.2", 1e-5
 
 
 def main() -> int:
     """Print the rows.
 
     Returns:
-        the number of those that are off.
+        the number of runs that are off.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--compiled", action="store_true", help="leave the eager runs out")
-    parser.add_argument("--only", help="rows that contain this text")
-    options = parser.parse_args()
-    xd.init_device_mesh("xla", (8,))  # so many simulated devices
+    options = table.parser(__doc__).parse_args()
+    if not options.table:
+        xd.init_device_mesh("xla", (8,))  # so many simulated devices
+    plans = harness.PLANS.items()
+    rows = [table.Row("llama3, 0.2.2", plan, about, 1e-5) for plan, about in plans]
+    return table.make(rows, _measure, options)
+
+
+@functools.cache
+def _expected(steps: int, averaged_over: int) -> tuple[Any, harness.Run]:
     state = harness.initial_state()
-    expected = harness.on_cpu(state, options.steps)
-    wrong = 0
-    for name, about in harness.PLANS.items():
-        if options.only and options.only not in f"{TITLE}, {name}":
-            continue
-        start, found, again = time.monotonic(), [], 0
-        for compiled in (True,) if options.compiled else (True, False):
-            run = harness.on_mesh(harness.Plan(**about), state, options.steps, compiled=compiled)
-            off = max(map(abs, map(float.__sub__, run.losses, expected.losses)))
-            found.append(f"{off:.1e}")
-            wrong += not off < LIMIT
-            again = len(run.step.recompilations) if compiled else again
-        eager = found[1] if len(found) > 1 else "-"
-        cells = [TITLE, name, str(options.steps), found[0], eager, str(again)]
-        print("|", " | ".join(cells), "|", flush=True)
-        print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-    return wrong
+    return state, harness.on_cpu(state, steps, averaged_over=averaged_over)
+
+
+def _measure(row: table.Row, steps: int, compiled: bool) -> tuple[float, int]:
+    plan = harness.Plan(**row.about)
+    state, expected = _expected(steps, plan.averaged_over)
+    run = harness.on_mesh(plan, state, steps, compiled=compiled)
+    off = max(map(abs, map(float.__sub__, run.losses, expected.losses)))
+    return off, len(run.step.recompilations) if compiled else 0
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ def state():
 def test_it_learns_as_in_one_process(name: str, how: str, state) -> None:
     """Four steps with torchtitan's optimizers, schedules and clipping; the gradients' norms by CPU
     torch in double precision."""
-    expected = harness.on_cpu(state, 4)
-    exact = harness.on_cpu(state, 1, torch.float64)
     plan = harness.Plan(**harness.PLANS[name])
+    expected = harness.on_cpu(state, 4, averaged_over=plan.averaged_over)
+    exact = harness.on_cpu(state, 1, torch.float64, plan.averaged_over)
     run = harness.on_mesh(plan, state, 4, compiled=how == "compiled")
     assert max(map(abs, map(float.__sub__, run.losses, expected.losses))) < 1e-5
     assert run.losses[-1] < run.losses[0] - 0.05

@@ -10,6 +10,7 @@ import gc
 import itertools
 import operator
 import os
+import queue
 import random
 import re
 import threading
@@ -49,6 +50,11 @@ _VIEWS = frozenset(
     type(view) for table in _TABLES for view in (table.keys(), table.values(), table.items())
 )
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+# What is in them belongs to all threads, and changes at any time: a logger's, for example.
+_OF_THREADS = (
+    *(threading.Thread, threading.Condition, threading.Semaphore, threading.Barrier),
+    *(queue.Queue, queue.SimpleQueue),
+)
 
 
 # Methods that torch and Python call under no name in the user's code.
@@ -314,6 +320,8 @@ class Walk:
         elif isinstance(value, _Iterators):
             self._note(path, "opaque", value)
             self.consumed.append((value, path))
+        elif isinstance(value, _OF_THREADS):
+            self._note(path, "opaque", value)
         elif isinstance(value, SteppedOptimizer):
             self._stepped(value, path)
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):

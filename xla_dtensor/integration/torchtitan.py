@@ -36,6 +36,8 @@ def install() -> None:
     on_import("torchtitan.config.configurable", _hook_building)
     on_import("torchtitan.distributed.parallel_dims", _hook_meshes)
     on_import("torchtitan.distributed.cudagraph", _hook_graphs)
+    on_import("torchtitan.distributed.compile", _hook_compile)
+    on_import("torchtitan.tools.profiler", _hook_profiler)
     on_import("torchtitan.trainer", torchtitan_step.hook_trainer)
     on_import("torchtitan.distributed.utils", _hook_utils)
     on_import("torchtitan.components.checkpointer.base", _hook_checkpoints)
@@ -78,21 +80,52 @@ class _Kernel:
     __call__ = __getitem__ = _refuse
 
 
+# --- what is refused -----------------------------------------------------------------------------
+
+
 def _hook_quantization(module: Any) -> None:
     for name in getattr(module, "__all__", ()):  # 0.2.2 has none: its converters want torchao
         if name.endswith("Converter") and "__init__" in vars(getattr(module, name)):
-            take_over(getattr(module, name).__init__, functools.partial(_refuse_converter, name))
+            message = (
+                f"torchtitan's {name}: its kernels are CUDA's, and XLA has no counterpart here; "
+                "train in bfloat16 (training.mixed_precision_param), without the converter"
+            )
+            _refuse_on_xla(getattr(module, name).__init__, message)
 
 
-def _refuse_converter(name: str, original: Any, args: Any, kwargs: Any) -> Any:
-    from torchtitan.tools.utils import device_type
-
-    if device_type != "xla":
-        return original(*args, **kwargs)
-    raise UnsupportedOpError(
-        f"torchtitan's {name}: its kernels are CUDA's, and XLA has no counterpart here; train in "
-        "bfloat16 (training.mixed_precision_param), without the converter"
+def _hook_compile(module: Any) -> None:
+    _refuse_on_xla(
+        module.apply_compile,
+        "torchtitan's compile.enable, and the memory budget of activation checkpointing, which "
+        "wants it: torch.compile makes no programs for XLA. Leave it out: forward and backward are "
+        "one XLA program without (training.disable_cuda_graphs=False), and activation "
+        "checkpointing is full or selective",
     )
+
+
+def _hook_profiler(module: Any) -> None:
+    _refuse_on_xla(
+        module.MemoryProfiler.__init__,
+        "torchtitan's profiler.enable_memory_snapshot: the allocator is XLA's, which keeps no "
+        "history; xla_dtensor.plan says what a step needs, and the metrics have the peak where "
+        "the devices report it",
+    )
+
+
+def _refuse_on_xla(function: Any, message: str) -> None:
+    """Let a function raise where torchtitan trains on xla devices."""
+
+    def refuse(original: Any, args: Any, kwargs: Any) -> Any:
+        from torchtitan.tools.utils import device_type
+
+        if device_type != "xla":
+            return original(*args, **kwargs)
+        raise UnsupportedOpError(message)
+
+    take_over(function, refuse)
+
+
+# --- the model ------------------------------------------------------------------------------------
 
 
 def _hook_experts(module: Any) -> None:

@@ -55,6 +55,7 @@ def hook_trainer(module: Any) -> None:
     take_over(module.Trainer.train_step, _train_step)
     take_over(utils.clip_grad_norm_, _clip)
     take_over(OptimizersContainer.step, _update)
+    take_over(OptimizersContainer.zero_grad, _forget_gradients)
 
 
 def _train_step(original: Any, args: Any, kwargs: Any) -> Any:
@@ -129,3 +130,11 @@ def _update(original: Any, args: Any, kwargs: Any) -> Any:
         return original(*args, **kwargs)
     _done.optimizers = None
     return None
+
+
+def _forget_gradients(original: Any, args: Any, kwargs: Any) -> Any:
+    """The trainer keeps gradients and fills them with zeros, since a CUDA graph wants their memory.
+    The first step, which finds none, would be another program than the others."""
+    from torchtitan.tools.utils import device_type
+
+    return original(args[0]) if device_type == "xla" else original(*args, **kwargs)

@@ -15,7 +15,7 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical
-from xla_dtensor.mesh import Frame
+from xla_dtensor.mesh import Frame, frame_of
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.parallel._mesh import DataParallel
 from xla_dtensor.rules.cost import Collective
@@ -196,10 +196,11 @@ def reduce_over_devices(
         dim: that it is sharded along; None if it is whole.
         factor: what the sum is divided by.
     """
-    assert form.frame is not None
+    # What was made after `replicate` (of meta tensors, say) lies on one device until it is used.
+    frame = frame_of(parallel.mesh) if form.frame is None else form.frame
     if thread_state.current() is None:
-        grad._storage_.place(form.frame)
-    source = grad._form.placed(form.frame)
+        grad._storage_.place(frame)
+    source = grad._form.placed(frame)
     axes = parallel.axes
     varying = tuple(name for name in source.varying if name not in axes)
     about = form.shape, form.stride, 0, grad.dtype
@@ -207,12 +208,12 @@ def reduce_over_devices(
         assert form.mesh is not None and form.placements is not None
         target = sharded_form(form.mesh, form.placements, *about, varying=varying)
     else:
-        target = device_form(form.frame, *about, varying=varying)
+        target = device_form(frame, *about, varying=varying)
     # Along an axis on which the devices agree, the sum is a multiple.
     agreeing = [name for name in axes if name not in source.varying]
     scale = 1 / factor
     for name in agreeing:
-        scale *= form.frame.sizes[name]
+        scale *= frame.sizes[name]
     shard_axes = () if dim is None else parallel.shard_axes
     return relayout(grad, source, target, Reduce(dim or 0, shard_axes, axes, scale))
 
