@@ -7,7 +7,9 @@ which of them have no meaning here.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ import xla_dtensor.compat.torch_xla.runtime as xr
 from tests.compat.torch_xla.models import DEVICES, TwoLayers, mesh_of, tiled
 from xla_dtensor.compat.torch_xla import _XLAC
 from xla_dtensor.compat.torch_xla.distributed.spmd.xla_sharding import EinsumLinear
-from xla_dtensor.errors import MeshMismatchError, PerDeviceValueError, UnsupportedOpError
+from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
 
 spec_of = _XLAC._get_xla_sharding_spec
 LINE = (0, 1, 2, 3, 4, 5, 6, 7)
@@ -575,17 +577,6 @@ def test_hybrid_mesh_of_two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         xs.HybridMesh(ici_mesh_shape=(2, 4))
 
 
-def test_tensors_of_two_meshes_are_brought_together_by_hand() -> None:
-    (a, x), (b, y) = on_xla(8, 8), on_xla(8, 8)
-    grid = mesh_of((2, 4))
-    xs.mark_sharding(x, grid, (0, 1))
-    xs.mark_sharding(y, mesh_of((8,)), (0, None))
-    with pytest.raises(MeshMismatchError, match="redistribute"):
-        x + y
-    xs.mark_sharding(y, grid, (0, 1))
-    torch.testing.assert_close((x + y).cpu(), a + b)
-
-
 # --- from shards ----------------------------------------------------------------------------------
 
 
@@ -764,6 +755,17 @@ def test_metrics_count_programs() -> None:
     assert "UncachedCompile" in met.counter_names()
     assert "Counter: UncachedCompile\n  Value: 1" in met.metrics_report()
     assert met.metric_data("CompileTime") is None
+
+
+def test_a_step_that_nobody_has_is_gone_and_stays_counted() -> None:
+    met.clear_all()
+    step = torch_xla.compile(lambda x: x + 3)
+    step(torch.ones(3, device="xla"))
+    gone = weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None
+    assert met.counter_value("UncachedCompile") == met.counter_value("Traces") == 1
 
 
 def test_a_compiled_step_writes_to_the_memory_that_it_is_given() -> None:
