@@ -1,0 +1,164 @@
+"""``from_pretrained(tp_plan="auto")`` of Hugging Face transformers, in one process for all devices.
+
+transformers starts a process per device, which reads its shards of a checkpoint and asks the mesh
+for its rank. Here the checkpoint is read as it is without a plan, and transformers' own plan is
+applied to the model that is there. Nothing of transformers is copied or changed on disk. Read and
+checked in 5.23.0. docs/transformers.md says what runs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
+from xla_dtensor.integration.on_import import on_import
+from xla_dtensor.integration.take_over import take_over
+
+
+def install() -> None:
+    """When its modules are imported."""
+    on_import("transformers.distributed.configuration_utils", _hook_sizes)
+    on_import("transformers.distributed.utils", _hook_meshes)
+    on_import("transformers.distributed.mixin", _hook_plans)
+    on_import("transformers.modeling_utils", _hook_loading)
+
+
+def _one_process() -> bool:
+    """Whether this process stands for all devices, and no launcher has said otherwise."""
+    from xla_dtensor.runtime import processes
+
+    is_ours = torch._C._get_accelerator().type == "xla"
+    return is_ours and not processes.several() and "WORLD_SIZE" not in os.environ
+
+
+def _hook_sizes(module: Any) -> None:
+    take_over(module.DistributedConfig._resolve_parallelism, _sizes)
+
+
+def _sizes(original: Any, args: Any, kwargs: Any) -> Any:
+    """Where ``tp_size`` is left open, it is what the current mesh has, or all devices."""
+    config = args[0]
+    if config.tp_size is None and config.tp_plan is not None and _one_process():
+        config.tp_size = _open_size(config)
+    return original(*args, **kwargs)
+
+
+def _open_size(config: Any) -> int:
+    from xla_dtensor.runtime import device_count
+
+    mesh = _current()
+    if mesh is not None:
+        return int(mesh.size())
+    others = (config.pp_size or 1) * (config.dp_replicate_size or 1) * (config.fsdp_size or 1)
+    return max(1, device_count() // others)
+
+
+def _current() -> Any:
+    """The tensor-parallel mesh that the user has made current, or None."""
+    from xla_dtensor.mesh import current_mesh
+
+    mesh = current_mesh()
+    if mesh is None or mesh.device_type != "xla" or mesh.ndim == 1:
+        return mesh
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        raise MeshMismatchError(
+            f"transformers' tensor parallelism, and the current mesh {mesh!r} has no dim 'tp': "
+            "make the mesh of the devices that share a layer current (with mesh['model']: ...)"
+        )
+    return mesh["tp"]
+
+
+def _hook_meshes(module: Any) -> None:
+    take_over(module.initialize_distributed_mesh, _meshes)
+
+
+def _meshes(original: Any, args: Any, kwargs: Any) -> Any:
+    config: Any = args[0] if args else kwargs["distributed_config"]
+    if not _one_process():
+        return original(*args, **kwargs)
+    others = {
+        "pp_size": "stages of torch's schedules on meshes of their own, docs/pipeline.md",
+        "ep_size": "xd.shard_by_size(model, mesh), which cuts experts as well",
+        "fsdp_size": "xd.fully_shard(model, mesh=mesh['dp']) of the model that was loaded",
+        "dp_replicate_size": "xd.replicate(model, mesh=mesh['dp']) of the model that was loaded",
+    }
+    for name, way in others.items():
+        if getattr(config, name) > 1:
+            raise UnsupportedOpError(
+                f"transformers' DistributedConfig({name}={getattr(config, name)}) is for a process "
+                f"per device, and here one process stands for all; use {way}"
+            )
+    if config.tp_size == 1:
+        return original(*args, **kwargs)
+    return None, _Meshes(config.tp_size)
+
+
+class _Meshes:
+    """What transformers has its meshes in (``TransformersDeviceMesh``): the user's, or a new one.
+
+    Raises:
+        MeshMismatchError: the user's has another size.
+    """
+
+    def __init__(self, size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = _current()
+        if mesh is not None and mesh.size() != size:
+            raise MeshMismatchError(
+                f"transformers' DistributedConfig(tp_size={size}), and the current mesh {mesh!r} "
+                f"has {mesh.size()} devices for it: leave tp_size out, or make another one current"
+            )
+        self._mesh = mesh or init_device_mesh("xla", (size,), mesh_dim_names=("tp",))
+
+    def get_mesh(self, dims: Any) -> Any:
+        """The mesh of these dims, of which "tp" alone has devices."""
+        return self._mesh
+
+
+def _hook_plans(module: Any) -> None:
+    take_over(module.DistributedMixin.maybe_distribute_model.__func__, _later)
+
+
+def _later(original: Any, args: Any, kwargs: Any) -> Any:
+    """The plan is applied to a model without values; here to one that has been loaded."""
+    _, model, _, manager = args
+    if not isinstance(manager, _Meshes):
+        return original(*args, **kwargs)
+    model.__dict__["_xla_plan"] = original, args
+    return model
+
+
+def _hook_loading(module: Any) -> None:
+    take_over(module.PreTrainedModel._finalize_model_loading, _loaded)
+
+
+def _loaded(original: Any, args: Any, kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    model = args[0]
+    plan = model.__dict__.pop("_xla_plan", None)
+    if plan is not None:
+        _untie(model)  # a plan has a rule for each name
+        distribute, arguments = plan
+        distribute(*arguments)
+        model.to("xla")
+        model.tie_weights()
+    return result
+
+
+def _untie(model: nn.Module) -> None:
+    """Let each name have a parameter object of its own, over the memory that it had."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) in seen:
+                module._parameters[name] = nn.Parameter(
+                    parameter.detach(), requires_grad=parameter.requires_grad
+                )
+            seen.add(id(parameter))
