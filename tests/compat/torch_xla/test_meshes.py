@@ -4,12 +4,15 @@ torch_xla, they meet. Expected values are CPU torch's."""
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 import xla_dtensor.compat.torch_xla as torch_xla
@@ -107,6 +110,52 @@ def test_sums_that_are_pending_are_made_first() -> None:
     assert any(placement.is_partial() for placement in pending.placements)
     together = pending * marked(y, "tall", (0,))
     torch.testing.assert_close(together.full_tensor().cpu(), x.sum(0) * y)
+
+
+def _written(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a[:4].copy_(b[:4])
+    torch._foreach_add_([a, b], [b * 1, a * 1])
+    return a + b
+
+
+def _twice(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad((a * b * b).sum(), b, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), a)[0]
+
+
+def _computed_again(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    found = checkpoint(lambda x: (x * b).sin(), a, use_reentrant=False)
+    return torch.autograd.grad(found.sum(), b)[0]
+
+
+OPERATIONS = {
+    "embedding": (F.embedding, [torch.arange(16).reshape(8, 2) % 8, (8, 4)]),
+    "index": (lambda a, i: a[i], [(8, 4), torch.arange(16) % 8]),
+    "index_put": (lambda a, i, v: a.index_put((i,), v), [(16, 4), torch.arange(8) * 2, (8, 4)]),
+    "nonzero": (lambda a, b: a[b > 0], [(8, 4), (8, 4)]),
+    "attention": (F.scaled_dot_product_attention, [(8, 2, 16, 8)] * 3),
+    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(16, 8), (8,), (8,)]),
+    "conv": (lambda x, w, b: F.conv1d(x, w, b, padding=1), [(8, 8, 16), (8, 8, 3), (8,)]),
+    "cross_entropy": (F.cross_entropy, [(16, 8), torch.arange(16) % 8]),
+    "norms": (lambda a, b: torch.stack(torch._foreach_norm([a, b])).norm(), [(8, 4), (13,)]),
+    "writes": (_written, [(8, 4), (8, 4)]),
+    "second derivative": (_twice, [(8, 4), (8, 4)]),
+    "checkpoint": (_computed_again, [(8, 4), (8, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name: str) -> None:
+    function, arguments = OPERATIONS[name]
+    plain, ours = [], []
+    for argument, place in zip(arguments, itertools.cycle(["column", "wide", "tall"])):
+        value = torch.randn(argument) if isinstance(argument, tuple) else argument
+        needs = name in {"second derivative", "checkpoint"}
+        plain.append(value.clone().requires_grad_(needs))
+        rows = 0 if place != "wide" else 1
+        ours.append(marked(value, place, (rows, *[None] * (value.ndim - 1))).requires_grad_(needs))
+    expected, found = function(*plain), function(*ours)
+    torch.testing.assert_close(found.cpu(), expected.detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_many_meshes_in_one_call() -> None:
