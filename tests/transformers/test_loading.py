@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import xla_dtensor as xd
+from tests import launch
 from tests.transformers import harness
 from tests.transformers.architectures import BY_NAME, Architecture
 from tests.transformers.table import LIMIT
@@ -99,6 +100,42 @@ def test_weights_that_are_tied(tmp_path: Path) -> None:
     assert off.loss < 1e-5 and off.gradient < LIMIT, off
 
 
+PROGRAM = """
+import sys
+import torch
+import xla_dtensor as xd
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+weight = model.lm_head.weight
+assert weight.device_mesh.size() == 2 and weight.to_local().shape[0] * 2 == weight.shape[0]
+plain = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokens = torch.arange(16).reshape(2, 8)
+loss = model(input_ids=tokens.to("xla"), labels=tokens.to("xla")).loss
+loss.backward()
+expected = plain(input_ids=tokens, labels=tokens).loss
+expected.backward()
+torch.testing.assert_close(loss.detach().cpu(), expected.detach())
+torch.testing.assert_close(weight.grad.full_tensor().cpu(), plain.lm_head.weight.grad)
+print("all of it")
+"""
+
+
+def test_two_processes(saved: tuple[Architecture, Path]) -> None:
+    command = ["-W", "ignore", "-c", PROGRAM, str(saved[1])]
+    outputs = launch.succeeded(launch.run(command, 2, 240, {"JAX_PLATFORMS": "cpu"}))
+    assert all("all of it" in output for output in outputs)
+
+
+def test_one_device_and_no_mesh(saved: tuple[Architecture, Path]) -> None:
+    """A line says that nothing is sharded."""
+    program = "import sys, xla_dtensor, transformers as t; print(t.__name__);"
+    program += "t.AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan='auto')"
+    command = ["-W", "ignore", "-c", program, str(saved[1])]
+    (output,) = launch.succeeded(launch.run(command, 1, 240, {"JAX_PLATFORMS": "cpu"}))
+    assert "tp_plan over one device shards nothing; make a mesh current" in output
+
+
 @pytest.mark.parametrize(
     ("sizes", "way"),
     [
@@ -112,7 +149,7 @@ def test_what_wants_a_process_per_device(
     saved: tuple[Architecture, Path], sizes: dict[str, int], way: str
 ) -> None:
     config = DistributedConfig(**sizes)
-    with pytest.raises(xd.UnsupportedOpError, match=f"one process stands for all; use.*{way}"):
+    with pytest.raises(xd.UnsupportedOpError, match=f"one process per device; use.*{way}"):
         AutoModelForCausalLM.from_pretrained(saved[1], distributed_config=config)
 
 

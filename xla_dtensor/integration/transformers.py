@@ -1,14 +1,14 @@
-"""``from_pretrained(tp_plan="auto")`` of Hugging Face transformers, in one process for all devices.
+"""``from_pretrained(tp_plan="auto")`` of Hugging Face transformers on xla meshes.
 
 transformers starts a process per device, which reads its shards of a checkpoint and asks the mesh
-for its rank. Here the checkpoint is read as it is without a plan, and transformers' own plan is
-applied to the model that is there. Nothing of transformers is copied or changed on disk. Read and
-checked in 5.23.0. docs/transformers.md says what runs.
+for its rank. Here one process, or each of several, reads the checkpoint as it is without a plan,
+and transformers' own plan is applied to the model that is there. Nothing of transformers is copied
+or changed on disk. Read and checked in 5.23.0. docs/transformers.md says what runs.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import nn
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.integration.take_over import take_over
+
+logger = logging.getLogger("xla_dtensor")
 
 
 def install() -> None:
@@ -27,12 +29,14 @@ def install() -> None:
     on_import("transformers.modeling_utils", _hook_loading)
 
 
-def _one_process() -> bool:
-    """Whether this process stands for all devices, and no launcher has said otherwise."""
-    from xla_dtensor.runtime import processes
+def _ours() -> bool:
+    """Whether models are distributed over xla devices: unless the processes talk by another
+    backend."""
+    from torch import distributed
 
-    is_ours = torch._C._get_accelerator().type == "xla"
-    return is_ours and not processes.several() and "WORLD_SIZE" not in os.environ
+    if torch._C._get_accelerator().type != "xla":
+        return False
+    return not distributed.is_initialized() or distributed.get_backend() == "xla"
 
 
 def _hook_sizes(module: Any) -> None:
@@ -42,19 +46,26 @@ def _hook_sizes(module: Any) -> None:
 def _sizes(original: Any, args: Any, kwargs: Any) -> Any:
     """Where ``tp_size`` is left open, it is what the current mesh has, or all devices."""
     config = args[0]
-    if config.tp_size is None and config.tp_plan is not None and _one_process():
+    if config.tp_size is None and config.tp_plan is not None and _ours():
         config.tp_size = _open_size(config)
     return original(*args, **kwargs)
 
 
 def _open_size(config: Any) -> int:
-    from xla_dtensor.runtime import device_count
+    from xla_dtensor import runtime
 
     mesh = _current()
     if mesh is not None:
         return int(mesh.size())
+    runtime.start()
     others = (config.pp_size or 1) * (config.dp_replicate_size or 1) * (config.fsdp_size or 1)
-    return max(1, device_count() // others)
+    size = max(1, runtime.device_count() // others)
+    if size == 1:
+        logger.warning(
+            "xla_dtensor: transformers' tp_plan over one device shards nothing; make a mesh current"
+            " (with xd.init_device_mesh('xla', (4,)): ...), or give tp_size"
+        )
+    return size
 
 
 def _current() -> Any:
@@ -78,7 +89,7 @@ def _hook_meshes(module: Any) -> None:
 
 def _meshes(original: Any, args: Any, kwargs: Any) -> Any:
     config: Any = args[0] if args else kwargs["distributed_config"]
-    if not _one_process():
+    if not _ours():
         return original(*args, **kwargs)
     others = {
         "pp_size": "stages of torch's schedules on meshes of their own, docs/pipeline.md",
@@ -89,8 +100,8 @@ def _meshes(original: Any, args: Any, kwargs: Any) -> Any:
     for name, way in others.items():
         if getattr(config, name) > 1:
             raise UnsupportedOpError(
-                f"transformers' DistributedConfig({name}={getattr(config, name)}) is for a process "
-                f"per device, and here one process stands for all; use {way}"
+                f"transformers' DistributedConfig({name}={getattr(config, name)}) is for meshes "
+                f"that it makes itself, one process per device; use {way}"
             )
     if config.tp_size == 1:
         return original(*args, **kwargs)
