@@ -104,9 +104,13 @@ PROGRAM = """
 import sys
 import torch
 import xla_dtensor as xd
+from transformers.distributed import DistributedConfig
+
+config = DistributedConfig(tp_plan="auto")  # before there is a model
+
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=config)
 weight = model.lm_head.weight
 assert weight.device_mesh.size() == 2 and weight.to_local().shape[0] * 2 == weight.shape[0]
 plain = AutoModelForCausalLM.from_pretrained(sys.argv[1])

@@ -8,6 +8,9 @@ or changed on disk. Read and checked in 5.23.0. docs/transformers.md says what r
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import logging
 from typing import Any
 
@@ -16,31 +19,59 @@ from torch import nn
 
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.integration.on_import import on_import
-from xla_dtensor.integration.take_over import take_over
+from xla_dtensor.integration.take_over import Handler, take_over
 
 logger = logging.getLogger("xla_dtensor")
 
 
 def install() -> None:
     """When its modules are imported."""
-    on_import("transformers.distributed.configuration_utils", _hook_sizes)
-    on_import("transformers.distributed.utils", _hook_meshes)
-    on_import("transformers.distributed.mixin", _hook_plans)
-    on_import("transformers.modeling_utils", _hook_loading)
+    for name, (path, handler) in _functions().items():
+        on_import(name, functools.partial(_hook, path, handler))
+
+
+def _functions() -> dict[str, tuple[str, Handler]]:
+    """Per module the function that does something else, and what."""
+    return {
+        "transformers.distributed.configuration_utils": (
+            "DistributedConfig._resolve_parallelism",
+            _sizes,
+        ),
+        "transformers.distributed.utils": ("initialize_distributed_mesh", _meshes),
+        "transformers.distributed.mixin": (
+            "DistributedMixin.maybe_distribute_model.__func__",
+            _later,
+        ),
+        "transformers.modeling_utils": ("PreTrainedModel._finalize_model_loading", _loaded),
+    }
+
+
+_hooked: set[str] = set()
+
+
+def _hook(path: str, handler: Handler, module: Any) -> None:
+    """Let a function of ``module`` do something else, if this version of transformers has it."""
+    function = module
+    for name in path.split("."):
+        function = getattr(function, name, None)
+    if function is not None:
+        take_over(function, handler)
+        _hooked.add(path)
 
 
 def _ours() -> bool:
     """Whether models are distributed over xla devices: unless the processes talk by another
-    backend."""
+    backend, or transformers is one that does it in other functions."""
     from torch import distributed
 
     if torch._C._get_accelerator().type != "xla":
         return False
+    for name in _functions():  # a plan may be made before there is a model
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    if len(_hooked) < len(_functions()):
+        return False
     return not distributed.is_initialized() or distributed.get_backend() == "xla"
-
-
-def _hook_sizes(module: Any) -> None:
-    take_over(module.DistributedConfig._resolve_parallelism, _sizes)
 
 
 def _sizes(original: Any, args: Any, kwargs: Any) -> Any:
@@ -81,10 +112,6 @@ def _current() -> Any:
             "make the mesh of the devices that share a layer current (with mesh['model']: ...)"
         )
     return mesh["tp"]
-
-
-def _hook_meshes(module: Any) -> None:
-    take_over(module.initialize_distributed_mesh, _meshes)
 
 
 def _meshes(original: Any, args: Any, kwargs: Any) -> Any:
@@ -131,10 +158,6 @@ class _Meshes:
         return self._mesh
 
 
-def _hook_plans(module: Any) -> None:
-    take_over(module.DistributedMixin.maybe_distribute_model.__func__, _later)
-
-
 def _later(original: Any, args: Any, kwargs: Any) -> Any:
     """The plan is applied to a model without values; here to one that has been loaded."""
     _, model, _, manager = args
@@ -142,10 +165,6 @@ def _later(original: Any, args: Any, kwargs: Any) -> Any:
         return original(*args, **kwargs)
     model.__dict__["_xla_plan"] = original, args
     return model
-
-
-def _hook_loading(module: Any) -> None:
-    take_over(module.PreTrainedModel._finalize_model_loading, _loaded)
 
 
 def _loaded(original: Any, args: Any, kwargs: Any) -> Any:
