@@ -1,6 +1,6 @@
 """What differs between the supported torch versions (2.11 to 2.15), in one place.
 
-Checked on 2.11.0, 2.12.1, 2.13.0 and 2.15.0; what differs is written where it matters.
+Checked on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0; what differs is written where it matters.
 """
 
 from __future__ import annotations

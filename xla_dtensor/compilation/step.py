@@ -15,6 +15,7 @@ from typing import Any
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation import totals
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.attempts import Attempt, trace
 from xla_dtensor.compilation.audit import compare
@@ -290,10 +291,13 @@ class CompiledStep:
             raise
         family.last = dict(arguments.numbers)
         self.traces += 1
+        totals.add("traces")
         if program.newly_compiled:
             self.compilations += 1
+            totals.add("compilations")
             if why is not None:
                 self.recompilations.append(why)
+                totals.add("recompilations")
                 logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
         self._keep(program, call, family)
         self._in_a_row += 1

@@ -13,7 +13,7 @@ from xla_dtensor import rules
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.number_functions import number_value
-from xla_dtensor.dispatch import conditions, lazy, nowhere, several_devices
+from xla_dtensor.dispatch import conditions, lazy, nowhere, other_meshes, several_devices
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, Slot, fill
@@ -87,9 +87,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             results = several_devices.run(call, func, args, kwargs, dispatch)
             if results is not NotImplemented:
                 return results
-        results = several_devices.by_mesh(call, func, args, kwargs, dispatch)
-        if results is not NotImplemented:
-            return results
+        for by_mesh in (several_devices.by_mesh, other_meshes.run):
+            results = by_mesh(call, func, args, kwargs, dispatch)
+            if results is not NotImplemented:
+                return results
         if processes.several() and not agreement.every_launch():
             _agree(call)
         plan = _plans.put(key, _make_plan(call))

@@ -41,6 +41,7 @@ from xla_dtensor.integration import (
     spmd_types,
     tools,
     torchtitan,
+    transformers,
 )
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.runtime.jax_runtime import keep_quiet
@@ -80,6 +81,7 @@ def install() -> None:
     context_parallel.install()
     spmd_types.install()
     torchtitan.install()
+    transformers.install()
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()

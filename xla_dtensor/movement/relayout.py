@@ -141,9 +141,11 @@ def constrain(value: Any, form: Form) -> Any:
 def _check_same_devices(source: Form, target: Form) -> None:
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
+        same = set(source.frame.device_ids) == set(target.frame.device_ids)
         raise MeshMismatchError(
             f"redistribute from {source.mesh!r} to {target.mesh!r} inside a compiled step: one XLA "
-            "program runs on one set of devices; move the tensor outside of the step"
+            f"program runs on one {'order' if same else 'set'} of devices; move the tensor outside "
+            "of the step"
         )
 
 

@@ -1,6 +1,6 @@
 """What differs between the supported JAX versions (0.9 to 0.12), in one place.
 
-Checked on 0.9.0, 0.10.2, 0.11.2 and 0.12.0.
+Checked on 0.9.0, 0.9.2, 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ which of them have no meaning here.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ import xla_dtensor.compat.torch_xla.runtime as xr
 from tests.compat.torch_xla.models import DEVICES, TwoLayers, mesh_of, tiled
 from xla_dtensor.compat.torch_xla import _XLAC
 from xla_dtensor.compat.torch_xla.distributed.spmd.xla_sharding import EinsumLinear
-from xla_dtensor.errors import MeshMismatchError, PerDeviceValueError, UnsupportedOpError
+from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
 
 spec_of = _XLAC._get_xla_sharding_spec
 LINE = (0, 1, 2, 3, 4, 5, 6, 7)
@@ -487,8 +489,15 @@ def test_patched_linear() -> None:
     torch.testing.assert_close(model(x.to("xla")).cpu(), plain(x))
     patched = xs.xla_patched_nn_linear_forward(model.fc1, x.to("xla"))
     torch.testing.assert_close(patched.cpu(), plain.fc1(x))
-    direct = xs.XLAPatchedLinear.apply(x.to("xla"), model.fc1.weight, model.fc1.bias)
-    torch.testing.assert_close(direct.cpu(), plain.fc1(x))
+    x.requires_grad_()
+    given = x.detach().to("xla").requires_grad_()
+    direct = xs.XLAPatchedLinear.apply(given, model.fc1.weight, model.fc1.bias)
+    torch.testing.assert_close(direct.detach().cpu(), plain.fc1(x).detach())
+    direct.sum().backward()
+    plain.fc1(x).sum().backward()
+    pairs = ((given, x), (model.fc1.weight, plain.fc1.weight), (model.fc1.bias, plain.fc1.bias))
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
     assert isinstance(model.fc1, EinsumLinear)
 
 
@@ -528,6 +537,8 @@ def test_what_a_mesh_says() -> None:
     assert mesh.get_logical_mesh().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert mesh.get_axis_name_idx("y") == 1 and mesh.get_axis_name_idx("z") is None
     assert mesh.device_ids.tolist() == list(range(8))
+    assert (mesh.mesh_shape, mesh.axis_names) == ((2, 4), ("x", "y"))
+    assert mesh_of((2, 4)).axis_names is None
 
 
 @pytest.mark.parametrize(
@@ -546,6 +557,13 @@ def test_what_a_mesh_says() -> None:
 def test_meshes_that_can_not_be(ids: Any, shape: tuple[int, ...], names: Any) -> None:
     with pytest.raises(AssertionError):
         xs.Mesh(ids, shape, names)
+
+
+def test_a_mesh_of_a_part_of_the_devices() -> None:
+    mesh_of((8,))  # torch_xla wants all of them
+    value, x = on_xla(8, 4)
+    xs.mark_sharding(x, xs.Mesh(range(4), (4, 1)), (0, None))
+    assert len(x.local_shards) == 4 and torch.equal((x * 2).cpu(), value * 2)
 
 
 def test_hybrid_mesh_of_one_slice() -> None:
@@ -573,17 +591,6 @@ def test_hybrid_mesh_of_two_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hybrid.get_logical_mesh().tolist() == [[2, 1], [0, 3], [4, 7], [6, 5]]
     with pytest.raises(ValueError, match="Provide dcn_mesh_shape"):
         xs.HybridMesh(ici_mesh_shape=(2, 4))
-
-
-def test_tensors_of_two_meshes_are_brought_together_by_hand() -> None:
-    (a, x), (b, y) = on_xla(8, 8), on_xla(8, 8)
-    grid = mesh_of((2, 4))
-    xs.mark_sharding(x, grid, (0, 1))
-    xs.mark_sharding(y, mesh_of((8,)), (0, None))
-    with pytest.raises(MeshMismatchError, match="redistribute"):
-        x + y
-    xs.mark_sharding(y, grid, (0, 1))
-    torch.testing.assert_close((x + y).cpu(), a + b)
 
 
 # --- from shards ----------------------------------------------------------------------------------
@@ -735,6 +742,33 @@ def test_mark_sharding_with_gradients() -> None:
     (value * 2).square().sum().backward()
     torch.testing.assert_close(x.grad.cpu(), value.grad)
     assert arrived[0].shape == (8, 8)
+    leaf = torch.arange(8.0, device="xla").requires_grad_()
+    marked = xs.mark_sharding_with_gradients(leaf, mesh, (0,))
+    marked.retain_grad()
+    marked.sum().backward()
+    assert spec_of(marked) == spec_of(marked.grad) == tiled([8])
+    assert spec_of(leaf) == spec_of(leaf.grad) == "" and leaf.grad.tolist() == [1.0] * 8
+
+
+def test_annotate_custom_sharding() -> None:
+    """torch_xla's ``mark_sharding`` refuses a tensor that has been marked, and this is for those;
+    here both do it."""
+    value, x = on_xla(2, 4, 8, 8)
+    xs.mark_sharding(x, mesh_of((1, 1, 4, 2)), (0, 1, 2, 3))
+    xs.annotate_custom_sharding(x, mesh_of((1, 1, 1, 8)), (0, 1, 2, 3))
+    assert spec_of(x) == tiled([1, 1, 1, 8])
+    assert torch.equal((x + 1).cpu(), value + 1) and spec_of(x + 1) == spec_of(x)
+
+
+def test_an_operation_that_torch_xla_takes_to_the_host() -> None:
+    def table(device: Any) -> torch.Tensor:
+        steps = torch.arange(0, 16, 2, device=device)[:8].float()
+        angles = torch.outer(torch.arange(64, device=device), 1.0 / (10000.0 ** (steps / 16)))
+        return torch.polar(torch.ones_like(angles), angles.float())
+
+    found = table(xm.xla_device())
+    assert found.device.type == "xla" and spec_of(found) == ""
+    torch.testing.assert_close(found.cpu(), table("cpu"))
 
 
 def test_shard_as() -> None:
@@ -764,6 +798,17 @@ def test_metrics_count_programs() -> None:
     assert "UncachedCompile" in met.counter_names()
     assert "Counter: UncachedCompile\n  Value: 1" in met.metrics_report()
     assert met.metric_data("CompileTime") is None
+
+
+def test_a_step_that_nobody_has_is_gone_and_stays_counted() -> None:
+    met.clear_all()
+    step = torch_xla.compile(lambda x: x + 3)
+    step(torch.ones(3, device="xla"))
+    gone = weakref.ref(step)
+    del step
+    gc.collect()
+    assert gone() is None
+    assert met.counter_value("UncachedCompile") == met.counter_value("Traces") == 1
 
 
 def test_a_compiled_step_writes_to_the_memory_that_it_is_given() -> None:

@@ -26,8 +26,6 @@ class _State:
 
 
 _state = _State()
-steps: list[CompiledStep] = []
-"""The steps that `compile` has made."""
 
 
 def sync(wait: bool = False, reset_scope: bool = True) -> None:
@@ -136,7 +134,6 @@ def compile(
     if f is None:
         return _Compiling(full_graph, name, num_different_graphs_allowed)
     compiled = compile_step(f)
-    steps.append(compiled)
     if num_different_graphs_allowed is None:
         return compiled
     called = name or str(getattr(f, "__name__", "a step"))

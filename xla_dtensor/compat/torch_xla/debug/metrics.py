@@ -1,9 +1,9 @@
 """Metrics: what this package counts, by torch_xla's calls.
 
 ``CompileTime`` and ``ExecuteTime`` aren't measured; ``xla_dtensor.compat.torch_xla.debug.profiler``
-has times. Counted are the programs of compiled steps that ``torch_xla.compile`` has made, and the
-hits and misses of the package's caches (`xla_dtensor.debug.caches`), of which those of "plans" are
-the kinds of operations.
+has times. Counted are the programs of all compiled steps of the process, those that are gone as
+well, and the hits and misses of the caches that there are (`xla_dtensor.debug.caches`), of which
+those of "plans" are the kinds of operations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_dtensor.base import cache
-from xla_dtensor.compat.torch_xla.core.steps import steps
+from xla_dtensor.compilation.totals import total
 from xla_dtensor.runtime import live_programs
 
 
@@ -29,9 +29,9 @@ _since = _Since()
 
 def _all() -> dict[str, int]:
     found = {
-        "UncachedCompile": sum(step.compilations for step in steps),
-        "Traces": sum(step.traces for step in steps),
-        "Recompilations": sum(len(step.recompilations) for step in steps),
+        "UncachedCompile": total("compilations"),
+        "Traces": total("traces"),
+        "Recompilations": total("recompilations"),
         "LivePrograms": live_programs()[0],
     }
     for record in cache.caches():
@@ -43,7 +43,7 @@ def _all() -> dict[str, int]:
 
 def _counts() -> dict[str, int]:
     found = {name: count - _since.counts.get(name, 0) for name, count in _all().items()}
-    return {name: count for name, count in found.items() if count}
+    return {name: count for name, count in found.items() if count > 0}  # a cache may be gone
 
 
 def counter_names() -> list[str]:

@@ -20,6 +20,7 @@ from xla_dtensor.compat.torch_xla.distributed.spmd.specs import (
 )
 from xla_dtensor.compat.torch_xla.errors import SpmdError
 from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
+from xla_dtensor.mesh.meeting import let_meet
 from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.local_view import as_sharded
@@ -70,6 +71,7 @@ def lay_out(t: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], call: s
             f"{call} of a tensor of shape {list(t.shape)} on {t.device}: bring it to the devices "
             "first, t = t.to(xm.xla_device()), or make another one by distribute_tensor"
         )
+    let_meet(mesh)
     is_sharded = isinstance(t, XLAShardedTensor)
     if is_sharded and (t.device_mesh, tuple(t.placements)) == (mesh, tuple(placements)):
         return
@@ -179,6 +181,7 @@ def mark_sharding_with_gradients(
         assert y.partition_spec == (0, None) and x.grad.cpu().eq(2).all()
     """
     placements = to_placements(mesh, tuple(partition_spec), t.ndim)
+    let_meet(mesh)
     sharded = as_sharded(t, mesh).redistribute(mesh, placements)
     if sharded.requires_grad:
         wanted = unpartial(placements)

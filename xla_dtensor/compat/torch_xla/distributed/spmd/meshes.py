@@ -16,6 +16,7 @@ from xla_dtensor import mesh as meshes
 from xla_dtensor.compat.torch_xla import runtime
 from xla_dtensor.compat.torch_xla.errors import SpmdError
 from xla_dtensor.mesh import XLADeviceMesh
+from xla_dtensor.mesh.meeting import let_meet
 
 
 class _Shape(tuple[int, ...]):
@@ -72,6 +73,7 @@ class Mesh(XLADeviceMesh):
         numbers = torch.as_tensor(ids).reshape(shape)
         DeviceMesh("xla", numbers)  # has torch told about xla meshes, with the first one
         super().__init__("xla", numbers, mesh_dim_names=names)
+        let_meet(self)
         self.device_ids = ids
         self.mesh_shape = shape
         self.axis_names = names

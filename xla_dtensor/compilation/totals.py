@@ -1,0 +1,21 @@
+"""What all compiled steps of the process have counted together, those that are gone by now as
+well."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+_lock = threading.Lock()
+_counts: Counter[str] = Counter()
+
+
+def add(name: str, number: int = 1) -> None:
+    """Count ``number`` more of ``name``: "compilations", "traces" or "recompilations"."""
+    with _lock:
+        _counts[name] += number
+
+
+def total(name: str) -> int:
+    """How many of ``name`` have been counted."""
+    return _counts[name]
