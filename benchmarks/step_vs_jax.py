@@ -114,13 +114,27 @@ def check_losses(case: Case, sides: dict[str, Any], batches: list[Batch]) -> dic
     return differences
 
 
-def step_times(sides: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """One step of each side per round; who goes first alternates."""
+def step_times(
+    sides: dict[str, Any], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """One step of each side per round; who goes first alternates.
+
+    Returns:
+        by side the seconds of its steps, and the process's CPU seconds in them.
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(rounds):
         for name in list(sides)[:: 1 if i % 2 else -1]:
+            begin = time.process_time()
             times[name].append(seconds(lambda name=name, i=i: sides[name].step(i)))
-    return times
+            cpu[name].append(time.process_time() - begin)
+    return times, cpu
+
+
+def of_rounds(ours: list[float], theirs: list[float]) -> float:
+    """The median of each round's ratio, so that a slow moment of the machine weighs on both."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def first_call(case: Case, name: str) -> dict[str, float]:
@@ -144,20 +158,28 @@ def first_call_times(model: str, names: list[str], repeats: int) -> dict[str, di
     }
 
 
-def measure(model: str, names: list[str], rounds: int, repeats: int) -> dict[str, Any]:
-    """The figures of each side, and under "ratio" torch / jax of those that have one."""
+def measure(
+    model: str, names: list[str], rounds: int, repeats: int, noise: bool = False
+) -> dict[str, Any]:
+    """The figures of each side, and under "ratio" torch / jax of those that have one; with
+    ``noise`` under "noise" what the ratio of times is for two sides that are the same."""
     case = load(model)
     first_calls = first_call_times(model, names, repeats)
     batches = case.make_batches(CHECKED_STEPS)
     sides = {name: SIDES[name](case, batches) for name in names}
     differences = check_losses(case, sides, batches)
-    times = step_times(sides, rounds)
+    again: dict[str, Any] = {}
+    if noise:
+        again["jax again"] = JaxSide(case, batches)
+        again["jax again"].step(0)
+    times, cpu = step_times({**sides, **again}, rounds)
     result: dict[str, Any] = {}
     for name, side in sides.items():
         program = side.program()
         traffic = collective_traffic(program.as_text())
         result[name] = {
             "step_ms": 1000 * statistics.median(times[name]),
+            "step_cpu_ms": 1000 * statistics.median(cpu[name]),
             "first_call_s": first_calls[name]["first"],
             "second_call_s": first_calls[name]["second"],
             "collective_bytes": traffic.total_bytes,
@@ -169,14 +191,19 @@ def measure(model: str, names: list[str], rounds: int, repeats: int) -> dict[str
     if len(sides) == 2:
         keys = ("first_call_s", "collective_bytes", "collective_count", "temp_bytes")
         result["ratio"] = {key: result["torch"][key] / result["jax"][key] for key in keys}
-        # Of each round, so that a slow moment of the machine weighs on both sides.
-        rounds_ratio = [a / b for a, b in zip(times["torch"], times["jax"], strict=True)]
-        result["ratio"]["step_ms"] = statistics.median(rounds_ratio)
+        result["ratio"]["step_ms"] = of_rounds(times["torch"], times["jax"])
+        result["ratio"]["step_cpu_ms"] = of_rounds(cpu["torch"], cpu["jax"])
+    if again:
+        result["noise"] = {
+            "step_ms": of_rounds(times["jax again"], times["jax"]),
+            "step_cpu_ms": of_rounds(cpu["jax again"], cpu["jax"]),
+        }
     return result
 
 
 ROWS: list[tuple[str, str, Callable[[Any], str]]] = [
     ("step, median", "step_ms", "{:.1f} ms".format),
+    ("CPU time of a step, median", "step_cpu_ms", "{:.1f} ms".format),
     ("first call", "first_call_s", "{:.2f} s".format),
     ("second call", "second_call_s", "{:.2f} s".format),
     ("bytes moved by collectives", "collective_bytes", lambda n: f"{n / 2**20:.1f} MiB"),
@@ -188,14 +215,17 @@ ROWS: list[tuple[str, str, Callable[[Any], str]]] = [
 
 def markdown(result: dict[str, Any]) -> str:
     names = [name for name in SIDES if name in result]
-    ratios = result.get("ratio", {})
+    ratios, noise = result.get("ratio", {}), result.get("noise", {})
     columns = [*({"torch": "xla_dtensor", "jax": "JAX"}[name] for name in names)]
     columns += ["ratio"] if ratios else []
+    columns += ["JAX again, ratio"] if noise else []
     lines = [f"| | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|"]
     for title, key, show in ROWS:
         cells = [show(result[name][key]) for name in names]
         if ratios:
             cells.append(f"{ratios[key]:.2f}" if key in ratios else "")
+        if noise:
+            cells.append(f"{noise[key]:.2f}" if key in noise else "")
         lines.append(f"| {title} | {' | '.join(cells)} |")
     kinds = [f"{name}: {result[name]['collectives']}" for name in names]
     return "\n".join([*lines, "", *kinds])
@@ -207,6 +237,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50, help="timed steps of each side")
     parser.add_argument("--first-calls", type=int, default=3, help="fresh processes of each side")
     parser.add_argument("--only", choices=SIDES, help="measure one side")
+    parser.add_argument(
+        "--noise", action="store_true", help="the JAX step twice: what the ratio of equal sides is"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, not tables")
     parser.add_argument("--record", action="store_true", help="keep the figures in history/")
     parser.add_argument("--first-call", choices=SIDES, help=argparse.SUPPRESS)
@@ -217,7 +250,8 @@ def main() -> None:
         return
     names = [options.only] if options.only else list(SIDES)
     results = {
-        model: measure(model, names, options.rounds, options.first_calls) for model in options.model
+        model: measure(model, names, options.rounds, options.first_calls, options.noise)
+        for model in options.model
     }
     if options.record:
         record(Path(__file__).stem, results)

@@ -66,7 +66,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self.outside: dict[int, Outside] = {}
         self.frame: Frame | None = None
         self.random = thread_state.RandomNumbers(*rng.position(), self.refuse)
-        self.rng_words = jnp.asarray(rng.words())
+        self.rng_words = jax.device_put(rng.words())
         self._owned: dict[int, weakref.ref[Storage]] = {}
         self._array_ids: set[int] = set()
         self._counters: dict[Any, Any] = {}

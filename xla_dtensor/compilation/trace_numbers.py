@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from xla_dtensor.base.keys import exact
 from xla_dtensor.base.traced_number import NumberNode, input_number
@@ -40,9 +40,9 @@ class TraceNumbers:
     ) -> Any:
         """A new number among the inputs: the weakly typed JAX scalar."""
         integer = isinstance(value, int)
-        dtype = jnp.int64 if integer else jnp.float64
+        dtype = np.int64 if integer else np.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
-            array = jnp.array(value, dtype=dtype)
+            array = jax.device_put(dtype(value))
         self.numbers.append(Number(read, name, integer, array, compute))
         with jax.enable_x64(True):
             return jax._src.lax.lax._convert_element_type(array, weak_type=True)

@@ -70,11 +70,16 @@ def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
     func = info.func
     from torch._decomp import core_aten_decompositions, decomposition_table
 
-    table = _core_table(core_aten_decompositions)
-    if func in table:
-        return table[func]
     key = torch._C.DispatchKey
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.CompositeImplicitAutograd):
+    implicit = torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), key.CompositeImplicitAutograd
+    )
+    # Nothing else is in the core table, which takes long to make.
+    if implicit or func in decomposition_table:
+        table = _core_table(core_aten_decompositions)
+        if func in table:
+            return table[func]
+    if implicit:
         return func.decompose
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.CompositeExplicitAutograd):
         return lambda *args, **kwargs: func._op_dk(key.CompositeExplicitAutograd, *args, **kwargs)

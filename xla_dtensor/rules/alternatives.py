@@ -161,7 +161,8 @@ def _cheapest(
 ) -> tuple[Alternative, ...]:
     costs: dict[tuple[int, Placements], float] = {}
 
-    def cost(combination: tuple[Alternative, ...]) -> float:
+    def cost(combination: tuple[Alternative, ...], bound: float) -> float:
+        """Of all inputs, or of those that already reach ``bound``."""
         total = 0.0
         for i, info in enumerate(inputs):
             target = tuple(option.inputs[i] for option in combination)
@@ -172,6 +173,8 @@ def _cheapest(
                     else float("inf")
                 )
             total += costs[i, target]
+            if total >= bound:
+                break
         return total
 
     per_mesh_dim = [options] * len(mesh_shape)
@@ -180,7 +183,7 @@ def _cheapest(
     candidates = itertools.product(*per_mesh_dim)
     best, best_cost = (options[0],) * len(mesh_shape), float("inf")
     for combination in candidates:
-        if (this := cost(combination)) < best_cost and _consistent(combination):
+        if (this := cost(combination, best_cost)) < best_cost and _consistent(combination):
             best, best_cost = combination, this
     return best
 

@@ -91,9 +91,25 @@ def full(shape: tuple[int, ...], value: Any, dtype: Any, sharding: Any) -> Any:
     """
     if abstract.current() is not None:
         return AbstractArray(shape, dtype, sharding)
-    import jax.numpy as jnp
+    import jax
 
-    return jnp.full(shape, value, dtype=dtype, device=sharding)
+    if not _in_host_memory(sharding):
+        return jax.numpy.full(shape, value, dtype=dtype, device=sharding)
+    # Without a program for each shape: compiling one takes longer than filling the memory, which
+    # all devices share (XLA writes to none that came from NumPy).
+    number = np.asarray(value).astype(dtype)
+    if sharding is None:
+        return jax.device_put(np.full(shape, number))
+    shard = np.full(sharding.shard_shape(shape), number)
+    return jax.make_array_from_callback(shape, sharding, lambda index: shard)
+
+
+def _in_host_memory(sharding: Any) -> bool:
+    """Whether the devices compute in the host's memory."""
+    import jax
+
+    devices = jax.devices() if sharding is None else sharding.device_set
+    return next(iter(devices)).platform == "cpu"
 
 
 def put_each(shape: tuple[int, ...], sharding: Any, shards: dict[Any, np.ndarray]) -> Any:
