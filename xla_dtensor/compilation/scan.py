@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import thread_state
@@ -238,7 +239,8 @@ class _Scan(torch.autograd.Function):
                 wanted = [t for t, n in zip(others, needs_others, strict=True) if n]
                 leaves = [x, *wanted, *(t for t in own if t.requires_grad)]
                 _check_leaves(y, leaves)
-                given = new_tensor(_of_form(dy, form, _fresh(y._form)), _fresh(y._form))
+                like = _whole_sums(_fresh(y._form))
+                given = new_tensor(_of_form(dy, form, like), like)
                 grads = list(torch.autograd.grad(y, leaves, given, allow_unused=True))
                 arrays = []
                 for i, (leaf, g) in enumerate(zip(leaves, grads, strict=True)):
@@ -313,6 +315,14 @@ def _fresh(form: Form) -> Form:
         return device_form(form.frame, *about, varying=form.varying)
     assert form.placements is not None
     return sharded_form(form.mesh, form.placements, *about, varying=form.varying)
+
+
+def _whole_sums(form: Form) -> Form:
+    """The form of a gradient of such a tensor: where that is a sum of parts, each has all of it."""
+    if form.mesh is None or form.placements is None:
+        return form
+    placements = tuple(Replicate() if p.is_partial() else p for p in form.placements)
+    return form if placements == form.placements else form.with_placements(form.mesh, placements)
 
 
 def _logical_shape(form: Form) -> tuple[int, ...]:

@@ -6,10 +6,11 @@ Written as tables of slots: which dims of which tensor one mesh dim shards toget
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.alternatives import Alternative, Merged, merge
 from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo
 from xla_dtensor.rules.registry import register
@@ -74,10 +75,19 @@ def attention(call: Call) -> Merged:
 
 @register(*_BACKWARD.split())
 def attention_backward(call: Call) -> Merged:
-    """as attention; a sharded query makes the keys' and values' gradients sums"""
+    """as the forward; a sharded query makes the keys' and values' gradients sums"""
     q = call.tensor("query")
+    # Where the forward has computed lies all that it has kept: the gradient comes there, whatever
+    # way it takes. (It is a sum still, often, which would outweigh them all.)
+    place = call.args.get("out")
+    place = place if isinstance(place, TensorInfo) else q
     data = {"query", "grad_out", "grad_out_", "out", "logsumexp", "log_sums"}
     options = []
+    there = [
+        replace(value, placements=place.placements) if name in ("grad_out", "grad_out_") else value
+        for name, value in call.args.items()
+        if isinstance(value, TensorInfo)
+    ]
     for dim in _dims(q):
         is_query = dim == q.ndim + QUERY_DIM
         inputs: list[Placement] = []
@@ -100,7 +110,7 @@ def attention_backward(call: Call) -> Merged:
         if call.args.get("of_mask"):
             grads[-1] = _mask_grad(call.tensor("attn_mask"), dim, q)
         options.append(Alternative(tuple(grads[: call.n_outputs]), tuple(inputs)))
-    return call.merge(options, new_shards=True)
+    return merge(options, there, call.n_outputs, call.mesh_shape, new_shards=True)
 
 
 def _mask_grad(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
