@@ -229,6 +229,9 @@ class _Scan(torch.autograd.Function):
         def body(carry: Any, xs: Any) -> Any:
             dy, sums = carry
             value, slices, words = xs
+            # As under jax.checkpoint: XLA isn't to take the forward and the backward of a layer
+            # apart. It would fold a reshape into one of them, say, and gather its weight twice.
+            dy, value, slices = jax.lax.optimization_barrier((dy, value, slices))
             with layers.inside(slices, words), torch.enable_grad():
                 x = new_tensor(value, form).requires_grad_(True)
                 others = [
