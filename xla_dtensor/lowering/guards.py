@@ -95,8 +95,8 @@ RAGGED_PRODUCTS = Guard(
     ("cpu",),
 )
 SUMS_IN_FLOAT32 = Guard(
-    "XLA's CPU backend widens the sums of 16-bit numbers that devices add up, so that a product which "
-    "gives float32 moves no more, and doesn't depend on how many devices share it.",
+    "The CPU's backend adds up what devices have of 16-bit numbers in 32 bits, so that a product "
+    "which gives float32 moves no more there, and depends less on how many devices share it.",
     ("cpu",),
 )
 # What only these platforms have; the others refuse (`Guard.only`).

@@ -75,19 +75,29 @@ def attention(call: Call) -> Merged:
 
 @register(*_BACKWARD.split())
 def attention_backward(call: Call) -> Merged:
-    """as the forward; a sharded query makes the keys' and values' gradients sums"""
-    q = call.tensor("query")
-    # Where the forward has computed lies all that it has kept: the gradient comes there, whatever
-    # way it takes. (It is a sum still, often, which would outweigh them all.)
-    place = call.args.get("out")
-    place = place if isinstance(place, TensorInfo) else q
-    data = {"query", "grad_out", "grad_out_", "out", "logsumexp", "log_sums"}
-    options = []
-    there = [
-        replace(value, placements=place.placements) if name in ("grad_out", "grad_out_") else value
+    """as attention; a sharded query makes the keys' and values' gradients sums"""
+    return _backward(call, call.tensors)
+
+
+def own_attention_backward(call: Call) -> Merged:
+    """as attention, where it has computed; a sharded query makes the keys' and values' gradients
+    sums"""
+    # There is all that it has kept: the gradient comes there, whatever way it takes. Weighed with
+    # the rest it would outweigh that, as it is a sum still, often.
+    kept = call.args.get("out")
+    place = kept if isinstance(kept, TensorInfo) else call.tensor("query")
+    tensors = [
+        replace(value, placements=place.placements) if name == "grad_out" else value
         for name, value in call.args.items()
         if isinstance(value, TensorInfo)
     ]
+    return _backward(call, tensors)
+
+
+def _backward(call: Call, tensors: Sequence[TensorInfo]) -> Merged:
+    q = call.tensor("query")
+    data = {"query", "grad_out", "grad_out_", "out", "logsumexp", "log_sums"}
+    options = []
     for dim in _dims(q):
         is_query = dim == q.ndim + QUERY_DIM
         inputs: list[Placement] = []
@@ -110,7 +120,7 @@ def attention_backward(call: Call) -> Merged:
         if call.args.get("of_mask"):
             grads[-1] = _mask_grad(call.tensor("attn_mask"), dim, q)
         options.append(Alternative(tuple(grads[: call.n_outputs]), tuple(inputs)))
-    return merge(options, there, call.n_outputs, call.mesh_shape, new_shards=True)
+    return merge(options, tensors, call.n_outputs, call.mesh_shape, new_shards=True)
 
 
 def _mask_grad(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
@@ -119,6 +129,6 @@ def _mask_grad(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
     return Partial() if slot == R else slot
 
 
-register("attention_backward", namespace="xla_dtensor")(attention_backward)
+register("attention_backward", namespace="xla_dtensor")(own_attention_backward)
 register("flash_attention", "flash_attention_dropout", namespace="xla_dtensor")(attention)
-register("flash_attention_backward", namespace="xla_dtensor")(attention_backward)
+register("flash_attention_backward", namespace="xla_dtensor")(own_attention_backward)
