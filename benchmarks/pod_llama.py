@@ -10,9 +10,9 @@ device; the layers are a scan, each computed again in backward. Needs libtpu (do
 
 The JAX step is what is read here: `jax.checkpoint` as it is (``--no-barrier`` for
 ``prevent_cse=False``), the residual stream laid out once. ``--sequence-parallel`` shards the stream
-over tp in both, after each of its sums; ``--loop`` has no scan in either; ``--fully-shard`` lays
-the layers' column-wise weights out as `fully_shard` over ``ColwiseParallel`` does, their outputs
-over tp and dp.
+over tp in both, after each of its sums; ``--loop`` has no scan in either, and lays the stream out
+there, too; ``--fully-shard`` lays the layers' column-wise weights out as `fully_shard` over
+``ColwiseParallel`` does, their outputs over tp and dp.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def ours(
         stream = rows
         if sizes.sequence_parallel:
             stream = [xd.Shard(0), xd.Shard(1)]
+        if sizes.sequence_parallel or sizes.loop:
             for layer in model["layers"]:
                 layer.stream = mesh, stream
         cos, sin = (xd.distribute_tensor(t, mesh, replicated) for t in rope_angles(sizes))
@@ -288,9 +289,10 @@ def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str,
         return laid_out(x + (jax.nn.silu(h @ w["w1"]) * (h @ w["w3"])) @ w["w2"])
 
     def laid_out(x: Any) -> Any:
-        if not sizes.sequence_parallel:
+        if not (sizes.sequence_parallel or sizes.loop):
             return x
-        return jax.lax.with_sharding_constraint(x, placed(dp, tp))
+        where = placed(dp, tp) if sizes.sequence_parallel else placed(dp)
+        return jax.lax.with_sharding_constraint(x, where)
 
     def loss_of(params: Any, tokens: Any, targets: Any) -> Any:
         of_layer = {k: v for k, v in params.items() if k not in ("embedding", "output", "norm")}
