@@ -2,10 +2,17 @@
 step of the same, both compiled by the TPU's own compiler. Nothing is run.
 
     python benchmarks/pod_llama.py --topology v5e:16x16 --mesh dp=32,tp=8     # --side, --layers
+    python benchmarks/pod_llama.py --model 70b --topology v5p:8x8x8 --mesh dp=64,tp=8
 
 FSDP x tensor parallelism: batch over dp, heads and feed-forward over tp, each weight's other dim
 over dp. Float32 parameters and AdamW state, bfloat16 computation, S = 8192, one sequence per dp
 device; the layers are a scan, each computed again in backward. Needs libtpu (docs/pods.md).
+
+The JAX step is what is read here: `jax.checkpoint` as it is (``--no-barrier`` for
+``prevent_cse=False``), the residual stream laid out once. ``--sequence-parallel`` shards the stream
+over tp in both, after each of its sums; ``--loop`` has no scan in either, and lays the stream out
+there, too; ``--fully-shard`` lays the layers' column-wise weights out as `fully_shard` over
+``ColwiseParallel`` does, their outputs over tp and dp.
 """
 
 from __future__ import annotations
@@ -28,6 +35,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 from xla_dtensor.plan.collectives import collective_traffic
@@ -37,7 +46,7 @@ from xla_dtensor.plan.memory import of_compiled
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of Llama 3 8B."""
+    """Of Llama 3 8B; and how both sides lay it out and compute it."""
 
     dim: int = 4096
     hidden: int = 14336
@@ -46,8 +55,19 @@ class Sizes:
     vocab: int = 128256
     layers: int = 32
     seq: int = 8192
+    sequence_parallel: bool = False
+    loop: bool = False
+    fully_shard: bool = False
+    barrier: bool = True
 
     head = property(lambda self: self.dim // self.heads)
+
+
+MODELS: dict[str, dict[str, int]] = {
+    "8b": {},
+    "70b": {"dim": 8192, "hidden": 28672, "heads": 64, "layers": 80},
+    "tiny": {"dim": 512, "hidden": 1024, "heads": 4, "kv_heads": 4, "vocab": 1024, "layers": 3},
+}
 
 
 def rope_angles(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,6 +102,7 @@ class Block(nn.Module):
         super().__init__()
         linear = lambda i, o: Linear(i, o, bias=False)
         self.head, kv = sizes.head, sizes.kv_heads * sizes.head
+        self.stream: Any = None  # the mesh and placements of the residual stream, once more
         self.attention_norm = RMSNorm(sizes.dim, eps=1e-5)
         self.wq, self.wo = linear(sizes.dim, sizes.dim), linear(sizes.dim, sizes.dim)
         self.wk, self.wv = linear(sizes.dim, kv), linear(sizes.dim, kv)
@@ -95,14 +116,18 @@ class Block(nn.Module):
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.wo(out.transpose(1, 2).flatten(2))
+        x = self.laid_out(x + self.wo(out.transpose(1, 2).flatten(2)))
         h = self.ffn_norm(x)
-        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+        return self.laid_out(x + self.w2(F.silu(self.w1(h)) * self.w3(h)))
+
+    def laid_out(self, x: Any) -> Any:
+        return x if self.stream is None else x.redistribute(*self.stream)
 
 
+COLUMNS = ("wq", "wk", "wv", "w1", "w3")
 # The dims of a weight that (dp, tp) shard. The table by vocabulary over tp.
 DIMS = {
-    **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), (1, 0)),
+    **dict.fromkeys((*COLUMNS, "output"), (1, 0)),
     **dict.fromkeys(("wo", "w2"), (0, 1)),
     "embedding": (1, 0),
 }
@@ -124,21 +149,34 @@ def ours(
         )
 
         def shard(name: str, module: nn.Module, mesh: Any) -> None:
-            dims = DIMS.get(name.rpartition(".")[2])
+            name = name.rpartition(".")[2]
+            dims = DIMS.get(name)
             for key, p in list(module.named_parameters(recurse=False)):
                 where = [xd.Replicate()] * 2 if dims is None else [xd.Shard(d) for d in dims]
+                if sizes.fully_shard and name in COLUMNS:  # each tp device's part over dp
+                    where = [_StridedShard(0, split_factor=mesh.size(1)), xd.Shard(0)]
                 laid_out = xd.distribute_tensor(p.data, mesh, where)
                 module.register_parameter(key, nn.Parameter(laid_out))
 
         xd.distribute_module(model, mesh, shard)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         replicated, rows = [xd.Replicate()] * 2, [xd.Shard(0), xd.Replicate()]
+        stream = rows
+        if sizes.sequence_parallel:
+            stream = [xd.Shard(0), xd.Shard(1)]
+        if sizes.sequence_parallel or sizes.loop:
+            for layer in model["layers"]:
+                layer.stream = mesh, stream
         cos, sin = (xd.distribute_tensor(t, mesh, replicated) for t in rope_angles(sizes))
 
         def step(tokens: Any, targets: Any) -> Any:
             x = F.embedding(tokens, model["embedding"].weight.bfloat16())
-            x = x.redistribute(mesh, rows)
-            x = xd.scan_layers(model["layers"])(x, cos, sin)
+            x = x.redistribute(mesh, stream)
+            if sizes.loop:
+                for layer in model["layers"]:
+                    x = checkpoint(layer, x, cos, sin, use_reentrant=False)
+            else:
+                x = xd.scan_layers(model["layers"])(x, cos, sin)
             logits = model["output"](model["norm"](x)).float()
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
@@ -187,10 +225,11 @@ def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str,
     spec = jax.sharding.PartitionSpec
     placed = lambda *s: jax.sharding.NamedSharding(mesh, spec(*s))
     d, n, kv = sizes.dim, sizes.layers, sizes.kv_heads * sizes.head
-    column, row = (dp, tp), (tp, dp)  # of [in, out]
+    head, row = (dp, tp), (tp, dp)  # of [in, out]
+    column = (None, (tp, dp)) if sizes.fully_shard else head
     shapes = {
         "embedding": ((sizes.vocab, d), (tp, dp)),
-        "output": ((d, sizes.vocab), column),
+        "output": ((d, sizes.vocab), head),
         "norm": ((d,), ()),
         "wq": ((n, d, d), (None, *column)),
         "wk": ((n, d, kv), (None, *column)),
@@ -245,16 +284,27 @@ def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str,
         q, k, v = (split(h @ w[name]) for name in ("wq", "wk", "wv"))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = attention(*(t.transpose(0, 2, 1, 3) for t in (q, k, v)))
-        x = x + out.transpose(0, 2, 1, 3).reshape(x.shape) @ w["wo"]
+        x = laid_out(x + out.transpose(0, 2, 1, 3).reshape(x.shape) @ w["wo"])
         h = norm(x, p["ffn_norm"])
-        return x + (jax.nn.silu(h @ w["w1"]) * (h @ w["w3"])) @ w["w2"]
+        return laid_out(x + (jax.nn.silu(h @ w["w1"]) * (h @ w["w3"])) @ w["w2"])
+
+    def laid_out(x: Any) -> Any:
+        if not (sizes.sequence_parallel or sizes.loop):
+            return x
+        where = placed(dp, tp) if sizes.sequence_parallel else placed(dp)
+        return jax.lax.with_sharding_constraint(x, where)
 
     def loss_of(params: Any, tokens: Any, targets: Any) -> Any:
         of_layer = {k: v for k, v in params.items() if k not in ("embedding", "output", "norm")}
         x = params["embedding"].astype(narrow)[tokens]
         x = jax.lax.with_sharding_constraint(x, placed(dp))
-        body = jax.checkpoint(lambda x, p: (block(x, p), None))
-        x = jax.lax.scan(body, x, of_layer)[0]
+        x = laid_out(x)
+        layer = jax.checkpoint(block, prevent_cse=sizes.barrier)
+        if sizes.loop:
+            for i in range(n):
+                x = layer(x, {name: value[i] for name, value in of_layer.items()})
+        else:
+            x = jax.lax.scan(lambda x, p: (layer(x, p), None), x, of_layer)[0]
         logits = (norm(x, params["norm"]) @ params["output"].astype(narrow)).astype(wide)
         logs = jax.nn.log_softmax(logits)
         return -jnp.mean(jnp.take_along_axis(logs, targets[..., None], axis=-1))
@@ -293,11 +343,25 @@ def main() -> None:
     parser.add_argument("--topology", default="v5e:16x16")
     parser.add_argument("--mesh", default="dp=32,tp=8")
     parser.add_argument("--side", choices=("ours", "jax"), action="append")
-    parser.add_argument("--layers", type=int, default=Sizes.layers)
+    parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--seq", type=int, default=Sizes.seq)
+    parser.add_argument("--sequence-parallel", action="store_true", help="the stream over tp, too")
+    parser.add_argument("--fully-shard", action="store_true", help="columns over tp and dp")
+    parser.add_argument("--loop", action="store_true", help="no scan")
+    parser.add_argument("--no-barrier", action="store_true", help="JAX with prevent_cse=False")
     parser.add_argument("--report", help="where to save our report: .json, .txt or .png")
     given = parser.parse_args()
-    sizes = Sizes(layers=given.layers, seq=given.seq)
+    sizes = Sizes(
+        **MODELS[given.model],
+        seq=given.seq,
+        sequence_parallel=given.sequence_parallel,
+        loop=given.loop,
+        fully_shard=given.fully_shard,
+        barrier=not given.no_barrier,
+    )
+    if given.layers is not None:
+        sizes = dataclasses.replace(sizes, layers=given.layers)
     mesh = {name: int(size) for name, _, size in (d.partition("=") for d in given.mesh.split(","))}
     found = {}
     for side in given.side or ("ours", "jax"):

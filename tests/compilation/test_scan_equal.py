@@ -301,6 +301,17 @@ def test_random_numbers_between_layers() -> None:
     assert nn.Module.__call__.__name__ != "call"  # torch's own again
 
 
+class Scaled(nn.Module):
+    """Reads a parameter from elsewhere."""
+
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.own, self.read = nn.Linear(WIDTH, WIDTH), read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x) * self.read()
+
+
 def test_why_layers_are_no_loop(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="xla_dtensor")
     x = torch.ones(8, WIDTH, device="xla")
@@ -320,6 +331,9 @@ def test_why_layers_are_no_loop(caplog: pytest.LogCaptureFixture) -> None:
     widths = [WIDTH, 8, 24, 8, WIDTH]
     text = looked_at(*(nn.Linear(i, o) for i, o in itertools.pairwise(widths)))
     assert "they differ in itself.in_features" in text
+    weight = nn.Parameter(torch.randn(WIDTH, device="xla"))
+    text = looked_at(*(Scaled(lambda: weight) for _ in range(4)))
+    assert "that needs a gradient, or what was computed from it" in text
     text = looked_at(*(nn.BatchNorm1d(WIDTH) for _ in range(4)))
     assert "a layer writes to a tensor" in text
 

@@ -475,6 +475,41 @@ def test_a_plan_of_a_loop() -> None:
     assert forward[1] == 4 * forward[0] > 0
 
 
+class Attention(nn.Module):
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.norm, self.heads = nn.RMSNorm(width), heads
+        self.qkv, self.out = (nn.Linear(width, n * width, bias=False) for n in (3, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
+        heads = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return x + self.out(heads.transpose(1, 2).flatten(2))
+
+
+def test_attention_stays_with_its_heads() -> None:
+    """Backward doesn't cut it another way, though the gradient that comes from the next layer is
+    that of a sum over the devices that share the heads."""
+    dims = {"qkv": (1, 0), "out": (0, 1)}
+
+    def both(name: str, module: nn.Module, mesh: Any) -> None:
+        where = dims.get(name.rpartition(".")[2])
+        for key, p in list(module.named_parameters(recurse=False)):
+            cut = where is not None and p.ndim > 1
+            placements = [xd.Shard(d) for d in where] if cut else [xd.Replicate()] * 2
+            laid_out = xd.distribute_tensor(p.data, mesh, placements)
+            module.register_parameter(key, nn.Parameter(laid_out))
+
+    with xd.abstract("cpu:8"):
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        layers = nn.ModuleList(Attention(4, 64) for _ in range(3))
+        xd.distribute_module(layers, mesh, both)
+        x = xd.distribute_tensor(torch.randn(4, 512, 64), mesh, [xd.Shard(0), xd.Replicate()])
+        found = xd.plan(lambda x: xd.scan_layers(layers)(x).square().mean().backward(), x)
+    along = [row for row in found.collectives if "tp" in row.dims]
+    assert {row.kind for row in along} == {"all-reduce"}
+
+
 def test_a_plan_of_a_loop_that_reads_from_elsewhere() -> None:
     """What has no value is an input of the program, too, where the body of a loop reads it."""
     with xd.abstract("cpu:8"):

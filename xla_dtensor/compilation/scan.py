@@ -38,6 +38,7 @@ from xla_dtensor.compilation.scan_arrays import (
     of_form,
     stack,
     unstack,
+    whole_sums,
 )
 from xla_dtensor.compilation.scan_inside import Inside
 from xla_dtensor.compilation.scan_kept import Residuals, to_devices, to_host
@@ -210,6 +211,13 @@ class Layers:
                 f"{what}. Backward computes the layers again; change it after backward()"
             )
 
+    def apart(self, needs_grad: tuple[bool, ...]) -> list[Any]:
+        """The arguments, those that need a gradient without their history."""
+        return [
+            new_tensor(logical_value(t), fresh(t._form)).requires_grad_(True) if needs else t
+            for t, needs in zip(self.others, needs_grad, strict=True)
+        ]
+
     def stacked(self) -> list[Any]:
         """Per tensor of a layer an array of all layers' values."""
         found = []
@@ -238,18 +246,24 @@ class _Scan(torch.autograd.Function):
         with jax.enable_x64(True):
             start, stacked = logical_value(x), layers.stacked()
             drawn = [0]
+            needs_others = ctx.needs_input_grad[2 : 2 + len(layers.others)]
             wants_grad = any(ctx.needs_input_grad)
 
             def body(value: Any, xs: Any) -> Any:
                 with layers.inside(*xs) as inside:
                     x = new_tensor(value, form)
+                    saved, others = [], layers.others
                     with contextlib.ExitStack() as saving:
-                        saved = []
-                        if wants_grad and layers.residuals is not None:
+                        if wants_grad and (layers.residuals is not None or layers.each):
                             saving.enter_context(torch.enable_grad())
-                            saved = saving.enter_context(layers.residuals.collected(x))
+                            others = layers.apart(needs_others)
+                            if layers.residuals is not None:
+                                collected = layers.residuals.collected([x, *others])
+                                saved = saving.enter_context(collected)
                             x.requires_grad_(True)
-                        y = layers.layer(x, layers.others)
+                        y = layers.layer(x, others)
+                        if layers.each and wants_grad:
+                            _check_leaves(y, [x, *others, *layers.tensors[0]])
                     result = in_form(y, form)
                 drawn[0] = inside.draws
                 kept = [value, *saved] if wants_grad else []
@@ -284,21 +298,24 @@ class _Scan(torch.autograd.Function):
             kept, slices, words, *of_result = xs
             dy = sum(of_result, dy)
             value, *saved = to_devices(kept) if layers.offload else kept
+            if layers.residuals is None:
+                # As under jax.checkpoint: XLA isn't to take the forward and the backward of a
+                # layer apart. It would fold a reshape into one of them, say, and gather its
+                # weight twice.
+                dy, value, slices = jax.lax.optimization_barrier((dy, value, slices))
             with contextlib.ExitStack() as inside:
                 inside.enter_context(layers.inside(slices, words))
                 inside.enter_context(torch.enable_grad())
                 x = new_tensor(value, form).requires_grad_(True)
-                others = [
-                    new_tensor(logical_value(t), fresh(t._form)).requires_grad_(True) if n else t
-                    for t, n in zip(layers.others, needs_others, strict=True)
-                ]
+                others = layers.apart(needs_others)
                 if layers.residuals is not None:
                     inside.enter_context(layers.residuals.given(saved))
                 y = layers.layer(x, others)
                 wanted = [t for t, n in zip(others, needs_others, strict=True) if n]
                 leaves = [x, *wanted, *(t for t in own if t.requires_grad)]
                 _check_leaves(y, leaves)
-                given = new_tensor(of_form(dy, form, fresh(y._form)), fresh(y._form))
+                like = whole_sums(fresh(y._form))
+                given = new_tensor(of_form(dy, form, like), like)
                 grads = list(torch.autograd.grad(y, leaves, given, allow_unused=True))
                 arrays = []
                 for i, (leaf, g) in enumerate(zip(leaves, grads, strict=True)):

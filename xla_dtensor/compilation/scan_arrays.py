@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from torch.distributed.tensor import Replicate
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
@@ -21,6 +22,14 @@ def fresh(form: Form) -> Form:
         return device_form(form.frame, *about, varying=form.varying)
     assert form.placements is not None
     return sharded_form(form.mesh, form.placements, *about, varying=form.varying)
+
+
+def whole_sums(form: Form) -> Form:
+    """The form of a gradient of such a tensor: where that is a sum of parts, each has all of it."""
+    if form.mesh is None or form.placements is None:
+        return form
+    placements = tuple(Replicate() if p.is_partial() else p for p in form.placements)
+    return form if placements == form.placements else form.with_placements(form.mesh, placements)
 
 
 def logical_shape(form: Form) -> tuple[int, ...]:

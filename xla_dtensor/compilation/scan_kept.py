@@ -34,8 +34,8 @@ class Residuals:
         self._forms: list[Form] = []  # of what is kept
 
     @contextlib.contextmanager
-    def collected(self, x: Any) -> Iterator[list[jax.Array]]:
-        """Collects what is saved in the block, but for the layer's input ``x``, parameters, and
+    def collected(self, inputs: list[Any]) -> Iterator[list[jax.Array]]:
+        """Collects what is saved in the block, but for the layer's ``inputs``, parameters, and
         what isn't made in the block."""
         self._places, self._forms = [], []
         found: list[jax.Array] = []
@@ -43,7 +43,7 @@ class Residuals:
 
         def pack(tensor: torch.Tensor) -> None:
             place = None
-            if self._is_made_here(tensor, x):
+            if self._is_made_here(tensor, inputs):
                 array = logical_value(tensor)
                 place = places.get(id(array))
                 if place is None:
@@ -79,8 +79,8 @@ class Residuals:
         with saved_tensors_hooks(pack, unpack):
             yield
 
-    def _is_made_here(self, tensor: torch.Tensor, x: Any) -> bool:
-        if not isinstance(tensor, Ours) or tensor._storage_ is x._storage_:
+    def _is_made_here(self, tensor: torch.Tensor, inputs: list[Any]) -> bool:
+        if not isinstance(tensor, Ours) or any(tensor._storage_ is x._storage_ for x in inputs):
             return False
         return bool(tensor._storage_.version >= self._trace.loop_begins)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from jax import lax
 
+from xla_dtensor.lowering.place import here
 from xla_dtensor.lowering.when_lowered import refused
 
 
@@ -44,6 +45,20 @@ class Guard:
         """
         branches = dict.fromkeys(self.platforms, guarded)
         return lax.platform_dependent(*operands, default=plain, **branches)
+
+    def holds(self) -> bool:
+        """Whether the lowering that is being called computes for one of the guard's platforms. For
+        what needn't be traced both ways.
+
+        Example::
+
+            from xla_dtensor.lowering.guards import Guard
+            from xla_dtensor.lowering.place import Place, at
+
+            with at(Place("tpu")):
+                assert not Guard("rounds wrongly", ("cpu",)).holds()
+        """
+        return here().platform in self.platforms
 
     def only(self, text: str, function: Callable[..., Any], *operands: Any) -> Any:
         """``function(*operands)`` on the guard's platforms; programs for others aren't lowered.
@@ -77,6 +92,11 @@ FACTORISATIONS_IN_32_BITS = Guard(
 )
 RAGGED_PRODUCTS = Guard(
     "JAX takes the CPU's ragged products apart into one of all rows per group.",
+    ("cpu",),
+)
+SUMS_IN_FLOAT32 = Guard(
+    "The CPU's backend adds up what devices have of 16-bit numbers in 32 bits, so that a product "
+    "which gives float32 moves no more there, and depends less on how many devices share it.",
     ("cpu",),
 )
 # What only these platforms have; the others refuse (`Guard.only`).

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
+from xla_dtensor.lowering.guards import SUMS_IN_FLOAT32
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.promotion import is_exactly, math_dtype, promote_for_math
 from xla_dtensor.lowering.registry import lowers
@@ -56,11 +57,35 @@ def dot(
     )
 
 
+def narrow_dot(
+    x: jax.Array,
+    y: jax.Array,
+    contract: tuple[Any, Any],
+    batch: tuple[Any, Any] = ((), ()),
+    out_dtype: Any = None,
+) -> jax.Array:
+    """`dot` as an operation of its own: in the dtype that torch returns, if half precision.
+
+    Each device accumulates in single precision. What devices add up, where they share the
+    contracted dim, is narrow, as torch's collectives are: in float32 it would be twice the bytes,
+    of memory too.
+    """
+    if out_dtype is None:
+        out_dtype = to_torch_dtype(_product_dtype(x.dtype))
+    return dot(x, y, contract, batch, out_dtype)
+
+
+def _product_dtype(dtype: Any) -> Any:
+    """Of a product of tensors of this dtype, where torch returns it in that."""
+    return math_dtype(dtype) if SUMS_IN_FLOAT32.holds() else dtype
+
+
 _BATCHED = (((2,), (1,)), ((0,), (0,)))
 
 
 def _scaled_sum(x: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
     """``beta * x + alpha * product``; ``x`` is not read at all where beta is 0."""
+    (product,) = promote_for_math(product)
     if np.dtype(product.dtype).kind in "iu":
         beta, alpha = _truncated(beta), _truncated(alpha)
     if not is_exactly(alpha, 1):
@@ -82,7 +107,7 @@ def _scales_specially(name: str, scale: Any) -> bool:
 
 @lowers("mm", "mm.dtype")
 def mm(x, y, out_dtype=None):
-    return dot(x, y, ((1,), (0,)), out_dtype=out_dtype)
+    return narrow_dot(x, y, ((1,), (0,)), out_dtype=out_dtype)
 
 
 @lowers("_int_mm")
@@ -92,22 +117,22 @@ def int_mm(x, y):
 
 @lowers("bmm", "bmm.dtype")
 def bmm(x, y, out_dtype=None):
-    return dot(x, y, *_BATCHED, out_dtype=out_dtype)
+    return narrow_dot(x, y, *_BATCHED, out_dtype=out_dtype)
 
 
 @lowers("mv")
 def mv(x, y):
-    return dot(x, y, ((1,), (0,)))
+    return narrow_dot(x, y, ((1,), (0,)))
 
 
 @lowers("dot")
 def dot_(x, y):
-    return dot(x, y, ((0,), (0,)))
+    return narrow_dot(x, y, ((0,), (0,)))
 
 
 @lowers("vdot")
 def vdot(x, y):
-    return dot(jnp.conj(x), y, ((0,), (0,)))
+    return narrow_dot(jnp.conj(x), y, ((0,), (0,)))
 
 
 @lowers("addmm", static_scalars=_scales_specially)
@@ -138,7 +163,7 @@ def baddbmm_dtype(x, a, b, out_dtype, *, beta=1, alpha=1):
 
 @lowers("addbmm", static_scalars=_scales_specially)
 def addbmm(x, a, b, *, beta=1, alpha=1):
-    return _scaled_sum(x, dot(a, b, ((0, 2), (0, 1))), beta, alpha)
+    return _scaled_sum(x, narrow_dot(a, b, ((0, 2), (0, 1))), beta, alpha)
 
 
 @lowers("addmv", static_scalars=_scales_specially)
@@ -155,7 +180,7 @@ def addr(x, a, b, *, beta=1, alpha=1):
 @lowers("matmul")
 def matmul(x, y):
     precision = _precision() if math_dtype(x.dtype) == x.dtype else None
-    return jnp.matmul(x, y, precision=precision, preferred_element_type=math_dtype(x.dtype))
+    return jnp.matmul(x, y, precision=precision, preferred_element_type=_product_dtype(x.dtype))
 
 
 @lowers("matmul_backward")
@@ -168,8 +193,8 @@ def matmul_backward(grad, x, y, mask):
 
 @lowers("linear")
 def linear(x, weight, bias=None):
-    result = dot(x, weight, ((x.ndim - 1,), (weight.ndim - 1,)))
-    return result if bias is None else result + bias
+    result = narrow_dot(x, weight, ((x.ndim - 1,), (weight.ndim - 1,)))
+    return result if bias is None else sum(promote_for_math(result, bias))
 
 
 @lowers("xla_dtensor::linear_weight_grad")
@@ -186,15 +211,15 @@ def linear_weight_grad(grad_out, input):
 @lowers("xla_dtensor::linear_input_grad")
 def linear_input_grad(grad_out, weight):
     """``[..., o]`` and ``[o, i]`` to ``[..., i]``."""
-    return dot(grad_out, weight, ((grad_out.ndim - 1,), (0,)))
+    return narrow_dot(grad_out, weight, ((grad_out.ndim - 1,), (0,)))
 
 
 @lowers("linear_backward")
 def linear_backward(x, grad, weight, output_mask):
     outer = tuple(range(x.ndim - 1))
     return (
-        dot(grad, weight, ((grad.ndim - 1,), (0,))) if output_mask[0] else None,
-        dot(grad, x, (outer, outer)) if output_mask[1] else None,
+        narrow_dot(grad, weight, ((grad.ndim - 1,), (0,))) if output_mask[0] else None,
+        narrow_dot(grad, x, (outer, outer)) if output_mask[1] else None,
         jnp.sum(*promote_for_math(grad), outer) if output_mask[2] else None,
     )
 

@@ -15,7 +15,13 @@ import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.per_slice import elementwise
-from xla_dtensor.lowering.promotion import promote, promote_for_math, promote_to_float, result_type
+from xla_dtensor.lowering.promotion import (
+    is_exactly,
+    promote,
+    promote_for_math,
+    promote_to_float,
+    result_type,
+)
 from xla_dtensor.lowering.registry import lowers
 
 
@@ -202,8 +208,21 @@ def nan_to_num(x, nan=None, posinf=None, neginf=None):
 
 @lowers("add.Tensor", "add.Scalar")
 def add(x, y, alpha=1):
+    if _are_half(x, y) and is_exactly(alpha, 1):
+        # As rounded as a sum in float32, which has more than twice their digits. XLA sees that what
+        # devices add up, and then is added, can be added first: gradients of one tensor.
+        return x + y
     x, y = promote_for_math(x, y)
     return x + y * alpha
+
+
+def _are_half(x, y):
+    """Whether both are tensors of one floating dtype that torch computes in float32."""
+    dtypes = getattr(x, "dtype", None), getattr(y, "dtype", None)
+    return dtypes[0] == dtypes[1] and dtypes[0] in _HALF
+
+
+_HALF = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 
 
 @lowers("sub.Tensor", "sub.Scalar")

@@ -6,10 +6,11 @@ Written as tables of slots: which dims of which tensor one mesh dim shards toget
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.alternatives import Alternative, Merged, merge
 from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo
 from xla_dtensor.rules.registry import register
@@ -75,6 +76,25 @@ def attention(call: Call) -> Merged:
 @register(*_BACKWARD.split())
 def attention_backward(call: Call) -> Merged:
     """as attention; a sharded query makes the keys' and values' gradients sums"""
+    return _backward(call, call.tensors)
+
+
+def own_attention_backward(call: Call) -> Merged:
+    """as attention, where it has computed; a sharded query makes the keys' and values' gradients
+    sums"""
+    # There is all that it has kept: the gradient comes there, whatever way it takes. Weighed with
+    # the rest it would outweigh that, as it is a sum still, often.
+    kept = call.args.get("out")
+    place = kept if isinstance(kept, TensorInfo) else call.tensor("query")
+    tensors = [
+        replace(value, placements=place.placements) if name == "grad_out" else value
+        for name, value in call.args.items()
+        if isinstance(value, TensorInfo)
+    ]
+    return _backward(call, tensors)
+
+
+def _backward(call: Call, tensors: Sequence[TensorInfo]) -> Merged:
     q = call.tensor("query")
     data = {"query", "grad_out", "grad_out_", "out", "logsumexp", "log_sums"}
     options = []
@@ -100,7 +120,7 @@ def attention_backward(call: Call) -> Merged:
         if call.args.get("of_mask"):
             grads[-1] = _mask_grad(call.tensor("attn_mask"), dim, q)
         options.append(Alternative(tuple(grads[: call.n_outputs]), tuple(inputs)))
-    return call.merge(options, new_shards=True)
+    return merge(options, tensors, call.n_outputs, call.mesh_shape, new_shards=True)
 
 
 def _mask_grad(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
@@ -109,6 +129,6 @@ def _mask_grad(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
     return Partial() if slot == R else slot
 
 
-register("attention_backward", namespace="xla_dtensor")(attention_backward)
+register("attention_backward", namespace="xla_dtensor")(own_attention_backward)
 register("flash_attention", "flash_attention_dropout", namespace="xla_dtensor")(attention)
-register("flash_attention_backward", namespace="xla_dtensor")(attention_backward)
+register("flash_attention_backward", namespace="xla_dtensor")(own_attention_backward)
