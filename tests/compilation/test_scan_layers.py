@@ -475,39 +475,31 @@ def test_a_plan_of_a_loop() -> None:
     assert forward[1] == 4 * forward[0] > 0
 
 
-class Attention(nn.Module):
-    def __init__(self, heads: int, width: int) -> None:
-        super().__init__()
-        self.norm, self.heads = nn.RMSNorm(width), heads
-        self.qkv, self.out = (nn.Linear(width, n * width, bias=False) for n in (3, 1))
+def test_the_gradient_of_a_sum_is_whole() -> None:
+    """A layer's result is a sum over devices, and its gradient is not: operations of backward are
+    laid out by what they are told of it."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.norm(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
-        heads = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
-        return x + self.out(heads.transpose(1, 2).flatten(2))
+    def check(grad: Any) -> None:
+        if grad.placements != (xd.Shard(0), xd.Replicate()):
+            raise ValueError(f"the gradient is {grad.placements}")
 
-
-def test_attention_stays_with_its_heads() -> None:
-    """Backward doesn't cut it another way, though the gradient that comes from the next layer is
-    that of a sum over the devices that share the heads."""
-    dims = {"qkv": (1, 0), "out": (0, 1)}
-
-    def both(name: str, module: nn.Module, mesh: Any) -> None:
-        where = dims.get(name.rpartition(".")[2])
-        for key, p in list(module.named_parameters(recurse=False)):
-            cut = where is not None and p.ndim > 1
-            placements = [xd.Shard(d) for d in where] if cut else [xd.Replicate()] * 2
-            laid_out = xd.distribute_tensor(p.data, mesh, placements)
-            module.register_parameter(key, nn.Parameter(laid_out))
+    class Row(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            assert any(p.is_partial() for p in y.placements)
+            if y.requires_grad:
+                y.register_hook(check)
+            return y
 
     with xd.abstract("cpu:8"):
         mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
-        layers = nn.ModuleList(Attention(4, 64) for _ in range(3))
-        xd.distribute_module(layers, mesh, both)
-        x = xd.distribute_tensor(torch.randn(4, 512, 64), mesh, [xd.Shard(0), xd.Replicate()])
-        found = xd.plan(lambda x: xd.scan_layers(layers)(x).square().mean().backward(), x)
-    along = [row for row in found.collectives if "tp" in row.dims]
-    assert {row.kind for row in along} == {"all-reduce"}
+        layers = nn.ModuleList(Row(WIDTH, WIDTH, bias=False) for _ in range(3))
+        for layer in layers:
+            weight = layer.weight.data
+            laid_out = xd.distribute_tensor(weight, mesh, [xd.Replicate(), xd.Shard(1)])
+            layer.weight = nn.Parameter(laid_out)
+        x = xd.distribute_tensor(torch.randn(8, WIDTH), mesh, [xd.Shard(0), xd.Replicate()])
+        xd.plan(lambda x: xd.scan_layers(layers)(x).square().mean().backward(), x)
 
 
 def test_a_plan_of_a_loop_that_reads_from_elsewhere() -> None:
