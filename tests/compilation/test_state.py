@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -97,13 +98,30 @@ def test_lazily_made_optimizer_state_compiles_once(
     assert step.recompilations == []
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_state_that_depends_on_the_first_gradient(mesh_2x4: DeviceMesh, fused: bool) -> None:
-    """SGD's momentum starts as the first gradient: the first step is another program."""
+@pytest.mark.parametrize(
+    ("options", "compilations"),
+    [
+        ({}, 1),
+        ({"fused": True}, 1),
+        ({"foreach": False}, 1),
+        ({"nesterov": True, "weight_decay": 0.1}, 1),
+        ({"maximize": True}, 1),
+        # The first gradient counts more than the later ones: a first step is another program, and
+        # so is the first one of one parameter.
+        ({"dampening": 0.3}, 3),
+        ({"dampening": 0.3, "fused": True}, 2),
+    ],
+    ids=str,
+)
+def test_momentum_begins_with_the_first_gradient(
+    mesh_2x4: DeviceMesh, options: dict[str, Any], compilations: int
+) -> None:
     reference, model = twin_models(mesh_2x4)
+    made = []
 
     def step_of(m: nn.Module):
-        opt = torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, fused=fused)
+        opt = torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, **options)
+        made.append(opt)
 
         def step(x: torch.Tensor) -> None:
             opt.zero_grad()
@@ -113,11 +131,33 @@ def test_state_that_depends_on_the_first_gradient(mesh_2x4: DeviceMesh, fused: b
         return step
 
     reference_step, step = step_of(reference), xd.compile(step_of(model))
-    for x, dx in batches(mesh_2x4, 4):
+    for i, (x, dx) in enumerate(batches(mesh_2x4, 5)):
+        if i == 3 and "fused" not in options:  # one parameter's state begins again
+            for opt in made:
+                del opt.state[opt.param_groups[0]["params"][1]]
         reference_step(x)
         step(dx)
     assert_same_parameters(reference, model)
-    assert step.compilations == 2
+    for mine, right in zip(model.parameters(), reference.parameters(), strict=True):
+        momenta = [o.state[p]["momentum_buffer"] for o, p in zip(made, (right, mine), strict=True)]
+        torch.testing.assert_close(momenta[1].full_tensor().cpu(), momenta[0])
+    assert step.compilations == compilations
+
+
+def test_a_first_step_that_fails_leaves_no_momentum() -> None:
+    model = nn.Linear(4, 4).to("xla")
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @xd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        opt.step()
+        return x.expand(3, 3)  # not its shape
+
+    with pytest.raises(RuntimeError, match="expanded size"):
+        step(torch.ones(2, 4, device="xla"))
+    assert not opt.state
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}])

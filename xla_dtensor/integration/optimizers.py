@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.number_functions import larger, smaller
 from xla_dtensor.integration import adam
+from xla_dtensor.integration.sgd import begin_momentum
 from xla_dtensor.runtime import abstract
 
 # The modules of torch.optim, and the functions in them that take lists of tensors.
@@ -41,6 +42,7 @@ _FUNCTIONS = {
     "rprop": ("_multi_tensor_rprop",),
     "sgd": ("_multi_tensor_sgd", "_fused_sgd"),
 }
+_SGDS = ("_single_tensor_sgd", "_multi_tensor_sgd", "_fused_sgd")
 # Their steps change nothing but through those functions and `_single_tensor_adam` and the like.
 _MODULES = {f"torch.optim.{name}" for name in _FUNCTIONS} | {"torch.optim.adamw"}
 
@@ -200,6 +202,8 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
             if adam.at_once(function, kwargs, args[4] if len(args) > 4 else []):
                 adam.update(params, *args, **kwargs)
             else:
+                if function.__name__ in _SGDS:
+                    begin_momentum(params, *args, **kwargs)
                 _traced(function, params, *args, **kwargs)
             return
         if abstract.current() is not None:
@@ -226,6 +230,8 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:
+            if function.__name__ in _SGDS:
+                begin_momentum(params, *args, **kwargs)
             return _traced(function, params, *args, **kwargs)
         under_way = _current.step
         if under_way is not None and params:
