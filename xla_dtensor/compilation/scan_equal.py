@@ -44,6 +44,9 @@ def scan_equal_layers(
         at_least: how many equal layers are worth a loop.
         recompute, offload: as of `scan_layers`.
 
+    Returns:
+        the context, of which nothing is to be taken.
+
     Raises:
         ValueError: ``at_least`` is less than 2.
         UnsupportedOpError: (at the layer after) the layers draw random numbers, and so does the

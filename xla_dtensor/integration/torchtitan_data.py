@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
@@ -152,6 +151,8 @@ def _of_each_device(value: Any) -> Any:
     under ``full_dtensor``) as it is everywhere."""
     if isinstance(value, RankValues):
         return to_devices(value)
+    from torch.distributed.tensor import DTensor, Replicate  # takes long to import
+
     if isinstance(value, DTensor) and all(isinstance(p, Replicate) for p in value.placements):
         return value.to_local()
     return value
