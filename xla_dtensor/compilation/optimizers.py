@@ -82,13 +82,16 @@ class SteppedOptimizer:
     def is_steady(self) -> bool:
         """Whether a step that finds the state of the first one computes the same.
 
-        True of torch's own, which fill their state and go on as ever; but SGD's first step takes
-        the gradient as its momentum, and Adafactor makes its step counts on the CPU. Of others
-        nobody knows, until the step is traced again.
+        True of torch's own, which fill their state and go on as ever; but the fused SGD is told
+        which step is the first one, and Adafactor makes its step counts on the CPU. Of others
+        nobody knows, until the step is traced again. (What the trace has computed, a gradient taken
+        as momentum, has it traced again in any case.)
         """
         cls = users_class(self.optimizer)
         own = f"{cls.__module__}.".startswith("torch.optim.")
-        return own and cls not in (torch.optim.SGD, torch.optim.Adafactor)
+        if cls is torch.optim.SGD and any(g["fused"] for g in self.optimizer.param_groups):
+            return False
+        return own and cls is not torch.optim.Adafactor
 
     def check(self, settable: set[tuple[int, str]]) -> None:
         """Refuse what the step's Python has done to the optimizer, which would happen once.
