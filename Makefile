@@ -24,7 +24,7 @@ LAUNCH := $(if $(filter-out 1,$(PROCESSES)),-m torch.distributed.run --standalon
 train: env ## train the example on a simulated 2x4 mesh (about two minutes); PROCESSES=2 shares it out
 	$(BIN)/python $(LAUNCH) examples/train_llama/train.py $(ARGS)
 
-test: env ## all tests but the slow ones (eleven minutes on two quiet cores)
+test: env ## all tests but the slow ones (eleven to twelve minutes on two quiet cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
 
 test-slow: env ## the slow tests
