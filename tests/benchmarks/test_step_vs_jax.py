@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-EXPECTED = json.loads((Path(__file__).parent / "collectives.json").read_text())
+from tests.benchmarks import scripts
 
-OF_THE_TESTS = ("XLA_FLAGS", "XLA_DTENSOR_CHECKS")  # which change the programs
+EXPECTED = json.loads((Path(__file__).parent / "collectives.json").read_text())
 
 
 def output(script: str, *arguments: str) -> Any:
-    process = subprocess.run(
-        [sys.executable, BENCHMARKS / script, *arguments, "--json"],
-        env={name: value for name, value in os.environ.items() if name not in OF_THE_TESTS},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1] if "diff" in script else process.stdout)
+    printed = scripts.output(script, *arguments, "--json")
+    return json.loads(printed.splitlines()[-1] if "diff" in script else printed)
 
 
 @pytest.mark.slow

@@ -281,7 +281,8 @@ def test_random_numbers_after_a_loop_that_was_left(caplog: pytest.LogCaptureFixt
             with xd.scan_equal_layers(at_least=at_least):
                 return model(x), torch.rand_like(x)
 
-        results.append([value(t) for t in step(x)])
+        # The second call, too: the generator goes on from where the loop would have left it.
+        results.append([value(t) for t in (*step(x), *step(x), torch.rand(3, device="xla"))])
     for scanned, looped in zip(*results, strict=True):
         torch.testing.assert_close(scanned, looped, rtol=1e-5, atol=1e-5)
     assert "layer 3 is called with something else" in caplog.text

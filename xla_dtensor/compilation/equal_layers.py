@@ -83,6 +83,11 @@ def described(layer: nn.Module) -> dict[str, Any]:
     return found
 
 
+def same_value(a: Any, b: Any) -> bool:
+    """Whether ``b`` is the object ``a``, or a plain value that is the same to a program."""
+    return a is b or (is_atom(a) and is_atom(b) and same_atom(a, b))
+
+
 def changed(before: dict[str, Any], layer: nn.Module) -> str | None:
     """What of a layer isn't as `described` any more; None if all is."""
     found = _difference(before, described(layer))
@@ -109,7 +114,7 @@ class Unassigned:
             own = vars(module)
             for key in (before.keys() | own.keys()) - _OF_EVERY_MODULE:
                 was, now = before.get(key, MISSING), own.get(key, MISSING)
-                if was is now or (is_atom(was) and is_atom(now) and same_atom(was, now)):
+                if same_value(was, now):
                     continue
                 assigned.append(f"{name}.{key}" if name else key)
                 if was is MISSING:

@@ -94,6 +94,7 @@ def scan_layers(
             for layer in modules:
                 x = layer(x, *args, **kwargs)
             return x
+        check_equal(modules)
         scan = Layers(trace, modules, args, kwargs, recompute=recompute, offload=offload)
         return scan.run(x)[-1]
 
@@ -105,13 +106,10 @@ class Layers:
 
     Args:
         trace: of the step.
-        modules: the layers.
+        modules: the layers, which are equal (`check_equal`).
         args, kwargs: what all of them are given besides.
         recompute, offload: as of `scan_layers`.
         each: whether each layer's result is wanted, and not the last one's alone.
-
-    Raises:
-        UnsupportedOpError: the layers differ.
     """
 
     def __init__(
@@ -125,7 +123,6 @@ class Layers:
         offload: bool,
         each: bool = False,
     ) -> None:
-        check_equal(modules)
         self.trace, self.first, self.count = trace, modules[0], len(modules)
         # Per layer its tensors, in one order.
         self.tensors = [list(tensors_of(module).values()) for module in modules]
@@ -136,7 +133,7 @@ class Layers:
         self.others = [flat[i] for i in self._places]
         self.random = trace.random.counter
         self.draws = 0  # random operations of a layer
-        self.residuals = None if recompute else Residuals(trace, fresh)
+        self.residuals = None if recompute else Residuals(trace)
         self.offload, self.each = offload, each
         self.description = described(self.first)
         self._versions = [tensor._version for tensor in self.others]

@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import thread_state
-from xla_dtensor.compilation.equal_layers import HOOKS, changed, equal_to_first
-from xla_dtensor.compilation.found import is_atom, same_atom
+from xla_dtensor.compilation.equal_layers import HOOKS, changed, equal_to_first, same_value
 from xla_dtensor.compilation.scan import Layers
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
@@ -116,7 +115,7 @@ class _Chains:
             is_list = isinstance(part, nn.Sequential) or (
                 part is not module and isinstance(part, nn.ModuleList)
             )
-            if not is_list or id(part) in self._met or part is None:
+            if not is_list or id(part) in self._met:
                 continue
             self._met.add(id(part))
             layers = list(part._modules.values())
@@ -192,11 +191,9 @@ class _Chain:
         Raises:
             UnsupportedOpError: it can't be one.
         """
-        self._first_draw = self._trace.random.counter
         args, kwargs = self._given
         self._scan = Layers(self._trace, self._layers, args, kwargs, **options, each=True)
         self._results = self._scan.run(self._x)
-        self._drawn = self._trace.random.counter
         self._versions = [_versions(tensors) for tensors in self._scan.tensors]
         self._expected = self._x, self._x._version
 
@@ -225,7 +222,7 @@ class _Chain:
         if before._version != version:
             return f"{where} with what has been written to since the one before has given it"
         flat, tree = pytree.tree_flatten((args[1:], kwargs))
-        same = tree == self._rest[1] and all(map(_same, flat, self._rest[0]))
+        same = tree == self._rest[1] and all(map(same_value, flat, self._rest[0]))
         if not same or (self._done and self._scan.others_changed()):
             return f"{where} with other arguments than the first one"
         if _modes() != self._modes:
@@ -240,7 +237,8 @@ class _Chain:
         return None
 
     def _see_random_numbers(self) -> None:
-        if self._scan.draws and self._trace.random.counter != self._drawn:
+        scan = self._scan
+        if scan.draws and self._trace.random.counter != scan.random + scan.draws * scan.count:
             raise UnsupportedOpError(
                 f"scan_equal_layers: {self._name} draw random numbers (dropout), and something "
                 "between two of them does, too: the loop has taken the numbers of all of them by "
@@ -252,7 +250,7 @@ class _Chain:
         self.is_open = False
         self._see_random_numbers()
         if self._scan.draws:
-            self._trace.random.counter = self._first_draw + self._scan.draws * self._done
+            self._trace.random.counter = self._scan.random + self._scan.draws * self._done
         logger.warning(
             "xla_dtensor: scan_equal_layers: %s: %s; of the loop's %d results %d are used, all are "
             "computed. Call such a model outside of the block",
@@ -276,7 +274,3 @@ def _versions(tensors: list[Any]) -> list[int]:
 def _modes() -> tuple[Any, ...]:
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("xla", "cpu")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (is_atom(a) and is_atom(b) and same_atom(a, b))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from xla_dtensor.compilation.scan_arrays import fresh
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
@@ -25,11 +26,10 @@ class Residuals:
 
     Args:
         trace: of the step.
-        fresh: the form in which a tensor of a form is kept.
     """
 
-    def __init__(self, trace: StepTrace, fresh: Callable[[Form], Form]) -> None:
-        self._trace, self._fresh = trace, fresh
+    def __init__(self, trace: StepTrace) -> None:
+        self._trace = trace
         self._places: list[int | None] = []  # of each tensor that is saved; None: known anyway
         self._forms: list[Form] = []  # of what is kept
 
@@ -49,7 +49,7 @@ class Residuals:
                 if place is None:
                     place = places[id(array)] = len(found)
                     found.append(array)
-                    self._forms.append(self._fresh(tensor._form))
+                    self._forms.append(fresh(tensor._form))
             self._places.append(place)
 
         with saved_tensors_hooks(pack, _never):
@@ -62,7 +62,7 @@ class Residuals:
 
         def pack(tensor: Any) -> Any:
             place = next(places, None)
-            if place is not None and self._fresh(tensor._form).shape != self._forms[place].shape:
+            if place is not None and tensor._form.shape != self._forms[place].shape:
                 raise UnsupportedOpError(
                     "scan_layers(recompute=False): in backward a layer computes something else "
                     f"than in forward (a tensor of shape {list(tensor.shape)} for one of "

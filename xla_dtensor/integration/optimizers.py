@@ -202,8 +202,6 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
             if adam.at_once(function, kwargs, args[4] if len(args) > 4 else []):
                 adam.update(params, *args, **kwargs)
             else:
-                if function.__name__ in _SGDS:
-                    begin_momentum(params, *args, **kwargs)
                 _traced(function, params, *args, **kwargs)
             return
         if abstract.current() is not None:
@@ -230,8 +228,6 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:
-            if function.__name__ in _SGDS:
-                begin_momentum(params, *args, **kwargs)
             return _traced(function, params, *args, **kwargs)
         under_way = _current.step
         if under_way is not None and params:
@@ -244,6 +240,8 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
 def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """The same on tracers: where torch takes a tensor's value (``.item()``, or a tensor as a number
     argument), it gets a number that is an input of what it computes."""
+    if function.__name__ in _SGDS:
+        begin_momentum(*args, **kwargs)
     names = {"min": smaller, "max": larger}  # Adafactor's
     if isinstance(function, types.FunctionType) and names.keys() & set(function.__code__.co_names):
         function = types.FunctionType(
