@@ -309,6 +309,11 @@ def linear(out: int = 4, bias: bool = True) -> nn.Module:
     return nn.Linear(4, out, bias=bias)
 
 
+def with_a_forward_of_its_own(layer: nn.Module) -> nn.Module:
+    layer.forward = times(3)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layers", "says"),
     [
@@ -328,6 +333,8 @@ def linear(out: int = 4, bias: bool = True) -> nn.Module:
         (own_of([linear()], [linear()]), r"itself\.own"),
         (own_of(1, True), r"itself\.own"),
         (own_of(None, torch.ones(1)), r"itself\.own"),
+        ([linear(), with_a_forward_of_its_own(linear())], r"itself\.forward"),
+        ([with_a_forward_of_its_own(linear()), linear()], r"itself\.forward"),
         # what each layer of the Python loop would do, and the loop's body can't
         (doing(lambda layer, x, *_: setattr(layer, "own", x)), r"the layer assigns own"),
         (doing(lambda layer, x, *_: setattr(layer, "new", x)), r"the layer assigns new"),

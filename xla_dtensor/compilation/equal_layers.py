@@ -152,8 +152,9 @@ def _other_attribute(first: nn.Module, other: nn.Module) -> tuple[str, Any, Any]
     compared = _Compared(first, other)
     modules = zip(first.named_modules(), other.modules(), strict=True)
     for (name, module), twin in modules:
-        for key, value in vars(module).items():
-            others = vars(twin).get(key)
+        own, its = vars(module), vars(twin)
+        for key in {**own, **its}:
+            value, others = own.get(key), its.get(key)  # either may have one of its own: `forward`
             if key not in _OF_EVERY_MODULE and not compared.same(value, others):
                 return f"{name or 'itself'}.{key}", value, others
     return None
