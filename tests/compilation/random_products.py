@@ -1,5 +1,5 @@
-"""Random products on meshes of two, three and four axes, against CPU torch: as a program, because
-four axes need 16 devices, and thousands of cases long.
+"""Random products and moves on meshes of two, three and four axes, against CPU torch: as a
+program, because four axes need 16 devices, and thousands of cases long.
 
     python -m tests.compilation.random_products --cases 5000 --mesh 2x2x2
 """
@@ -27,6 +27,7 @@ OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...], tuple[
         (4, 4, 8, 8),
         (4, 4, 8, 8),
     ),
+    "sum": (torch.add, (4, 4, 8, 8), (4, 4, 8, 8)),  # no product: what moves is all there is
     "two in a row": (lambda x, w: (x @ w).tanh() @ w.t(), (24, 32), (32, 16)),
     "embedding": (
         lambda x, w: torch.nn.functional.embedding(x.detach().abs().long() % 32, w) + x[..., None],
@@ -49,8 +50,8 @@ def placements(rng: random.Random, ndim: int, together: tuple[int, ...]) -> list
 def check(
     mesh: Any, name: str, seed: int, together: tuple[int, ...], drawn_by: str | None = None
 ) -> None:
-    """Forward and backward, with the layouts of operands, result and gradients drawn at random
-    (by ``drawn_by``, or all that is given).
+    """Forward and backward in a compiled step, with the layouts of operands, result and gradients
+    drawn at random (by ``drawn_by``, or all that is given); and an operand moved eagerly.
 
     Raises:
         AssertionError: the numbers aren't CPU torch's.
@@ -70,6 +71,8 @@ def check(
         distribute_tensor(v, mesh, p).requires_grad_() for v, p in zip(values, where, strict=True)
     ]
     wanted = [placements(rng, len(shape), together) for shape in (expected.shape, *shapes)]
+    moved = sharded[0].detach().redistribute(placements=wanted[1])
+    torch.testing.assert_close(moved.cpu(), values[0], rtol=0, atol=0)
 
     @xd.compile
     def step(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from xla_dtensor.dispatch.pin import PLANE, Pin, hold, offer, pin, pin_batches
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
-from xla_dtensor.mesh import dim_axes, dim_mesh_dims, frame_of, from_partition_spec
+from xla_dtensor.mesh import Frame, dim_axes, dim_mesh_dims, frame_of, from_partition_spec
+from xla_dtensor.mesh.waypoints import waypoints
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
 
@@ -52,14 +54,15 @@ def output_placements(answer: Answer) -> list[tuple[Placement, ...]]:
 
 @dataclass(frozen=True)
 class Pins:
-    """Shardings per leaf of a call, per result, and of what it writes to its arguments.
+    """Shardings per leaf of a call (on its way, one after the other), per result, and of what it
+    writes to its arguments.
 
     Args:
         ask: asks XLA for one (not None), of a result.
         ask_leaf: of a leaf.
     """
 
-    leaves: list[Any]
+    leaves: Sequence[Sequence[Any]]
     results: list[Any]
     written: Any
     ask: Pin
@@ -67,7 +70,9 @@ class Pins:
 
     def leaf(self, value: Any, index: int) -> Any:
         """The leaf in its sharding, if it has one."""
-        return _asked(self.ask_leaf, value, self.leaves[index])
+        for sharding in self.leaves[index]:
+            value = self.ask_leaf(value, sharding)
+        return value
 
     def result(self, value: Any, index: int) -> Any:
         """The result in its sharding, if it has one."""
@@ -123,7 +128,7 @@ def pins(answer: Answer | None) -> Pins | None:
         if axes == PLANE and not always and not batched:
             return None
         # Rules know the functional overload alone.
-        whole = [frame.replicated if isinstance(form, Form) else None for form in call.forms]
+        whole = [[frame.replicated] if isinstance(form, Form) else [] for form in call.forms]
         return Pins(whole, [], frame.replicated, ask, ask)
     if always:
         # [batch or out channels, in channels, positions...]
@@ -132,7 +137,7 @@ def pins(answer: Answer | None) -> Pins | None:
         if call.info.mutated:
             # Where it is written to it need not lie as the product does by itself.
             written = frame.replicated if batched else None
-            return Pins([None] * len(call.leaves), [], written, pin, offer)
+            return Pins([()] * len(call.leaves), [], written, pin, offer)
         return _of_rule(answer, hold if batched else offer, offer)
     return _of_rule(answer, pin_batches if batched else pin, pin)
 
@@ -147,22 +152,28 @@ def _of_rule(answer: Answer, ask: Pin, ask_leaf: Pin, dims: int | None = None) -
     if merged is None:
         return None
     tensors = iter(merged.inputs)
-    inputs = [
-        _sharding(next(tensors), mesh, len(form.shape), dims) if isinstance(form, Form) else None
-        for form in call.forms
-    ]
+    frame = frame_of(mesh)
+    inputs: list[Sequence[Any]] = []
+    for form in call.forms:
+        if isinstance(form, Form):
+            axes = _axes(next(tensors), mesh, len(form.shape))
+            way = waypoints(frame, form.dim_axes, axes) if form.frame is frame else []
+            inputs.append([*way, _sharding(frame, axes[:dims])])
+        else:
+            inputs.append(())
     outputs = [
-        None if m is None else _sharding(p, mesh, len(m.shape), dims)
+        None if m is None else _sharding(frame, _axes(p, mesh, len(m.shape))[:dims])
         for p, m in zip(merged.outputs, metas, strict=bool(metas))
     ]
-    return Pins(inputs, outputs, frame_of(mesh).replicated, ask, ask_leaf)
+    return Pins(inputs, outputs, frame.replicated, ask, ask_leaf)
 
 
-def _sharding(placements: Any, mesh: DeviceMesh, ndim: int, dims: int | None = None) -> Any:
-    """The sharding that ``placements`` mean, of the first ``dims`` dims alone."""
-    placements = representable(tuple(placements), mesh, ndim)
-    axes = dim_axes(placements, mesh, ndim)[:dims]
-    return frame_of(mesh).sharding(*(names or None for names in axes))
+def _axes(placements: Any, mesh: DeviceMesh, ndim: int) -> tuple[tuple[str, ...], ...]:
+    return dim_axes(representable(tuple(placements), mesh, ndim), mesh, ndim)
+
+
+def _sharding(frame: Frame, axes: Iterable[tuple[str, ...]]) -> Any:
+    return frame.sharding(*(names or None for names in axes))
 
 
 def _merged(call: Call, mesh: DeviceMesh, metas: list[Meta | None]) -> Merged | None:

@@ -224,4 +224,13 @@ def attention_backward_op(
     ]
 
 
-are(Kind.PRODUCT, "scaled_dot_product_attention", "xla_dtensor::attention_backward")
+_OVERLOADS = (
+    "scaled_dot_product_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "xla_dtensor::attention_backward",
+)
+are(Kind.PRODUCT, *_OVERLOADS)
+# Its products are in batches, and their results nobody can pin.
+are(Kind.CUT, *_OVERLOADS)

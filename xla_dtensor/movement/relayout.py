@@ -20,6 +20,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.mesh.waypoints import waypoints
 from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -70,7 +71,7 @@ def move(
             value = logical(array, source)
             if _turns(source, target):
                 value = constrain(value, source)
-            value = constrain(_held(value, source, target), target)
+            value = constrain(_on_the_way(value, source, target), target)
         return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
@@ -94,7 +95,7 @@ def same_value(source: Form, target: Form, sharding: Any = None) -> Conversion:
 
 
 def _reduced(array: Any, source: Form, target: Form) -> Any:
-    return target.physical(_held(logical(array, source), source, target))
+    return target.physical(_on_the_way(logical(array, source), source, target))
 
 
 def _turns(source: Form, target: Form) -> bool:
@@ -110,6 +111,14 @@ def _turns(source: Form, target: Form) -> bool:
     return any(
         before.get(axis, dim) != dim for dim, axes in enumerate(target.dim_axes) for axis in axes
     )
+
+
+def _on_the_way(value: Any, source: Form, target: Form) -> Any:
+    """``value``, such that XLA gets it from ``source`` to ``target``."""
+    if source.frame is target.frame and source.frame is not None:
+        for sharding in waypoints(source.frame, source.dim_axes, target.dim_axes):
+            value = jax.lax.with_sharding_constraint(value, sharding)
+    return _held(value, source, target)
 
 
 def _held(value: Any, source: Form, target: Form) -> Any:

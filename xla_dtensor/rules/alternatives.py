@@ -10,6 +10,7 @@ tensor therefore stays where it is.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -88,16 +89,23 @@ def merge(
     mesh_shape: Sequence[int],
     *,
     new_shards: bool = False,
+    settled: bool = False,
 ) -> Merged:
     """The cheapest combination; replicating everything is always among them.
+
+    With `settled` a mesh dim on which the inputs have one of the alternatives keeps it, whatever
+    the others need.
 
     A reduction of partial values may end in shards (a reduce-scatter): with `new_shards` always,
     else only where the inputs have shards already.
     """
     options = _options(alternatives, inputs, n_outputs, new_shards)
-    per_mesh_dim = _exact(options, inputs, len(mesh_shape))
-    if per_mesh_dim is None:
-        per_mesh_dim = _cheapest(options, inputs, mesh_shape)
+    exact = _exact(options, inputs, len(mesh_shape))
+    per_mesh_dim = tuple(option for option in exact if option is not None)
+    consistent = _consistent(per_mesh_dim)
+    if len(per_mesh_dim) < len(mesh_shape) or not consistent:
+        kept = exact if settled and consistent else [None] * len(mesh_shape)
+        per_mesh_dim = _cheapest(options, kept, inputs, mesh_shape)
     return Merged(
         tuple(tuple(a.inputs[i] for a in per_mesh_dim) for i in range(len(inputs))),
         tuple(tuple(a.outputs[i] for a in per_mesh_dim) for i in range(n_outputs)),
@@ -144,21 +152,23 @@ def _strided(alternative: Alternative, factor: int) -> Alternative:
 
 def _exact(
     options: list[Alternative], inputs: Sequence[TensorInfo], mesh_ndim: int
-) -> tuple[Alternative, ...] | None:
-    """The alternatives that take the inputs as they are, if every mesh dim has one."""
+) -> list[Alternative | None]:
+    """Per mesh dim the alternative that takes the inputs as they are, if there is one."""
     by_inputs = {option.inputs: option for option in options}
-    found = []
-    for mesh_dim in range(mesh_ndim):
-        option = by_inputs.get(tuple(info.placements[mesh_dim] for info in inputs))
-        if option is None:
-            return None
-        found.append(option)
-    return tuple(found) if _consistent(tuple(found)) else None
+    return [
+        by_inputs.get(tuple(info.placements[mesh_dim] for info in inputs))
+        for mesh_dim in range(mesh_ndim)
+    ]
 
 
 def _cheapest(
-    options: list[Alternative], inputs: Sequence[TensorInfo], mesh_shape: Sequence[int]
+    options: list[Alternative],
+    kept: Sequence[Alternative | None],
+    inputs: Sequence[TensorInfo],
+    mesh_shape: Sequence[int],
 ) -> tuple[Alternative, ...]:
+    """The combination for which the inputs move least, with what is ``kept`` of it."""
+
     costs: dict[tuple[int, Placements], float] = {}
 
     def cost(combination: tuple[Alternative, ...], bound: float) -> float:
@@ -177,9 +187,11 @@ def _cheapest(
                 break
         return total
 
-    per_mesh_dim = [options] * len(mesh_shape)
-    if len(options) ** len(mesh_shape) > MAX_COMBINATIONS:
-        per_mesh_dim = [_keeping(options, inputs, m) for m in range(len(mesh_shape))]
+    per_mesh_dim = [options if own is None else [own] for own in kept]
+    if math.prod(map(len, per_mesh_dim)) > MAX_COMBINATIONS:
+        per_mesh_dim = [
+            _keeping(options, inputs, m) if own is None else [own] for m, own in enumerate(kept)
+        ]
     candidates = itertools.product(*per_mesh_dim)
     best, best_cost = (options[0],) * len(mesh_shape), float("inf")
     for combination in candidates:
@@ -215,7 +227,7 @@ def _shardable(info: TensorInfo, target: Placements, mesh_shape: Sequence[int]) 
 
 def _consistent(combination: tuple[Alternative, ...]) -> bool:
     """No tensor is partial by two reductions that do not commute (sum and avg do)."""
-    if len(combination) == 1:
+    if len(combination) < 2:
         return True
     slots = zip(*(option.outputs + option.inputs for option in combination), strict=True)
     return all(_commute(placements) for placements in slots)

@@ -114,7 +114,13 @@ class Call:
             return None
         return [d % max(ndim, 1) for d in ([value] if isinstance(value, int) else value)]
 
-    def merge(self, options: Sequence[Alternative], *, new_shards: bool = False) -> Merged:
+    def merge(
+        self,
+        options: Sequence[Alternative],
+        *,
+        new_shards: bool = False,
+        settled: bool = False,
+    ) -> Merged:
         """The cheapest combination of alternatives, one per mesh dim; replicating all is always
         one.
 
@@ -122,11 +128,20 @@ class Call:
             options: what one mesh dim may do.
             new_shards: let a reduction of partial values end in shards (a reduce-scatter) though no
                 input has shards.
+            settled: a mesh dim on which the inputs have an alternative keeps it, though another
+                would be cheaper for all mesh dims together.
 
         Returns:
             the layouts of all tensor arguments and results.
         """
-        return merge(options, self.tensors, self.n_outputs, self.mesh_shape, new_shards=new_shards)
+        return merge(
+            options,
+            self.tensors,
+            self.n_outputs,
+            self.mesh_shape,
+            new_shards=new_shards,
+            settled=settled,
+        )
 
     def follow(self, inputs: Sequence[Placements], *outputs: Placements) -> Merged:
         """The given layouts.

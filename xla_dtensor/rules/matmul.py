@@ -96,7 +96,7 @@ def matmul(call: Call) -> Merged:
     """... m k, ... k n -> ... m n"""
     a, b = call.tensors
     notation = parse(matmul_notation(a.ndim, b.ndim), multilinear=True)
-    return call.merge(alternatives(notation, [a.shape, b.shape]))
+    return call.merge(alternatives(notation, [a.shape, b.shape]), settled=True)
 
 
 @register("linear")
@@ -109,7 +109,7 @@ def linear(call: Call) -> Merged:
     products = alternatives(notation, [x.shape, weight.shape])
     if bias:
         products = with_addend(products, bias[0], len(notation.outputs[0]), first=False)
-    return call.merge(products)
+    return call.merge(products, settled=True)
 
 
 @register("linear_weight_grad", namespace="xla_dtensor")
@@ -118,7 +118,7 @@ def linear_weight_grad(call: Call) -> Merged:
     grad, x = call.tensors
     rows = " ".join(string.ascii_letters[: x.ndim - 1])
     notation = parse(f"{rows} _o, {rows} _i -> _o _i", multilinear=True)
-    return call.merge(alternatives(notation, [grad.shape, x.shape]))
+    return call.merge(alternatives(notation, [grad.shape, x.shape]), settled=True)
 
 
 @register("linear_input_grad", namespace="xla_dtensor")
@@ -127,7 +127,7 @@ def linear_input_grad(call: Call) -> Merged:
     grad, weight = call.tensors
     rows = " ".join(string.ascii_letters[: grad.ndim - 1])
     notation = parse(f"{rows} _o, _o _i -> {rows} _i", multilinear=True)
-    return call.merge(alternatives(notation, [grad.shape, weight.shape]))
+    return call.merge(alternatives(notation, [grad.shape, weight.shape]), settled=True)
 
 
 @register("einsum")

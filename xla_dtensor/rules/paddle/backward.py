@@ -36,7 +36,9 @@ class _Backward(Call):
     wanted: tuple[TensorInfo, ...] = ()
     merged: list[bool] = field(default_factory=list)
 
-    def merge(self, options: Sequence[Alternative], *, new_shards: bool = False) -> Merged:
+    def merge(
+        self, options: Sequence[Alternative], *, new_shards: bool = False, settled: bool = False
+    ) -> Merged:
         self.merged.append(True)
         swapped = [
             Alternative(option.inputs, option.outputs)
