@@ -27,6 +27,13 @@ OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...], tuple[
         (4, 4, 8, 8),
         (4, 4, 8, 8),
     ),
+    "causal": (
+        lambda q, k: torch.nn.functional.scaled_dot_product_attention(
+            q, k, k.sin(), is_causal=True, enable_gqa=True
+        ),
+        (4, 8, 8, 8),
+        (4, 2, 8, 8),
+    ),
     "sum": (torch.add, (4, 4, 8, 8), (4, 4, 8, 8)),  # no product: what moves is all there is
     "two in a row": (lambda x, w: (x @ w).tanh() @ w.t(), (24, 32), (32, 16)),
     "embedding": (

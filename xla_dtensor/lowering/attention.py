@@ -9,10 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xla_dtensor.lowering import place
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.matmul import _precision
+from xla_dtensor.lowering.own_heads import OwnHeads
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
+
+_FORWARD_QUERY, _BACKWARD_QUERY = 0, 1
+"""Which of the tensor arguments the query is."""
 
 
 def _contract(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -30,14 +35,15 @@ def _grouped(x: jax.Array, groups: int) -> jax.Array:
     return x.reshape(*batch, heads // groups, groups, rows, cols)
 
 
-def _masked(scores: jax.Array, mask: jax.Array | None, is_causal: bool) -> jax.Array:
+def _masked(scores: jax.Array, mask: jax.Array | None, is_causal: bool, first: Any) -> jax.Array:
+    """``first``: the position of the first query."""
     if mask is not None and mask.dtype.kind == "b":
         scores = jnp.where(mask, scores, -jnp.inf)
     elif mask is not None:
         scores = scores + mask.astype(scores.dtype)
     if is_causal:  # aligned at the top left, as in torch, where lengths differ
-        shape = scores.shape[-2:]
-        visible = lax.broadcasted_iota("int32", shape, 0) >= lax.broadcasted_iota("int32", shape, 1)
+        row, column = (lax.broadcasted_iota("int32", scores.shape[-2:], dim) for dim in (0, 1))
+        visible = first + row >= column
         scores = jnp.where(visible, scores, -jnp.inf)
     return scores
 
@@ -62,12 +68,17 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
     keep: jax.Array | None = None,
+    index: int = _FORWARD_QUERY,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output, probabilities, and log-normalisers. ``keep`` scales probabilities (dropout)."""
+    """Output, probabilities, and log-normalisers. ``keep`` scales probabilities (dropout);
+    ``index`` is which of the tensor arguments the query is."""
+    first = place.here().start(index, -2, q.shape[-2])
+    own = OwnHeads(q, k, index)
+    k, v = own.take(k), own.take(v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     heads = q.shape[-3] if q.ndim > 2 else 1
     groups = 1
-    if enable_gqa:
+    if enable_gqa or own.own is not None:
         if k.shape[-3] != v.shape[-3] or heads % k.shape[-3]:
             raise ValueError(
                 f"grouped query attention needs as many key as value heads, dividing the query "
@@ -80,7 +91,7 @@ def _attend(
         per_head = lambda x: x if x is None or x.ndim < 3 else _grouped(x, groups)
         mask, keep = per_head(mask), per_head(keep)
     scores = _contract("...le,...se->...ls", q, k) * jnp.asarray(scale, math_dtype(q.dtype))
-    probabilities, log_total = _softmax(_masked(scores, mask, is_causal))
+    probabilities, log_total = _softmax(_masked(scores, mask, is_causal, first))
     weights = probabilities if keep is None else probabilities * keep
     out = _contract("...ls,...se->...le", weights.astype(v.dtype), v)
     if groups > 1:
@@ -135,9 +146,9 @@ def attention_backward(
 
     def forward(query: Any, key: Any, value: Any, mask: Any) -> jax.Array:
         mask = mask if differentiable else attn_mask
-        return attention(
-            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        tensors = (query, key, value)
+        out = _attend(*tensors, mask, is_causal, scale, enable_gqa, index=_BACKWARD_QUERY)[0]
+        return out.astype(query.dtype)
 
     inputs = (query, key, value, attn_mask if differentiable else None)
     out, pullback = jax.vjp(forward, *inputs)

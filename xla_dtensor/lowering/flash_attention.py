@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from xla_dtensor.lowering import cudnn, place, splash
 from xla_dtensor.lowering.blocked_attention import Blocks
 from xla_dtensor.lowering.kinds import Kind, are
+from xla_dtensor.lowering.own_heads import OwnHeads
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
 
@@ -101,6 +102,8 @@ def _kernel(
 @lowers("xla_dtensor::flash_attention", symbolic_floats=True)
 def flash_attention(query, key, value, attn_mask, is_causal, scale):
     """The output, and the logs of the rows' sums."""
+    own = OwnHeads(query, key, _FORWARD_QUERY)
+    key, value = own.take(key), own.take(value)
     kernel = _kernel(query, key, value, attn_mask, is_causal, _FORWARD_QUERY)
     if kernel is not None:
         return kernel.forward(query, key, value, is_causal, scale)
@@ -113,7 +116,8 @@ def flash_attention_dropout(key_, query, key, value, attn_mask, dropout_p, is_ca
     """As `flash_attention`, and the seed of what was dropped."""
     words = jax.random.key_data(key_).astype(np.int64)
     seed = (words[0] << 32) | words[1]
-    tensors = (query, key, value)
+    own = OwnHeads(query, key, _FORWARD_QUERY)
+    tensors = (query, own.take(key), own.take(value))
     blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, _FORWARD_QUERY)
     return *blocks.forward(), seed
 
@@ -134,14 +138,19 @@ def flash_attention_backward(
     of_mask,
 ):
     """The gradients of query, key, value and, where asked for, of the mask."""
-    tensors = (query, key, value)
+    own = OwnHeads(query, key, _BACKWARD_QUERY)
+    tensors = (query, own.take(key), own.take(value))
     kernel = _kernel(*tensors, attn_mask, is_causal, _BACKWARD_QUERY)
+    grads: Sequence[jax.Array]
+    grad_mask = None
     if seed is None and kernel is not None:
         grads = kernel.backward(grad_out, *tensors, out, log_sums, is_causal, scale)
-        return *grads, jnp.zeros((), query.dtype)
-    blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, _BACKWARD_QUERY)
-    *of_tensors, grad_mask = blocks.backward(grad_out, out, log_sums, of_mask)
-    return *of_tensors, jnp.zeros((), query.dtype) if grad_mask is None else grad_mask
+    else:
+        blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, _BACKWARD_QUERY)
+        *grads, grad_mask = blocks.backward(grad_out, out, log_sums, of_mask)
+    of_query, *of_keys = grads
+    none = jnp.zeros((), query.dtype)
+    return of_query, *map(own.put, of_keys), none if grad_mask is None else grad_mask
 
 
 are(

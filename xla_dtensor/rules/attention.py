@@ -5,14 +5,15 @@ Written as tables of slots: which dims of which tensor one mesh dim shards toget
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged, merge
 from xla_dtensor.rules.call import Call
-from xla_dtensor.rules.merging import REPLICATE, TensorInfo
+from xla_dtensor.rules.merging import REPLICATE, TensorInfo, shard_dim
 from xla_dtensor.rules.registry import register
 
 R = REPLICATE
@@ -60,17 +61,60 @@ def attention(call: Call) -> Merged:
     q, k, _v, *rest = call.tensors
     options = []
     for dim in _dims(q):
-        is_query = dim == q.ndim + QUERY_DIM
         is_head = dim == q.ndim + HEAD_DIM and q.ndim >= 4
         if is_head and not _heads_divide(q, k):
             continue
-        # Grouped heads shard alike: device i has the queries of its keys.
-        keys: Placement = R if is_query else Shard(dim)
         outs = [R if shape is None else _slot(shape, dim, q) for shape in call.out_shapes]
         outs[0] = Shard(dim)
         masks = tuple(_mask_slot(m, dim, q) for m in rest)
-        options.append(Alternative(tuple(outs), (Shard(dim), keys, keys, *masks)))
-    return call.merge(options, new_shards=True)
+        for keys in _keys(dim, q, k):
+            options += [Alternative(tuple(outs), (Shard(dim), keys, keys, *masks))]
+    cheapest = functools.partial(call.merge, new_shards=True)
+    return _with_its_keys(cheapest, options, call.tensors, 0)
+
+
+def _keys(dim: int, q: TensorInfo, k: TensorInfo) -> list[Placement]:
+    """How keys and values may lie where the query is sharded by ``dim``.
+
+    Grouped heads shard alike: device i has the queries of its keys. Where that can't be, as they
+    are fewer than devices, each device has all, and takes its own (`lowering/own_heads.py`).
+    """
+    if dim == q.ndim + QUERY_DIM:
+        return [R]
+    return [Shard(dim), R] if _grouped(q, k) and dim == q.ndim + HEAD_DIM else [Shard(dim)]
+
+
+def _grouped(q: TensorInfo, k: TensorInfo) -> bool:
+    return q.ndim >= 4 and k.shape[HEAD_DIM] != q.shape[HEAD_DIM]
+
+
+def _with_its_keys(
+    cheapest: Callable[[list[Alternative]], Merged],
+    options: list[Alternative],
+    tensors: Sequence[TensorInfo],
+    query: int,
+) -> Merged:
+    """The cheapest in which each device has the keys of its queries' heads.
+
+    Mesh dims that cut queries' heads alone come after those that cut the keys' as well: else a
+    device's keys are those of other queries.
+
+    Args:
+        query: the query's number among the tensors; the key's is the next.
+    """
+    found = cheapest(options)
+    q, k = tensors[query : query + 2]
+    heads = Shard(q.ndim + HEAD_DIM)
+    by_head = [
+        (of_query, of_key)
+        for of_query, of_key in zip(*found.inputs[query : query + 2], strict=True)
+        if shard_dim(of_query) == heads.dim
+    ]
+    alone = [of_key == R for _, of_key in by_head]
+    plain = all(of_query == heads for of_query, _ in by_head)
+    if not _grouped(q, k) or not any(alone) or (plain and alone == sorted(alone)):
+        return found
+    return cheapest([o for o in options if o.inputs[query : query + 2] != (heads, R)])
 
 
 @register(*_BACKWARD.split())
@@ -98,8 +142,8 @@ def _backward(call: Call, tensors: Sequence[TensorInfo]) -> Merged:
     q = call.tensor("query")
     data = {"query", "grad_out", "grad_out_", "out", "logsumexp", "log_sums"}
     options = []
-    for dim in _dims(q):
-        is_query = dim == q.ndim + QUERY_DIM
+    places = [(dim, keys) for dim in _dims(q) for keys in _keys(dim, q, call.tensor("key"))]
+    for dim, keys in places:
         inputs: list[Placement] = []
         for name, value in call.args.items():
             if not isinstance(value, TensorInfo):
@@ -107,20 +151,23 @@ def _backward(call: Call, tensors: Sequence[TensorInfo]) -> Merged:
             if name in data:
                 inputs.append(_slot(value.shape, dim, q))
             elif name in ("key", "value"):
-                inputs.append(R if is_query else Shard(dim))
+                inputs.append(keys)
             elif name in ("attn_bias", "attn_mask"):
                 inputs.append(_mask_slot(value, dim, q))
             else:
                 inputs.append(R)
         grads: list[Placement] = [Shard(dim)]
-        grads += [Partial() if is_query else Shard(dim)] * 2
+        grads += [Partial() if keys == R else keys] * 2
         if len(call.out_shapes) > 3:
             bias = call.args.get("attn_bias")
             grads.append(_mask_slot(bias, dim, q) if isinstance(bias, TensorInfo) else R)
         if call.args.get("of_mask"):
             grads[-1] = _mask_grad(call.tensor("attn_mask"), dim, q)
         options.append(Alternative(tuple(grads[: call.n_outputs]), tuple(inputs)))
-    return merge(options, tensors, call.n_outputs, call.mesh_shape, new_shards=True)
+    cheapest = lambda options: merge(
+        options, tensors, call.n_outputs, call.mesh_shape, new_shards=True
+    )
+    return _with_its_keys(cheapest, options, tensors, list(call.args).index("query"))
 
 
 def _mask_grad(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:

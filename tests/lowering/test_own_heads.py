@@ -1,0 +1,62 @@
+"""Grouped heads of which devices have more keys than their queries see, and attention cut anywhere
+else: against CPU torch."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import xla_dtensor as xd
+from tests.conftest import make_mesh
+
+attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+R = Replicate()
+
+# Mesh, heads of queries and keys, layout of queries, and of keys.
+CASES: dict[str, tuple[str, tuple[int, int], list[Placement], list[Placement]]] = {
+    "one key head": ("8", (8, 1), [Shard(1)], [R]),
+    "a part of a group": ("8", (16, 4), [Shard(1)], [R]),
+    "three for four": ("2x4", (12, 3), [Shard(0), Shard(1)], [Shard(0), R]),
+    "groups in parts": ("2x4", (24, 6), [R, Shard(1)], [R, R]),
+    "both, then queries": ("2x4", (16, 4), [Shard(1), Shard(1)], [Shard(1), R]),
+    "queries, then both": ("2x4", (16, 4), [Shard(1), Shard(1)], [R, Shard(1)]),
+    "shards of no head": ("2x4", (8, 2), [R, Shard(1)], [R, Shard(1)]),
+    "heads and queries": ("2x4", (8, 2), [Shard(2), Shard(1)], [R, R]),
+    "queries": ("2x4", (8, 2), [Shard(2), Shard(2)], [Shard(0), Shard(3)]),
+    "uneven batch": ("2x4", (8, 2), [R, Shard(0)], [R, Shard(0)]),
+}
+
+
+@pytest.mark.parametrize("length", [16, 520], ids=["short", "flash"])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_and_its_gradients(name: str, length: int) -> None:
+    shape, (heads, keys), of_query, of_key = CASES[name]
+    mesh = make_mesh(shape)
+    torch.manual_seed(0)
+    given = [torch.randn(2, n, length, 8) for n in (heads, keys, keys)]
+    leaves = [x.clone().requires_grad_() for x in given]
+    expected = attend(*leaves, is_causal=True)
+    expected.sin().sum().backward()
+    sharded = [
+        distribute_tensor(x, mesh, p).requires_grad_()
+        for x, p in zip(given, (of_query, of_key, of_key), strict=True)
+    ]
+
+    @xd.compile
+    def step(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        out = attend(*tensors, is_causal=True)
+        return [out.detach(), *torch.autograd.grad(out.sin().sum(), tensors)]
+
+    for actual, wanted in zip(step(*sharded), (expected, *(x.grad for x in leaves)), strict=True):
+        torch.testing.assert_close(actual.cpu(), wanted.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_device_has_the_keys_of_its_queries_where_all_have_the_keys() -> None:
+    """Nothing moves: heads stay where they are, though there are fewer keys than devices."""
+    mesh = make_mesh("2x4")
+    q = distribute_tensor(torch.randn(2, 8, 16, 8), mesh, [R, Shard(1)])
+    k = distribute_tensor(torch.randn(2, 2, 16, 8), mesh, [R, R])
+    assert attend(q, k, k).placements == (R, Shard(1))
