@@ -20,6 +20,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.movement.scattered import scattered
 from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -70,7 +71,8 @@ def move(
             value = logical(array, source)
             if _turns(source, target):
                 value = constrain(value, source)
-            value = constrain(_held(value, source, target), target)
+            value = scattered(_held(value, source, target), source, target)
+            value = constrain(value, target)
         return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
@@ -94,7 +96,8 @@ def same_value(source: Form, target: Form, sharding: Any = None) -> Conversion:
 
 
 def _reduced(array: Any, source: Form, target: Form) -> Any:
-    return target.physical(_held(logical(array, source), source, target))
+    value = _held(logical(array, source), source, target)
+    return target.physical(scattered(value, source, target))
 
 
 def _turns(source: Form, target: Form) -> bool:
