@@ -99,6 +99,11 @@ SUMS_IN_FLOAT32 = Guard(
     "which gives float32 moves no more there, and depends less on how many devices share it.",
     ("cpu",),
 )
+SCATTERED_COLUMNS = Guard(
+    "The TPU's compiler gives each device all of a sum of 16-bit numbers of which the device then "
+    "keeps 128 columns. Of any other width it makes a reduce-scatter.",
+    ("tpu",),
+)
 # What only these platforms have; the others refuse (`Guard.only`).
 EIGENVALUES = Guard(
     "JAX has a factorisation of matrices that aren't symmetric for these alone.",

@@ -21,6 +21,7 @@ from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh.waypoints import waypoints
+from xla_dtensor.movement.scattered import scattered
 from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -118,7 +119,7 @@ def _on_the_way(value: Any, source: Form, target: Form) -> Any:
     if source.frame is target.frame and source.frame is not None:
         for sharding in waypoints(source.frame, source.dim_axes, target.dim_axes):
             value = jax.lax.with_sharding_constraint(value, sharding)
-    return _held(value, source, target)
+    return scattered(_held(value, source, target), source, target)
 
 
 def _held(value: Any, source: Form, target: Form) -> Any:

@@ -201,7 +201,7 @@ def _report(
 
 # Of these libtpu's programs have instructions that this JAX can't read back (libtpu 0.0.52, jaxlib
 # 0.10.2), so that libtpu writes their text itself.
-_UNREADABLE = ("tpu7x",)
+_UNREADABLE = ("v5p", "tpu7x")
 
 
 def _dumped(folder: str) -> str:
