@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance conformance-tpu suites oracle test-versions bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance conformance-tpu suites oracle test-versions products bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -99,6 +99,10 @@ suites: conformance ## torch's op_db, module_db and optim_db, and one report (ab
 
 test-versions: ## the supported versions of Python, torch and JAX, and the table of docs/versions.md (40 GB of environments)
 	$(PYTHON) tools/versions.py $(ARGS)
+
+PRODUCTS := $(BIN)/python -W ignore -m tests.compilation.random_products --cases 2500
+products: env ## 5,000 random products and moves on three and four mesh axes against CPU torch (a quarter of an hour on two quiet cores)
+	$(PRODUCTS) --mesh 2x2x2 $(ARGS) & three=$$!; $(PRODUCTS) --mesh 2x2x2x2 $(ARGS); four=$$?; wait $$three && exit $$four
 
 test-horovod: env ## Horovod's torch tests with ranks that are devices, threads, and 2 and 4 processes (ten minutes)
 	$(BIN)/python -m pytest tests/horovod tests/examples/test_horovod_mnist.py $(ARGS)
