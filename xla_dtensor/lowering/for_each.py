@@ -1,0 +1,131 @@
+"""The same computation with many groups of arrays, as one equation of a trace.
+
+An optimizer's step does the same to each parameter. As a call each, what is traced and lowered
+once is still bound, evaluated and lowered as often as there are parameters. Here the calls of
+parameters alike are one equation, which is lowered to a function and its calls; XLA inlines those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+Arrays = Sequence[jax.Array]
+Function = Callable[[Arrays, Arrays], Sequence[jax.Array]]
+
+
+def for_each(function: Function, rows: Sequence[Arrays], shared: Arrays = ()) -> list[list[Any]]:
+    """``function(row, shared)`` for each row. Of rows alike (in number, shapes and dtypes) it is
+    traced, and lowered, once.
+
+    Args:
+        function: gives a list of arrays.
+        rows: lists of arrays.
+        shared: further arrays, the same for all.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(tuple(map(jax.typeof, row)), []).append(i)
+    found: list[list[Any]] = [[] for _ in rows]
+    for members in groups.values():
+        results = _of_group(function, [rows[i] for i in members], shared)
+        for i, result in zip(members, results, strict=True):
+            found[i] = result
+    return found
+
+
+def _of_group(function: Function, rows: list[Arrays], shared: Arrays) -> list[list[Any]]:
+    width = len(rows[0])
+    closed = jax.make_jaxpr(lambda *given: list(function(given[:width], given[width:])))(
+        *rows[0], *shared
+    )
+    if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
+        return [list(function(row, shared)) for row in rows]
+    jaxpr = closed.jaxpr
+    # What is given back as it came is no result of the equation.
+    position = {variable: i for i, variable in enumerate(jaxpr.invars)}
+    kept = [position.get(v) if _is_variable(v) else None for v in jaxpr.outvars]
+    computed = [v for v, i in zip(jaxpr.outvars, kept, strict=True) if i is None]
+    debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    closed = ClosedJaxpr(jaxpr.replace(outvars=computed, debug_info=debug), closed.consts)
+    arrays = [array for row in rows for array in row]
+    flat = iter(
+        _primitive.bind(*arrays, *shared, jaxpr=closed, count=len(rows), shared=len(shared))
+    )
+    return [[next(flat) if i is None else (*row, *shared)[i] for i in kept] for row in rows]
+
+
+def _is_variable(value: Any) -> bool:
+    return not hasattr(value, "val")
+
+
+_primitive = Primitive("for_each")
+_primitive.multiple_results = True
+
+
+def _rows(values: Sequence[Any], count: int, shared: int) -> list[Sequence[Any]]:
+    """The arguments of each call."""
+    width = (len(values) - shared) // count
+    others = values[len(values) - shared :]
+    return [(*values[i * width : (i + 1) * width], *others) for i in range(count)]
+
+
+@_primitive.def_impl
+def _run(*values: Any, jaxpr: ClosedJaxpr, count: int, shared: int) -> list[Any]:
+    call = jax.jit(jaxpr_as_fun(jaxpr))
+    return [result for row in _rows(values, count, shared) for result in call(*row)]
+
+
+@_primitive.def_abstract_eval
+def _shapes(*values: Any, jaxpr: ClosedJaxpr, count: int, shared: int) -> list[Any]:
+    return [*jaxpr.out_avals] * count
+
+
+def _lower(context: Any, *values: Any, jaxpr: ClosedJaxpr, count: int, shared: int) -> Any:
+    rows = _rows(values, count, shared)
+    one = context.replace(
+        avals_in=_rows(context.avals_in, count, shared)[0], avals_out=jaxpr.out_avals
+    )
+    lowered = mlir.lower_fun(jax.jit(jaxpr_as_fun(jaxpr)), multiple_results=True)
+    first = list(lowered(one, *rows[0]))
+    owners = {getattr(value, "owner", None) for value in first}
+    call = owners.pop() if len(owners) == 1 else None
+    is_call = getattr(call, "name", None) == "func.call" and len(call.results) == len(first)
+    results = [*first]
+    for row in rows[1:]:
+        if is_call and list(call.operands) == list(rows[0]):
+            again = mlir.ir.Operation.create(
+                "func.call",
+                results=[value.type for value in first],
+                operands=row,
+                attributes={"callee": call.attributes["callee"]},
+                loc=call.location,
+            )
+            results += again.results
+        else:
+            results += lowered(one, *row)
+    return results
+
+
+def _batch(
+    values: Any, dims: Any, *, jaxpr: ClosedJaxpr, count: int, shared: int
+) -> tuple[list[Any], list[Any]]:
+    call = jax.jit(jaxpr_as_fun(jaxpr))
+    results: list[Any] = []
+    of_results: list[Any] = []
+    each = zip(_rows(values, count, shared), _rows(dims, count, shared), strict=True)
+    for row, row_dims in each:
+        mapped = any(dim is not batching.not_mapped for dim in row_dims)
+        function = jax.vmap(call, in_axes=tuple(row_dims)) if mapped else call
+        made = function(*row)
+        results += made
+        of_results += [0 if mapped else batching.not_mapped] * len(made)
+    return results, of_results
+
+
+mlir.register_lowering(_primitive, _lower, cacheable=False)
+batching.primitive_batchers[_primitive] = _batch
