@@ -6,13 +6,13 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from torch.distributed.tensor import Replicate
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
+from xla_dtensor.lowering.for_each import for_each
 
 
 def fresh(form: Form) -> Form:
@@ -56,10 +56,9 @@ def of_form(value: Any, source: Form, form: Form) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def stack(form: Form, *values: Any) -> Any:
-    """One equation of the step, whatever the number of layers. JAX's own operations: NumPy's take
-    a multiple of the time to trace."""
-    rows = [jax.lax.expand_dims(logical(value, form), (0,)) for value in values]
-    stacked = jax.lax.concatenate(rows, 0)
+    """One equation of the step, whatever the number of layers."""
+    rows = for_each(_with_dim, [[logical(value, form)] for value in values])
+    stacked = jax.lax.concatenate([row for (row,) in rows], 0)
     if form.sharding is None:
         return stacked
     spec = jax.sharding.PartitionSpec(None, *form.sharding.spec)
@@ -70,4 +69,13 @@ def stack(form: Form, *values: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=1)
 def unstack(array: Any, count: int) -> list[Any]:
     """The values of the layers apart."""
-    return [jax.lax.squeeze(row, (0,)) for row in jax.lax.split(array, [1] * count)]
+    rows = for_each(_without_dim, [[row] for row in jax.lax.split(array, [1] * count)])
+    return [value for (value,) in rows]
+
+
+def _with_dim(row: Any, _: Any) -> list[Any]:
+    return [jax.lax.expand_dims(row[0], (0,))]
+
+
+def _without_dim(row: Any, _: Any) -> list[Any]:
+    return [jax.lax.squeeze(row[0], (0,))]

@@ -70,6 +70,7 @@ class Walk:
         carried: frozenset[str] = frozenset(),
         executed: frozenset[types.CodeType] | None = None,
         expecting: bool = False,
+        known: Walk | None = None,
     ) -> None:
         self._carried = carried
         self._executed = executed
@@ -77,11 +78,20 @@ class Walk:
         self.meets_installed = False
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
+        self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.asks_types = False
+        if known is not None and not known.meets_installed:
+            # What led to them is there still, so one round will do. Of installed packages it may
+            # have taken names of code that hasn't run.
+            self._names.update(known._names)
+            self._library_reads |= known._library_reads
+            self.asks_types = known.asks_types
+            for key, (namespace, names) in known._globals.items():
+                self._globals[key] = namespace, set(names)
         self._odd_classes: dict[type, bool] = {}
         self._slot_names: dict[type, list[str]] = {}
+        self._inherited: dict[type, set[str]] = {}
         self._seen: dict[int, tuple[Any, str]] = {}
-        self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         while True:
             before = self._size()
             self._start()
@@ -96,7 +106,7 @@ class Walk:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
-        self._seen, self._odd_classes, self._slot_names = {}, {}, {}
+        self._seen, self._odd_classes, self._slot_names, self._inherited = {}, {}, {}, {}
 
     # --- what `WalkCode` and `WalkObjects` know -----------------------------------------------
 
@@ -225,10 +235,12 @@ class Walk:
             self._note(path, "tensor", value)
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 # Which hooks there are the step's guards know; here it is what they read.
-                for number, hook in enumerate((getattr(value, name, None) or {}).values()):
+                hooks = getattr(value, name, None)
+                for number, hook in enumerate(hooks.values() if hooks else ()):
                     self._walk(hook, f"{path}.{name}[{number}]")
             own = vars(value)
-            names = [n for n in own if n not in OWN_ATTRIBUTES and self._is_read(n)]
+            added = own.keys() - OWN_ATTRIBUTES
+            names = [n for n in own if n in added and self._is_read(n)] if added else []
             if names or self._asks_for_absent:  # what the user has put on it, or may
                 self._entries(own, names, path, value)
             return

@@ -113,13 +113,18 @@ class WalkObjects(WalkCode):
         if issubclass(type(owner), nn.Module):
             taken = set().union(*(own.get(p) or () for p in _MODULE_PARTS))
             names = [n for n in names if n not in taken]
+        if not names:
+            return
         # Not hasattr, which would run a user's __getattr__. A property keeps its value elsewhere.
-        inherited = {
-            n
-            for base in type(owner).__mro__
-            for n, value in vars(base).items()
-            if hasattr(type(value), "__set__")
-        }
+        cls = type(owner)
+        inherited = self._inherited.get(cls)
+        if inherited is None:
+            inherited = self._inherited[cls] = {
+                n
+                for base in cls.__mro__
+                for n, value in vars(base).items()
+                if hasattr(type(value), "__set__")
+            }
         present = [n for n in sorted(names) if n in own or n not in inherited]
         if present:
             self._place(Entries(own, present, path, guarded=False))
