@@ -334,7 +334,10 @@ class OptimizerHooks:
             if abstract.current() is not None:  # they count, but nobody knows how far
                 values = iter([np.zeros(())] * len(ours))
             else:
-                values = iter(jax.device_get(ours))
+                # After a step they are one array.
+                known = {id(array): array for array in ours}
+                read = dict(zip(known, jax.device_get([*known.values()]), strict=True))
+                values = iter([read[id(array)] for array in ours])
             for state, key, tensor in found:
                 if isinstance(tensor, TensorMethods):
                     storage = tensor._storage_

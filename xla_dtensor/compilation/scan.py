@@ -225,10 +225,13 @@ class Layers:
 
     def inside(self, slices: list[Any], words: Any) -> Inside:
         storages = [tensor._storage_ for tensor in self.tensors[0]]
+        words = self.trace.rng_words if words is None else words
         return Inside(self.trace, storages, slices, words, self.random)
 
     def words(self) -> Any:
-        """The generator's state before each layer."""
+        """The generator's state before each layer; None if it is the same for all."""
+        if not self.draws:
+            return None
         words = self.trace.rng_words
         low = words[2] + self.draws * jnp.arange(self.count, dtype=jnp.uint32)
         high = words[3] + (low < words[2]).astype(jnp.uint32)

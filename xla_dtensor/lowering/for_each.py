@@ -90,24 +90,24 @@ def _lower(context: Any, *values: Any, jaxpr: ClosedJaxpr, count: int, shared: i
     one = context.replace(
         avals_in=_rows(context.avals_in, count, shared)[0], avals_out=jaxpr.out_avals
     )
-    lowered = mlir.lower_fun(jax.jit(jaxpr_as_fun(jaxpr)), multiple_results=True)
-    first = list(lowered(one, *rows[0]))
-    owners = {getattr(value, "owner", None) for value in first}
-    call = owners.pop() if len(owners) == 1 else None
-    is_call = getattr(call, "name", None) == "func.call" and len(call.results) == len(first)
+
+    def lowered(row: Sequence[Any]) -> Sequence[Any]:
+        found: Sequence[Any] = mlir.core_call_lowering(
+            one, *row, name=_primitive.name, call_jaxpr=jaxpr
+        )
+        return found
+
+    first = lowered(rows[0])
+    call = first[0].owner if first else None
     results = [*first]
+    if getattr(call, "name", None) != "func.call" or list(call.operands) != list(rows[0]):
+        return results + [value for row in rows[1:] for value in lowered(row)]
+    # The same call of others: what JAX does about a call takes longer than the call.
+    types = [value.type for value in first]
+    callee = {"callee": call.attributes["callee"]}
     for row in rows[1:]:
-        if is_call and list(call.operands) == list(rows[0]):
-            again = mlir.ir.Operation.create(
-                "func.call",
-                results=[value.type for value in first],
-                operands=row,
-                attributes={"callee": call.attributes["callee"]},
-                loc=call.location,
-            )
-            results += again.results
-        else:
-            results += lowered(one, *row)
+        again = mlir.ir.Operation.create("func.call", types, row, callee, loc=call.location)
+        results += again.results
     return results
 
 
