@@ -91,6 +91,7 @@ class Walk:
         self._odd_classes: dict[type, bool] = {}
         self._slot_names: dict[type, list[str]] = {}
         self._inherited: dict[type, set[str]] = {}
+        self._library_classes: dict[type, bool] = {}
         self._seen: dict[int, tuple[Any, str]] = {}
         while True:
             before = self._size()
@@ -106,7 +107,8 @@ class Walk:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
-        self._seen, self._odd_classes, self._slot_names, self._inherited = {}, {}, {}, {}
+        self._seen, self._odd_classes, self._slot_names = {}, {}, {}
+        self._inherited, self._library_classes = {}, {}
 
     # --- what `WalkCode` and `WalkObjects` know -----------------------------------------------
 
@@ -222,7 +224,7 @@ class Walk:
             return
         if is_atom(value):
             self._note(path, "value", value)
-            if not is_library_class(type(value)):  # an enum, a named tuple: it may have methods
+            if not self._of_library(type(value)):  # an enum, a named tuple: it may have methods
                 self._own_parts(value, path)
             return
         seen = self._seen.get(id(value))
@@ -387,7 +389,7 @@ class Walk:
         change them, since it is given others in the next call."""
         for name, inner in parts_of(value):
             self._inside(inner, f"{path}{name}")
-        if not is_library_class(type(value)):  # its methods may be called
+        if not self._of_library(type(value)):  # its methods may be called
             self._class(type(value))
         place: Place
         if isinstance(value, list):
@@ -402,6 +404,13 @@ class Walk:
             return
         self._place(place)
         self.inside.add(place.container)
+
+    def _of_library(self, cls: type) -> bool:
+        """Whether a class is defined by a library."""
+        known = self._library_classes.get(cls)
+        if known is None:
+            known = self._library_classes[cls] = is_library_class(cls)
+        return known
 
     def _is_read(self, name: str) -> bool:
         names = self._names

@@ -7,6 +7,7 @@ parameters alike are one equation, which is lowered to a function and its calls;
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from jax.interpreters import batching, mlir
 
 Arrays = Sequence[jax.Array]
 Function = Callable[[Arrays, Arrays], Sequence[jax.Array]]
+
+_aval = operator.attrgetter("aval")
 
 
 def for_each(function: Function, rows: Sequence[Arrays], shared: Arrays = ()) -> list[list[Any]]:
@@ -29,7 +32,7 @@ def for_each(function: Function, rows: Sequence[Arrays], shared: Arrays = ()) ->
     """
     groups: dict[Hashable, list[int]] = {}
     for i, row in enumerate(rows):
-        groups.setdefault(tuple(map(jax.typeof, row)), []).append(i)
+        groups.setdefault(tuple(map(_aval, row)), []).append(i)
     found: list[list[Any]] = [[] for _ in rows]
     for members in groups.values():
         results = _of_group(function, [rows[i] for i in members], shared)
