@@ -57,7 +57,7 @@ def of_form(value: Any, source: Form, form: Form) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def stack(form: Form, *values: Any) -> Any:
     """One equation of the step, whatever the number of layers."""
-    rows = for_each(_with_dim, [[logical(value, form)] for value in values])
+    rows = for_each(_with_dim, [[logical(value, form)] for value in values], key=_with_dim)
     stacked = jax.lax.concatenate([row for (row,) in rows], 0)
     if form.sharding is None:
         return stacked
@@ -69,7 +69,8 @@ def stack(form: Form, *values: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=1)
 def unstack(array: Any, count: int) -> list[Any]:
     """The values of the layers apart."""
-    rows = for_each(_without_dim, [[row] for row in jax.lax.split(array, [1] * count)])
+    rows = [[row] for row in jax.lax.split(array, [1] * count)]
+    rows = for_each(_without_dim, rows, key=_without_dim)
     return [value for (value,) in rows]
 
 

@@ -336,22 +336,6 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self._capture(storage, fill_value=value)
         return storage
 
-    def counter(self, form: Form, value: Any) -> Any:
-        """One array for all scalars that hold ``value``: step counts, of which each parameter has
-        its own. They go into the program, and come out of it, as one."""
-        key = form, repr(value)
-        array = self._counters.get(key)
-        if array is None:
-            with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-                array = arrays.full((), value, form.jax_dtype, form.sharding)
-            self._counters[key] = array
-            self._counter_ids.add(id(array))
-        return array
-
-    def is_counter(self, array: Any) -> bool:
-        """Whether several storages may hold ``array``."""
-        return id(array) in self._counter_ids
-
     def backward(self, outputs: Iterable[Any], keeps_graph: bool, to_leaves: bool) -> None:
         """A backward pass from ``outputs`` begins.
 

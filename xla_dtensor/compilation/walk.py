@@ -17,7 +17,6 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,13 +24,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_dtensor.compilation.carried import Carried, is_state, parts_of
+from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.code_names import Names, is_library, is_library_class
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
-from xla_dtensor.compilation.objects import attributes_of, is_record
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
-from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
+from xla_dtensor.compilation.places import MISSING, Entries, Items, Place, Slots
 from xla_dtensor.compilation.reflection import (
     code_of,
     dict_of,
@@ -86,8 +84,8 @@ class Walk:
             self._names.update(known._names)
             self._library_reads |= known._library_reads
             self.asks_types = known.asks_types
-            for key, (namespace, names) in known._globals.items():
-                self._globals[key] = namespace, set(names)
+            for number, (namespace, names) in known._globals.items():
+                self._globals[number] = namespace, set(names)
         self._odd_classes: dict[type, bool] = {}
         self._slot_names: dict[type, list[str]] = {}
         self._inherited: dict[type, set[str]] = {}
@@ -371,39 +369,6 @@ class Walk:
 
     def _place(self, place: Place) -> None:
         self.places.append(place)
-
-    def _taken(self, place: Place, keys: Iterable[Any]) -> frozenset[Any]:
-        """Those of a place's keys whose values each call takes from there."""
-        if not self._carried:
-            return frozenset()
-        taken = [
-            key for key in keys if place.label(key) in self._carried and is_state(place.at(key))
-        ]
-        for key in taken:
-            self.carried.append(Carried(place, key))
-            self._inside(place.at(key), place.label(key))
-        return frozenset(taken)
-
-    def _inside(self, value: Any, path: str) -> None:
-        """The lists, dicts and records in what a call takes like an argument: the step mustn't
-        change them, since it is given others in the next call."""
-        for name, inner in parts_of(value):
-            self._inside(inner, f"{path}{name}")
-        if not self._of_library(type(value)):  # its methods may be called
-            self._class(type(value))
-        place: Place
-        if isinstance(value, list):
-            place = Elements(value, path, guarded=False)
-        elif isinstance(value, dict):
-            place = Items(value, path, guarded=False)
-        elif is_record(value) and hasattr(value, "__dict__"):
-            place = Entries(vars(value), vars(value), path, guarded=False)
-        elif is_record(value):
-            place = Slots(value, attributes_of(value) or (), path, guarded=False)
-        else:
-            return
-        self._place(place)
-        self.inside.add(place.container)
 
     def _of_library(self, cls: type) -> bool:
         """Whether a class is defined by a library."""

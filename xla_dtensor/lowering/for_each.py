@@ -7,6 +7,7 @@ parameters alike are one equation, which is lowered to a function and its calls;
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -15,13 +16,20 @@ import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
+from xla_dtensor.base.cache import Cache
+
 Arrays = Sequence[jax.Array]
 Function = Callable[[Arrays, Arrays], Sequence[jax.Array]]
 
 _aval = operator.attrgetter("aval")
+_known: Cache[Hashable, tuple[ClosedJaxpr, list[int | None]]] = Cache(
+    "computations of groups of arrays", 256
+)
 
 
-def for_each(function: Function, rows: Sequence[Arrays], shared: Arrays = ()) -> list[list[Any]]:
+def for_each(
+    function: Function, rows: Sequence[Arrays], shared: Arrays = (), key: Hashable = None
+) -> list[list[Any]]:
     """``function(row, shared)`` for each row. Of rows alike (in number, shapes and dtypes) it is
     traced, and lowered, once.
 
@@ -29,37 +37,54 @@ def for_each(function: Function, rows: Sequence[Arrays], shared: Arrays = ()) ->
         function: gives a list of arrays.
         rows: lists of arrays.
         shared: further arrays, the same for all.
+        key: what decides what ``function`` computes, if it is to be traced once in the process; it
+            closes over no arrays then.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(tuple(map(_aval, row)), []).append(i)
     found: list[list[Any]] = [[] for _ in rows]
     for members in groups.values():
-        results = _of_group(function, [rows[i] for i in members], shared)
+        results = _of_group(function, [rows[i] for i in members], shared, key)
         for i, result in zip(members, results, strict=True):
             found[i] = result
     return found
 
 
-def _of_group(function: Function, rows: list[Arrays], shared: Arrays) -> list[list[Any]]:
-    width = len(rows[0])
-    closed = jax.make_jaxpr(lambda *given: list(function(given[:width], given[width:])))(
-        *rows[0], *shared
-    )
+def _of_group(
+    function: Function, rows: list[Arrays], shared: Arrays, key: Hashable
+) -> list[list[Any]]:
+    make = functools.partial(_traced, function, rows[0], shared)
+    if key is None:
+        closed, kept = make()
+    else:
+        avals = tuple(map(_aval, (*rows[0], *shared)))
+        wide = jax.config.jax_enable_x64
+        closed, kept = _known.get_or_make((key, len(rows[0]), avals, wide), make)
     if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
         return [list(function(row, shared)) for row in rows]
-    jaxpr = closed.jaxpr
-    # What is given back as it came is no result of the equation.
-    position = {variable: i for i, variable in enumerate(jaxpr.invars)}
-    kept = [position.get(v) if _is_variable(v) else None for v in jaxpr.outvars]
-    computed = [v for v, i in zip(jaxpr.outvars, kept, strict=True) if i is None]
-    debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    closed = ClosedJaxpr(jaxpr.replace(outvars=computed, debug_info=debug), closed.consts)
     arrays = [array for row in rows for array in row]
     flat = iter(
         _primitive.bind(*arrays, *shared, jaxpr=closed, count=len(rows), shared=len(shared))
     )
     return [[next(flat) if i is None else (*row, *shared)[i] for i in kept] for row in rows]
+
+
+def _traced(
+    function: Function, row: Arrays, shared: Arrays
+) -> tuple[ClosedJaxpr, list[int | None]]:
+    """What ``function`` computes, and which argument each of its results is as it came: those are
+    none of what it computes."""
+    width = len(row)
+    closed = jax.make_jaxpr(lambda *given: list(function(given[:width], given[width:])))(
+        *row, *shared
+    )
+    jaxpr = closed.jaxpr
+    position = {variable: i for i, variable in enumerate(jaxpr.invars)}
+    kept = [position.get(v) if _is_variable(v) else None for v in jaxpr.outvars]
+    computed = [v for v, i in zip(jaxpr.outvars, kept, strict=True) if i is None]
+    debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    return ClosedJaxpr(jaxpr.replace(outvars=computed, debug_info=debug), closed.consts), kept
 
 
 def _is_variable(value: Any) -> bool:
@@ -101,7 +126,7 @@ def _lower(context: Any, *values: Any, jaxpr: ClosedJaxpr, count: int, shared: i
         return found
 
     first = lowered(rows[0])
-    call = first[0].owner if first else None
+    call: Any = first[0].owner if first else None
     results = [*first]
     if getattr(call, "name", None) != "func.call" or list(call.operands) != list(rows[0]):
         return results + [value for row in rows[1:] for value in lowered(row)]

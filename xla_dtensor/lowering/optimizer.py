@@ -7,7 +7,7 @@ branches on their values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ def _fused(
     found_inf: jax.Array | None,
     numbers: tuple[Any, ...],
     own_numbers: Sequence[tuple[Any, ...]] | None = None,
+    key: Hashable = None,
 ) -> tuple[list[jax.Array], ...]:
     """``update(numbers, param, grad, *state)`` for each parameter: new parameters, unscaled
     gradients, new states. With ``found_inf`` set, everything stays as it is.
@@ -49,6 +50,7 @@ def _fused(
     Args:
         numbers: for all parameters.
         own_numbers: further ones for each parameter; traced.
+        key: what decides, besides all this, what ``update`` computes, if it is always the same.
     """
     # Arrays among the numbers are arguments: a call would have constants of its own for Python's.
     traced = [x for x in numbers if isinstance(x, jax.Array)]
@@ -84,7 +86,11 @@ def _fused(
     rows = [list(row) for row in zip(*lists, strict=True)]
     if not common:
         rows = [[*row, *values] for row, values in zip(rows, own, strict=True)]
-    columns = for_each(one, rows, [*traced, *whole, *common])
+    if key is not None:
+        kinds = [None if isinstance(x, jax.Array) else (type(x), repr(x)) for x in numbers]
+        flags = maximize, grad_scale is None, found_inf is None, len(common)
+        key = "update", key, width, *kinds, *flags
+    columns = for_each(one, rows, [*traced, *whole, *common], key)
     found = iter([list(column) for column in zip(*columns, strict=True)] or [[], []])
     return next(found), next(found), *(next(found, []) if state else [] for state in states)
 
@@ -157,6 +163,7 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
             found_inf,
             (lr, beta1, beta2, weight_decay, eps),
             corrections,
+            ("Adam", decoupled),
         )
 
     return step
