@@ -61,7 +61,7 @@ def _of_group(
         avals = tuple(map(_aval, (*rows[0], *shared)))
         wide = jax.config.jax_enable_x64
         closed, kept = _known.get_or_make((key, len(rows[0]), avals, wide), make)
-    if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
+    if closed.effects or any(isinstance(value, jax.core.Tracer) for value in closed.consts):
         return [list(function(row, shared)) for row in rows]
     arrays = [array for row in rows for array in row]
     flat = iter(
@@ -147,11 +147,11 @@ def _batch(
     of_results: list[Any] = []
     each = zip(_rows(values, count, shared), _rows(dims, count, shared), strict=True)
     for row, row_dims in each:
-        mapped = any(dim is not batching.not_mapped for dim in row_dims)
+        mapped = any(dim is not None for dim in row_dims)
         function = jax.vmap(call, in_axes=tuple(row_dims)) if mapped else call
         made = function(*row)
         results += made
-        of_results += [0 if mapped else batching.not_mapped] * len(made)
+        of_results += [0 if mapped else None] * len(made)
     return results, of_results
 
 
