@@ -270,6 +270,8 @@ class Items(Place):
         return type(self.owner) in _CONTAINERS and not self.owner
 
     def content(self) -> dict[Any, Any]:
+        if type(self.owner) in _CONTAINERS:
+            return dict(self.owner)
         return dict(class_of_content(self.owner).items(self.owner))
 
     def replace(self, content: dict[Any, Any]) -> None:

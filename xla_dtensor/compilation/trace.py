@@ -123,7 +123,8 @@ class StepTrace(TraceNumbers, TraceAssertions):
         if not self.owns(storage):
             self._use(storage)
             if tensor is not None:
-                self.touched(tensor)
+                with unseen():
+                    self._touched(tensor)
         array = storage.array
         if isinstance(array, AbstractArray):
             array = traced(array)

@@ -220,7 +220,8 @@ class Walk:
                 self._seen[id(value)] = value, path
                 self._plain_object(value, path)
             return
-        if is_atom(value):
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor and is_atom(value):
             self._note(path, "value", value)
             if not self._of_library(type(value)):  # an enum, a named tuple: it may have methods
                 self._own_parts(value, path)
@@ -230,7 +231,7 @@ class Walk:
             self._note(path, "same as", seen[1])
             return
         self._seen[id(value)] = value, path
-        if isinstance(value, torch.Tensor):
+        if is_tensor:
             self.tensors[id(value)] = value, path
             self._note(path, "tensor", value)
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
