@@ -85,8 +85,10 @@ class Computation:
             if lowering is not None
             else torch.Tag.nondeterministic_seeded in call.info.func.tags
         )
-        # Decompositions run torch's own code, which the trace may hear of.
-        self._is_ours = lowering is not None
+        # Others run code that isn't the package's: torch's, of which the trace may hear, or the
+        # user's (`jax_function`), which may do something else next time.
+        module = getattr(getattr(lowering, "function", None), "__module__", None) or ""
+        self._is_ours = module.startswith("xla_dtensor.lowering.")
         self._known: Any = None
 
     def in_trace(self, trace: Trace, leaves: list[Any], base_arrays: list[Any]) -> list[Any]:
