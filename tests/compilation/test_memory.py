@@ -307,3 +307,33 @@ def test_a_step_writes_state_where_it_lies(mesh_2x4: DeviceMesh, clears: str) ->
     assert [where(tensor) for tensor in state] == places
     _, entry = step.compiled_programs()[-1].as_text().split("\nENTRY", 1)
     assert " copy(" not in entry
+
+
+def test_a_trace_leaves_the_collector_as_it_was() -> None:
+    before = gc.get_threshold()
+    inside: list[tuple[int, int, int]] = []
+
+    def step(x: torch.Tensor, fails: bool) -> torch.Tensor:
+        inside.append(gc.get_threshold())
+        return x + x.sum().item() if fails else x * 2
+
+    compiled = xd.compile(step)
+    compiled(torch.ones(3, device="xla"), False)
+    assert gc.get_threshold() == before and inside[0][0] > before[0]
+    with pytest.raises(xd.DataDependentError):
+        compiled(torch.ones(3, device="xla"), True)
+    assert gc.get_threshold() == before and gc.isenabled()
+
+
+def test_what_a_step_sets_of_the_collector_stays() -> None:
+    before = gc.get_threshold()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        gc.set_threshold(1234, *before[1:])
+        return x * 2
+
+    try:
+        xd.compile(step)(torch.ones(3, device="xla"))
+        assert gc.get_threshold()[0] == 1234
+    finally:
+        gc.set_threshold(*before)

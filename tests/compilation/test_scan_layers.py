@@ -235,14 +235,18 @@ def test_a_shared_layer_gets_the_sum() -> None:
     torch.testing.assert_close(layer.weight.grad.cpu(), cpu.weight.grad)
 
 
-def counted(depth: int) -> tuple[int, int]:
+def counted(depth: int, make_optimizer: Any = None) -> tuple[int, int]:
     """Equations of the traced step, and instructions of the loops' bodies, without those that bring
     parameters together and take gradients apart."""
     layers = nn.ModuleList(Block(WIDTH) for _ in range(depth)).to("xla")
+    optimizer = None if make_optimizer is None else make_optimizer(layers.parameters())
 
     def step(x: Any) -> Any:
         loss = xd.scan_layers(layers)(x).square().mean()
         loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.detach()
 
     jaxpr = looked_at(xd.compile(step), (torch.ones(8, WIDTH, device="xla"),), {}, _jaxpr)
@@ -257,6 +261,12 @@ def _jaxpr(program: Any) -> Any:
 def test_the_program_does_not_grow_with_the_depth() -> None:
     (equations, products), (deep, deep_products) = counted(4), counted(64)
     assert deep <= 1.05 * equations and deep_products == products
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_optimizer_does_not_either(optimizer: Any) -> None:
+    made = functools.partial(optimizer, foreach=True)  # the default of tensors on a mesh
+    assert counted(4, made) == counted(12, made)
 
 
 class Counting(nn.Module):

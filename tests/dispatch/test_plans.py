@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import xla_dtensor as xd
 from xla_dtensor.dispatch import execute
+from xla_dtensor.dispatch.computation import Computation
 from xla_dtensor.lowering import find_lowering, lowers
 
 pytestmark = pytest.mark.usefixtures("strict_eager")
@@ -131,3 +133,69 @@ def test_filling_what_is_pending_fills_the_whole(op: str, mesh_2x4: DeviceMesh) 
     assert x.fill_(3.0) is x and x.placements == (Replicate(), Partial(op))
     assert x.full_tensor().tolist() == [3] * 3
     assert x.zero_().full_tensor().tolist() == [0] * 3
+
+
+class Traced:
+    """How often lowerings are traced for steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        original = Computation._call
+
+        def counted(computation: Computation, keys: Any, values: Any) -> Any:
+            if any(isinstance(value, jax.core.Tracer) for value in values):
+                self.names.append(computation._info.name)
+            return original(computation, keys, values)
+
+        monkeypatch.setattr(Computation, "_call", counted)
+
+
+def test_steps_trace_an_operation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.randn(3, 5)
+    x = value.to("xla")
+    traced = Traced(monkeypatch)
+    for depth in (4, 6):
+
+        def step(x: torch.Tensor, depth: int = depth) -> torch.Tensor:
+            for _ in range(depth):
+                x = torch.tanh(x)
+            return x
+
+        wanted = step(value)
+        torch.testing.assert_close(xd.compile(step)(x).cpu(), wanted)
+    assert traced.names.count("aten::tanh.default") == 1
+    torch.testing.assert_close(
+        xd.compile(lambda x: x.tanh())(x.double()).cpu(), value.double().tanh()
+    )
+    assert traced.names.count("aten::tanh.default") == 2  # of another dtype it is another plan
+
+
+def test_what_a_plan_has_traced_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither arrays that the step has found, nor what of it differs from call to call."""
+    traced = Traced(monkeypatch)
+    first, second = (torch.full((7,), value, device="xla") for value in (2.0, 3.0))
+    reference = weakref.ref(first.jax_array)
+    for captured, wanted in ((first, 2.0), (second, 3.0)):
+        step = xd.compile(lambda x, captured=captured: torch.maximum(x, captured).sigmoid())
+        got = step(torch.zeros(7, device="xla"))
+        torch.testing.assert_close(got.cpu(), torch.full((7,), wanted).sigmoid())
+    assert [traced.names.count(f"aten::{name}.default") for name in ("maximum", "sigmoid")] == [
+        1,
+        1,
+    ]
+    del first, captured, step
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_step_names_the_line_of_each_use() -> None:
+    """The equations of an operation that was traced before are those of the present line."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with jax.named_scope("earlier"):
+            x = torch.cosh(x)
+        with jax.named_scope("later"):
+            return torch.cosh(x)
+
+    text = xd.compile(step).lower(torch.ones(3, device="xla")).as_text(debug_info=True)
+    assert "earlier/cosh" in text and "later/cosh" in text

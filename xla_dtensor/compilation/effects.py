@@ -9,6 +9,7 @@ counter) can't be had that way, and is refused.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -119,7 +120,10 @@ class Surroundings:
         """What has changed by now."""
         found = []
         for place, before in self._before:
-            after = self._but_for_planted(place, before, place.content())
+            now = place.content()
+            if not self._planted and _is_untouched(before, now):
+                continue  # most of them
+            after = self._but_for_planted(place, before, now)
             after |= self._of_other_threads(place, before, after)
             before = before | dict.fromkeys(self._assigned(place) & before.keys(), MISSING)
             if before.keys() == after.keys() and all(
@@ -172,6 +176,10 @@ class Surroundings:
         if names is None or (self._threads == 1 and len(sys._current_frames()) == 1):
             return {}
         return {key: before[key] for key in after if key not in names and key in before}
+
+
+def _is_untouched(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
+    return before.keys() == now.keys() and all(map(operator.is_, before.values(), now.values()))
 
 
 def _same(a: Any, b: Any) -> bool:

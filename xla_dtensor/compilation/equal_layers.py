@@ -49,9 +49,9 @@ def check_equal(layers: list[nn.Module]) -> None:
 def equal_to_first(layers: list[nn.Module]) -> tuple[int, tuple[str, Any, Any] | None]:
     """How many layers from the first on are equal, and in what the next one differs: a name, the
     first one's value and its own."""
-    first = described(layers[0])
+    first, parts = described(layers[0]), _parts(layers[0])
     for i, layer in enumerate(layers[1:], 1):
-        found = _difference(first, described(layer)) or _other_attribute(layers[0], layer)
+        found = _difference(first, described(layer)) or _other_attribute(layers[0], layer, parts)
         if found is not None:
             return i, found
     return len(layers), None
@@ -146,10 +146,12 @@ def _code(hook: Any) -> Any:
     return hook.__code__
 
 
-def _other_attribute(first: nn.Module, other: nn.Module) -> tuple[str, Any, Any] | None:
+def _other_attribute(
+    first: nn.Module, other: nn.Module, parts: dict[int, str]
+) -> tuple[str, Any, Any] | None:
     """An attribute in which two layers of the same description differ: a table, a function, an
-    object."""
-    compared = _Compared(first, other)
+    object. ``parts`` are the first one's."""
+    compared = _Compared(parts, _parts(other))
     modules = zip(first.named_modules(), other.modules(), strict=True)
     for (name, module), twin in modules:
         own, its = vars(module), vars(twin)
@@ -163,9 +165,9 @@ def _other_attribute(first: nn.Module, other: nn.Module) -> tuple[str, Any, Any]
 class _Compared:
     """Whether values that two layers have in the same place mean the same in their code."""
 
-    def __init__(self, first: nn.Module, other: nn.Module) -> None:
+    def __init__(self, first: dict[int, str], other: dict[int, str]) -> None:
         # The layers' own parts, by names: what is the same is the part of that name.
-        self._first, self._other = _parts(first), _parts(other)
+        self._first, self._other = first, other
         self._begun: set[tuple[int, int]] = set()
 
     def same(self, a: Any, b: Any) -> bool:

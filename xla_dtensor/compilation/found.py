@@ -38,9 +38,18 @@ ATOMS = (
 )
 
 
+_USUAL_ATOMS = frozenset({int, float, bool, str, types.NoneType})
+_USUAL_OTHERS = frozenset({dict, list, set, types.FunctionType, torch.Tensor, torch.nn.Parameter})
+
+
 def is_atom(value: Any) -> bool:
     """Whether a value is compared by value as a whole."""
-    if isinstance(value, tuple) and type(value) is tuple:
+    cls = type(value)
+    if cls in _USUAL_ATOMS:
+        return True
+    if cls in _USUAL_OTHERS:
+        return False
+    if cls is tuple:
         return all(map(is_atom, value))
     return isinstance(value, ATOMS)
 

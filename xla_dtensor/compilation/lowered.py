@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from xla_dtensor.base import epoch, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.garbage import Seldom
 from xla_dtensor.compilation.gradients import Layout
 from xla_dtensor.compilation.input_layouts import layouts, shardings_of, takes_no_axes_apart
 from xla_dtensor.compilation.inputs import Arrays, outputs_in_order
@@ -249,7 +250,7 @@ class Lowered:
                 self.lowering = pin.loose
 
             def lower() -> Any:
-                with self.lowering():
+                with self.lowering(), Seldom():
                     # Another function each time, or JAX would give the same text again.
                     function = functools.partial(step)
                     return jax.jit(function, donate_argnums=donate, **jit_options).lower(*inputs)

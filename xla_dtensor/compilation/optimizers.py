@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.base.modes import unseen
 from xla_dtensor.compilation.doubles import plain
 from xla_dtensor.compilation.hyperparameters import (
     _item,
@@ -314,25 +315,29 @@ class OptimizerHooks:
         """Step counts live on the devices from now on, and equal ones are one array."""
         trace = self._trace
         found: list[tuple[dict[str, Any], str, Any]] = []
-        for state in optimizer.state.values():
-            for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad:
-                    continue
-                if isinstance(value, TensorMethods):
-                    storage = value._storage_
-                    if value._steps or trace.uses(storage) or storage.form.varying:
+        with unseen():
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad:
                         continue
-                    if storage.form.is_sharded:
+                    if isinstance(value, TensorMethods):
+                        storage = value._storage_
+                        if value._steps or trace.uses(storage) or storage.form.varying:
+                            continue
+                        if storage.form.is_sharded:
+                            continue
+                    elif value.device.type != "cpu":
                         continue
-                elif value.device.type != "cpu":
-                    continue
-                found.append((state, key, value))
+                    found.append((state, key, value))
         with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             ours = [v._storage_.array for _, _, v in found if isinstance(v, TensorMethods)]
             if abstract.current() is not None:  # they count, but nobody knows how far
                 values = iter([np.zeros(())] * len(ours))
             else:
-                values = iter(jax.device_get(ours))
+                # After a step they are one array.
+                known = {id(array): array for array in ours}
+                read = dict(zip(known, jax.device_get([*known.values()]), strict=True))
+                values = iter([read[id(array)] for array in ours])
             for state, key, tensor in found:
                 if isinstance(tensor, TensorMethods):
                     storage = tensor._storage_

@@ -124,9 +124,12 @@ def _version(tensor: Any) -> int:
 def hooks_of(tensor: Any) -> tuple[Any, ...]:
     """The functions that are called with the tensor's gradient, apart from our own."""
     found: tuple[Any, ...] = ()
+    backward = getattr(tensor, "_backward_hooks", None)
+    accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if not backward and not accumulated:
+        return found
     own = getattr(getattr(tensor, "_landing", None), "id", None)
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(tensor, name, None)
+    for name, hooks in (("backward", backward), ("accumulated", accumulated)):
         users = [hook for key, hook in hooks.items() if key != own] if hooks else None
         if users:
             found = (*found, name, *users)

@@ -195,7 +195,10 @@ _CONTAINERS = frozenset((list, tuple, set, frozenset, deque, dict, OrderedDict, 
 def class_of_content(value: Any) -> Any:
     """The one of Python's containers that a container is, or is derived from: its methods give what
     is in it, where a derived class may run code of its own."""
-    return next((cls for cls in type(value).__mro__ if cls in _CONTAINERS), type(value))
+    own = type(value)
+    if own in _CONTAINERS:
+        return own
+    return next((cls for cls in own.__mro__ if cls in _CONTAINERS), own)
 
 
 class Elements(Place):
@@ -267,6 +270,8 @@ class Items(Place):
         return type(self.owner) in _CONTAINERS and not self.owner
 
     def content(self) -> dict[Any, Any]:
+        if type(self.owner) in _CONTAINERS:
+            return dict(self.owner)
         return dict(class_of_content(self.owner).items(self.owner))
 
     def replace(self, content: dict[Any, Any]) -> None:

@@ -225,10 +225,13 @@ class Layers:
 
     def inside(self, slices: list[Any], words: Any) -> Inside:
         storages = [tensor._storage_ for tensor in self.tensors[0]]
+        words = self.trace.rng_words if words is None else words
         return Inside(self.trace, storages, slices, words, self.random)
 
     def words(self) -> Any:
-        """The generator's state before each layer."""
+        """The generator's state before each layer; None if it is the same for all."""
+        if not self.draws:
+            return None
         words = self.trace.rng_words
         low = words[2] + self.draws * jnp.arange(self.count, dtype=jnp.uint32)
         high = words[3] + (low < words[2]).astype(jnp.uint32)
@@ -267,10 +270,11 @@ class _Scan(torch.autograd.Function):
                 inputs = [value] if layers.each else []
                 return result, (to_host(kept) if layers.offload else kept, inputs)
 
-            end, (kept, inputs) = jax.lax.scan(body, start, (stacked, layers.words()))
+            scan = functools.partial(jax.lax.scan, body, start, length=layers.count)
+            end, (kept, inputs) = scan((stacked, layers.words()))
             if drawn[0]:  # each layer has random numbers of its own: once more, with those
                 layers.draws = drawn[0]
-                end, (kept, inputs) = jax.lax.scan(body, start, (stacked, layers.words()))
+                end, (kept, inputs) = scan((stacked, layers.words()))
             results = [y for array in inputs for y in unstack(array, layers.count)[1:]]
         trace.random.counter = layers.random
         trace.random.advance(layers.draws * layers.count)
@@ -338,6 +342,7 @@ class _Scan(torch.autograd.Function):
                 body,
                 (of_end, zeros),
                 (ctx.kept, ctx.stacked, layers.words(), *of_results),
+                length=layers.count,
                 reverse=True,
             )
             # Per tensor with a gradient its layers' gradients.

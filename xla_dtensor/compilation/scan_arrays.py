@@ -6,13 +6,13 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from torch.distributed.tensor import Replicate
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
+from xla_dtensor.lowering.for_each import for_each
 
 
 def fresh(form: Form) -> Form:
@@ -57,7 +57,8 @@ def of_form(value: Any, source: Form, form: Form) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def stack(form: Form, *values: Any) -> Any:
     """One equation of the step, whatever the number of layers."""
-    stacked = jnp.stack([logical(value, form) for value in values])
+    rows = for_each(_with_dim, [[logical(value, form)] for value in values], key=_with_dim)
+    stacked = jax.lax.concatenate([row for (row,) in rows], 0)
     if form.sharding is None:
         return stacked
     spec = jax.sharding.PartitionSpec(None, *form.sharding.spec)
@@ -67,4 +68,15 @@ def stack(form: Form, *values: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def unstack(array: Any, count: int) -> list[Any]:
-    return [array[i] for i in range(count)]
+    """The values of the layers apart."""
+    rows = [[row] for row in jax.lax.split(array, [1] * count)]
+    rows = for_each(_without_dim, rows, key=_without_dim)
+    return [value for (value,) in rows]
+
+
+def _with_dim(row: Any, _: Any) -> list[Any]:
+    return [jax.lax.expand_dims(row[0], (0,))]
+
+
+def _without_dim(row: Any, _: Any) -> list[Any]:
+    return [jax.lax.squeeze(row[0], (0,))]

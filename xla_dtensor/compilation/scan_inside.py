@@ -63,9 +63,10 @@ class Inside:
             for storage, value in zip(self._storages, self._slices, strict=True)
             if storage.value is not value
         ]
+        own = set(map(id, self._storages))
         for captured in trace.captured:
             storage = captured.storage
-            if storage is None or any(storage is s for s in self._storages):
+            if storage is None or id(storage) in own:
                 continue
             was = self._seen.get(id(captured), captured.array)
             if storage.value is not was:

@@ -18,6 +18,7 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base.modes import unseen
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.traced_number import valueless_number
 from xla_dtensor.compilation import module_scopes
@@ -70,6 +71,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self._owned: dict[int, weakref.ref[Storage]] = {}
         self._array_ids: set[int] = set()
         self._counters: dict[Any, Any] = {}
+        self._counter_ids: set[int] = set()
         self._recomputed: list[Recomputation] = []
         self._latest: Any = None
         self.loop_begins = 0  # versions from before the loop body that is being traced are lower
@@ -121,7 +123,8 @@ class StepTrace(TraceNumbers, TraceAssertions):
         if not self.owns(storage):
             self._use(storage)
             if tensor is not None:
-                self.touched(tensor)
+                with unseen():
+                    self._touched(tensor)
         array = storage.array
         if isinstance(array, AbstractArray):
             array = traced(array)
@@ -162,6 +165,10 @@ class StepTrace(TraceNumbers, TraceAssertions):
         storage = getattr(tensor, "_storage_", None)
         if storage is not None and self.owns(storage):
             return
+        with unseen():
+            self._touched(tensor)
+
+    def _touched(self, tensor: Any) -> None:
         known = self.outside.get(id(tensor))
         if known is None or known.get() is not tensor:
             if tensor.requires_grad and not tensor.is_leaf and self._made_here(tensor):
@@ -330,21 +337,6 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self._capture(storage, fill_value=value)
         return storage
 
-    def counter(self, form: Form, value: Any) -> Any:
-        """One array for all scalars that hold ``value``: step counts, of which each parameter has
-        its own. They go into the program, and come out of it, as one."""
-        key = form, repr(value)
-        array = self._counters.get(key)
-        if array is None:
-            with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-                array = arrays.full((), value, form.jax_dtype, form.sharding)
-            self._counters[key] = array
-        return array
-
-    def is_counter(self, array: Any) -> bool:
-        """Whether several storages may hold ``array``."""
-        return any(array is known for known in self._counters.values())
-
     def backward(self, outputs: Iterable[Any], keeps_graph: bool, to_leaves: bool) -> None:
         """A backward pass from ``outputs`` begins.
 
@@ -376,7 +368,8 @@ class StepTrace(TraceNumbers, TraceAssertions):
         """Keep alive nothing of what the trace has used: a program says itself what it needs."""
         for kept in (
             *(self.before, self._captured_by_id, self.host_arrays, self.scalars),
-            *(self._items, self._marked, self._counters, self._owned, self._in_devices),
+            *(self._items, self._marked, self._counters, self._counter_ids, self._owned),
+            self._in_devices,
         ):
             kept.clear()
         self.captured, self.reads, self._latest = [], [], None
@@ -386,7 +379,8 @@ class StepTrace(TraceNumbers, TraceAssertions):
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
             captured.restore()
-        found = [*(outside for _, outside in self.before.values()), *self.outside.values()]
+        both = (*(outside for _, outside in self.before.values()), *self.outside.values())
+        found = list({id(outside): outside for outside in both}.values())
         for outside in found:
             outside.switch_back()
             outside.count_writes()

@@ -1,4 +1,4 @@
-"""Numbers of a trace: inputs of the program, and what it decides by."""
+"""Numbers of a trace: inputs of the program, what it decides by, and step counts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from xla_dtensor.base import thread_state
 from xla_dtensor.base.keys import exact
 from xla_dtensor.base.traced_number import NumberNode, input_number
 from xla_dtensor.compilation.numbers import Decision, Number
+from xla_dtensor.forms.form import Form
+from xla_dtensor.runtime import arrays
 
 
 class TraceNumbers:
@@ -20,6 +23,8 @@ class TraceNumbers:
     decisions: list[Decision]
     settings: dict[Callable[[], Any], tuple[Any, str]]
     _computed_numbers: dict[Any, Any]
+    _counters: dict[Any, Any]
+    _counter_ids: set[int]
 
     def number(self, read: Callable[[Any], float], value: float, name: str) -> Any:
         """The number that ``read`` gives of later calls, as an input of the program (a
@@ -67,3 +72,19 @@ class TraceNumbers:
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         if read not in self.settings:
             self.settings[read] = read(), text
+
+    def counter(self, form: Form, value: Any) -> Any:
+        """One array for all scalars that hold ``value``: step counts, of which each parameter has
+        its own. They go into the program, and come out of it, as one."""
+        key = form, repr(value)
+        array = self._counters.get(key)
+        if array is None:
+            with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+                array = arrays.full((), value, form.jax_dtype, form.sharding)
+            self._counters[key] = array
+            self._counter_ids.add(id(array))
+        return array
+
+    def is_counter(self, array: Any) -> bool:
+        """Whether several storages may hold ``array``."""
+        return id(array) in self._counter_ids

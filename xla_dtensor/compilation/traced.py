@@ -197,7 +197,7 @@ class Traced(TracedEffects):
                 if "state" in watch.reads and key not in self.hooks.stepped:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
             same = len(self._roots) == before and not watch.meets_installed
-            self.watch = watch if same else self.look_again()
+            self.watch = watch if same else self.look_again(watch)
             self.frame = trace.frame
             self.jaxpr = closed.jaxpr
             self._collect_inputs(trace, arguments, closed.consts)
@@ -211,9 +211,9 @@ class Traced(TracedEffects):
         del self._call
         return call
 
-    def look_again(self) -> Watch:
+    def look_again(self, known: Watch | None = None) -> Watch:
         """What the step's Python can read now."""
-        return Watch(self._roots, self.names_of_carried, self._executed)
+        return Watch(self._roots, self.names_of_carried, self._executed, known=known)
 
     def carries(self, watch: Watch) -> bool:
         """Whether ``watch`` takes the values of the same places as this trace."""

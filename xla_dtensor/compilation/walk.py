@@ -17,7 +17,6 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -25,13 +24,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_dtensor.compilation.carried import Carried, is_state, parts_of
+from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.code_names import Names, is_library, is_library_class
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
-from xla_dtensor.compilation.objects import attributes_of, is_record
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
-from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
+from xla_dtensor.compilation.places import MISSING, Entries, Items, Place, Slots
 from xla_dtensor.compilation.reflection import (
     code_of,
     dict_of,
@@ -70,6 +68,7 @@ class Walk:
         carried: frozenset[str] = frozenset(),
         executed: frozenset[types.CodeType] | None = None,
         expecting: bool = False,
+        known: Walk | None = None,
     ) -> None:
         self._carried = carried
         self._executed = executed
@@ -77,11 +76,21 @@ class Walk:
         self.meets_installed = False
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
+        self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.asks_types = False
+        if known is not None and not known.meets_installed:
+            # What led to them is there still, so one round will do. Of installed packages it may
+            # have taken names of code that hasn't run.
+            self._names.update(known._names)
+            self._library_reads |= known._library_reads
+            self.asks_types = known.asks_types
+            for number, (namespace, names) in known._globals.items():
+                self._globals[number] = namespace, set(names)
         self._odd_classes: dict[type, bool] = {}
         self._slot_names: dict[type, list[str]] = {}
+        self._inherited: dict[type, set[str]] = {}
+        self._library_classes: dict[type, bool] = {}
         self._seen: dict[int, tuple[Any, str]] = {}
-        self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
         while True:
             before = self._size()
             self._start()
@@ -97,6 +106,7 @@ class Walk:
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
         self._seen, self._odd_classes, self._slot_names = {}, {}, {}
+        self._inherited, self._library_classes = {}, {}
 
     # --- what `WalkCode` and `WalkObjects` know -----------------------------------------------
 
@@ -210,9 +220,10 @@ class Walk:
                 self._seen[id(value)] = value, path
                 self._plain_object(value, path)
             return
-        if is_atom(value):
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor and is_atom(value):
             self._note(path, "value", value)
-            if not is_library_class(type(value)):  # an enum, a named tuple: it may have methods
+            if not self._of_library(type(value)):  # an enum, a named tuple: it may have methods
                 self._own_parts(value, path)
             return
         seen = self._seen.get(id(value))
@@ -220,15 +231,17 @@ class Walk:
             self._note(path, "same as", seen[1])
             return
         self._seen[id(value)] = value, path
-        if isinstance(value, torch.Tensor):
+        if is_tensor:
             self.tensors[id(value)] = value, path
             self._note(path, "tensor", value)
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 # Which hooks there are the step's guards know; here it is what they read.
-                for number, hook in enumerate((getattr(value, name, None) or {}).values()):
+                hooks = getattr(value, name, None)
+                for number, hook in enumerate(hooks.values() if hooks else ()):
                     self._walk(hook, f"{path}.{name}[{number}]")
             own = vars(value)
-            names = [n for n in own if n not in OWN_ATTRIBUTES and self._is_read(n)]
+            added = own.keys() - OWN_ATTRIBUTES
+            names = [n for n in own if n in added and self._is_read(n)] if added else []
             if names or self._asks_for_absent:  # what the user has put on it, or may
                 self._entries(own, names, path, value)
             return
@@ -358,38 +371,12 @@ class Walk:
     def _place(self, place: Place) -> None:
         self.places.append(place)
 
-    def _taken(self, place: Place, keys: Iterable[Any]) -> frozenset[Any]:
-        """Those of a place's keys whose values each call takes from there."""
-        if not self._carried:
-            return frozenset()
-        taken = [
-            key for key in keys if place.label(key) in self._carried and is_state(place.at(key))
-        ]
-        for key in taken:
-            self.carried.append(Carried(place, key))
-            self._inside(place.at(key), place.label(key))
-        return frozenset(taken)
-
-    def _inside(self, value: Any, path: str) -> None:
-        """The lists, dicts and records in what a call takes like an argument: the step mustn't
-        change them, since it is given others in the next call."""
-        for name, inner in parts_of(value):
-            self._inside(inner, f"{path}{name}")
-        if not is_library_class(type(value)):  # its methods may be called
-            self._class(type(value))
-        place: Place
-        if isinstance(value, list):
-            place = Elements(value, path, guarded=False)
-        elif isinstance(value, dict):
-            place = Items(value, path, guarded=False)
-        elif is_record(value) and hasattr(value, "__dict__"):
-            place = Entries(vars(value), vars(value), path, guarded=False)
-        elif is_record(value):
-            place = Slots(value, attributes_of(value) or (), path, guarded=False)
-        else:
-            return
-        self._place(place)
-        self.inside.add(place.container)
+    def _of_library(self, cls: type) -> bool:
+        """Whether a class is defined by a library."""
+        known = self._library_classes.get(cls)
+        if known is None:
+            known = self._library_classes[cls] = is_library_class(cls)
+        return known
 
     def _is_read(self, name: str) -> bool:
         names = self._names

@@ -1,17 +1,20 @@
-"""Functions, their cells and globals on the walk."""
+"""Functions, their cells and globals on the walk, and what each call takes from where it is."""
 
 from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
+from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
     describe,
     is_library,
     names_of,
 )
-from xla_dtensor.compilation.places import MISSING, Entries, Slots
+from xla_dtensor.compilation.objects import attributes_of, is_record
+from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
 from xla_dtensor.compilation.walk import Walk
 
 _NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
@@ -87,3 +90,38 @@ class WalkCode(Walk):
         self._place(Entries(namespace, sorted((names - taken) & namespace.keys()), ""))
         if taken:
             self._place(Entries(namespace, sorted(taken), "", guarded=False))
+
+    # --- what each call takes from where it is -------------------------------------------------
+
+    def _taken(self, place: Place, keys: Iterable[Any]) -> frozenset[Any]:
+        """Those of a place's keys whose values each call takes from there."""
+        if not self._carried:
+            return frozenset()
+        taken = [
+            key for key in keys if place.label(key) in self._carried and is_state(place.at(key))
+        ]
+        for key in taken:
+            self.carried.append(Carried(place, key))
+            self._inside(place.at(key), place.label(key))
+        return frozenset(taken)
+
+    def _inside(self, value: Any, path: str) -> None:
+        """The lists, dicts and records in what a call takes like an argument: the step mustn't
+        change them, since it is given others in the next call."""
+        for name, inner in parts_of(value):
+            self._inside(inner, f"{path}{name}")
+        if not self._of_library(type(value)):  # its methods may be called
+            self._class(type(value))
+        place: Place
+        if isinstance(value, list):
+            place = Elements(value, path, guarded=False)
+        elif isinstance(value, dict):
+            place = Items(value, path, guarded=False)
+        elif is_record(value) and hasattr(value, "__dict__"):
+            place = Entries(vars(value), vars(value), path, guarded=False)
+        elif is_record(value):
+            place = Slots(value, attributes_of(value) or (), path, guarded=False)
+        else:
+            return
+        self._place(place)
+        self.inside.add(place.container)

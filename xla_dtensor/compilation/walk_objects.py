@@ -18,7 +18,6 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xla_dtensor.compilation.code_names import (
-    is_library_class,
     names_of,
 )
 from xla_dtensor.compilation.found import is_atom
@@ -80,7 +79,7 @@ class WalkObjects(WalkCode):
             self._place(Items(hooks, f"{path}.{part}", with_keys=False))
             for number, hook in enumerate(hooks.values()):
                 self._walk(hook, f"{path}.{part}[{number}]")
-        if is_library_class(cls):
+        if self._of_library(cls):
             names = [name for name in own if name not in _MODULE_OWN]
         else:
             names = [name for name in own if self._is_read(name) and name not in _MODULE_OWN]
@@ -113,13 +112,18 @@ class WalkObjects(WalkCode):
         if issubclass(type(owner), nn.Module):
             taken = set().union(*(own.get(p) or () for p in _MODULE_PARTS))
             names = [n for n in names if n not in taken]
+        if not names:
+            return
         # Not hasattr, which would run a user's __getattr__. A property keeps its value elsewhere.
-        inherited = {
-            n
-            for base in type(owner).__mro__
-            for n, value in vars(base).items()
-            if hasattr(type(value), "__set__")
-        }
+        cls = type(owner)
+        inherited = self._inherited.get(cls)
+        if inherited is None:
+            inherited = self._inherited[cls] = {
+                n
+                for base in cls.__mro__
+                for n, value in vars(base).items()
+                if hasattr(type(value), "__set__")
+            }
         present = [n for n in sorted(names) if n in own or n not in inherited]
         if present:
             self._place(Entries(own, present, path, guarded=False))
@@ -149,7 +153,7 @@ class WalkObjects(WalkCode):
     def _plain_object(self, value: Any, path: str) -> None:
         cls, own = type(value), dict_of(value)
         wrapped = (own or {}).get("__wrapped__")
-        if wrapped is not None and is_library_class(cls):  # lru_cache, a compiled step
+        if wrapped is not None and self._of_library(cls):  # lru_cache, a compiled step
             self._note(path, cls)
             self._walk(wrapped, path)
             return
@@ -161,7 +165,7 @@ class WalkObjects(WalkCode):
             self._library_methods(cls)
             self._attributes(value, own, path)
             self._slots(value, path)
-        elif getattr(cls, "__slots__", None) is not None and not is_library_class(cls):
+        elif getattr(cls, "__slots__", None) is not None and not self._of_library(cls):
             self._note(path, "object", cls)
             self._slots(value, path)
         else:
@@ -175,7 +179,7 @@ class WalkObjects(WalkCode):
         """What the methods that the code names read, of classes whose code isn't followed: the
         ``data`` behind a ``UserDict``'s ``[]``."""
         for base in cls.__mro__:
-            if not is_library_class(base):
+            if not self._of_library(base):
                 continue
             for name, method in vars(base).items():
                 special = name.startswith("__") and name not in _NEVER_CALLED
@@ -189,7 +193,7 @@ class WalkObjects(WalkCode):
         cls = type(value)
         known = self._slot_names.get(cls)
         if known is None:
-            bases = () if is_library_class(cls) else cls.__mro__
+            bases = () if self._of_library(cls) else cls.__mro__
             known = self._slot_names[cls] = [name for base in bases for name in slots_of(base)]
         read = list(filter(self._is_read, known))
         if read:
@@ -207,7 +211,7 @@ class WalkObjects(WalkCode):
         if isinstance(own.get("__getattr__"), types.FunctionType):  # a Python module's
             names.append("__getattr__")
         cls = type(value)
-        if cls is types.SimpleNamespace or not any(map(is_library_class, cls.__mro__[:-1])):
+        if cls is types.SimpleNamespace or not any(map(self._of_library, cls.__mro__[:-1])):
             self._plain.add(id(own))
         self._assigned(value, path, names)
         self._entries(own, names, path, value)
@@ -272,7 +276,7 @@ class WalkObjects(WalkCode):
             if not is_atom(key):
                 self._walk(key, f"{path}'s key")
             self._walk(item, f"{path}[{key!r}]" if is_atom(key) else f"{path}[...]")
-        if not is_library_class(type(value)):
+        if not self._of_library(type(value)):
             self._own_parts(value, path)
 
     def _sequence(self, value: Any, path: str) -> None:
@@ -290,13 +294,13 @@ class WalkObjects(WalkCode):
         for i, item in enumerate(cls.__iter__(value)):
             if i not in place.carried:
                 self._walk(item, f"{path}[{i}]")
-        if not is_library_class(type(value)):
+        if not self._of_library(type(value)):
             self._own_parts(value, path)
 
     def _class(self, cls: type) -> None:
         """The methods and attributes that a class gives its objects."""
         for base in cls.__mro__:
-            if is_library_class(base) or base in self._seen_classes:
+            if self._of_library(base) or base in self._seen_classes:
                 continue
             self._seen_classes.add(base)
             names = [name for name in base.__dict__ if self._is_member_used(base, name)]

@@ -35,6 +35,7 @@ class Watch(WalkObjects):
         executed: the code of installed packages that is followed; None: all that is found.
         expecting: whether the walk is for a step that may run other code of theirs: of what it
             reaches it takes the names that the methods use.
+        known: an earlier one from some of the roots, whose names this one takes over.
 
     Attributes:
         places: every container on the way.
@@ -57,8 +58,9 @@ class Watch(WalkObjects):
         carried: frozenset[str] = frozenset(),
         executed: frozenset[types.CodeType] | None = None,
         expecting: bool = False,
+        known: Watch | None = None,
     ) -> None:
-        super().__init__(roots, carried, executed, expecting)
+        super().__init__(roots, carried, executed, expecting, known)
         self._arm()
 
     def keys_of_places(self) -> set[tuple[int, Any]]:

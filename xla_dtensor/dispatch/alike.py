@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from xla_dtensor.base.cache import Cache
+from xla_dtensor.lowering.for_each import for_each
 
 Function = Callable[[Any, tuple, dict], tuple[list[Any], list[Any]]]
 
@@ -51,13 +52,12 @@ def once_for_alike(name: str, run: Function) -> Function:
         for key, members in groups.items():
             make = functools.partial(_call_of, run, args, members[0])
             call = _calls.get_or_make((run, key), make)
-            known: dict[tuple[int, ...], Any] = {}  # the step counts of parameters are one array
-            for i in members:
-                arrays = [x for x in (_at(x, i) for x in args) if _is_array(x)]
-                ids = tuple(map(id, arrays))
-                if ids not in known:
-                    known[ids] = call(arrays)
-                found[i] = known[ids]
+            rows = [[x for x in (_at(x, i) for x in args) if _is_array(x)] for i in members]
+            ids = [tuple(map(id, row)) for row in rows]
+            once = dict(zip(ids, rows, strict=True))  # the step counts of parameters are one array
+            results = dict(zip(once, _of_each(call, list(once.values())), strict=True))
+            for i, own in zip(members, ids, strict=True):
+                found[i] = results[own]
         columns = lambda part: [x for column in zip(*part, strict=True) for x in column]
         return columns([fresh for fresh, _ in found]), columns([new for _, new in found])
 
@@ -78,6 +78,20 @@ def _call_of(run: Function, args: tuple, index: int) -> Any:
         return run(None, filled, {})
 
     return jax.jit(call)
+
+
+def _of_each(call: Any, rows: list[list[Any]]) -> list[Any]:
+    """``call`` of each."""
+    if len(rows) == 1:
+        return [call(rows[0])]
+    trees: list[Any] = []
+
+    def flat(row: Any, _: Any) -> list[Any]:
+        values, tree = jax.tree.flatten(call(list(row)))
+        trees.append(tree)
+        return values
+
+    return [trees[0].unflatten(values) for values in for_each(flat, rows)]
 
 
 def _at(value: Any, index: int) -> Any:

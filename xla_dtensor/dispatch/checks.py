@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +15,8 @@ from xla_dtensor.forms.form import Form
 
 
 def checked(value: Any, shape: tuple[int, ...], dtype: Any, info: OpInfo) -> Any:
-    value = jnp.asarray(value)
+    if not isinstance(value, jax.core.Tracer):
+        value = jnp.asarray(value)
     if tuple(value.shape) != shape:
         if info.mutated and value.size <= max(1, _numel(shape)):
             return jnp.broadcast_to(value, shape).astype(dtype)
@@ -33,6 +35,8 @@ def check_castable(value: Any, form: Form) -> None:
 
     torch's meta kernels let numbers through here (``int_tensor.mul_(0.5)``).
     """
+    if getattr(value, "dtype", None) == form.jax_dtype:
+        return
     result = jnp.result_type(value)
     wanted = _CATEGORIES.get(form.jax_dtype.kind, 2)
     if wanted and _CATEGORIES.get(result.kind, 2) > wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import rng
+from xla_dtensor.base.thread_state import Trace
 from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.checks import check_castable, checked
 from xla_dtensor.dispatch.cut import Cut, platform_of
@@ -84,6 +85,31 @@ class Computation:
             if lowering is not None
             else torch.Tag.nondeterministic_seeded in call.info.func.tags
         )
+        # Others run code that isn't the package's: torch's, of which the trace may hear, or the
+        # user's (`jax_function`), which may do something else next time.
+        module = getattr(getattr(lowering, "function", None), "__module__", None) or ""
+        self._is_ours = module.startswith("xla_dtensor.lowering.")
+        self._known: Any = None
+
+    def in_trace(self, trace: Trace, leaves: list[Any], base_arrays: list[Any]) -> list[Any]:
+        """The same in the trace of a step. Of arrays alone it is traced once: layers alike then
+        have their equations from the first one, which takes a fraction of the time."""
+        if (
+            not self._is_ours
+            or self.random
+            or self._axes
+            or trace.wide is not None  # remembers tracers
+            or any(base is not None for base in base_arrays)
+            or not all(isinstance(leaf, jax.Array) for leaf in leaves)
+        ):
+            return self(trace.random_key, leaves, base_arrays, False)
+        if self._known is None:
+            self._known = jax.jit(self._of_arrays, inline=True)
+        found: list[Any] = self._known(leaves)
+        return found
+
+    def _of_arrays(self, leaves: list[Any]) -> list[Any]:
+        return self._on_one_device(_no_keys, leaves, False)
 
     def __call__(
         self, keys: Callable[[], Any], leaves: Any, base_arrays: Any, pad: bool
@@ -196,6 +222,10 @@ class Computation:
             )
             value = DOUBLE_COMPLEX.only(text, lambda x: x, value)
         return value if self._pinned is None else self._pinned.result(value, index)
+
+
+def _no_keys() -> NoReturn:
+    raise AssertionError("an operation that isn't random draws a random number")
 
 
 def _keys(state: Any, offset: Any) -> Callable[[], Any]:

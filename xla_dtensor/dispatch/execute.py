@@ -279,7 +279,7 @@ def _trace(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
         if key is not None and trace.wide is not None:
             given = list(map(trace.wide.widened, leaves))
         with trace.scope():
-            arrays = plan.run(trace.random_key, given, bases, False)
+            arrays = plan.run.in_trace(trace, given, bases)
     if key is not None:
         trace.scalars[key] = leaves, arrays  # the leaves, so that their ids stay theirs
         one = list(arrays[:1])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.modes import unseen
 from xla_dtensor.tensors.backend import backend
 
 Update = Callable[..., None]
@@ -63,6 +64,8 @@ def update(
     # Not by way of torch, a mode of the trace's or its dispatcher, which would ask for the numbers.
     backend().dispatch(overload, lists, numbers)
     written = [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs]
-    torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+    with unseen():
+        counted = [t for t in written if not t.is_inference()]
+    torch.autograd.graph.increment_version(counted)
     if found_inf is not None:
         torch._foreach_sub_(state_steps, [found_inf] * len(state_steps))

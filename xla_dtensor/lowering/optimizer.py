@@ -7,13 +7,14 @@ branches on their values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_dtensor.lowering.for_each import for_each
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
 
@@ -39,6 +40,7 @@ def _fused(
     found_inf: jax.Array | None,
     numbers: tuple[Any, ...],
     own_numbers: Sequence[tuple[Any, ...]] | None = None,
+    key: Hashable = None,
 ) -> tuple[list[jax.Array], ...]:
     """``update(numbers, param, grad, *state)`` for each parameter: new parameters, unscaled
     gradients, new states. With ``found_inf`` set, everything stays as it is.
@@ -48,39 +50,53 @@ def _fused(
     Args:
         numbers: for all parameters.
         own_numbers: further ones for each parameter; traced.
+        key: what decides, besides all this, what ``update`` computes, if it is always the same.
     """
-    # Each call would have constants of its own for Python's.
+    # Arrays among the numbers are arguments: a call would have constants of its own for Python's.
     traced = [x for x in numbers if isinstance(x, jax.Array)]
+    whole = [x for x in (grad_scale, found_inf) if x is not None]
+    own = own_numbers or [()] * len(params)
+    # Those of all parameters, mostly, as their step counts are one array.
+    common = own[0] if own and all(_are_same(values, own[0]) for values in own) else ()
 
-    def one(
-        old: list[jax.Array], traced: Any, own: tuple[Any, ...], grad_scale: Any, found_inf: Any
-    ) -> list[jax.Array]:
-        given = iter(traced)
+    def one(row: Tensors, shared: Tensors) -> list[jax.Array]:
+        given, own_given = iter(shared), row[width:] or shared[len(shared) - len(common) :]
         all_numbers = [next(given) if isinstance(x, jax.Array) else x for x in numbers]
+        scale = None if grad_scale is None else next(given)
+        overflow = None if found_inf is None else next(given)
+        old = row[:width]
         # Parameters may be narrower than their states: compute in the widest.
         dtype = math_dtype(jnp.result_type(*old))
         param, wide_grad, *wide_states = (v.astype(dtype) for v in old)
-        if grad_scale is not None:
-            wide_grad = wide_grad / grad_scale.astype(dtype)
+        if scale is not None:
+            wide_grad = wide_grad / scale.astype(dtype)
         new_param, *new_states = update(
-            (*all_numbers, *own), param, -wide_grad if maximize else wide_grad, *wide_states
+            (*all_numbers, *own_given), param, -wide_grad if maximize else wide_grad, *wide_states
         )
         new = [
             v.astype(o.dtype) for v, o in zip((new_param, wide_grad, *new_states), old, strict=True)
         ]
-        if found_inf is not None:
-            overflow = found_inf.reshape(()) != 0
-            new = [jnp.where(overflow, o, n) for o, n in zip(old, new, strict=True)]
+        if overflow is not None:
+            none = overflow.reshape(()) != 0
+            new = [jnp.where(none, o, n) for o, n in zip(old, new, strict=True)]
         return new
 
-    call = jax.jit(one)
-    columns: list[list[jax.Array]] = []
-    for i, grad in enumerate(grads):
-        old = [params[i], grad, *(state[i] for state in states if state)]
-        own: tuple[Any, ...] = () if own_numbers is None else own_numbers[i]
-        columns.append(call(old, traced, own, grad_scale, found_inf))
-    rows = iter([list(row) for row in zip(*columns, strict=True)] or [[], []])
-    return next(rows), next(rows), *(next(rows, []) if state else [] for state in states)
+    lists = [params, grads, *(state for state in states if state)]
+    width = len(lists)
+    rows = [list(row) for row in zip(*lists, strict=True)]
+    if not common:
+        rows = [[*row, *values] for row, values in zip(rows, own, strict=True)]
+    if key is not None:
+        kinds = [None if isinstance(x, jax.Array) else (type(x), repr(x)) for x in numbers]
+        flags = maximize, grad_scale is None, found_inf is None, len(common)
+        key = "update", key, width, *kinds, *flags
+    columns = for_each(one, rows, [*traced, *whole, *common], key)
+    found = iter([list(column) for column in zip(*columns, strict=True)] or [[], []])
+    return next(found), next(found), *(next(found, []) if state else [] for state in states)
+
+
+def _are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return all(a is b for a, b in zip(values, others, strict=True))
 
 
 def _once_for_each(
@@ -147,6 +163,7 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
             found_inf,
             (lr, beta1, beta2, weight_decay, eps),
             corrections,
+            ("Adam", decoupled),
         )
 
     return step

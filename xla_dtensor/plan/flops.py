@@ -37,6 +37,8 @@ def _flops(jaxpr: Any) -> int:
                 times = equation.params["length"]
             elif name == "pallas_call":
                 times = math.prod(equation.params["grid_mapping"].grid)
+            elif name == "for_each":
+                times = equation.params["count"]
             elif name in ("jit", "pjit"):
                 times = share_of_blocks(equation.params["name"])
             elif name == "shard_map":
