@@ -39,31 +39,32 @@ def _dims(q: TensorInfo) -> list[int]:
     return sorted(dims, key=lambda d: (d == q.ndim + QUERY_DIM, -d))
 
 
-def _slot(tensor: Sequence[int], dim: int, q: TensorInfo, more: int = 0) -> Placement:
-    """`dim` of the query as a dim of `tensor`, whose leading dims are those of the query after
-    `more` others; broadcast ones are whole."""
-    own = dim + more
+def _slot(tensor: Sequence[int], dim: int, q: TensorInfo) -> Placement:
+    """`dim` of the query as a dim of a result: leading dims align, after those that keys or values
+    alone have; broadcast ones are whole."""
+    own = dim + max(len(tensor) - q.ndim, 0)
     return Shard(own) if own < len(tensor) and tensor[own] == q.shape[dim] else R
 
 
 def _beside(tensor: TensorInfo, dim: int, q: TensorInfo) -> Placement:
     """`dim` of the query as a dim of keys, values or a mask: the last dims align, broadcast ones
     are whole."""
-    return _slot(tensor.shape, dim, q, tensor.ndim - q.ndim) if dim >= q.ndim - tensor.ndim else R
+    own = dim + tensor.ndim - q.ndim
+    return Shard(own) if own >= 0 and tensor.shape[own] == q.shape[dim] else R
 
 
 @register(*_FORWARD.split())
 def attention(call: Call) -> Merged:
     """b h s d!, b h t! d!, b h t! e! -> b h s e!"""
     q, k, v, *rest = call.tensors
-    more = len(call.out_shapes[0] or q.shape) - q.ndim  # batch dims that keys or values alone have
     options = []
     for dim in _dims(q):
-        outs = [R if shape is None else _slot(shape, dim, q, more) for shape in call.out_shapes]
-        outs[0] = Shard(dim + more)
+        outs = [R if shape is None else _slot(shape, dim, q) for shape in call.out_shapes]
+        outs[0] = Shard(dim + len(call.out_shapes[0] or q.shape) - q.ndim)
         masks = tuple(_beside(m, dim, q) for m in rest)
-        for keys in _keys(dim, q, k, v):
-            options.append(Alternative(tuple(outs), (Shard(dim), *keys, *masks)))
+        options += [
+            Alternative(tuple(outs), (Shard(dim), *keys, *masks)) for keys in _keys(dim, q, k, v)
+        ]
     cheapest = functools.partial(call.merge, new_shards=True)
     return _with_its_keys(cheapest, options, call.tensors, 0)
 
@@ -150,7 +151,8 @@ def _backward(call: Call, tensors: Sequence[TensorInfo]) -> Merged:
     data = {"query", "grad_out", "grad_out_", "out", "logsumexp", "log_sums"}
     options = []
     k, v = call.tensor("key"), call.tensor("value")
-    for dim, of_keys in ((dim, keys) for dim in _dims(q) for keys in _keys(dim, q, k, v)):
+    places = [(dim, of_keys) for dim in _dims(q) for of_keys in _keys(dim, q, k, v)]
+    for dim, of_keys in places:
         inputs: list[Placement] = []
         for name, value in call.args.items():
             if not isinstance(value, TensorInfo):
