@@ -124,6 +124,38 @@ def test_transforms(transform: str, function: Any) -> None:
     torch.testing.assert_close(found, expected)
 
 
+BY_PARTS: dict[str, Any] = {
+    "dropout": lambda q, mask: F.scaled_dot_product_attention(q, q.sin(), q + 1, mask, 1e-9),
+    "torch.func": lambda q, mask: torch.func.vjp(
+        lambda q: F.scaled_dot_product_attention(q, q.sin(), q + 1, mask), q
+    )[0],
+    "2-D": lambda q, mask: F.scaled_dot_product_attention(q[0, 0], q[0, 0].sin(), q[0, 0], mask),
+    "keys of one batch": lambda q, mask: F.scaled_dot_product_attention(
+        q, q[:1].sin(), q[:1], mask
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ["device", "sharded"])
+@pytest.mark.parametrize("way", BY_PARTS)
+def test_a_boolean_mask_hides_where_attention_is_taken_apart(
+    way: str, where: str, mesh_2x4: Any
+) -> None:
+    attend = BY_PARTS[way]
+    torch.manual_seed(0)
+    q, mask = torch.randn(2, 4, 6, 8), torch.rand(6, 6) > 0.5
+    mask[:, 0] = True
+    mask[0, 1:] = False
+    leaf = q.clone().requires_grad_()
+    expected = attend(leaf, mask)
+    (grad,) = torch.autograd.grad(expected.sin().sum(), leaf)
+    own = place(q, where, mesh_2x4).requires_grad_()
+    found = attend(own, place(mask, where, mesh_2x4))
+    torch.testing.assert_close(full(found.detach()), expected.detach())
+    (found_grad,) = torch.autograd.grad(found.sin().sum(), own)
+    torch.testing.assert_close(full(found_grad), grad)
+
+
 def dual_of(function: Any) -> Any:
     def tangent(x: Any) -> Any:
         with fw.dual_level():

@@ -60,3 +60,60 @@ def test_a_device_has_the_keys_of_its_queries_where_all_have_the_keys() -> None:
     q = distribute_tensor(torch.randn(2, 8, 16, 8), mesh, [R, Shard(1)])
     k = distribute_tensor(torch.randn(2, 2, 16, 8), mesh, [R, R])
     assert attend(q, k, k).placements == (R, Shard(1))
+
+
+# Shapes of queries, keys and values, and their layouts: what broadcasts, in any of them.
+BROADCAST: dict[str, tuple[tuple[tuple[int, ...], list[Placement]], ...]] = {
+    "keys have a batch": (
+        ((4, 5, 8), [R, Shard(0)]),
+        ((4, 4, 6, 8), [R, Shard(0)]),
+        ((4, 4, 6, 8), [R, R]),
+    ),
+    "keys have none": (
+        ((4, 4, 5, 8), [R, Shard(0)]),
+        ((4, 6, 8), [R, R]),
+        ((4, 6, 8), [R, Shard(0)]),
+    ),
+    "one of keys, all of values": (
+        ((2, 8, 4, 8), [R, Shard(1)]),
+        ((2, 1, 6, 8), [R, R]),
+        ((2, 8, 6, 8), [R, R]),
+    ),
+    "queries alone": (
+        ((8, 8), [Shard(0), R]),
+        ((4, 6, 8), [R, R]),
+        ((4, 6, 8), [R, Shard(0)]),
+    ),
+    "a batch more": (
+        ((2, 4, 4, 5, 8), [Shard(1), Shard(1)]),
+        ((4, 4, 6, 8), [Shard(1), R]),
+        ((4, 4, 6, 8), [R, Shard(1)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_leading_dims_broadcast(name: str) -> None:
+    """In inference mode the operation gets them as they are."""
+    mesh = make_mesh("2x4")
+    torch.manual_seed(0)
+    given = [torch.randn(shape) for shape, _ in BROADCAST[name]]
+    layouts = [layout for _, layout in BROADCAST[name]]
+    with torch.inference_mode():
+        expected = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True)
+        sharded = [distribute_tensor(x, mesh, p) for x, p in zip(given, layouts, strict=True)]
+        actual = torch.nn.functional.scaled_dot_product_attention(*sharded, is_causal=True)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [8, 264], ids=["short", "flash"])
+def test_as_many_value_as_key_heads_wherever_they_are(length: int) -> None:
+    """Of heads that each device takes too: it would take as many of both."""
+    mesh = make_mesh("2x4")
+    shapes = ((2, 8, length, 8), (2, 4, length, 8), (2, 2, length, 8))
+    q, k, v = (
+        distribute_tensor(torch.randn(shape), mesh, [R, p])
+        for shape, p in zip(shapes, (Shard(1), R, R), strict=True)
+    )
+    with pytest.raises(ValueError, match="got 8 query, 4 key and 2 value heads"):
+        attend(q, k, v)

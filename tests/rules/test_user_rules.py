@@ -309,3 +309,18 @@ def test_torchs_own_example(scratch, torch_registry, mesh_2x4):
     got = place(x, mesh_2x4, S(0), S(1)).softmax(1)
     assert got.placements == (S(0), R)
     same(got, x.softmax(1))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_rule_of_attention_says_where_tensors_lie(is_causal, scratch, mesh_2x4):
+    """Not that a device's shards are enough: queries see the keys of all positions."""
+
+    def by_position(call):
+        return Merged(((S(2), R),) * 3, ((S(2), R),))
+
+    register_rule("aten::scaled_dot_product_attention", by_position, override=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    tensors = [torch.randn(2, 4, 8, 8) for _ in range(3)]
+    found = attend(*(place(t, mesh_2x4, S(2), R) for t in tensors), is_causal=is_causal)
+    assert found.placements == (S(2), R)
+    same(found, attend(*tensors, is_causal=is_causal))

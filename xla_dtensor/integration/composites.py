@@ -209,6 +209,9 @@ def _attention(
         if long is not None:
             return long
     if apart or transformed:
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            # It would be added as zeros and ones.
+            attn_mask = query.new_zeros(()).masked_fill(~attn_mask, -math.inf)
         out, _ = torch._scaled_dot_product_attention_math(
             query,
             key,

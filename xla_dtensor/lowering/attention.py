@@ -179,6 +179,8 @@ def attention_math(
     out, probabilities, _ = _attend(
         query, key, value, attn_mask, is_causal, scale, enable_gqa, keep
     )
+    if dropout_mask is not None:
+        probabilities = jnp.where(dropout_mask, probabilities, 0)
     return out, probabilities
 
 

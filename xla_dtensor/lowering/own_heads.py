@@ -37,7 +37,7 @@ class OwnHeads:
         of_query, of_key = axes[index][_HEADS], axes[index + 1][_HEADS]
         alone = of_query[len(of_key) :]
         assert of_query[: len(of_key)] == of_key, f"heads by {of_query} and {of_key}"
-        if not alone:
+        if not alone or key.shape[_HEADS] == 1:
             return
         heads, self._all = query.shape[_HEADS], key.shape[_HEADS]
         group = heads * math.prod(map(jax.lax.axis_size, alone)) // self._all

@@ -40,52 +40,60 @@ def _dims(q: TensorInfo) -> list[int]:
 
 
 def _slot(tensor: Sequence[int], dim: int, q: TensorInfo) -> Placement:
-    """`dim` of the query as a dim of `tensor`: leading dims align, broadcast ones are whole."""
-    if dim >= len(tensor) or tensor[dim] != q.shape[dim]:
-        return R
-    return Shard(dim)
+    """`dim` of the query as a dim of a result: leading dims align, after those that keys or values
+    alone have; broadcast ones are whole."""
+    own = dim + max(len(tensor) - q.ndim, 0)
+    return Shard(own) if own < len(tensor) and tensor[own] == q.shape[dim] else R
 
 
-def _heads_divide(q: TensorInfo, k: TensorInfo) -> bool:
-    return q.ndim >= 4 and k.shape[HEAD_DIM] <= q.shape[HEAD_DIM]
-
-
-def _mask_slot(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
-    own = dim - (q.ndim - mask.ndim)
-    return Shard(own) if own >= 0 and mask.shape[own] == q.shape[dim] else R
+def _beside(tensor: TensorInfo, dim: int, q: TensorInfo) -> Placement:
+    """`dim` of the query as a dim of keys, values or a mask: the last dims align, broadcast ones
+    are whole."""
+    own = dim + tensor.ndim - q.ndim
+    return Shard(own) if own >= 0 and tensor.shape[own] == q.shape[dim] else R
 
 
 @register(*_FORWARD.split())
 def attention(call: Call) -> Merged:
     """b h s d!, b h t! d!, b h t! e! -> b h s e!"""
-    q, k, _v, *rest = call.tensors
+    q, k, v, *rest = call.tensors
     options = []
     for dim in _dims(q):
-        is_head = dim == q.ndim + HEAD_DIM and q.ndim >= 4
-        if is_head and not _heads_divide(q, k):
-            continue
         outs = [R if shape is None else _slot(shape, dim, q) for shape in call.out_shapes]
-        outs[0] = Shard(dim)
-        masks = tuple(_mask_slot(m, dim, q) for m in rest)
-        for keys in _keys(dim, q, k):
-            options += [Alternative(tuple(outs), (Shard(dim), keys, keys, *masks))]
+        outs[0] = Shard(dim + len(call.out_shapes[0] or q.shape) - q.ndim)
+        masks = tuple(_beside(m, dim, q) for m in rest)
+        options += [
+            Alternative(tuple(outs), (Shard(dim), *keys, *masks)) for keys in _keys(dim, q, k, v)
+        ]
     cheapest = functools.partial(call.merge, new_shards=True)
     return _with_its_keys(cheapest, options, call.tensors, 0)
 
 
-def _keys(dim: int, q: TensorInfo, k: TensorInfo) -> list[Placement]:
+def _keys(
+    dim: int, q: TensorInfo, k: TensorInfo, v: TensorInfo
+) -> list[tuple[Placement, Placement]]:
     """How keys and values may lie where the query is sharded by ``dim``.
 
     Grouped heads shard alike: device i has the queries of its keys. Where that can't be, as they
     are fewer than devices, each device has all, and takes its own (`lowering/own_heads.py`).
     """
     if dim == q.ndim + QUERY_DIM:
-        return [R]
-    return [Shard(dim), R] if _grouped(q, k) and dim == q.ndim + HEAD_DIM else [Shard(dim)]
+        return [(R, R)]
+    alike = _beside(k, dim, q), _beside(v, dim, q)
+    if dim != q.ndim + HEAD_DIM or {_heads(k), _heads(v)} <= {1, _heads(q)}:
+        return [alike]
+    if _heads(k) != _heads(v) or _heads(q) % _heads(k):
+        return []
+    grouped = Shard(k.ndim + HEAD_DIM), Shard(v.ndim + HEAD_DIM)
+    return [grouped, (R, R)] if _grouped(q, k) else [grouped]
+
+
+def _heads(x: TensorInfo) -> int:
+    return x.shape[HEAD_DIM] if x.ndim >= 3 else 1
 
 
 def _grouped(q: TensorInfo, k: TensorInfo) -> bool:
-    return q.ndim >= 4 and k.shape[HEAD_DIM] != q.shape[HEAD_DIM]
+    return min(q.ndim, k.ndim) >= 4 and _heads(k) not in (1, _heads(q))
 
 
 def _with_its_keys(
@@ -142,8 +150,9 @@ def _backward(call: Call, tensors: Sequence[TensorInfo]) -> Merged:
     q = call.tensor("query")
     data = {"query", "grad_out", "grad_out_", "out", "logsumexp", "log_sums"}
     options = []
-    places = [(dim, keys) for dim in _dims(q) for keys in _keys(dim, q, call.tensor("key"))]
-    for dim, keys in places:
+    k, v = call.tensor("key"), call.tensor("value")
+    places = [(dim, of_keys) for dim in _dims(q) for of_keys in _keys(dim, q, k, v)]
+    for dim, of_keys in places:
         inputs: list[Placement] = []
         for name, value in call.args.items():
             if not isinstance(value, TensorInfo):
@@ -151,16 +160,16 @@ def _backward(call: Call, tensors: Sequence[TensorInfo]) -> Merged:
             if name in data:
                 inputs.append(_slot(value.shape, dim, q))
             elif name in ("key", "value"):
-                inputs.append(keys)
+                inputs.append(of_keys[name == "value"])
             elif name in ("attn_bias", "attn_mask"):
-                inputs.append(_mask_slot(value, dim, q))
+                inputs.append(_beside(value, dim, q))
             else:
                 inputs.append(R)
         grads: list[Placement] = [Shard(dim)]
-        grads += [Partial() if keys == R else keys] * 2
+        grads += [Partial() if own == R else own for own in of_keys]
         if len(call.out_shapes) > 3:
             bias = call.args.get("attn_bias")
-            grads.append(_mask_slot(bias, dim, q) if isinstance(bias, TensorInfo) else R)
+            grads.append(_beside(bias, dim, q) if isinstance(bias, TensorInfo) else R)
         if call.args.get("of_mask"):
             grads[-1] = _mask_grad(call.tensor("attn_mask"), dim, q)
         options.append(Alternative(tuple(grads[: call.n_outputs]), tuple(inputs)))
@@ -172,7 +181,7 @@ def _backward(call: Call, tensors: Sequence[TensorInfo]) -> Merged:
 
 def _mask_grad(mask: TensorInfo, dim: int, q: TensorInfo) -> Placement:
     """Where the mask is broadcast each device has a part of the sum."""
-    slot = _mask_slot(mask, dim, q)
+    slot = _beside(mask, dim, q)
     return Partial() if slot == R else slot
 
 
