@@ -117,3 +117,26 @@ def test_as_many_value_as_key_heads_wherever_they_are(length: int) -> None:
     )
     with pytest.raises(ValueError, match="got 8 query, 4 key and 2 value heads"):
         attend(q, k, v)
+
+
+def test_keys_in_uneven_shards() -> None:
+    """XLA didn't compile the step: it saw behind the padding of keys that it brought together."""
+    mesh = make_mesh("4x2")
+    torch.manual_seed(0)
+    given = [torch.randn(*shape) for shape in ((8, 8, 4), (8, 5, 4), (8, 5, 6))]
+    leaves = [x.clone().requires_grad_() for x in given]
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    expected.sin().sum().backward()
+    layouts = [[Shard(1), R], [Shard(1), Shard(2)], [Shard(0), Shard(0)]]
+    sharded = [
+        distribute_tensor(x, mesh, p).requires_grad_() for x, p in zip(given, layouts, strict=True)
+    ]
+
+    @xd.compile
+    def step(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        out = torch.nn.functional.scaled_dot_product_attention(*tensors)
+        return [out.detach(), *torch.autograd.grad(out.sin().sum(), tensors)]
+
+    wanted = (expected, *(x.grad for x in leaves))
+    for actual, value in zip(step(*sharded), wanted, strict=True):
+        torch.testing.assert_close(actual.cpu(), value.detach(), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,5 @@
-"""Operations that XLA's partitioner can't cut, or would cut badly: loops over blocks, kernels.
+"""Operations that XLA's partitioner can't cut, or would cut badly or wrong: loops over blocks,
+kernels, attention.
 
 They run under ``jax.shard_map``: each device computes the shards that the operation's rule gives
 it, and what the rule calls ``Partial`` is summed up.
@@ -40,6 +41,8 @@ class Cut:
         leaves: per leaf of the call the axes that shard each of its dims; None of a number.
         results: the same per result.
         sums: per result the axes along which devices have parts of a sum.
+        padded: whether a leaf comes in uneven shards. XLA may look behind it then for what isn't
+            padded, and mix up the two ("Expected instruction to have shape equal to ...").
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class Cut:
         leaves: list[TensorAxes | None],
         results: list[TensorAxes | None],
         sums: list[Axes],
+        padded: bool = False,
     ) -> None:
         self._frame, self._leaves, self._results, self._sums = frame, leaves, results, sums
+        self._padded = padded
         self._place = Place(platform_of(frame), [axes for axes in leaves if axes is not None])
 
     def call(
@@ -83,6 +88,11 @@ class Cut:
             out_specs=[spec() if axes is None else _spec(axes) for axes in self._results],
             check_vma=False,
         )
+        if self._padded:
+            values = [
+                value if axes is None else jax.lax.optimization_barrier(value)
+                for value, axes in zip(values, self._leaves, strict=True)
+            ]
         return list(cut(None if keys is None else keys(), *values))
 
 
@@ -117,7 +127,8 @@ def cut_of(answer: Answer | None) -> Cut | None:
         )
         for _, placements in outputs
     ]
-    return Cut(frame_of(mesh), leaves, list(inputs), sums)
+    padded = any(isinstance(form, Form) and form.padded_shape != form.shape for form in call.forms)
+    return Cut(frame_of(mesh), leaves, list(inputs), sums, padded)
 
 
 def _spec(axes: TensorAxes) -> jax.sharding.PartitionSpec:
