@@ -20,6 +20,7 @@ from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import Frame, dim_axes, dim_mesh_dims, frame_of, from_partition_spec
+from xla_dtensor.mesh.waypoints import DIMS as WAY_DIMS
 from xla_dtensor.mesh.waypoints import waypoints
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
@@ -100,6 +101,9 @@ def pins(answer: Answer | None) -> Pins | None:
     the axes that they have (`pin.hold`). Convolutions over sharded spatial dims go wrong on any
     mesh (weight gradients above all): those dims are whole while it computes.
 
+    On three axes an operation of any kind that has to bring a tensor of four dims to another is
+    told the way, or the process may end.
+
     The layouts of a rule that is not the library's own are asked for as they are: whoever wrote it
     wants its arguments and results there.
     """
@@ -121,7 +125,9 @@ def pins(answer: Answer | None) -> Pins | None:
     overload = f"{name.rpartition('.')[0]}.default"
     product, batched = is_(Kind.PRODUCT, overload), is_(Kind.BATCHED, overload)
     axes = sum(size > 1 for size in frame.sizes.values())
-    if not always and (axes < PLANE or not (product or gather)):
+    if not always and not (product or gather):
+        return _where_it_moves(answer) if axes > PLANE and not call.info.is_out else None
+    if not always and axes < PLANE:
         return None
     ask = jax.lax.with_sharding_constraint if always else pin
     if call.info.is_out:
@@ -140,6 +146,21 @@ def pins(answer: Answer | None) -> Pins | None:
             return Pins([()] * len(call.leaves), [], written, pin, offer)
         return _of_rule(answer, hold if batched else offer, offer)
     return _of_rule(answer, pin_batches if batched else pin, pin)
+
+
+def _where_it_moves(answer: Answer) -> Pins | None:
+    """The layouts of the rule for an operation of any other kind, if a tensor of four dims isn't
+    where it wants it: left to itself XLA may bring any to any other's place, and not survive it
+    (`mesh/waypoints.py`)."""
+    forms = [form for form in answer.call.forms if isinstance(form, Form)]
+    if all(len(form.shape) < WAY_DIMS for form in forms) or answer.merged is None:
+        return None
+    mesh = answer.mesh
+    stays = all(
+        form.dim_axes == _axes(placements, mesh, len(form.shape))
+        for form, placements in zip(forms, answer.merged.inputs, strict=True)
+    )
+    return None if stays else _of_rule(answer, pin, pin)
 
 
 def _is_partial(form: Any) -> bool:

@@ -10,7 +10,7 @@ from xla_dtensor.mesh.frame import Frame
 DimAxes = Sequence[Sequence[str]]
 """Per tensor dim the mesh axes that shard it, major first."""
 
-_AXES, _DIMS = 3, 4
+AXES, DIMS = 3, 4
 """From so many mesh axes, and dims of a tensor, on."""
 
 
@@ -32,7 +32,7 @@ def waypoints(frame: Frame, before: DimAxes, after: DimAxes) -> list[Any]:
         first, as they make what moves smaller.
     """
     axes = {name for name, size in frame.sizes.items() if size > 1}
-    if len(axes) < _AXES or len(before) < _DIMS:
+    if len(axes) < AXES or len(before) < DIMS:
         return []
     old, new = ({a: dim for dim, names in enumerate(d) for a in names} for d in (before, after))
     turning = [a for a in old if a in axes and new.get(a, old[a]) != old[a]]
