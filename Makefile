@@ -101,7 +101,7 @@ test-versions: ## the supported versions of Python, torch and JAX, and the table
 	$(PYTHON) tools/versions.py $(ARGS)
 
 PRODUCTS := $(BIN)/python -W ignore -m tests.compilation.random_products --cases 2500
-products: env ## 5,000 random products and moves on three and four mesh axes against CPU torch (a quarter of an hour on two quiet cores)
+products: env ## 5,000 random products and moves on three and four mesh axes against CPU torch (ten minutes on two cores)
 	$(PRODUCTS) --mesh 2x2x2 $(ARGS) & three=$$!; $(PRODUCTS) --mesh 2x2x2x2 $(ARGS); four=$$?; wait $$three && exit $$four
 
 test-horovod: env ## Horovod's torch tests with ranks that are devices, threads, and 2 and 4 processes (ten minutes)

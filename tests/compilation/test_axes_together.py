@@ -48,21 +48,40 @@ def test_attention_is_cut_by_its_rule(seed: int, together: tuple[int, ...]) -> N
     check(make_mesh("2x2x2"), "attention", seed, together)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "cases"),
-    [("4x2", 400), ("2x2x2", 480), ("2x2x2x2", 400), ("2x3x2", 240), ("4x2x2", 96)],
-)
-def test_many_random_products(mesh: str, cases: int) -> None:
+def run(mesh: str, cases: int, first: int, *options: str) -> None:
+    """`random_products` as a program, which has as many devices as it needs, and may end."""
     command = [sys.executable, "-m", "tests.compilation.random_products", "--mesh", mesh]
     process = subprocess.run(
-        [*command, "--cases", str(cases), "--first", "100"],
+        [*command, "--cases", str(cases), "--first", str(first), *options],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,
     )
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "cases"),
+    [("4x2", 400), ("2x2x2", 480), ("2x2x2x2", 400), ("2x3x2", 240), ("4x2x2", 96)],
+)
+def test_many_random_products(mesh: str, cases: int) -> None:
+    run(mesh, cases, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "only", "seed", "groups"),
+    [
+        ("2x2x2x2", "attention", 1006, 5),  # its query moves
+        ("2x3x2", "attention", 1018, 3),  # its gradient lands
+        ("2x2x2x2", "sum", 10016, 5),  # XLA brings one summand to the other
+    ],
+)
+def test_axes_that_change_dims_at_once(mesh: str, only: str, seed: int, groups: int) -> None:
+    """XLA's partitioner divided by zero, and the process ended."""
+    run(mesh, groups, seed, "--only", only)
 
 
 def trained(shape: tuple[int, ...], together: tuple[int, ...]) -> tuple[list[float], Any]:

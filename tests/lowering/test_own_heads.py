@@ -4,9 +4,11 @@ else: against CPU torch."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
@@ -30,28 +32,38 @@ CASES: dict[str, tuple[str, tuple[int, int], list[Placement], list[Placement]]] 
 }
 
 
-@pytest.mark.parametrize("length", [16, 520], ids=["short", "flash"])
-@pytest.mark.parametrize("name", CASES)
-def test_attention_and_its_gradients(name: str, length: int) -> None:
-    shape, (heads, keys), of_query, of_key = CASES[name]
-    mesh = make_mesh(shape)
+def check(
+    attend: Callable[..., torch.Tensor],
+    shapes: Sequence[Sequence[int]],
+    mesh: DeviceMesh,
+    layouts: Sequence[Sequence[Placement]],
+) -> None:
+    """Attention and its gradients in a compiled step are CPU torch's."""
     torch.manual_seed(0)
-    given = [torch.randn(2, n, length, 8) for n in (heads, keys, keys)]
+    given = [torch.randn(*shape) for shape in shapes]
     leaves = [x.clone().requires_grad_() for x in given]
-    expected = attend(*leaves, is_causal=True)
+    expected = attend(*leaves)
     expected.sin().sum().backward()
     sharded = [
-        distribute_tensor(x, mesh, p).requires_grad_()
-        for x, p in zip(given, (of_query, of_key, of_key), strict=True)
+        distribute_tensor(x, mesh, p).requires_grad_() for x, p in zip(given, layouts, strict=True)
     ]
 
     @xd.compile
     def step(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        out = attend(*tensors, is_causal=True)
+        out = attend(*tensors)
         return [out.detach(), *torch.autograd.grad(out.sin().sum(), tensors)]
 
     for actual, wanted in zip(step(*sharded), (expected, *(x.grad for x in leaves)), strict=True):
         torch.testing.assert_close(actual.cpu(), wanted.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [16, 520], ids=["short", "flash"])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_and_its_gradients(name: str, length: int) -> None:
+    mesh, (heads, keys), of_query, of_key = CASES[name]
+    causal = functools.partial(attend, is_causal=True)
+    shapes = [(2, n, length, 8) for n in (heads, keys, keys)]
+    check(causal, shapes, make_mesh(mesh), [of_query, of_key, of_key])
 
 
 def test_a_device_has_the_keys_of_its_queries_where_all_have_the_keys() -> None:
@@ -121,22 +133,6 @@ def test_as_many_value_as_key_heads_wherever_they_are(length: int) -> None:
 
 def test_keys_in_uneven_shards() -> None:
     """XLA didn't compile the step: it saw behind the padding of keys that it brought together."""
-    mesh = make_mesh("4x2")
-    torch.manual_seed(0)
-    given = [torch.randn(*shape) for shape in ((8, 8, 4), (8, 5, 4), (8, 5, 6))]
-    leaves = [x.clone().requires_grad_() for x in given]
-    expected = torch.nn.functional.scaled_dot_product_attention(*leaves)
-    expected.sin().sum().backward()
     layouts = [[Shard(1), R], [Shard(1), Shard(2)], [Shard(0), Shard(0)]]
-    sharded = [
-        distribute_tensor(x, mesh, p).requires_grad_() for x, p in zip(given, layouts, strict=True)
-    ]
-
-    @xd.compile
-    def step(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        out = torch.nn.functional.scaled_dot_product_attention(*tensors)
-        return [out.detach(), *torch.autograd.grad(out.sin().sum(), tensors)]
-
-    wanted = (expected, *(x.grad for x in leaves))
-    for actual, value in zip(step(*sharded), wanted, strict=True):
-        torch.testing.assert_close(actual.cpu(), value.detach(), rtol=1e-4, atol=1e-4)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    check(attend, [(8, 8, 4), (8, 5, 4), (8, 5, 6)], make_mesh("4x2"), layouts)

@@ -15,12 +15,11 @@ import jax
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_dtensor.dispatch.result_placements import Answer, representable
+from xla_dtensor.dispatch.result_placements import Answer, has_users_rule, representable
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.lowering.place import Axes, Place, at
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
-from xla_dtensor.rules import find_registration
 
 Placements = tuple[Placement, ...]
 TensorAxes = tuple[Axes, ...]
@@ -101,8 +100,7 @@ def cut_of(answer: Answer | None) -> Cut | None:
     if answer is None or not is_(Kind.CUT, answer.call.info.name) or answer.merged is None:
         return None
     call, mesh, merged = answer.call, answer.mesh, answer.merged
-    rule = find_registration(call.info.func)
-    if rule is not None and rule.kind != "family" and call.info.func.namespace == "aten":
+    if call.info.func.namespace == "aten" and has_users_rule(call.info.func):
         # A rule that is not the library's own says where arguments and results lie, not that shards
         # alone give the result: keys sharded by position, say. XLA can cut these, which have no
         # loops (`result_placements.pins`).

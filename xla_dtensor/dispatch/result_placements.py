@@ -111,8 +111,7 @@ def pins(answer: Answer | None) -> Pins | None:
         return None
     call = answer.call
     name = call.info.name.replace("_.", ".")
-    rule = find_registration(call.info.func)
-    if rule is not None and rule.kind != "family":
+    if has_users_rule(call.info.func):
         ask = jax.lax.with_sharding_constraint
         return None if call.info.mutated else _of_rule(answer, ask, ask)
     frame = frame_of(answer.mesh)
@@ -146,6 +145,12 @@ def pins(answer: Answer | None) -> Pins | None:
             return Pins([()] * len(call.leaves), [], written, pin, offer)
         return _of_rule(answer, hold if batched else offer, offer)
     return _of_rule(answer, pin_batches if batched else pin, pin)
+
+
+def has_users_rule(func: Any) -> bool:
+    """Whether the rule of an overload is not the library's own."""
+    rule = find_registration(func)
+    return rule is not None and rule.kind != "family"
 
 
 def _where_it_moves(answer: Answer) -> Pins | None:

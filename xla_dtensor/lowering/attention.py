@@ -12,12 +12,9 @@ from jax import lax
 from xla_dtensor.lowering import place
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.matmul import _precision
-from xla_dtensor.lowering.own_heads import OwnHeads
+from xla_dtensor.lowering.own_heads import BACKWARD_QUERY, FORWARD_QUERY, OwnHeads
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
-
-_FORWARD_QUERY, _BACKWARD_QUERY = 0, 1
-"""Which of the tensor arguments the query is."""
 
 
 def _contract(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -68,7 +65,7 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
     keep: jax.Array | None = None,
-    index: int = _FORWARD_QUERY,
+    index: int = FORWARD_QUERY,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Output, probabilities, and log-normalisers. ``keep`` scales probabilities (dropout);
     ``index`` is which of the tensor arguments the query is."""
@@ -147,7 +144,7 @@ def attention_backward(
     def forward(query: Any, key: Any, value: Any, mask: Any) -> jax.Array:
         mask = mask if differentiable else attn_mask
         tensors = (query, key, value)
-        out = _attend(*tensors, mask, is_causal, scale, enable_gqa, index=_BACKWARD_QUERY)[0]
+        out = _attend(*tensors, mask, is_causal, scale, enable_gqa, index=BACKWARD_QUERY)[0]
         return out.astype(query.dtype)
 
     inputs = (query, key, value, attn_mask if differentiable else None)

@@ -13,12 +13,9 @@ import numpy as np
 from xla_dtensor.lowering import cudnn, place, splash
 from xla_dtensor.lowering.blocked_attention import Blocks
 from xla_dtensor.lowering.kinds import Kind, are
-from xla_dtensor.lowering.own_heads import OwnHeads
+from xla_dtensor.lowering.own_heads import BACKWARD_QUERY, FORWARD_QUERY, OwnHeads
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
-
-_FORWARD_QUERY, _BACKWARD_QUERY = 0, 1
-"""Which of the tensor arguments the query is."""
 
 
 def _keep(
@@ -102,13 +99,13 @@ def _kernel(
 @lowers("xla_dtensor::flash_attention", symbolic_floats=True)
 def flash_attention(query, key, value, attn_mask, is_causal, scale):
     """The output, and the logs of the rows' sums."""
-    own = OwnHeads(query, key, _FORWARD_QUERY)
+    own = OwnHeads(query, key, FORWARD_QUERY)
     key, value = own.take(key), own.take(value)
-    kernel = _kernel(query, key, value, attn_mask, is_causal, _FORWARD_QUERY)
+    kernel = _kernel(query, key, value, attn_mask, is_causal, FORWARD_QUERY)
     if kernel is not None:
         return kernel.forward(query, key, value, is_causal, scale)
     tensors = (query, key, value)
-    return _blocks(tensors, attn_mask, None, 0, is_causal, scale, _FORWARD_QUERY).forward()
+    return _blocks(tensors, attn_mask, None, 0, is_causal, scale, FORWARD_QUERY).forward()
 
 
 @lowers("xla_dtensor::flash_attention_dropout", random=True, symbolic_floats=True)
@@ -116,9 +113,9 @@ def flash_attention_dropout(key_, query, key, value, attn_mask, dropout_p, is_ca
     """As `flash_attention`, and the seed of what was dropped."""
     words = jax.random.key_data(key_).astype(np.int64)
     seed = (words[0] << 32) | words[1]
-    own = OwnHeads(query, key, _FORWARD_QUERY)
+    own = OwnHeads(query, key, FORWARD_QUERY)
     tensors = (query, own.take(key), own.take(value))
-    blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, _FORWARD_QUERY)
+    blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, FORWARD_QUERY)
     return *blocks.forward(), seed
 
 
@@ -138,15 +135,15 @@ def flash_attention_backward(
     of_mask,
 ):
     """The gradients of query, key, value and, where asked for, of the mask."""
-    own = OwnHeads(query, key, _BACKWARD_QUERY)
+    own = OwnHeads(query, key, BACKWARD_QUERY)
     tensors = (query, own.take(key), own.take(value))
-    kernel = _kernel(*tensors, attn_mask, is_causal, _BACKWARD_QUERY)
+    kernel = _kernel(*tensors, attn_mask, is_causal, BACKWARD_QUERY)
     grads: Sequence[jax.Array]
     grad_mask = None
     if seed is None and kernel is not None:
         grads = kernel.backward(grad_out, *tensors, out, log_sums, is_causal, scale)
     else:
-        blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, _BACKWARD_QUERY)
+        blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, BACKWARD_QUERY)
         *grads, grad_mask = blocks.backward(grad_out, out, log_sums, of_mask)
     of_query, *of_keys = grads
     none = jnp.zeros((), query.dtype)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from xla_dtensor.base.cache import Cache
@@ -81,14 +81,10 @@ def _traced(
     )
     jaxpr = closed.jaxpr
     position = {variable: i for i, variable in enumerate(jaxpr.invars)}
-    kept = [position.get(v) if _is_variable(v) else None for v in jaxpr.outvars]
+    kept = [None if isinstance(v, Literal) else position.get(v) for v in jaxpr.outvars]
     computed = [v for v, i in zip(jaxpr.outvars, kept, strict=True) if i is None]
     debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return ClosedJaxpr(jaxpr.replace(outvars=computed, debug_info=debug), closed.consts), kept
-
-
-def _is_variable(value: Any) -> bool:
-    return not hasattr(value, "val")
 
 
 _primitive = Primitive("for_each")

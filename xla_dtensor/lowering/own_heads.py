@@ -10,6 +10,9 @@ import numpy as np
 
 from xla_dtensor.lowering import place
 
+FORWARD_QUERY, BACKWARD_QUERY = 0, 1
+"""Which of the tensor arguments of an attention the query is; the key comes next."""
+
 _HEADS = -3
 
 
@@ -22,7 +25,7 @@ class OwnHeads:
 
     Args:
         query, key: a device's, ``[..., heads, length, size]``.
-        index: which of the tensor arguments the query is; the key comes next.
+        index: `FORWARD_QUERY` or `BACKWARD_QUERY`.
 
     Attributes:
         own: the numbers of its heads among those that it has; None if these are all its own.

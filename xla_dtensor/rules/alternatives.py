@@ -168,7 +168,6 @@ def _cheapest(
     mesh_shape: Sequence[int],
 ) -> tuple[Alternative, ...]:
     """The combination for which the inputs move least, with what is ``kept`` of it."""
-
     costs: dict[tuple[int, Placements], float] = {}
 
     def cost(combination: tuple[Alternative, ...], bound: float) -> float:
