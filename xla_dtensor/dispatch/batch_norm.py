@@ -28,7 +28,8 @@ def _batch_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # One operation: both are written, or none. It counts as no write, as in torch: backward is
     # given the statistics, but doesn't look at them.
     statistics = [running_mean, running_var]
-    with torch.autograd._unsafe_preserve_version_counter(tuple(statistics)):
+    counted = tuple(t for t in statistics if not t.is_inference())
+    with torch.autograd._unsafe_preserve_version_counter(counted):
         dispatch(torch.ops.aten._foreach_copy_.default, (statistics, [new_mean, new_var]), {})
     return tuple(results)
 

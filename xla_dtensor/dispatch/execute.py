@@ -61,7 +61,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
     if info.taken_apart:
-        # Autograd takes these apart, and is not there in inference mode and below other kernels.
+        # Autograd's kernels do so, but aren't asked in inference mode and below other kernels.
         return func.decompose(*args, **kwargs)
     call = Call(info, args, kwargs)
     if processes.several() and trace is None:

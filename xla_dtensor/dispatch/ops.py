@@ -51,9 +51,9 @@ class OpInfo:
         is_out: whether the arguments written are ``out=`` ones, which torch resizes.
         may_contract: whether it may contain a matrix product, whose precision is a setting of
             torch's.
-        taken_apart: whether torch's composition of other operations is used: of views, so that its
-            result may share its argument's memory (``narrow``, ``reshape``, ``contiguous``)
-            without being a view here; or one that ends on the host (``item``, ``is_nonzero``).
+        taken_apart: whether it is torch's composition of other operations, which may give views
+            (``reshape``), end on the host (``item``) or read values on the way (``one_hot``,
+            ``cov``).
         makes_like: whether it makes a tensor like another one, whose values it doesn't read.
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.
@@ -134,7 +134,7 @@ def _make(func: Any) -> OpInfo:
         returns_lists=tuple("List[" in str(r.type) for r in schema.returns),
         is_out=any(map(_is_out, schema.arguments)),
         may_contract=view is None and torch.Tag.pointwise not in func.tags,
-        taken_apart=view is None and lowering is None and _is_taken_apart(func),
+        taken_apart=view is None and lowering is None and _is_composite(func),
         makes_like=is_(Kind.LIKE, name),
         counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
     )
@@ -167,14 +167,9 @@ def _is_symbolic(type_name: str, lowering: Lowering | None) -> bool:
     return type_name in ("float", "Optional[float]") and lowering.symbolic_floats
 
 
-def _is_taken_apart(func: Any) -> bool:
+def _is_composite(func: Any) -> bool:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
-        return False
-    returns = func._schema.returns
-    return not any("Tensor" in str(r.type) for r in returns) or any(
-        r.alias_info is not None and not r.alias_info.is_write for r in returns
-    )
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
 def functional_name(func: Any) -> str | None:

@@ -3,7 +3,8 @@
 torch takes ``linear`` and attention apart before a backend sees them: batch dims are flattened into
 one, grouped heads are copied, the scores go through a batched matmul. Each of those reshapes hides
 from XLA's partitioner which dims belong together, and it answers with gathers. Kernels for the
-``AutogradPrivateUse1`` key get hold of the composite first, for xla tensors alone.
+``AutogradPrivateUse1`` key get hold of the composite first, for xla tensors alone; `below_autograd`
+does where those aren't asked.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def install() -> None:
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("linear", _linear, "AutogradPrivateUse1")
     aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
-    aten.impl("tensor_split.tensor_indices_or_sections", _tensor_split, "AutogradPrivateUse1")
-    aten.impl("one_hot", _one_hot, "AutogradPrivateUse1")
+    aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradPrivateUse1")
+    aten.impl("one_hot", one_hot, "AutogradPrivateUse1")
     _libraries.extend((own, aten))
     on_import("torch.utils.flop_counter", _count_flops)
 
@@ -90,10 +91,10 @@ def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:
 # --- tensor_split -----------------------------------------------------------------------------
 
 
-def _tensor_split(
+def tensor_split(
     self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0
 ) -> list[torch.Tensor]:
-    """torch reads where to split on the CPU, and refuses a tensor that isn't there."""
+    """``torch.tensor_split`` at places in a tensor, which torch reads on the CPU alone."""
     from xla_dtensor.dispatch.moves import to_cpu
     from xla_dtensor.tensors.of_form import Ours
 
@@ -106,13 +107,17 @@ def _tensor_split(
 # --- one_hot ----------------------------------------------------------------------------------
 
 
-def _one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """torch compares with every class, where it doesn't compute on the CPU, and looks at none."""
+def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """``F.one_hot``, which refuses values as on the CPU; elsewhere torch looks at none."""
     from xla_dtensor.dispatch.conditions import look_at
 
     func = torch.ops.aten.one_hot.default
     look_at(func, (self, num_classes))
-    return func.decompose(self, num_classes)
+    if num_classes <= 0 or self.dtype is not torch.int64:
+        return func.decompose(self, num_classes)
+    # torch asserts the same again, which the kernel of a custom operation can't.
+    classes = torch.arange(num_classes, device=self.device)
+    return (self.unsqueeze(-1) == classes).to(torch.int64)
 
 
 # --- linear -----------------------------------------------------------------------------------
@@ -196,38 +201,82 @@ def _attention(
         dealt_out = causal_mask(query, key, attn_mask)
         if dealt_out is not None:
             attn_mask, is_causal = dealt_out, False
-    batch = query.shape[:-3] if enable_gqa else query.shape[:-2]
-    same_batch = all((t.shape[:-3] if enable_gqa else t.shape[:-2]) == batch for t in (key, value))
-    mask_needs_grad = attn_mask is not None and attn_mask.requires_grad
-    apart = dropout_p > 0 or mask_needs_grad or query.ndim < 3 or not same_batch
-    transformed = _is_transformed()
-    if not transformed and flash_attention.is_long(query, key):
-        _check_leaves("aten::scaled_dot_product_attention", query, key, value, attn_mask)
-        long = flash_attention.attend(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
-        if long is not None:
-            return long
-    if apart or transformed:
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            # It would be added as zeros and ones.
-            attn_mask = query.new_zeros(()).masked_fill(~attn_mask, -math.inf)
-        out, _ = torch._scaled_dot_product_attention_math(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return out
-    flash_attention.refuse_two_masks(attn_mask, is_causal)
-    _check_leaves("aten::scaled_dot_product_attention", query, key, value, attn_mask)
+    tensors = query, key, value, attn_mask
+    found = attention_otherwise(*tensors, dropout_p, is_causal, scale, enable_gqa)
+    if found is not NotImplemented:
+        return found
+    if not _same_batch(query, key, value, enable_gqa):
+        return _attention_apart(*tensors, dropout_p, is_causal, scale, enable_gqa)
+    _check_leaves("aten::scaled_dot_product_attention", *tensors)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
-    return _Attention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return _Attention.apply(*tensors, is_causal, scale, enable_gqa)
+
+
+def attention_otherwise(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    """Attention that isn't one operation of XLA's: of long sequences, and where torch takes it
+    apart; else NotImplemented.
+
+    Raises:
+        RuntimeError: there is a mask and ``is_causal``.
+    """
+    tensors = query, key, value, attn_mask
+    transformed = _is_transformed()
+    if not transformed and flash_attention.is_long(query, key):
+        _check_leaves("aten::scaled_dot_product_attention", *tensors)
+        long = flash_attention.attend(*tensors, dropout_p, is_causal, scale, enable_gqa)
+        if long is not None:
+            return long
+    mask_needs_grad = attn_mask is not None and attn_mask.requires_grad
+    other_heads = enable_gqa and key.shape[-3:-2] != value.shape[-3:-2]
+    if transformed or dropout_p > 0 or mask_needs_grad or query.ndim < 3 or other_heads:
+        return _attention_apart(*tensors, dropout_p, is_causal, scale, enable_gqa)
+    flash_attention.refuse_two_masks(attn_mask, is_causal)
+    return NotImplemented
+
+
+def _same_batch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> bool:
+    own = 3 if enable_gqa else 2
+    batch = query.shape[:-own]
+    return all(t.shape[:-own] == batch for t in (key, value))
+
+
+def _attention_apart(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        # It would be added as zeros and ones.
+        attn_mask = query.new_zeros(()).masked_fill(~attn_mask, -math.inf)
+    apart = torch.ops.aten._scaled_dot_product_attention_math.default.decompose
+    out, _ = apart(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return out
 
 
 class _Attention(torch.autograd.Function):
