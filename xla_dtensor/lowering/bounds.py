@@ -14,6 +14,7 @@ name, tensors as anything with ``shape`` and ``dtype``, and names those that hav
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -207,8 +208,10 @@ def flat(args: Arguments) -> list[tuple[Where, Condition]]:
 @bounds("one_hot")
 def one_hot(args: Arguments) -> list[tuple[Where, Condition]]:
     classes = args.get("num_classes", -1)
-    if classes < 0:
+    if classes < -1:
         return []
+    if classes == -1:  # as many as it takes
+        classes = sys.maxsize
     above = "Class values must be smaller than num_classes."
     below = "Class values must be non-negative."
     return [("self", Indices(RuntimeError, 0, classes, above, below=below))]
