@@ -88,3 +88,16 @@ def test_a_state_dict_tells_the_shape() -> None:
 def test_another_device_is_refused() -> None:
     with pytest.raises(xd.UnsupportedOpError, match="there is no device xla:1"):
         nn.LazyLinear(4, device="xla:1")
+
+
+def test_they_are_distributed_after_a_batch() -> None:
+    """Before, their parameters came out empty, and the first batch failed somewhere."""
+    mesh = xd.init_device_mesh("xla", (2,))
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    with pytest.raises(ValueError, match=r"0.weight, 0.bias have no shape .* call the module once"):
+        xd.distribute_module(model, mesh)
+    x = torch.randn(2, 3)
+    expected = model(x)
+    xd.distribute_module(model, mesh)
+    ours = model(xd.distribute_tensor(x, mesh, [xd.Shard(0)]))
+    torch.testing.assert_close(ours.full_tensor().cpu(), expected)

@@ -6,6 +6,7 @@ Users reach these through ``torch.distributed.tensor``; ``integration`` connects
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.nn.parameter import is_lazy
 
 from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.cache import Cache
@@ -194,7 +196,8 @@ def distribute_module(
     Raises:
         RuntimeError: the module was distributed before, or there is no mesh.
         ValueError: ``input_fn`` or ``output_fn`` takes a wrong number of arguments;
-            ``partition_fn`` has placed a shared parameter differently in two modules.
+            ``partition_fn`` has placed a shared parameter differently in two modules; a lazy
+            module's parameters have no shape yet.
 
     Example::
 
@@ -212,6 +215,13 @@ def distribute_module(
             "called on this module!"
         )
     mesh = device_mesh or _mesh_resources.get_current_mesh()
+    own = itertools.chain(module.named_parameters(), module.named_buffers())
+    shapeless = [name for name, tensor in own if is_lazy(tensor)]
+    if shapeless:
+        raise ValueError(
+            f"distribute_module of a lazy module: {', '.join(shapeless)} have no shape before its "
+            "first batch; call the module once, on any device, then distribute it"
+        )
     shared = shared_slots(module)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
