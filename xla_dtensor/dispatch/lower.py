@@ -66,21 +66,17 @@ def lowered_function(info: OpInfo) -> Callable[[Any, tuple, dict], LoweredResult
 
 
 def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
-    """torch's own decomposition of the overload, as a function of tensors."""
+    """torch's own decomposition of an overload that dispatch doesn't take apart
+    (`OpInfo.taken_apart`), as a function of tensors."""
     func = info.func
     from torch._decomp import core_aten_decompositions, decomposition_table
 
     key = torch._C.DispatchKey
-    implicit = torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), key.CompositeImplicitAutograd
-    )
     # Nothing else is in the core table, which takes long to make.
-    if implicit or func in decomposition_table:
+    if func in decomposition_table:
         table = _core_table(core_aten_decompositions)
         if func in table:
             return table[func]
-    if implicit:
-        return func.decompose
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.CompositeExplicitAutograd):
         return lambda *args, **kwargs: func._op_dk(key.CompositeExplicitAutograd, *args, **kwargs)
     if func in decomposition_table:

@@ -52,8 +52,7 @@ class OpInfo:
         may_contract: whether it may contain a matrix product, whose precision is a setting of
             torch's.
         taken_apart: whether it is torch's composition of other operations, which may give views
-            (``reshape``), end on the host (``item``) or read values on the way (``one_hot``,
-            ``cov``).
+            (``reshape``), end on the host (``item``) or read values on the way (``cov``).
         makes_like: whether it makes a tensor like another one, whose values it doesn't read.
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.

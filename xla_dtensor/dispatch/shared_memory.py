@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.modes import unseen
 from xla_dtensor.dispatch.call import Call, Slot
 from xla_dtensor.dispatch.lower import flatten_results
 from xla_dtensor.errors import UnsupportedOpError
@@ -98,7 +99,8 @@ def _through_copies(
 
 def count_writes(tensors: list[Any]) -> None:
     """Let autograd know of writes to ``tensors``."""
-    counted = [tensor for tensor in tensors if not tensor.is_inference()]
+    with unseen():
+        counted = [tensor for tensor in tensors if not tensor.is_inference()]
     torch.autograd.graph.increment_version(counted)
 
 

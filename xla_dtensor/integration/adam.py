@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.modes import unseen
 from xla_dtensor.tensors.backend import backend
 
 Update = Callable[..., None]
@@ -53,6 +52,8 @@ def update(
 ) -> None:
     """torch's ``_fused_adam``, whose numbers may be inputs of the program: a schedule of the
     learning rate, or of the betas, is no new program. torch's schema takes them for constants."""
+    from xla_dtensor.dispatch.shared_memory import count_writes
+
     if not params:
         return
     torch._foreach_add_(state_steps, 1)
@@ -63,9 +64,6 @@ def update(
     numbers = {"lr": lr, **options, "grad_scale": grad_scale, "found_inf": found_inf}
     # Not by way of torch, a mode of the trace's or its dispatcher, which would ask for the numbers.
     backend().dispatch(overload, lists, numbers)
-    written = [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs]
-    with unseen():
-        counted = [t for t in written if not t.is_inference()]
-    torch.autograd.graph.increment_version(counted)
+    count_writes([*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs])
     if found_inf is not None:
         torch._foreach_sub_(state_steps, [found_inf] * len(state_steps))
