@@ -107,6 +107,21 @@ def test_a_compiled_step_sees_the_context() -> None:
     assert step.compilations == 3
 
 
+@pytest.mark.parametrize("length", [16, 512], ids=["short", "long"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_causal_without_gradients(mode: Any, length: int) -> None:
+    """In inference mode each device's positions were taken for the first ones."""
+    mesh = make_mesh("4")
+    (query, *_) = inputs(2, 2, length)
+    wanted = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    with mode():
+        dealt_out = query.clone().to("xla")
+        with context_parallel(mesh, buffers=[dealt_out], buffer_seq_dims=[2]):
+            out = F.scaled_dot_product_attention(dealt_out, dealt_out, dealt_out, is_causal=True)
+            (result,) = context_parallel_unshard(mesh, [out], [2])
+    torch.testing.assert_close(result.cpu(), wanted)
+
+
 class Attention(nn.Module):
     def forward(self, query: Any, key: Any, value: Any) -> Any:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)

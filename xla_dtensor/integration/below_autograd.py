@@ -11,6 +11,7 @@ import torch
 
 from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.integration import composites
+from xla_dtensor.integration.flash_attention import Attention
 from xla_dtensor.rules.call import bind
 
 
@@ -23,7 +24,7 @@ def _is_below() -> bool:
 def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not _is_below():
         return NotImplemented  # the kernel above has decided
-    return composites.attention_otherwise(**bind(func, args, kwargs))
+    return composites.attention_otherwise(Attention(**bind(func, args, kwargs)))
 
 
 @handles("aten::_scaled_dot_product_attention_math.default")

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from xla_dtensor.integration import flash_attention
 from xla_dtensor.integration.calls import dispatched
 from xla_dtensor.integration.context_parallel import causal_mask
+from xla_dtensor.integration.flash_attention import Attention
 from xla_dtensor.integration.on_import import on_import
 from xla_dtensor.tensors.kept import keep
 
@@ -197,86 +198,53 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if is_causal:
-        dealt_out = causal_mask(query, key, attn_mask)
-        if dealt_out is not None:
-            attn_mask, is_causal = dealt_out, False
-    tensors = query, key, value, attn_mask
-    found = attention_otherwise(*tensors, dropout_p, is_causal, scale, enable_gqa)
+    call = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    found = attention_otherwise(call)
     if found is not NotImplemented:
         return found
-    if not _same_batch(query, key, value, enable_gqa):
-        return _attention_apart(*tensors, dropout_p, is_causal, scale, enable_gqa)
-    _check_leaves("aten::scaled_dot_product_attention", *tensors)
+    own = 3 if enable_gqa else 2
+    if any(t.shape[:-own] != query.shape[:-own] for t in (key, value)):
+        return _attention_apart(call)
+    _check_leaves("aten::scaled_dot_product_attention", *call.tensors)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
-    return _Attention.apply(*tensors, is_causal, scale, enable_gqa)
+    return _Attention.apply(*call.tensors, is_causal, scale, enable_gqa)
 
 
-def attention_otherwise(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Any:
-    """Attention that isn't one operation of XLA's: of long sequences, and where torch takes it
-    apart; else NotImplemented.
+def attention_otherwise(call: Attention) -> Any:
+    """Attention that isn't one operation of XLA's: of sequences that were dealt out, of long ones,
+    and where torch takes it apart; else NotImplemented.
 
     Raises:
         RuntimeError: there is a mask and ``is_causal``.
     """
-    tensors = query, key, value, attn_mask
+    query, key, value, attn_mask = call.tensors
+    if call.is_causal:
+        dealt_out = causal_mask(query, key, attn_mask)
+        if dealt_out is not None:
+            masked = call._replace(attn_mask=dealt_out, is_causal=False)
+            return torch.ops.aten.scaled_dot_product_attention.default(**masked._asdict())
     transformed = _is_transformed()
     if not transformed and flash_attention.is_long(query, key):
-        _check_leaves("aten::scaled_dot_product_attention", *tensors)
-        long = flash_attention.attend(*tensors, dropout_p, is_causal, scale, enable_gqa)
+        _check_leaves("aten::scaled_dot_product_attention", *call.tensors)
+        long = flash_attention.attend(call)
         if long is not None:
             return long
     mask_needs_grad = attn_mask is not None and attn_mask.requires_grad
-    other_heads = enable_gqa and key.shape[-3:-2] != value.shape[-3:-2]
-    if transformed or dropout_p > 0 or mask_needs_grad or query.ndim < 3 or other_heads:
-        return _attention_apart(*tensors, dropout_p, is_causal, scale, enable_gqa)
-    flash_attention.refuse_two_masks(attn_mask, is_causal)
+    other_heads = call.enable_gqa and key.shape[-3:-2] != value.shape[-3:-2]
+    if transformed or call.dropout_p > 0 or mask_needs_grad or query.ndim < 3 or other_heads:
+        return _attention_apart(call)
+    flash_attention.refuse_two_masks(attn_mask, call.is_causal)
     return NotImplemented
 
 
-def _same_batch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> bool:
-    own = 3 if enable_gqa else 2
-    batch = query.shape[:-own]
-    return all(t.shape[:-own] == batch for t in (key, value))
-
-
-def _attention_apart(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
+def _attention_apart(call: Attention) -> torch.Tensor:
+    mask = call.attn_mask
+    if mask is not None and mask.dtype is torch.bool:
         # It would be added as zeros and ones.
-        attn_mask = query.new_zeros(()).masked_fill(~attn_mask, -math.inf)
-    apart = torch.ops.aten._scaled_dot_product_attention_math.default.decompose
-    out, _ = apart(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
-    return out
+        mask = call.query.new_zeros(()).masked_fill(~mask, -math.inf)
+    given = call._replace(attn_mask=mask)._asdict()
+    return torch.ops.aten._scaled_dot_product_attention_math.default.decompose(**given)[0]
 
 
 class _Attention(torch.autograd.Function):

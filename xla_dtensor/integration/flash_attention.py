@@ -7,7 +7,7 @@ needs in place of the probabilities, the logs of the rows' sums and, with dropou
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,25 @@ from xla_dtensor.integration.calls import dispatched
 LONG = 256 * 256
 """From so many pairs of queries and keys on. Below, one product of all is as fast or faster, and
 its scores are small (docs/design.md)."""
+
+
+class Attention(NamedTuple):
+    """The arguments of ``scaled_dot_product_attention``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries, keys, values and the mask."""
+        return self.query, self.key, self.value, self.attn_mask
+
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask"
 
@@ -61,33 +80,27 @@ def is_long(query: torch.Tensor, key: torch.Tensor) -> bool:
     return int(query.shape[-2]) * int(key.shape[-2]) >= LONG
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor | None:
+def attend(call: Attention) -> torch.Tensor | None:
     """``scaled_dot_product_attention`` of long sequences; None if it isn't for these arguments,
     or torch refuses them.
 
     Raises:
         RuntimeError: there is a mask and ``is_causal``.
     """
-    refuse_two_masks(attn_mask, is_causal)
+    refuse_two_masks(call.attn_mask, call.is_causal)
+    query, key, value, attn_mask = call.tensors
     if query.ndim == 2 and key.ndim == 2 and value.ndim == 2:
         q, k, v = (x.unsqueeze(0) for x in (query, key, value))
-        out = attend(q, k, v, attn_mask, dropout_p, is_causal, scale, False)
+        out = attend(call._replace(query=q, key=k, value=v, enable_gqa=False))
         return None if out is None else out.squeeze(0)
-    found = _same_batch(query, key, value, enable_gqa)
+    found = _same_batch(query, key, value, call.enable_gqa)
     if found is None or not _fits(attn_mask, *found[:2]):
         return None
     query, key, value = found
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return _FlashAttention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
+    return _FlashAttention.apply(
+        query, key, value, attn_mask, call.dropout_p, call.is_causal, scale
+    )
 
 
 def refuse_two_masks(attn_mask: torch.Tensor | None, is_causal: bool) -> None:
