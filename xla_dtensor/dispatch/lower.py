@@ -66,17 +66,22 @@ def lowered_function(info: OpInfo) -> Callable[[Any, tuple, dict], LoweredResult
 
 
 def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
-    """torch's own decomposition of an overload that dispatch doesn't take apart
-    (`OpInfo.taken_apart`), as a function of tensors."""
+    """torch's own decomposition of the overload, as a function of tensors.
+
+    Dispatch takes implicit compositions apart (`OpInfo.taken_apart`) and never asks for theirs; the
+    rule checker does, which compiles any call as one program.
+    """
     func = info.func
     from torch._decomp import core_aten_decompositions, decomposition_table
 
     key = torch._C.DispatchKey
     # Nothing else is in the core table, which takes long to make.
-    if func in decomposition_table:
+    if info.taken_apart or func in decomposition_table:
         table = _core_table(core_aten_decompositions)
         if func in table:
             return table[func]
+    if info.taken_apart:
+        return func.decompose
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.CompositeExplicitAutograd):
         return lambda *args, **kwargs: func._op_dk(key.CompositeExplicitAutograd, *args, **kwargs)
     if func in decomposition_table:
