@@ -1,7 +1,10 @@
-"""``linear`` and attention, which reach XLA whole: what autograd does with them is torch's."""
+"""``linear``, ``rms_norm`` and attention, which reach XLA whole: what autograd does with them is
+torch's."""
 
 from __future__ import annotations
 
+import re
+import warnings
 import weakref
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.nn.attention
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xla_dtensor as xd
 from tests.parallel.harness import collectives, full
@@ -101,7 +105,11 @@ def linear(x: Any) -> Any:
     return F.linear(x, x * 2).pow(2).sum()
 
 
-@pytest.mark.parametrize("function", [attention, linear], ids=lambda f: f.__name__)
+def rms_norm(x: Any) -> Any:
+    return F.rms_norm(x, (4,), x[0] * 2, 0.1).pow(3).sum()
+
+
+@pytest.mark.parametrize("function", [attention, linear, rms_norm], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     "transform", ["grad", "vmap_grad", "jvp", "vjp", "jacrev", "jacfwd", "hessian", "dual"]
 )
@@ -219,3 +227,89 @@ def test_a_weight_is_gathered_once_for_both_passes() -> None:
         torch.testing.assert_close(full(other), one, rtol=1e-4, atol=1e-4)
     gathered = collectives(step)["all-gather"]
     assert (gathered[40 * 24], gathered[8 * 40]) == (1, 1)
+
+
+class Calls(TorchDispatchMode):
+    """The operations that are called, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+# By name the layout of `x`, how many dims are normalized, the dtypes of `x` and the weight, and
+# whether it is one operation.
+NORMS: dict[str, Any] = {
+    "rows whole": ((Shard(0), Replicate()), 1, torch.float32, torch.float32, True),
+    "cut over rows twice": ((Shard(0), Shard(1)), 1, torch.float32, torch.float32, True),
+    "no weight": ((Shard(0), Replicate()), 1, torch.float32, None, True),
+    "two dims": ((Replicate(), Shard(0)), 2, torch.float32, torch.float32, True),
+    "bfloat16": ((Shard(0), Replicate()), 1, torch.bfloat16, torch.bfloat16, True),
+    "a wider weight": ((Shard(0), Replicate()), 1, torch.bfloat16, torch.float32, False),
+    "complex": ((Shard(0), Replicate()), 1, torch.complex64, torch.complex64, False),
+    "features cut": ((Shard(0), Shard(2)), 1, torch.float32, torch.float32, False),
+    "one of two dims cut": ((Shard(0), Shard(1)), 2, torch.float32, torch.float32, False),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_rms_norm_is_one_operation_where_rows_are_whole(name: str, mesh_2x4: Any) -> None:
+    placements, dims, dtype, weight_dtype, whole = NORMS[name]
+    torch.manual_seed(0)
+    x, grad = torch.randn(4, 8, 16).to(dtype), torch.randn(4, 8, 16).to(dtype)
+    weight = None if weight_dtype is None else torch.randn(x.shape[-dims:]).to(weight_dtype)
+
+    def run(x: Any, weight: Any, grad: Any) -> list[Any]:
+        out = F.rms_norm(x, x.shape[-dims:], weight, 0.1)
+        inputs = (x,) if weight is None else (x, weight)
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+    leaf = x.clone().requires_grad_()
+    own_weight = None if weight is None else weight.clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        expected = run(leaf, own_weight, grad)
+        own = distribute_tensor(x, mesh_2x4, placements).requires_grad_()
+        on_mesh = (
+            None
+            if weight is None
+            else distribute_tensor(weight, mesh_2x4, [Shard(0), Replicate()]).requires_grad_()
+        )
+        own_grad = distribute_tensor(grad, mesh_2x4, placements)
+        with Calls() as calls:
+            found = run(own, on_mesh, own_grad)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}
+    for one, other in zip(expected, found, strict=True):
+        assert other.dtype is one.dtype
+        torch.testing.assert_close(full(other), one, **tolerance)
+    assert found[0].placements == placements  # rows are gathered in neither way
+    norms = {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}
+    assert (norms <= set(calls.names)) == whole
+    assert ("aten::rsqrt" in calls.names) != whole
+
+
+@pytest.mark.parametrize("place_of_x", [(Shard(0), Replicate()), (Shard(0), Shard(2))], ids=str)
+@pytest.mark.parametrize(("shape", "of_weight"), [((15,), None), ((16,), (8,)), ((), None)])
+def test_rms_norm_of_other_shapes_says_what_torch_says(
+    shape: tuple[int, ...], of_weight: Any, place_of_x: Any, mesh_2x4: Any
+) -> None:
+    x = torch.randn(4, 8, 16)
+    weight = None if of_weight is None else torch.ones(of_weight)
+    with pytest.raises(RuntimeError) as expected:
+        F.rms_norm(x, shape, weight)
+    own = distribute_tensor(x, mesh_2x4, place_of_x)
+    on_mesh = None if weight is None else distribute_tensor(weight, mesh_2x4, [Replicate()] * 2)
+    with pytest.raises(RuntimeError, match=re.escape(str(expected.value).splitlines()[0])):
+        F.rms_norm(own, shape, on_mesh)
+
+
+def test_rms_norm_gradcheck_twice() -> None:
+    x = torch.randn(2, 3, dtype=torch.float64, device="xla", requires_grad=True)
+    weight = torch.randn(3, dtype=torch.float64, device="xla", requires_grad=True)
+    norm = lambda x, weight: F.rms_norm(x, (3,), weight, 0.1)
+    assert torch.autograd.gradcheck(norm, (x, weight), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(norm, (x, weight))

@@ -45,6 +45,10 @@ def install() -> None:
     aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     aten.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradPrivateUse1")
     aten.impl("one_hot", one_hot, "AutogradPrivateUse1")
+    # With a kernel torch asks its own formula for the gradient of this one, and takes it apart
+    # without. It is never run: our tensors' class dispatches before.
+    aten.impl("_fused_rms_norm", _never_run, "PrivateUse1")
+    aten.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
     _libraries.extend((own, aten))
     on_import("torch.utils.flop_counter", _count_flops)
 
@@ -119,6 +123,36 @@ def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     # torch asserts the same again, which the kernel of a custom operation can't.
     classes = torch.arange(num_classes, device=self.device)
     return (self.unsqueeze(-1) == classes).to(torch.int64)
+
+
+# --- rms_norm ---------------------------------------------------------------------------------
+
+
+def _never_run(*args: Any) -> Any:
+    raise NotImplementedError('tensors on "xla" dispatch before their backend\'s kernels')
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """``F.rms_norm`` as one operation, forward and backward, where each row is on one device.
+
+    Of rows that are cut torch's composition adds up the squares; the rule of the operation would
+    gather them.
+    """
+    from xla_dtensor.rules.merging import shard_dim
+
+    aten, shape = torch.ops.aten, tuple(normalized_shape)
+    first = input.ndim - len(shape)
+    placements: Any = getattr(input, "placements", ())
+    cut = any(d is not None and d >= first for d in map(shard_dim, placements))
+    # Of other shapes torch's whole function says what is wrong.
+    if cut and input.shape[first:] == shape and (weight is None or weight.shape == shape):
+        return aten._fused_rms_norm.default.decompose(input, normalized_shape, weight, eps)[0]
+    return aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
 
 
 # --- linear -----------------------------------------------------------------------------------
