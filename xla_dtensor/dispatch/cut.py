@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.dispatch.result_placements import Answer, has_users_rule, representable
 from xla_dtensor.forms.form import Form
+from xla_dtensor.lowering.guards import NOT_PARTITIONABLE
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.lowering.place import Axes, Place, at
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
@@ -97,9 +98,15 @@ class Cut:
 
 def cut_of(answer: Answer | None) -> Cut | None:
     """How to call an operation on shards, if its kind needs that."""
-    if answer is None or not is_(Kind.CUT, answer.call.info.name) or answer.merged is None:
+    if answer is None or answer.merged is None:
         return None
     call, mesh, merged = answer.call, answer.mesh, answer.merged
+    is_cut = is_(Kind.CUT, call.info.name)
+    sliced = not is_cut and is_(Kind.SLICED, call.info.name)
+    if sliced and platform_of(frame_of(mesh)) in NOT_PARTITIONABLE.platforms:
+        return None  # the lowering does it by itself, with uneven shards, too
+    if not is_cut and not sliced:
+        return None
     if call.info.func.namespace == "aten" and has_users_rule(call.info.func):
         # A rule that is not the library's own says where arguments and results lie, not that shards
         # alone give the result: keys sharded by position, say. XLA can cut these, which have no
@@ -112,6 +119,8 @@ def cut_of(answer: Answer | None) -> Cut | None:
     ]
     every = [*zip(shapes, merged.inputs, strict=True), *outputs]
     whole = _uneven(every, mesh)
+    if sliced and whole:
+        return None  # XLA communicates; every device would compute it all
     axes = [_axes(shape, placements, mesh, whole) for shape, placements in every]
     inputs = iter(axes)
     leaves = [next(inputs) if isinstance(form, Form) else None for form in call.forms]

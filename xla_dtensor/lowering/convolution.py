@@ -336,9 +336,9 @@ def _adaptive_max_pool(spatial: int) -> Callable[..., tuple[jax.Array, jax.Array
 for _n in (2, 3):
     lowers(f"max_pool{_n}d_with_indices")(_max_pool(_n))
     lowers(f"adaptive_max_pool{_n}d")(_adaptive_max_pool(_n))
-    lowers(f"max_pool{_n}d_with_indices_backward", f"adaptive_max_pool{_n}d_backward")(
-        max_pool_backward(_n)
-    )
+    _backward = (f"max_pool{_n}d_with_indices_backward", f"adaptive_max_pool{_n}d_backward")
+    lowers(*_backward)(max_pool_backward(_n))
+    are(Kind.SLICED, *_backward)
 
 
 # Average pooling -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.lowering.convolution import max_pool_backward
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
@@ -77,3 +78,4 @@ def _fractional_max_pool(spatial: int) -> Callable[..., tuple[jax.Array, jax.Arr
 for _n in (2, 3):
     lowers(f"fractional_max_pool{_n}d")(_fractional_max_pool(_n))
     lowers(f"fractional_max_pool{_n}d_backward")(max_pool_backward(_n))
+    are(Kind.SLICED, f"fractional_max_pool{_n}d_backward")

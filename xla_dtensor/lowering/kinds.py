@@ -21,6 +21,8 @@ class Kind(enum.Enum):
     - ``CONVOLUTION``: positions of the input meet positions of a kernel.
     - ``LIKE``: takes shape, dtype and layout from a tensor, and none of its values.
     - ``CUT``: XLA can't cut it, so it is called with each device's shards, as its rule has them.
+    - ``SLICED``: XLA can't see that shards need nothing of each other (`per_slice.py`), so it is
+      called with each device's shards where the compiler can't call functions on them.
     - ``FILL``: overwrites a tensor with one value, so it doesn't matter if elements share memory.
     """
 
@@ -31,6 +33,7 @@ class Kind(enum.Enum):
     CONVOLUTION = enum.auto()
     LIKE = enum.auto()
     CUT = enum.auto()
+    SLICED = enum.auto()
     FILL = enum.auto()
 
 

@@ -17,6 +17,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.lowering.guards import EIGENVALUES, FACTORISATIONS_IN_32_BITS
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import promote, promote_for_math
@@ -406,6 +407,9 @@ _TAYLOR_18 = (
 )
 # Up to which 1-norm it is exact to rounding.
 _TAYLOR_18_NORM = {4: 3.010066362817634e00, 8: 1.090863719290036e00}
+
+
+are(Kind.SLICED, "linalg_matrix_exp", "linalg_ldl_factor_ex")
 
 
 @lowers("linalg_matrix_exp")

@@ -6,8 +6,9 @@
   it gathers what is scattered. Each device can as well scatter the batches that it has.
 
 So the function becomes a call that XLA cuts into one call per device (`custom_partitioning`). Where
-the compiler has no such calls (TPUs, `guards.NOT_PARTITIONABLE`) it stays as it is: right, with the
-communication that XLA finds necessary.
+the compiler has no such calls (TPUs, `guards.NOT_PARTITIONABLE`) an operation of `Kind.SLICED` is
+called with shards (`dispatch/cut.py`). Of uneven shards, or others' layouts, it stays as it is:
+right, with the communication that XLA finds necessary.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
 from xla_dtensor.lowering.guards import NOT_PARTITIONABLE
+from xla_dtensor.lowering.place import here
 from xla_dtensor.lowering.scatter import is_inside
 
 Function = Callable[..., Any]
@@ -52,8 +54,8 @@ def per_slice(function: Function, lead: int, *operands: jax.Array) -> Any:
         lead: the number of leading dims. All other dims come whole.
         operands: of any dtypes.
     """
-    if lead == 0:
-        return function(*operands)
+    if lead == 0 or any(axes for tensor in here().axes for axes in tensor):
+        return function(*operands)  # nothing to cut, or cut already
     # What pads an uneven last shard can be anything, and anything may never converge.
     inside = is_inside(operands[0].shape[:lead])
     filled = [

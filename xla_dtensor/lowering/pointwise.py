@@ -14,6 +14,7 @@ import jax.scipy.special as jsp
 import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.per_slice import elementwise
 from xla_dtensor.lowering.promotion import (
     is_exactly,
@@ -408,6 +409,8 @@ _SAME_BINARY: dict[tuple[str, ...], Callable[[jax.Array, jax.Array], jax.Array]]
     ("minimum", "min.other"): jnp.minimum,
     ("nextafter",): jnp.nextafter,
 }
+
+are(Kind.SLICED, "igamma", "igammac", "gcd", "lcm")
 
 _COMPARISON = {
     "eq": jnp.equal,

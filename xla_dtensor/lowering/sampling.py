@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
@@ -196,6 +197,9 @@ def _scattered(sizes: Sequence[int], index: jax.Array, values: jax.Array) -> jax
     images = jnp.arange(len(index), dtype=np.int32)[:, None]
     pixels = jnp.zeros((len(index), math.prod(sizes), channels), values.dtype)
     return write(pixels, (images, index), "add", values).reshape(*lead, -1, channels)
+
+
+are(Kind.SLICED, "grid_sampler_2d_backward", "grid_sampler_3d_backward")
 
 
 @lowers("grid_sampler_2d_backward", "grid_sampler_3d_backward")

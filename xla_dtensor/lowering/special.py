@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import jax.scipy.special as jsp
 import numpy as np
 
+from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.per_slice import elementwise
 from xla_dtensor.lowering.promotion import promote_to_float
 from xla_dtensor.lowering.registry import lowers
@@ -342,6 +343,7 @@ def _register_polynomials() -> None:
     for name, function in _POLYNOMIALS.items():
         overloads = [f"special_{name}{suffix}" for suffix in (".default", ".x_scalar", ".n_scalar")]
         lowers(*overloads)(lambda x, n, f=function: evaluate(f, x, n))
+        are(Kind.SLICED, *overloads)
 
 
 _register_polynomials()
@@ -397,6 +399,9 @@ def _zeta(s: jax.Array, q: jax.Array) -> jax.Array:
     _, q, total = jax.lax.while_loop(pending, add_term, (0, q, jnp.zeros_like(q)))
     total = jnp.where((q <= 0) & (q == jnp.floor(q)), jnp.inf, total + jsp.zeta(s, q))
     return jnp.where(s < 1, jnp.nan, total)
+
+
+are(Kind.SLICED, "special_zeta.*", "polygamma")
 
 
 @lowers("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar")
