@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 import xla_dtensor as xd
 
@@ -167,3 +170,60 @@ def test_an_op_without_a_lowering_is_named(mesh_2x4: DeviceMesh) -> None:
         torch.ops.aten._sparse_semi_structured_linear(x, x, x)
     assert "aten::_sparse_semi_structured_linear.default has no lowering to XLA" in str(error.value)
     assert "xla_dtensor/lowering/README.md" in str(error.value)
+
+
+@pytest.mark.parametrize("way", ["result", "gradient"])
+def test_a_model_without_memory(way: str, mesh_2x4: DeviceMesh) -> None:
+    """Steps of what was made on the meta device raise, and run once it has memory."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 8)
+    model = distribute_module(model, mesh_2x4)
+    x = distribute_tensor(torch.ones(2, 4), mesh_2x4, [Shard(0), Replicate()])
+
+    @xd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        out = model(x).sum()
+        return out if way == "result" else torch.autograd.grad(out, model.weight)[0]
+
+    with pytest.raises(NotImplementedError, match=r"meta tensor; no data!.*to_empty"):
+        step(x)
+    model.to_empty(device="xla")
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    assert step(x).flatten()[0].item() == (64 if way == "result" else 2)
+
+
+CONVERSIONS = {
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "double": lambda model: model.double(),
+    "to_empty": lambda model: model.to_empty(device="xla"),
+    "cpu": lambda model: model.cpu(),
+}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "value"])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_model_can_be_converted_after_its_step_has_failed(
+    name: str, phase: str, mesh_2x4: DeviceMesh
+) -> None:
+    """torch swaps no tensor that has a weak reference, and what is left of a trace that failed is
+    garbage in cycles."""
+    model = distribute_module(nn.Linear(4, 8), mesh_2x4)
+    x = distribute_tensor(torch.ones(2, 4), mesh_2x4, [Shard(0), Replicate()])
+
+    @xd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        out = model(x.to(model.weight.dtype)).sum()
+        if phase == "backward":
+            out.backward()
+        if phase == "value":
+            out.tolist()
+        raise ValueError("the step's own")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError, RuntimeError):
+            step(x)
+        CONVERSIONS[name](model)
+    finally:
+        gc.enable()

@@ -81,6 +81,11 @@ class Outside:
         if tensor is not None and _version(tensor) != self.version:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
 
+    def let_go(self) -> None:
+        """The trace has failed, and refers to the tensor no more: what is left of it may live as
+        long as the exception, and a tensor with weak references can't be swapped."""
+        self.get = lambda: None
+
     def of(self, arguments: Any) -> Any:
         """The tensor in a call with ``arguments``."""
         if self.leaf is not None:

@@ -375,6 +375,11 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self.captured, self.reads, self._latest = [], [], None
         self._wide = thread_state.WideScalars()
 
+    def let_go(self) -> None:
+        """Refer to nothing outside of a trace that has failed."""
+        for outside in (*(known for _, known in self.before.values()), *self.outside.values()):
+            outside.let_go()
+
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:

@@ -140,6 +140,7 @@ class Traced(TracedEffects):
 
         was_compiling = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = True
+        failed = True
         try:
             with (
                 none_drawn(watch.random_sources),
@@ -156,12 +157,15 @@ class Traced(TracedEffects):
                 del self._made
                 if any(number() is not None for number in trace.python_numbers):
                     raise NumberLeft("the step leaves a number where it isn't seen")
+            failed = False
         except BaseException:
             self._abandon(surroundings)
             raise
         finally:
             torch.compiler._is_compiling_flag = was_compiling
             self._undo_trace()
+            if failed:
+                trace.let_go()
         try:
             free = {id(t): i for i, t in enumerate(arguments.tensors) if id(t) not in watch.tensors}
             for tensor in self._cut:
@@ -203,6 +207,7 @@ class Traced(TracedEffects):
             self._collect_inputs(trace, arguments, closed.consts)
         except BaseException:
             self._abandon(surroundings)
+            trace.let_go()
             raise
 
     def take_call(self) -> Arguments:

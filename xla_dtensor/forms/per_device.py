@@ -84,7 +84,17 @@ def _by_shard_map(
 
 
 def logical(array: Any, form: Form) -> Any:
-    """The logical value in a whole array of ``form``: varying axes, then the tensor's dims."""
+    """The logical value in a whole array of ``form``: varying axes, then the tensor's dims.
+
+    Raises:
+        NotImplementedError: there is no array: the tensor is on the meta device.
+    """
+    if array is None:
+        raise NotImplementedError(
+            "Cannot copy out of meta tensor; no data! (a compiled step gives back or leaves behind "
+            f"a tensor of shape {list(form.shape)} that was computed from one on the meta device: "
+            'give modules memory before, by to_empty(device="xla"), and initialise them)'
+        )
     return over_devices(form.logical, [form.varying], form.frame, form.is_sharded)(array)
 
 
