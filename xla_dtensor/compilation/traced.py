@@ -140,33 +140,26 @@ class Traced(TracedEffects):
 
         was_compiling = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = True
-        failed = True
         try:
-            with (
-                none_drawn(watch.random_sources),
-                nothing_consumed(watch),
-                NewObjects() as new,
-                unseen_by_checkpoint(),
-                thread_state.active(trace),
-                torch.autograd.set_multithreading_enabled(False),
-                jax.enable_x64(True),
-                recorder.recording(watch.meets_installed),
-            ):
-                self._made = MadeObjects(new)
-                closed = jax.make_jaxpr(traced)()
-                del self._made
-                if any(number() is not None for number in trace.python_numbers):
-                    raise NumberLeft("the step leaves a number where it isn't seen")
-            failed = False
-        except BaseException:
-            self._abandon(surroundings)
-            raise
-        finally:
-            torch.compiler._is_compiling_flag = was_compiling
-            self._undo_trace()
-            if failed:
-                trace.let_go()
-        try:
+            try:
+                with (
+                    none_drawn(watch.random_sources),
+                    nothing_consumed(watch),
+                    NewObjects() as new,
+                    unseen_by_checkpoint(),
+                    thread_state.active(trace),
+                    torch.autograd.set_multithreading_enabled(False),
+                    jax.enable_x64(True),
+                    recorder.recording(watch.meets_installed),
+                ):
+                    self._made = MadeObjects(new)
+                    closed = jax.make_jaxpr(traced)()
+                    del self._made
+                    if any(number() is not None for number in trace.python_numbers):
+                        raise NumberLeft("the step leaves a number where it isn't seen")
+            finally:
+                torch.compiler._is_compiling_flag = was_compiling
+                self._undo_trace()
             free = {id(t): i for i, t in enumerate(arguments.tensors) if id(t) not in watch.tensors}
             for tensor in self._cut:
                 outside = trace.outside.get(id(tensor))
@@ -207,7 +200,6 @@ class Traced(TracedEffects):
             self._collect_inputs(trace, arguments, closed.consts)
         except BaseException:
             self._abandon(surroundings)
-            trace.let_go()
             raise
 
     def take_call(self) -> Arguments:
@@ -230,6 +222,7 @@ class Traced(TracedEffects):
         self.hooks.undo()
         surroundings.restore()  # nobody keeps a tensor that has no value
         self._end_numbers()
+        self.trace.let_go()
 
     def _end_numbers(self) -> None:
         """What is left of the numbers of a failed trace: their values, and nothing in caches, from

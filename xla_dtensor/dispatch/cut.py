@@ -98,14 +98,16 @@ class Cut:
 
 def cut_of(answer: Answer | None) -> Cut | None:
     """How to call an operation on shards, if its kind needs that."""
-    if answer is None or answer.merged is None:
+    if answer is None:
         return None
-    call, mesh, merged = answer.call, answer.mesh, answer.merged
-    is_cut = is_(Kind.CUT, call.info.name)
-    sliced = not is_cut and is_(Kind.SLICED, call.info.name)
+    call, mesh = answer.call, answer.mesh
+    sliced = is_(Kind.SLICED, call.info.name)
     if sliced and platform_of(frame_of(mesh)) in NOT_PARTITIONABLE.platforms:
         return None  # the lowering does it by itself, with uneven shards, too
-    if not is_cut and not sliced:
+    if not sliced and not is_(Kind.CUT, call.info.name):
+        return None
+    merged = answer.merged
+    if merged is None:
         return None
     if call.info.func.namespace == "aten" and has_users_rule(call.info.func):
         # A rule that is not the library's own says where arguments and results lie, not that shards
