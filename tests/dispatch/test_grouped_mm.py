@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
+from tests.plan.tpus import needs_libtpu
+from xla_dtensor.dispatch import cut
+from xla_dtensor.lowering import megablox, per_slice
 from xla_dtensor.lowering.grouped_mm import grouped_mm
+from xla_dtensor.lowering.guards import Guard
+from xla_dtensor.lowering.place import here
 
 R, S = Replicate(), Shard
 ENDS = [4, 4, 10, 16]  # one group is empty
@@ -164,3 +170,72 @@ def test_a_tpu_gets_xlas_own_operation(contracted: bool) -> None:
     traced = jax.jit(lambda x, y, ends: grouped_mm(x, y, ends)).trace(*given, ends)
     assert "chlo.ragged_dot" in traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "chlo.ragged_dot" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """As for a TPU: shards are multiplied by its kernels, interpreted."""
+    nowhere, used = Guard("as for a TPU", ("none",)), []
+
+    def takes(x: Any, y: Any) -> bool:
+        used.append(str(x.dtype))
+        return bool(here().axes) and x.dtype in megablox._DTYPES
+
+    for module in (cut, per_slice):
+        monkeypatch.setattr(module, "NOT_PARTITIONABLE", nowhere)
+    monkeypatch.setattr(megablox, "takes", takes)
+    xd.debug.clear_caches("plans")
+    jax.clear_caches()  # of what it has traced
+    yield used
+    xd.debug.clear_caches("plans")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("placements", ["first", "both", "second", "sum"])
+@pytest.mark.parametrize("kind", ["rows", "columns", "contracted"])
+def test_the_kernels_of_tpus(
+    kind: str, placements: str, dtype: torch.dtype, kernels: list[str], mesh_2x4: DeviceMesh
+) -> None:
+    values = [torch.randn(shape).to(dtype) for shape in SHAPES[kind]]
+    ends = [0, 5, 7, 13]  # an empty group, and rows of no group
+    expected = by_group(*(v.float() for v in values), ends)
+    given = [
+        distribute_tensor(v, mesh_2x4, p)
+        for v, p in zip(values, PLACEMENTS[placements], strict=True)
+    ]
+    offs = distribute_tensor(torch.tensor(ends, dtype=torch.int32), mesh_2x4, [R, R])
+    found = torch._grouped_mm(*given, offs=offs).full_tensor().cpu().float()
+    assert kernels
+    if kind != "contracted":
+        dim = 0 if kind == "rows" else 1
+        rest = found.narrow(dim, ends[-1], 16 - ends[-1])
+        assert not rest.any()
+        found = found.narrow(dim, 0, ends[-1])
+    tolerance = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+    torch.testing.assert_close(found, expected, **tolerance)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("outer", [1024, 1022], ids=["even", "uneven"])
+def test_many_groups_compile_for_a_tpu(outer: int, dtype: torch.dtype) -> None:
+    """Of 64 groups in float32 `ragged_dot` needs more of a core's memory than there is."""
+    rows, inner, groups = 4096, 2048, 64
+    with xd.abstract("v5e:2x4"):
+        mesh = xd.init_device_mesh("xla", (2, 4))
+        x = distribute_tensor(torch.empty(rows, inner, dtype=dtype), mesh, [R, R])
+        y = torch.empty(groups, inner, outer, dtype=dtype)
+        y = distribute_tensor(y, mesh, [R, S(2)]).requires_grad_()
+        ends = distribute_tensor(torch.empty(groups, dtype=torch.int32), mesh, [R, R])
+
+        def step(x: Any, y: Any, ends: Any) -> Any:
+            loss = torch._grouped_mm(x, y, offs=ends).square().sum()
+            loss.backward()
+            return loss.detach(), y.grad
+
+        found = xd.plan(step, x, y, ends)
+    assert found.memory.needed > 0
+    if outer == 1024:
+        assert sum(row.bytes for row in found.collectives) <= 4  # the loss
+        # Forward and the weight's gradient, each computed by both rows of chips.
+        assert found.flops == 2 * 2 * 2 * rows * inner * outer

@@ -102,7 +102,7 @@ def cut_of(answer: Answer | None) -> Cut | None:
         return None
     call, mesh = answer.call, answer.mesh
     sliced = is_(Kind.SLICED, call.info.name)
-    if sliced and platform_of(frame_of(mesh)) in NOT_PARTITIONABLE.platforms:
+    if sliced and NOT_PARTITIONABLE.concerns(platform_of(frame_of(mesh))):
         return None  # the lowering does it by itself, with uneven shards, too
     if not sliced and not is_(Kind.CUT, call.info.name):
         return None
@@ -123,6 +123,8 @@ def cut_of(answer: Answer | None) -> Cut | None:
     whole = _uneven(every, mesh)
     if sliced and whole:
         return None  # XLA communicates; every device would compute it all
+    # Values are whole: parts of a sum have been added up.
+    whole |= {i for inputs in merged.inputs for i, p in enumerate(inputs) if p.is_partial()}
     axes = [_axes(shape, placements, mesh, whole) for shape, placements in every]
     inputs = iter(axes)
     leaves = [next(inputs) if isinstance(form, Form) else None for form in call.forms]

@@ -2,7 +2,8 @@
 
 XLA has an operation for it, ``ragged_dot``, which TPUs and GPUs compute in time that doesn't depend
 on the number of groups. On the CPU JAX takes it apart into a product per group of all rows, so
-there blocks of rows are multiplied one after another, each by the matrices of its groups alone.
+there blocks of rows are multiplied one after another, each by the matrices of its groups alone. On
+TPUs shards are multiplied by kernels that do the same (`megablox.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.lowering.guards import RAGGED_PRODUCTS
+from xla_dtensor.lowering import megablox
+from xla_dtensor.lowering.guards import MANY_RAGGED_PRODUCTS, RAGGED_PRODUCTS, Guard
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.matmul import _precision, dot
 from xla_dtensor.lowering.meta import meta_of
@@ -24,6 +26,7 @@ from xla_dtensor.lowering.registry import lowers
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _BATCHED = ((2,), (1,)), ((0,), (0,))
 _LARGEST_BLOCK = 512
+_FEW = 8  # groups, of which float32 products compile for TPUs
 
 
 @meta_of("_grouped_mm")
@@ -83,7 +86,9 @@ def grouped_mm(x, y, offs=None, bias=None, out_dtype=None):
 @jax.custom_batching.custom_vmap
 def _products_of_rows(x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.Array) -> jax.Array:
     """Each group's rows of ``x`` by its matrix of ``y``; rows of no group are zero."""
-    return RAGGED_PRODUCTS.choose(_rows_by_blocks, _rows_by_ragged_dot, x, y, starts, ends)
+    if megablox.takes(x, y):
+        return _own_rows(megablox.rows(x, y, _sizes(starts, ends), _precision()), ends)
+    return _guard(x, ends).choose(_rows_by_blocks, _rows_by_ragged_dot, x, y, starts, ends)
 
 
 @_products_of_rows.def_vmap
@@ -104,7 +109,9 @@ def _batched_products_of_rows(
 @jax.custom_batching.custom_vmap
 def _sums_of_products(x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.Array) -> jax.Array:
     """Each group's columns of ``x`` by its rows of ``y``: one matrix per group."""
-    return RAGGED_PRODUCTS.choose(_sums_by_blocks, _sums_by_ragged_dot, x, y, starts, ends)
+    if megablox.takes(x, y):
+        return megablox.sums(x, y, _sizes(starts, ends), _precision())
+    return _guard(x, ends).choose(_sums_by_blocks, _sums_by_ragged_dot, x, y, starts, ends)
 
 
 @_sums_of_products.def_vmap
@@ -125,18 +132,34 @@ def _members(rows: int, starts: jax.Array, ends: jax.Array) -> jax.Array:
     return (position >= starts[:, None]) & (position < ends[:, None])
 
 
+def _sizes(starts: jax.Array, ends: jax.Array) -> jax.Array:
+    return (ends - starts).astype(np.int32)
+
+
+def _own_rows(out: jax.Array, ends: jax.Array) -> jax.Array:
+    """Zeros in rows of no group, which backends needn't compute."""
+    return jnp.where((jnp.arange(len(out), dtype=ends.dtype) < ends[-1])[:, None], out, 0)
+
+
+def _guard(x: jax.Array, ends: jax.Array) -> Guard:
+    many = x.dtype == np.float32 and len(ends) > _FEW
+    return MANY_RAGGED_PRODUCTS if many else RAGGED_PRODUCTS
+
+
 # --- XLA's own operation -------------------------------------------------------------------------
 
 
 def _rows_by_ragged_dot(
     x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.Array
 ) -> jax.Array:
-    sizes = (ends - starts).astype(np.int32)
     out = jax.lax.ragged_dot(
-        x, y, sizes, precision=_precision(), preferred_element_type=math_dtype(x.dtype)
+        x,
+        y,
+        _sizes(starts, ends),
+        precision=_precision(),
+        preferred_element_type=math_dtype(x.dtype),
     )
-    # Backends needn't compute the rows of no group.
-    return jnp.where((jnp.arange(len(x), dtype=ends.dtype) < ends[-1])[:, None], out, 0)
+    return _own_rows(out, ends)
 
 
 _CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
@@ -152,7 +175,7 @@ def _sums_by_ragged_dot(
     return jax.lax.ragged_dot_general(
         x,
         y,
-        (ends - starts).astype(np.int32),
+        _sizes(starts, ends),
         _CONTRACTED,
         precision=_precision(),
         preferred_element_type=math_dtype(x.dtype),
@@ -233,3 +256,4 @@ def _sums_by_blocks(x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.Arr
 
 
 are(Kind.PRODUCT, "_grouped_mm")
+are(Kind.SLICED, "_grouped_mm")

@@ -9,7 +9,7 @@ this kind: pins (`dispatch/result_placements.py`), full coordinates and masks of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,12 @@ from jax import lax
 
 from xla_dtensor.lowering.place import here
 from xla_dtensor.lowering.when_lowered import refused
+
+
+def is_among(platform: str, names: Sequence[str]) -> bool:
+    """Whether devices' name of a platform is among those that lowerings have: ``"gpu"`` is
+    ``"cuda"`` or ``"rocm"`` there."""
+    return not {platform, *(("cuda", "rocm") if platform == "gpu" else ())}.isdisjoint(names)
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,11 @@ class Guard:
             with at(Place("tpu")):
                 assert not Guard("rounds wrongly", ("cpu",)).holds()
         """
-        return here().platform in self.platforms
+        return self.concerns(here().platform)
+
+    def concerns(self, platform: str) -> bool:
+        """Whether the guard is for devices of this platform, as those name it (``"gpu"``)."""
+        return is_among(platform, self.platforms)
 
     def only(self, text: str, function: Callable[..., Any], *operands: Any) -> Any:
         """``function(*operands)`` on the guard's platforms; programs for others aren't lowered.
@@ -93,6 +103,11 @@ FACTORISATIONS_IN_32_BITS = Guard(
 RAGGED_PRODUCTS = Guard(
     "JAX takes the CPU's ragged products apart into one of all rows per group.",
     ("cpu",),
+)
+MANY_RAGGED_PRODUCTS = Guard(
+    "As RAGGED_PRODUCTS; and of 16 groups in float32 the TPU's compiler runs out of its cores' "
+    "memory (libtpu 0.0.52).",
+    ("cpu", "tpu"),
 )
 SUMS_IN_FLOAT32 = Guard(
     "The CPU's backend adds up what devices have of 16-bit numbers in 32 bits, so that a product "

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from jax.interpreters import partial_eval
 
+from xla_dtensor.lowering import megablox
+from xla_dtensor.lowering.guards import is_among
 from xla_dtensor.lowering.splash import share_of_blocks
 
 
-def flops(jaxpr: Any) -> int:
+def flops(jaxpr: Any, platform: str) -> int:
     """Of all devices together: a multiplication and an addition per term of a product, those in
     loops, and in the grids of kernels, as often as they run. What runs once per device inside of a
     ``shard_map`` counts as often as there are devices; what nothing needs isn't counted.
 
     Args:
         jaxpr: of a step, from tracing it.
+        platform: of the devices, of which alone what is lowered for them counts.
     """
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return _flops(needed)
+    return _flops(needed, platform)
 
 
-def _flops(jaxpr: Any) -> int:
+def _flops(jaxpr: Any, platform: str) -> int:
     total = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
+        is_jit = name in ("jit", "pjit")
+        of_groups = is_jit and megablox.is_product(equation.params["name"])
+        if name in ("dot_general", "ragged_dot", "ragged_dot_general") or of_groups:
             total += _product(equation)
         elif name == "conv_general_dilated":
             total += _convolution(equation)
@@ -39,15 +45,23 @@ def _flops(jaxpr: Any) -> int:
                 times = math.prod(equation.params["grid_mapping"].grid)
             elif name == "for_each":
                 times = equation.params["count"]
-            elif name in ("jit", "pjit"):
+            elif is_jit:
                 times = share_of_blocks(equation.params["name"])
             elif name == "shard_map":
                 # JAX 0.9 calls them otherwise.
                 manual = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]
                 times = math.prod(equation.params["mesh"].shape[axis] for axis in manual)
-            parts = [round(times * _flops(inner)) for inner in _inner(equation.params)]
+            inside = _branch(equation.params, platform) or _inner(equation.params)
+            parts = [round(times * _flops(inner, platform)) for inner in inside]
             total += max(parts, default=0) if name == "cond" else sum(parts)
     return total
+
+
+def _branch(params: dict[str, Any], platform: str) -> list[Any]:
+    """The branch of a `jax.lax.platform_dependent`, or nothing."""
+    pairs = zip(params.get("branches", ()), params.get("branches_platforms") or (), strict=False)
+    found = (b.jaxpr for b, names in pairs if names is None or is_among(platform, names))
+    return list(itertools.islice(found, 1))
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:
