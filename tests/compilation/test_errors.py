@@ -114,6 +114,28 @@ def test_sizes_and_masks_made_from_sizes_are_no_data(mesh_2x4: DeviceMesh) -> No
     assert xd.compile(step)(x).cpu().tolist() == [[2.0] * 4] * 4
 
 
+CONSTANTS = {
+    "equal": lambda x: x * 2 if torch.equal(*[torch.ones(2, device=x.device)] * 2) else x,
+    "allclose": lambda x: x * 2 if torch.allclose(*[torch.zeros(2, device=x.device)] * 2) else x,
+    "nonzero": lambda x: x[torch.nonzero(torch.arange(4, device=x.device) > 1)[:, 0]],
+    "bincount": lambda x: x + torch.arange(4, device=x.device).bincount(),
+    "cov": torch.cov,
+    "corrcoef": torch.corrcoef,
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_what_is_made_of_constants_is_no_data(name: str, mesh_2x4: DeviceMesh) -> None:
+    """CPU torch computes it while the step is traced; once for all calls."""
+    torch.manual_seed(0)
+    step = xd.compile(CONSTANTS[name])
+    for _ in range(2):
+        value = torch.randn(4, 4)
+        x = distribute_tensor(value, mesh_2x4, [Shard(0), Replicate()])
+        torch.testing.assert_close(step(x).full_tensor().cpu(), CONSTANTS[name](value))
+    assert len(step.compiled_programs()) == 1
+
+
 def test_a_failed_trace_changes_nothing(mesh_2x4: DeviceMesh) -> None:
     model = nn.Linear(4, 4)
     xd.distribute_module(model, mesh_2x4)

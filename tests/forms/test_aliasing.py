@@ -313,6 +313,12 @@ def test_inference_mode(mesh_2x4: DeviceMesh) -> None:
             row = x[1]  # an ordinary tensor
             row.mul_(3)
             kinds = [y.is_inference(), y[0].is_inference(), row.is_inference(), x.is_inference()]
+        # Views of it are as it is, wherever they are made.
+        for view in (y[0], y.view(-1), y.t(), y.view_as(y), y.split(1)[0]):
+            kinds += [view.is_inference(), view._is_view()]
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                view.add_(1)
+        y.detach().add_(1)
         with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
             y.add_(1)
         with pytest.raises(RuntimeError, match="do not track version counter"):

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xla_dtensor as xd
 from tests.parallel.harness import collectives, full
+from xla_dtensor.rules import replicate_rule
 
 pytestmark = pytest.mark.filterwarnings(  # torch's own, when it first differentiates forward
     "ignore:.torch.jit.script. is deprecated",
@@ -290,6 +291,25 @@ def test_rms_norm_is_one_operation_where_rows_are_whole(name: str, mesh_2x4: Any
     norms = {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}
     assert (norms <= set(calls.names)) == whole
     assert ("aten::rsqrt" in calls.names) != whole
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_rms_norm_in_inference_mode_lies_where_it_does_without(cut: bool, mesh_2x4: Any) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 8, 16), torch.randn(16)
+    own = distribute_tensor(x, mesh_2x4, [Shard(0), Shard(2) if cut else Replicate()])
+    on_mesh = distribute_tensor(weight, mesh_2x4, [Replicate()] * 2)
+    with torch.inference_mode():
+        found = F.rms_norm(own, (16,), on_mesh, 0.1)
+    torch.testing.assert_close(full(found), F.rms_norm(x, (16,), weight, 0.1))
+    assert found.placements == own.placements  # type: ignore[attr-defined]
+
+
+def test_a_rule_of_ones_own_for_rms_norm_is_asked_of_cut_rows(scratch: None, mesh_2x4: Any) -> None:
+    own = distribute_tensor(torch.randn(4, 8, 16), mesh_2x4, [Shard(0), Shard(2)])
+    assert F.rms_norm(own, (16,)).placements == own.placements  # type: ignore[attr-defined]
+    xd.register_rule("aten::_fused_rms_norm", replicate_rule, override=True)
+    assert F.rms_norm(own, (16,)).placements == (Replicate(), Replicate())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("place_of_x", [(Shard(0), Replicate()), (Shard(0), Shard(2))], ids=str)

@@ -171,3 +171,13 @@ def test_a_rule_by_an_ops_name_before_the_first_mesh() -> None:
         "print(any('mylib::f' in str(rule) for rule in xd.debug.rules()))"
     )
     assert output(code) == "True"
+
+
+def test_optimizers_update_lists_before_there_is_a_mesh() -> None:
+    code = (
+        "import torch, xla_dtensor\n"
+        "from torch.optim.optimizer import _default_to_fused_or_foreach as default\n"
+        "own = [torch.nn.Parameter(torch.ones(3, device='xla')) for _ in range(2)]\n"
+        "print(default(own, False, False), default([torch.ones(3)], False, False))"
+    )
+    assert output(code) == "(False, True) (False, False)"

@@ -30,12 +30,13 @@ class ViewPlan:
     one that puts the base in the order of its memory.
     """
 
-    __slots__ = ("forms", "identity", "of_memory", "returns_list", "steps")
+    __slots__ = ("forms", "identity", "is_detached", "of_memory", "returns_list", "steps")
 
     def __init__(self, call: Call) -> None:
         info = call.info
         base_form = call.forms[0]
         self.identity = info.is_identity
+        self.is_detached = info.name == "aten::detach.default"
         self.returns_list = info.returns_lists[0]
         metas = meta_results(call)
         place = place_of(call)
@@ -65,9 +66,13 @@ class ViewPlan:
 
     def make(self, base: Any) -> Any:
         """The view or views of ``base``."""
-        if torch.is_inference_mode_enabled() and not base.is_inference():
-            # As in torch, such a view is an ordinary tensor, which shares its base's version.
-            with torch.inference_mode(False):
+        is_inference = base.is_inference()
+        if torch.is_inference_mode_enabled() != is_inference and not (
+            is_inference and self.is_detached
+        ):
+            # As in torch, a view is what its base is: an ordinary tensor that shares its version,
+            # or one without. Only what was detached torch lets one write to.
+            with torch.inference_mode(is_inference):
                 return self._make(base)
         return self._make(base)
 

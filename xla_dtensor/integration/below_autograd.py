@@ -41,6 +41,11 @@ def _tensor_split(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return composites.tensor_split(*args, **kwargs)
 
 
+@handles("aten::rms_norm.default")
+def _rms_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return composites.rms_norm_apart(*args, **kwargs)
+
+
 @handles("aten::one_hot.default")
 def _one_hot(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return composites.one_hot(*args, **kwargs)

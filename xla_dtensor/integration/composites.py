@@ -48,7 +48,7 @@ def install() -> None:
     # With a kernel torch asks its own formula for the gradient of this one, and takes it apart
     # without. It is never run: our tensors' class dispatches before.
     aten.impl("_fused_rms_norm", _never_run, "PrivateUse1")
-    aten.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
+    aten.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
     _libraries.extend((own, aten))
     on_import("torch.utils.flop_counter", _count_flops)
 
@@ -132,7 +132,7 @@ def _never_run(*args: Any) -> Any:
     raise NotImplementedError('tensors on "xla" dispatch before their backend\'s kernels')
 
 
-def _rms_norm(
+def rms_norm(
     input: torch.Tensor,
     normalized_shape: list[int],
     weight: torch.Tensor | None = None,
@@ -143,16 +143,32 @@ def _rms_norm(
     Of rows that are cut torch's composition adds up the squares; the rule of the operation would
     gather them.
     """
+    apart = rms_norm_apart(input, normalized_shape, weight, eps)
+    if apart is not NotImplemented:
+        return apart
+    return torch.ops.aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
+
+
+def rms_norm_apart(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    """The same of rows that are cut, by torch's composition; else NotImplemented."""
+    from xla_dtensor.dispatch.result_placements import has_users_rule
     from xla_dtensor.rules.merging import shard_dim
 
-    aten, shape = torch.ops.aten, tuple(normalized_shape)
+    fused, shape = torch.ops.aten._fused_rms_norm.default, tuple(normalized_shape)
     first = input.ndim - len(shape)
     placements: Any = getattr(input, "placements", ())
-    cut = any(d is not None and d >= first for d in map(shard_dim, placements))
-    # Of other shapes torch's whole function says what is wrong.
-    if cut and input.shape[first:] == shape and (weight is None or weight.shape == shape):
-        return aten._fused_rms_norm.default.decompose(input, normalized_shape, weight, eps)[0]
-    return aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
+    if not any(d is not None and d >= first for d in map(shard_dim, placements)):
+        return NotImplemented
+    if input.shape[first:] != shape or (weight is not None and weight.shape != shape):
+        return NotImplemented  # torch's whole function says what is wrong
+    if has_users_rule(fused) or has_users_rule(torch.ops.aten.rms_norm.default):
+        return NotImplemented
+    return fused.decompose(input, normalized_shape, weight, eps)[0]
 
 
 # --- linear -----------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ def _backend() -> backend.Backend:
     if XLATensor not in proxy_tensor.HANDLED_TYPES:
         proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, XLATensor)
     data_parallel.install_for_modules()
+    optimizers.make_foreach_the_default()
     return found
 
 
@@ -154,7 +155,6 @@ def _install_for_dtensor() -> None:
     let_subclasses_dispatch()
     functional_collectives.install()
     custom_sharding.install()
-    optimizers.make_foreach_the_default()
     _hook_factories()
     _hook_from_local()
     data_parallel.install_for_modules()

@@ -72,7 +72,8 @@ def install() -> None:
 
 
 def make_foreach_the_default() -> None:
-    """As torch has it for its own DTensor. Not at once: torch's DTensor takes long to import."""
+    """As torch has it for its own DTensor. With the first tensor: torch's DTensor takes long to
+    import."""
     from xla_dtensor.tensors.device_tensor import XLATensor
     from xla_dtensor.tensors.marked_tensor import MarkedTensor
     from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor

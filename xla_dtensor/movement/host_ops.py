@@ -10,6 +10,7 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.dispatch.moves import refuse_varying, to_cpu
 from xla_dtensor.dispatch.ops import handles, info_of
 from xla_dtensor.dispatch.out_arguments import into
+from xla_dtensor.forms.read import constant_recipe
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.tensors.indexing import is_mask as _is_mask
 from xla_dtensor.tensors.indexing import is_masked_fill
@@ -33,12 +34,13 @@ def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
     replicated."""
     trace = thread_state.current()
-    if trace is not None:
+    ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
+    if trace is not None and any(constant_recipe(t) is None for t in ours):
         name = info_of(func).name
         instead = _INSTEAD.get(name.partition(".")[0])
         hint = "" if instead is None else f" ({instead})"
-        trace.refuse(f"{name}, whose result's shape depends on values{hint},")
-    ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
+        what = "result" if name in _TRUTHS else "result's shape"
+        trace.refuse(f"{name}, whose {what} depends on values{hint},")
     for tensor in ours:
         refuse_varying(tensor._form, f"the shape of {info_of(func).name}'s result")
     out = func(*_map(args, _to_host_argument), **_map(kwargs, _to_host_argument))
@@ -68,6 +70,8 @@ def _on_host_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     return into(out, result)
 
+
+_TRUTHS = ("aten::equal.default", "aten::allclose.default")
 
 # What has a shape that is known, and computes the same.
 _INSTEAD = {
