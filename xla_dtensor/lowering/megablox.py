@@ -26,7 +26,8 @@ def takes(x: jax.Array, y: jax.Array) -> bool:
     """Whether the kernels compute a product of these, here: on a TPU, with a device's shards, as
     XLA can't cut them."""
     at = here()
-    return at.platform == "tpu" and bool(at.axes) and x.dtype == y.dtype and x.dtype in _DTYPES
+    is_there = at.platform == "tpu" and bool(at.axes) and 0 not in (*x.shape, *y.shape)
+    return is_there and x.dtype == y.dtype and x.dtype in _DTYPES
 
 
 def is_product(name: str) -> bool:
