@@ -332,7 +332,7 @@ def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str,
     return {
         "memory": memory.needed,
         "temporaries": memory.temporaries,
-        "flops": flops(traced.jaxpr.jaxpr),
+        "flops": flops(traced.jaxpr.jaxpr, "tpu"),
         "bytes": dict(moved.bytes),
         "counts": dict(moved.counts),
     }

@@ -133,6 +133,6 @@ def test_guards_are_in_one_place() -> None:
     }
     assert found == {"lowering/guards.py", "lowering/place.py", "dispatch/cut.py"}
     every = [guard for guard in vars(guards).values() if isinstance(guard, Guard)]
-    assert len(every) == 10
+    assert len(every) == 11
     for guard in every:
         assert guard.why and set(guard.platforms) <= {"cpu", "tpu", "cuda", "rocm"}

@@ -58,7 +58,7 @@ def _flops(jaxpr: Any, platform: str) -> int:
 
 
 def _branch(params: dict[str, Any], platform: str) -> list[Any]:
-    """The branch of a `jax.lax.platform_dependent`, or nothing."""
+    """Of branches that are each for other platforms the one for this, or nothing."""
     pairs = zip(params.get("branches", ()), params.get("branches_platforms") or (), strict=False)
     found = (b.jaxpr for b, names in pairs if names is None or is_among(platform, names))
     return list(itertools.islice(found, 1))
