@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,10 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import xla_dtensor as xd
 from tests.plan.tpus import needs_libtpu
-from xla_dtensor.dispatch import cut
-from xla_dtensor.lowering import megablox, per_slice
+from xla_dtensor.lowering import megablox
 from xla_dtensor.lowering.grouped_mm import grouped_mm
-from xla_dtensor.lowering.guards import Guard
 from xla_dtensor.lowering.place import here
 
 R, S = Replicate(), Shard
@@ -173,21 +170,17 @@ def test_a_tpu_gets_xlas_own_operation(contracted: bool) -> None:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """As for a TPU: shards are multiplied by its kernels, interpreted."""
-    nowhere, used = Guard("as for a TPU", ("none",)), []
+def kernels(not_partitionable: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Shards are multiplied by the TPU's kernels, interpreted."""
+    used: list[str] = []
 
     def takes(x: Any, y: Any) -> bool:
         used.append(str(x.dtype))
         return bool(here().axes) and x.dtype in megablox._DTYPES
 
-    for module in (cut, per_slice):
-        monkeypatch.setattr(module, "NOT_PARTITIONABLE", nowhere)
     monkeypatch.setattr(megablox, "takes", takes)
-    xd.debug.clear_caches("plans")
     jax.clear_caches()  # of what it has traced
-    yield used
-    xd.debug.clear_caches("plans")
+    return used
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +14,6 @@ import xla_dtensor as xd
 from tests.parallel.harness import full
 from tests.plan.tpus import needs_libtpu
 from xla_dtensor.dispatch import cut
-from xla_dtensor.lowering import per_slice
-from xla_dtensor.lowering.guards import Guard
 
 
 def fractional(x: Any, samples: Any) -> Any:
@@ -59,10 +57,8 @@ CUT = {"max_pool2d", "grid_sample", "matrix_exp", "igamma", "gcd"}
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The operations that are called with shards; here none can be cut by itself."""
-    for module in (cut, per_slice):
-        monkeypatch.setattr(module, "NOT_PARTITIONABLE", Guard("as for a TPU", ("none",)))
+def calls(not_partitionable: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations that are called with shards."""
     found: list[str] = []
     of = cut.cut_of
 
@@ -73,9 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return made
 
     monkeypatch.setattr("xla_dtensor.dispatch.plan.cut_of", seen)
-    xd.debug.clear_caches("plans")
-    yield found
-    xd.debug.clear_caches("plans")
+    return found
 
 
 def run(function: Callable[..., Any], differentiated: bool, *tensors: Any) -> list[Any]:

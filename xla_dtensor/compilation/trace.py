@@ -377,15 +377,19 @@ class StepTrace(TraceNumbers, TraceAssertions):
 
     def let_go(self) -> None:
         """Refer to nothing outside of a trace that has failed."""
-        for outside in (*(known for _, known in self.before.values()), *self.outside.values()):
+        for outside in self._all_outside():
             outside.let_go()
+
+    def _all_outside(self) -> list[Outside]:
+        """Each once, those from before the trace first."""
+        both = (*(outside for _, outside in self.before.values()), *self.outside.values())
+        return list({id(outside): outside for outside in both}.values())
 
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
             captured.restore()
-        both = (*(outside for _, outside in self.before.values()), *self.outside.values())
-        found = list({id(outside): outside for outside in both}.values())
+        found = self._all_outside()
         for outside in found:
             outside.switch_back()
             outside.count_writes()

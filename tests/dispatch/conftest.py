@@ -1,0 +1,22 @@
+"""What tests of dispatch share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import xla_dtensor as xd
+from xla_dtensor.dispatch import cut
+from xla_dtensor.lowering import per_slice
+from xla_dtensor.lowering.guards import Guard
+
+
+@pytest.fixture
+def not_partitionable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As for a TPU: the compiler can't call functions on shards, so `Kind.SLICED` is cut."""
+    for module in (cut, per_slice):
+        monkeypatch.setattr(module, "NOT_PARTITIONABLE", Guard("as for a TPU", ("none",)))
+    xd.debug.clear_caches("plans")
+    yield
+    xd.debug.clear_caches("plans")
