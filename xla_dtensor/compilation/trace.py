@@ -359,10 +359,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
     def switched(self) -> list[tuple[Outside, bool]]:
         """The tensors that the step leaves with another ``requires_grad`` than they had, with it.
         It doesn't have to have used them."""
-        used = {id(outside) for outside in self.outside.values()}
-        others = [known for _, known in self.before.values() if id(known) not in used]
-        found = [o for o in (*self.outside.values(), *others) if o.is_switched()]
-        return [(outside, not outside.requires_grad) for outside in found]
+        return [(o, not o.requires_grad) for o in self._all_outside() if o.is_switched()]
 
     def forget(self) -> None:
         """Keep alive nothing of what the trace has used: a program says itself what it needs."""
