@@ -10,7 +10,7 @@ import os
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
@@ -23,6 +23,7 @@ from xla_dtensor.compilation.effects import counter_refused, is_counted_on
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.looking import called_without_data, looked_at, tracing
 from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.replayed import ReplayedStep
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.dispatch import lazy
@@ -38,13 +39,34 @@ MANY_TRACES = 5
 AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
 
 
+@overload
 def compile(
     function: Callable[..., Any],
     *,
     compiler_options: dict[str, Any] | None = None,
     audit: int | None = None,
     checks: bool | None = None,
-) -> CompiledStep:
+    watch: Literal["auto"] = "auto",
+) -> CompiledStep: ...
+
+
+@overload
+def compile(
+    function: Callable[..., Any],
+    *,
+    compiler_options: dict[str, Any] | None = None,
+    watch: Literal["replay"],
+) -> ReplayedStep: ...
+
+
+def compile(
+    function: Callable[..., Any],
+    *,
+    compiler_options: dict[str, Any] | None = None,
+    audit: int | None = None,
+    checks: bool | None = None,
+    watch: Literal["auto", "replay"] = "auto",
+) -> CompiledStep | ReplayedStep:
     """Make ``function``, a training step in ordinary torch code, run as one XLA program.
 
     The first call traces it: forward, backward, clipping, ``optimizer.step()``. Tensors that it
@@ -64,13 +86,18 @@ def compile(
             with the program. Default: the environment variable ``XLA_DTENSOR_AUDIT``, or never.
         checks: look for indices out of range, and raise after the call that had one; a call then
             waits for the devices. Default: whether ``XLA_DTENSOR_CHECKS`` is ``all``.
+        watch: how a call knows that its program still is the step. ``"auto"``: what the Python
+            reads is compared, and it doesn't run. ``"replay"``: it runs in every call, while the
+            devices compute the step before, and what it asks for is compared: some ten
+            microseconds an operation, and nothing that could be overlooked.
 
     Returns:
-        the `CompiledStep`, called like ``function``.
+        the `CompiledStep`, or with ``watch="replay"`` the `ReplayedStep`, called like ``function``.
 
     Raises:
         TypeError: ``function`` can't be called, or is a generator or a coroutine.
-        ValueError: ``audit`` is no number of calls.
+        ValueError: ``audit`` is no number of calls; ``watch`` is something else; ``audit`` or
+            ``checks`` of a replayed step, which needs no audit and looks at indices as eager code.
         DataDependentError: (when called) the step needs a value in Python, or can't be one program.
         MeshMismatchError: (when called) it uses tensors on different sets of devices.
         StaleStepError: (when called) an audit has found a difference.
@@ -99,6 +126,15 @@ def compile(
             f"xd.compile: {_name_of(function)} is a generator or a coroutine, whose Python goes on "
             "when its caller asks; a step is one program: let it return its results"
         )
+    if watch == "replay":
+        if audit or checks is not None:
+            raise ValueError(
+                'xd.compile(watch="replay") takes no audit= (its Python runs in every call) and no '
+                "checks= (indices are looked at as in eager code: xd.check_indices)"
+            )
+        return ReplayedStep(function, compiler_options)
+    if watch != "auto":
+        raise ValueError(f'watch={watch!r}: it is "auto" or "replay"')
     if audit is None:
         audit = int(os.environ.get(AUDIT_VARIABLE, "0"))
     if isinstance(audit, bool) or audit < 0:
@@ -153,9 +189,9 @@ class CompiledStep:
         self.recompilations: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trace = thread_state.current()
-        if trace is not None and isinstance(trace, StepTrace):
-            return self._function(*args, **kwargs)  # part of the step that is being traced
+        batch = thread_state.batch()
+        if isinstance(thread_state.current(), StepTrace) or (batch is not None and batch.is_step):
+            return self._function(*args, **kwargs)  # part of the step around it
         if abstract.current() is not None:
             return called_without_data(self, args, kwargs)
         if not interrupts.ready():

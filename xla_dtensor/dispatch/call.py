@@ -251,3 +251,22 @@ def fill(template: Any, leaves: Any) -> Any:
     if cls is list:
         return [fill(item, leaves) for item in template]
     return template
+
+
+def filled_with(call: Call) -> Any:
+    """The number that a factory of constant tensors fills its tensor with; None for other calls."""
+    filled = _FILLED_WITH.get(call.info.name)
+    return None if filled is None else filled(call)
+
+
+_FILLED_WITH: dict[str, Any] = {
+    "aten::empty.memory_format": lambda call: 0,
+    "aten::empty_like.default": lambda call: 0,
+    "aten::zeros.default": lambda call: 0,
+    "aten::zeros_like.default": lambda call: 0,
+    "aten::new_zeros.default": lambda call: 0,
+    "aten::ones.default": lambda call: 1,
+    "aten::ones_like.default": lambda call: 1,
+    "aten::full.default": lambda call: fill(call.args[1], call.leaves),
+    "aten::full_like.default": lambda call: fill(call.args[1], call.leaves),
+}

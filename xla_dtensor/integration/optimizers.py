@@ -152,7 +152,11 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
     @interrupts.completed
     def complete(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # In a batch of the user's, the step is a part of that.
-        if not undoable or thread_state.batch() is not None:
+        batch = thread_state.batch()
+        if batch is not None:
+            with batch.in_optimizer():
+                return step(optimizer, *args, **kwargs)
+        if not undoable:
             return step(optimizer, *args, **kwargs)
         outer = _current.step  # another optimizer's, whose closure or hook this is in
         under_way = _current.step = _Step(optimizer)
@@ -220,6 +224,8 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
         with writing_down(under_way.batch) if batch else batched():  # type: ignore[union-attr]
             for some, some_args, some_kwargs in _by_devices(params, args, kwargs):
                 _bring_together(some, some_args, some_kwargs)
+                if function.__name__ in _SGDS and thread_state.is_in_step():
+                    begin_momentum(some, *some_args, **some_kwargs)
                 function(some, *some_args, **some_kwargs)
 
     return update
@@ -230,6 +236,8 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:
             return _traced(function, params, *args, **kwargs)
+        if function.__name__ in _SGDS and thread_state.is_in_step():
+            begin_momentum(params, *args, **kwargs)
         under_way = _current.step
         if under_way is not None and params:
             under_way.go_on_at_once()
