@@ -387,3 +387,18 @@ def valueless_number(traced: Any, text: str, refuse: Callable[[], None]) -> Any:
 
     node = NumberNode(math.nan, traced, compute, text, lambda *what: refuse(), known=False)
     return torch.SymFloat(node)
+
+
+def absent_number(refuse: Callable[[], None]) -> Any:
+    """A number that can't even be computed with.
+
+    Args:
+        refuse: raises; called when something is done with it.
+    """
+
+    def compute(*what: Any) -> float:
+        refuse()
+        return math.nan
+
+    node = NumberNode(math.nan, None, compute, "number", compute, known=False, feed=compute)
+    return torch.SymFloat(node)

@@ -109,8 +109,12 @@ class Surroundings:
 
     def plant(self, carried: Carried, value: Any) -> None:
         """Let the step find ``value`` in a place. If it is there at the end, nothing is changed."""
-        self._planted[carried.where()] = value
+        self.planted(carried.where(), value)
         carried.place.put({carried.key: value})
+
+    def planted(self, where: tuple[int, Any], value: Any) -> None:
+        """``value`` has been put into a place (its container, the key) for the step to find."""
+        self._planted[where] = value
 
     def holds(self, value: Any) -> bool:
         """Whether a list or a dict was there before the step."""

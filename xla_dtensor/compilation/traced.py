@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import operator
@@ -114,8 +113,14 @@ class Traced(TracedEffects):
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         self.schedulers = DeferredSchedulers()
-        known = {key: [dict(g) for g in o.param_groups] for key, o in watch.optimizers.items()}
-        self.hooks = OptimizerHooks(trace, known, watch.settings, self.schedulers)
+        self.hooks = OptimizerHooks(
+            trace,
+            watch.optimizers.values(),
+            watch.settings,
+            self.schedulers,
+            watch.feeds and "param_groups" in watch.reads,
+            surroundings.planted,
+        )
         self.host = trace.host = HostOperations(trace, arguments)
         self.history: History | None = None
 
@@ -124,10 +129,8 @@ class Traced(TracedEffects):
             args, kwargs = arguments.with_numbers(numbers)
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
-                self.hooks.carried.add(place.where())
             del numbers
-            computing = MathOfNumbers() if self.dynamic else contextlib.nullcontext()
-            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing:
+            with self.host, self.schedulers, self.hooks, CumulativeNorms(), MathOfNumbers():
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
@@ -292,6 +295,7 @@ class Traced(TracedEffects):
         made.histories([*flat, *self._left_in_places(surroundings)])
         self.results = list(map(made.result, flat))
         self._effects(surroundings, watch, made)
+        self.hooks.take_numbers()
         self.random_operations = trace.random_operations()
         self.grads: list[tuple[Any, Template | None]] = []
         # A gradient that is a view of a captured tensor adds that to those outside.

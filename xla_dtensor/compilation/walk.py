@@ -69,7 +69,9 @@ class Walk:
         executed: frozenset[types.CodeType] | None = None,
         expecting: bool = False,
         known: Walk | None = None,
+        fixed: bool = False,
     ) -> None:
+        self._fixed = fixed
         self._carried = carried
         self._executed = executed
         self._expecting = expecting
@@ -164,6 +166,11 @@ class Walk:
     def reads(self) -> set[str]:
         """The names of all attributes that the step's code reads."""
         return self._names.attributes
+
+    @property
+    def feeds(self) -> bool:
+        """Whether the step's code finds inputs of the program in param groups."""
+        return not (self._fixed or self.asks_types)
 
     @property
     def takes_next(self) -> bool:

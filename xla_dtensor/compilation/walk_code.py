@@ -27,8 +27,13 @@ class WalkCode(Walk):
         code = function.__code__
         self._note(path, "function", code)
         module = function.__globals__.get("__name__")
+        wrapped = function.__dict__.get("__wrapped__")
         if module is not None and module.startswith("xla_dtensor."):
-            return  # our own hooks: what they depend on has guards of its own
+            # Our own hooks: what they depend on has guards of its own. But an optimizer's step is
+            # the user's.
+            if wrapped is not None:
+                self._walk(wrapped, path)
+            return
         if self._skips(module) and not self._has_run(code):
             if self._expecting:
                 names = names_of(code)
@@ -63,7 +68,6 @@ class WalkCode(Walk):
             self._entries(own, [n for n in own if self._is_read(n)], path, function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._cell(cell, name)
-        wrapped = function.__dict__.get("__wrapped__")
         if wrapped is not None:
             self._walk(wrapped, path)
 
