@@ -390,15 +390,7 @@ def valueless_number(traced: Any, text: str, refuse: Callable[[], None]) -> Any:
 
 
 def absent_number(refuse: Callable[[], None]) -> Any:
-    """A number that can't even be computed with.
+    """A number that can't even be computed with: ``refuse`` raises."""
 
-    Args:
-        refuse: raises; called when something is done with it.
-    """
-
-    def compute(*what: Any) -> float:
-        refuse()
-        return math.nan
-
-    node = NumberNode(math.nan, None, compute, "number", compute, known=False, feed=compute)
-    return torch.SymFloat(node)
+    absent: Any = lambda *what: refuse()
+    return torch.SymFloat(NumberNode(math.nan, None, absent, "number", absent, False, absent))

@@ -9,6 +9,7 @@ counter) can't be had that way, and is refused.
 
 from __future__ import annotations
 
+import contextvars
 import operator
 import sys
 from collections.abc import Callable, Iterable
@@ -239,3 +240,21 @@ def counter_refused(effect: Effect) -> DataDependentError:
         "is traced, so every call would be traced again. Do this outside of the compiled step, or "
         "keep the value in a tensor on the device that the step writes in place"
     )
+
+
+def in_context_of_its_own(function: Callable[[], Any]) -> Any:
+    """Call ``function`` such that a ``ContextVar`` which it sets is as before when it is over: one
+    that held nothing couldn't be given that back.
+
+    Raises:
+        DataDependentError: it resets a variable to what it was before.
+    """
+    try:
+        return contextvars.copy_context().run(function)
+    except ValueError as error:
+        if "created in a different Context" not in str(error):
+            raise
+        raise DataDependentError(
+            f"the step resets a ContextVar by a token from outside of it ({error}): set() the "
+            "value that it is to have, or reset it outside of the compiled step"
+        ) from error

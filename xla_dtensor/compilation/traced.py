@@ -18,13 +18,12 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
-from xla_dtensor.compilation.effects import Surroundings
+from xla_dtensor.compilation.effects import Surroundings, in_context_of_its_own
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.host_random import none_drawn
 from xla_dtensor.compilation.installed import Recorder
-from xla_dtensor.compilation.jaxpr_text import text_of
 from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
@@ -66,6 +65,7 @@ class Traced(TracedEffects):
         counted: likewise those in which it puts other numbers, strings or ``None``.
         watch: what its Python can read.
         carried: the places that its values are taken from like arguments.
+        fixed: whether its Python found optimizers' hyperparameters as they were.
         unforeseen: whether it has run code of installed packages that may have changed what the
             trace didn't know of, so that it has to be made again.
         history: how its results depend on tensors that require grad, or None.
@@ -80,6 +80,7 @@ class Traced(TracedEffects):
         dynamic: frozenset[int],
         carried: frozenset[str],
         recorder: Recorder,
+        fixed: bool = False,
     ) -> None:
         caller = arguments.given
         arguments = caller.without_history()
@@ -101,8 +102,8 @@ class Traced(TracedEffects):
             *arguments.classes(),
         ]
         self.names_of_carried = carried
-        self._executed = recorder.executed()
-        watch = Watch(self._roots, carried, self._executed, expecting=True)
+        self._executed, self.fixed = recorder.executed(), fixed
+        watch = Watch(self._roots, carried, self._executed, expecting=True, fixed=fixed)
         self.carried = each_once(watch.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
@@ -113,12 +114,13 @@ class Traced(TracedEffects):
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         self.schedulers = DeferredSchedulers()
+        recorder.feeds = watch.feeds_groups
         self.hooks = OptimizerHooks(
             trace,
             watch.optimizers.values(),
             watch.settings,
             self.schedulers,
-            watch.feeds and "param_groups" in watch.reads,
+            recorder.feeds,
             surroundings.planted,
         )
         self.host = trace.host = HostOperations(trace, arguments)
@@ -156,7 +158,7 @@ class Traced(TracedEffects):
                     recorder.recording(watch.meets_installed),
                 ):
                     self._made = MadeObjects(new)
-                    closed = jax.make_jaxpr(traced)()
+                    closed = in_context_of_its_own(jax.make_jaxpr(traced))
                     del self._made
                     if any(number() is not None for number in trace.python_numbers):
                         raise NumberLeft("the step leaves a number where it isn't seen")
@@ -188,7 +190,7 @@ class Traced(TracedEffects):
             ]
             self._executed = recorder.executed()
             self.unforeseen = recorder.grown and not (
-                Watch(self._roots, carried, self._executed, expecting=True).keys_of_places()
+                Watch(self._roots, carried, self._executed, True, fixed=fixed).keys_of_places()
                 <= watch.keys_of_places()
             )
             stepped, before = list(self.hooks.stepped.values()), len(self._roots)
@@ -213,7 +215,8 @@ class Traced(TracedEffects):
 
     def look_again(self, known: Watch | None = None) -> Watch:
         """What the step's Python can read now."""
-        return Watch(self._roots, self.names_of_carried, self._executed, known=known)
+        names = self.names_of_carried
+        return Watch(self._roots, names, self._executed, known=known, fixed=self.fixed)
 
     def carries(self, watch: Watch) -> bool:
         """Whether ``watch`` takes the values of the same places as this trace."""
@@ -360,29 +363,6 @@ class Traced(TracedEffects):
         """An output that is the tensor's value; memory of its own."""
         form = tensor._form.reduced()
         return Template(self.emit(logical_value(tensor), form), form)
-
-    # --- for the audit ------------------------------------------------------------------------
-
-    def signature(self) -> dict[str, Any]:
-        """What a later trace must have in common with this one, for the program to be the step."""
-        return {
-            "the operations": text_of(self.jaxpr),
-            "the tensors that it uses": [s.signature() for s in self.sources],
-            "the layouts of its results": [form.placed(self.frame) for form in self.forms],
-            "what it returns": (
-                self.result_tree,
-                [
-                    (type(r).__name__, getattr(r, "index", None) or repr(getattr(r, "value", None)))
-                    for r in self.results
-                ],
-            ),
-            "the gradients that it leaves": [
-                (id(outside.get()), None if t is None else (t.index, t.form.placed(self.frame)))
-                for outside, t in self.grads
-            ],
-            "what its Python changes": [(e.name(), e.place.container) for e in self.effects],
-            "the state that it takes from where it is": [(c.name, c.where()) for c in self.carried],
-        }
 
 
 @interrupts.interruptible

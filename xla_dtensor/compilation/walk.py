@@ -29,7 +29,7 @@ from xla_dtensor.compilation.code_names import Names, is_library, is_library_cla
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
-from xla_dtensor.compilation.places import MISSING, Entries, Items, Place, Slots
+from xla_dtensor.compilation.places import Entries, Items, Place, Slots, Variable
 from xla_dtensor.compilation.reflection import (
     code_of,
     dict_of,
@@ -118,6 +118,9 @@ class Walk:
     def _cell(self, cell: types.CellType, name: str) -> None:
         raise NotImplementedError
 
+    def _alone(self, place: Slots | Variable) -> None:
+        raise NotImplementedError
+
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
         raise NotImplementedError
 
@@ -171,6 +174,11 @@ class Walk:
     def feeds(self) -> bool:
         """Whether the step's code finds inputs of the program in param groups."""
         return not (self._fixed or self.asks_types)
+
+    @property
+    def feeds_groups(self) -> bool:
+        """Whether it finds them there before an optimizer steps."""
+        return self.feeds and "param_groups" in self._names.attributes
 
     @property
     def takes_next(self) -> bool:
@@ -293,9 +301,7 @@ class Walk:
             self._walk(value.dispatcher, path)
         elif isinstance(value, contextvars.ContextVar):
             self._note(path, "opaque", value)
-            content = value.get(MISSING)
-            self.probes.append((functools.partial(value.get, MISSING), content))
-            self._walk(content, f"{path}.get()")
+            self._alone(Variable(value, path))
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
             self._note(path, "value", repr(value))
             self._names.attributes |= set(re.findall(r"\w+", repr(value)))

@@ -256,7 +256,8 @@ def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     if hooks is not None:
         args, kwargs = hooks.formula(function, args, kwargs)
     if adam.at_once(function, kwargs, args[5] if len(args) > 5 else []):
-        return adam.update(*args, **kwargs)
+        adam.update(*args, **kwargs)
+        return
     if function.__name__ in _SGDS:
         begin_momentum(*args, **kwargs)
     names = {"min": smaller, "max": larger}  # Adafactor's
