@@ -126,8 +126,8 @@ def for_formula(trace: Any, function: str, name: str, value: Any) -> Any:
 def _held(trace: Any, tensor: torch.Tensor) -> Any:
     """The number in a CPU tensor, at this moment of the step."""
     if not trace.host.made(tensor):
-        value = _item(tensor)
-        return trace.number(partial(_held_now, tensor), value, f"a tensor of value {value:g}")
+        name = f"the item of a CPU tensor {list(tensor.shape)}"
+        return trace.number(partial(_held_now, trace.host.use(tensor)), item_of(tensor), name)
     # The step has made it, or written to it: the host computes it in each call.
     with jax.enable_x64(True):
         array = jax.numpy.asarray(trace.host_tensor(tensor)).reshape(()).astype("float64")
@@ -135,15 +135,15 @@ def _held(trace: Any, tensor: torch.Tensor) -> Any:
     return valueless_number(weak, "a tensor's item", partial(trace.refuse, "a CPU tensor's item"))
 
 
-def _held_now(tensor: torch.Tensor, arguments: Any) -> float:
-    return _item(tensor)
+def _held_now(source: Any, arguments: Any) -> float:
+    return item_of(source.read(arguments))
 
 
 def _is_symbolic(value: Any) -> bool:
     return isinstance(value, torch.SymFloat | torch.SymInt)
 
 
-def _item(tensor: torch.Tensor) -> float:
+def item_of(tensor: torch.Tensor) -> float:
     """The value of a CPU tensor, unseen by the trace, which would take it for the user's look."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return float(to_numpy(tensor).item())

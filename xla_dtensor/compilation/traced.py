@@ -27,10 +27,11 @@ from xla_dtensor.compilation.installed import Recorder
 from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
-from xla_dtensor.compilation.optimizers import OptimizerHooks, ReadState
+from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
+from xla_dtensor.compilation.stepped import ReadState
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch

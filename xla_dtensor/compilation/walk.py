@@ -28,7 +28,6 @@ from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.code_names import Names, is_library, is_library_class
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
-from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import Entries, Items, Place, Slots, Variable
 from xla_dtensor.compilation.reflection import (
     code_of,
@@ -36,6 +35,7 @@ from xla_dtensor.compilation.reflection import (
     is_strict,
     referent,
 )
+from xla_dtensor.compilation.stepped import SteppedOptimizer
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 _Iterators: tuple[type, ...] = (
@@ -98,11 +98,11 @@ class Walk:
             self._start()
             for path, value in roots:
                 self._walk(value, path)
+            self._global_hooks()
             if self._size() == before:
                 break
         for namespace, names in self._globals.values():
             self._globals_place(namespace, names)
-        self._global_hooks()
         if self._names.environment:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():

@@ -22,7 +22,6 @@ from xla_dtensor.compilation.code_names import (
 )
 from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.hyperparameters import is_input
-from xla_dtensor.compilation.optimizers import ReadState, SteppedOptimizer
 from xla_dtensor.compilation.places import (
     MISSING,
     Elements,
@@ -40,6 +39,7 @@ from xla_dtensor.compilation.reflection import (
     slots_of,
     subclasses,
 )
+from xla_dtensor.compilation.stepped import ReadState, SteppedOptimizer
 from xla_dtensor.compilation.walk_code import WalkCode
 
 # Content beyond this is compared by length: vocabularies, data sets.

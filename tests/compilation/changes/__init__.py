@@ -17,6 +17,7 @@ from tests.compilation.changes import (
     modules,
     optimizers,
     reads,
+    stepping,
     structure,
 )
 from tests.compilation.changes._refused import REFUSED
@@ -51,5 +52,6 @@ __all__ = [
     "optimizers",
     "reads",
     "same",
+    "stepping",
     "structure",
 ]
