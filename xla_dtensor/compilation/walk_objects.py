@@ -242,9 +242,10 @@ class WalkObjects(WalkCode):
                 if key == "params" or (self._is_read(key) and not self._is_fed(key, value))
             ]
             self._entries(group, compared, where, optimizer)
-            others = [key for key in group if key not in compared]
+            # Those that the code names and aren't there it may put there.
+            others = [key for key in {*group, *self._names.attributes} if key not in compared]
             self._place(Entries(group, others, where, guarded=False))
-            self.settings |= {(id(group), key) for key in group}
+            self.settings |= {(id(group), key) for key in (*compared, *others)}
 
     def _is_fed(self, key: str, value: Any) -> bool:
         return self.feeds and is_input(key, value)
