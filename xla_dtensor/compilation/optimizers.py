@@ -111,7 +111,7 @@ class OptimizerHooks:
             )
         for stepped in self.stepped.values():
             stepped.check(self._settable)
-            stepped.check_state()
+            stepped.check_state(self._settable)
 
     def take_numbers(self) -> None:
         """When all that the step has changed is known: no number of the trace is left."""

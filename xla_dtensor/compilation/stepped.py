@@ -153,20 +153,28 @@ class SteppedOptimizer:
                         f"the step changes {where}[{key!r}] from {was!r} to {now!r}, {once}"
                     )
 
-    def check_state(self) -> None:
-        """Refuse numbers in the state, which the step's Python counts.
+    def check_state(self, settable: set[tuple[int, str]]) -> None:
+        """Refuse numbers in the state that the step's Python counts, where each call can't.
+
+        Args:
+            settable: as in `check`, of entries in the state.
 
         Raises:
             DataDependentError: there is one.
         """
-        for state in self.optimizer.state.values():
+        for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    raise DataDependentError(
-                        f"{self.name} keeps a Python number, {key!r} = {value!r}, in its state: it "
-                        "would count the traces, not the steps; keep it as a tensor "
-                        "(torch.tensor(0.0, device=parameter.device))"
-                    )
+                if not isinstance(value, int | float) or isinstance(value, bool):
+                    continue
+                before = self.state.get(parameter, ({}, {}))[1].get(key)
+                # What hasn't been there is left there, and found by the next call.
+                if before is None or before is value or (id(state), key) in settable:
+                    continue
+                raise DataDependentError(
+                    f"{self.name} counts a Python number, {key!r} = {value!r}, in its state, which "
+                    "would count the traces, not the calls: keep it as a tensor (torch.tensor(0.0, "
+                    "device=parameter.device)), or call its step() outside of the compiled step"
+                )
 
 
 # What is compared member by member, and what a trace sets.

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as torch_module
@@ -228,6 +229,14 @@ class WalkObjects(WalkCode):
         self._class(type(optimizer))
         self._optimizer_hooks(optimizer, path)
         self.optimizers[id(optimizer)] = optimizer
+        if not self._of_library(type(optimizer)):
+            # Numbers and lists that its step counts up and replaces. The tensors are looked at when
+            # it is known that it steps.
+            for number, state in enumerate(optimizer.state.values()):
+                names = [key for key in state if type(key) is str]
+                names = [key for key in names if not isinstance(state[key], torch.Tensor)]
+                self._entries(state, names, f"{path}.state[{number}]", optimizer)
+                self.settings |= {(id(state), key) for key in names}
         if "param_groups" not in self._names.attributes:
             return
         self._place(Slots(optimizer, ("param_groups",), path))
@@ -277,9 +286,12 @@ class WalkObjects(WalkCode):
                 self._walk(group[name], f"{where}[{name!r}]")
         self._place(Items(optimizer.state, f"{path}.state", with_keys=False))
         for number, state in enumerate(optimizer.state.values()):
-            self._place(Items(state, f"{path}.state[{number}]", with_keys=False))
+            place = Items(state, f"{path}.state[{number}]", with_keys=False)
+            self._place(place)
+            place.carried = frozenset(key for key in state if (id(state), key) in carried)
             for key, value in state.items():
-                self._walk(value, f"{path}.state[{number}][{key!r}]")
+                if key not in place.carried:
+                    self._walk(value, f"{path}.state[{number}][{key!r}]")
         if id(optimizer) not in self.optimizers:
             self._class(type(optimizer))
             self._optimizer_hooks(optimizer, path)
