@@ -38,8 +38,8 @@ class OptimizerHooks:
         known: the optimizers that the step is known to reach.
         settable: entries of param groups of which each call repeats what the step assigns.
         schedulers: the schedulers' steps that the step puts off.
-        everywhere: whether the step's own code finds numbers of the trace, too, and not only an
-            optimizer's ``step``.
+        feeds: whether the user's code may find numbers of the trace, and not only torch's.
+        everywhere: whether the step's own code may, too, and not only an optimizer's ``step``.
         planted: is told of each.
 
     Attributes:
@@ -52,6 +52,7 @@ class OptimizerHooks:
         known: Iterable[Optimizer],
         settable: set[tuple[int, str]],
         schedulers: DeferredSchedulers,
+        feeds: bool,
         everywhere: bool,
         planted: Planted,
     ) -> None:
@@ -59,7 +60,7 @@ class OptimizerHooks:
         self._trace = trace
         self._settable = settable
         self._schedulers = schedulers
-        self._everywhere = everywhere
+        self._feeds, self._everywhere = feeds, everywhere
         self._seen: dict[int, SteppedOptimizer] = {}
         self.stepped: dict[int, SteppedOptimizer] = {}
         # Entries that a scheduler sets when the program has run: (group, key, what was there, what
@@ -169,7 +170,8 @@ class OptimizerHooks:
             self._share_counters(optimizer)
         self._schedulers.check_optimizer(optimizer)
         stepped.check(self._settable)
-        stepped.give_numbers(self._trace, self._planted)
+        if self._feeds or stepped.is_torchs():
+            stepped.give_numbers(self._trace, self._planted)
         groups = [group for group in optimizer.param_groups if "capturable" in group]
         before = [group["capturable"] for group in groups]
         for group in groups:

@@ -120,10 +120,13 @@ class SteppedOptimizer:
         as momentum, has it traced again in any case.)
         """
         cls = users_class(self.optimizer)
-        own = f"{cls.__module__}.".startswith("torch.optim.")
         if cls is torch.optim.SGD and any(g["fused"] for g in self.optimizer.param_groups):
             return False
-        return own and cls is not torch.optim.Adafactor
+        return self.is_torchs() and cls is not torch.optim.Adafactor
+
+    def is_torchs(self) -> bool:
+        """Whether torch defines it."""
+        return f"{users_class(self.optimizer).__module__}.".startswith("torch.optim.")
 
     def check(self, settable: set[tuple[int, str]]) -> None:
         """Refuse what the step's Python has done to the groups, which would happen once.

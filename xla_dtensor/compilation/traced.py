@@ -115,13 +115,14 @@ class Traced(TracedEffects):
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         self.schedulers = DeferredSchedulers()
-        recorder.feeds = watch.feeds_groups
+        recorder.feeds = watch.feeds_users
         self.hooks = OptimizerHooks(
             trace,
             watch.optimizers.values(),
             watch.settings,
             self.schedulers,
-            recorder.feeds,
+            watch.feeds,
+            watch.feeds_groups,
             surroundings.planted,
         )
         self.host = trace.host = HostOperations(trace, arguments)

@@ -171,16 +171,6 @@ class Walk:
         return self._names.attributes
 
     @property
-    def feeds(self) -> bool:
-        """Whether the step's code finds inputs of the program in param groups."""
-        return not (self._fixed or self.asks_types)
-
-    @property
-    def feeds_groups(self) -> bool:
-        """Whether it finds them there before an optimizer steps."""
-        return self.feeds and "param_groups" in self._names.attributes
-
-    @property
     def takes_next(self) -> bool:
         """Whether the step's code calls ``next``."""
         return any("next" in names for _, names in self._globals.values())

@@ -257,11 +257,13 @@ class WalkObjects(WalkCode):
             self.settings |= {(id(group), key) for key in (*compared, *others)}
 
     def _is_fed(self, key: str, value: Any) -> bool:
-        return self.feeds and is_input(key, value)
+        return not (self._fixed or self.asks_types) and is_input(key, value)
 
     def _optimizer_hooks(self, optimizer: Optimizer, path: str) -> None:
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            hooks = getattr(optimizer, name)
+            hooks = getattr(optimizer, name, None)
+            if hooks is None:  # a wrapper that is an optimizer in name only
+                continue
             self._place(Items(hooks, f"{path}.{name}", with_keys=False))
             for number, hook in enumerate(hooks.values()):
                 self._walk(hook, f"{path}.{name}[{number}]")

@@ -91,6 +91,22 @@ class Watch(WalkObjects):
             return None
         return self._names.assigned
 
+    @property
+    def feeds(self) -> bool:
+        """Whether the step's code finds inputs of the program in param groups."""
+        return not (self._fixed or self.asks_types)
+
+    @property
+    def feeds_groups(self) -> bool:
+        """Whether it finds them there before an optimizer steps."""
+        return self.feeds and "param_groups" in self._names.attributes
+
+    @property
+    def feeds_users(self) -> bool:
+        """Whether user's code may find them, before an optimizer steps or in its ``step``."""
+        own = any(not self._of_library(type(optimizer)) for optimizer in self.optimizers.values())
+        return self.feeds and (own or self.feeds_groups)
+
     # --- comparing ----------------------------------------------------------------------------
 
     def _arm(self) -> None:

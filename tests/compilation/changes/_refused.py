@@ -48,4 +48,5 @@ REFUSED: dict[str, str] = {
     "stepping-behind_a_scheduler-reads": r"reads 'lr' of a param group behind StepLR.step\(\)",
     "stepping-behind_a_scheduler-sets": r"sets 'lr' of a param group behind a scheduler",
     "stepping-groups_added": r"adds, removes or replaces param groups of SGD",
+    "own_optimizers-own-Estimating": r"item\(\)",
 }
