@@ -387,3 +387,10 @@ def valueless_number(traced: Any, text: str, refuse: Callable[[], None]) -> Any:
 
     node = NumberNode(math.nan, traced, compute, text, lambda *what: refuse(), known=False)
     return torch.SymFloat(node)
+
+
+def absent_number(refuse: Callable[[], None]) -> Any:
+    """A number that can't even be computed with: ``refuse`` raises."""
+
+    absent: Any = lambda *what: refuse()
+    return torch.SymFloat(NumberNode(math.nan, None, absent, "number", absent, False, absent))

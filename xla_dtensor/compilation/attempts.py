@@ -10,6 +10,7 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread
 from xla_dtensor.compilation.installed import Recorder
 from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.errors import DataDependentError
 
 
 class Attempt:
@@ -50,22 +51,28 @@ def _trace(
     carried: frozenset[str],
 ) -> Traced:
     """A trace of a step that knew what it may change: if it comes to code of installed packages for
-    the first time, it may not be the first one. One more may be needed for `host_random`."""
+    the first time, it may not be the first one. One more may be needed for `host_random`, and one
+    where the step's Python can't do with hyperparameters that are inputs."""
+    fixed = False
     while True:
         recorder = Recorder()
         attempt = Attempt()
         try:
             try:
-                traced = Traced(function, arguments, dynamic, carried, recorder)
+                traced = Traced(function, arguments, dynamic, carried, recorder, fixed)
             except MaybeAnotherThread:
                 token = OWN.set(True)
                 try:
-                    traced = Traced(function, arguments, dynamic, carried, recorder)
+                    traced = Traced(function, arguments, dynamic, carried, recorder, fixed)
                 finally:
                     OWN.reset(token)
         except Exception as error:
-            if not recorder.grown or attempt.is_final(error):
+            if attempt.is_final(error):
                 raise
+            if not recorder.grown:
+                if fixed or not recorder.feeds or isinstance(error, DataDependentError):
+                    raise
+                fixed = True
         else:
             if not traced.unforeseen:
                 return traced

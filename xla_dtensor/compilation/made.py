@@ -74,7 +74,9 @@ class Made:
         for i, tensor in enumerate(self._arguments.tensors):
             if tensor is value:
                 return GivenBack(i)
-        if is_number(value):
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            if not is_number(value):  # nobody knows it: this raises
+                value.node.guard_float("", 0)
             return Computed(value.node)
         if isinstance(value, Ours):
             return self.tensor(value)

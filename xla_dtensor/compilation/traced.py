@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import operator
@@ -19,20 +18,20 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
-from xla_dtensor.compilation.effects import Surroundings
+from xla_dtensor.compilation.effects import Surroundings, in_context_of_its_own
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.host_random import none_drawn
 from xla_dtensor.compilation.installed import Recorder
-from xla_dtensor.compilation.jaxpr_text import text_of
 from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
-from xla_dtensor.compilation.optimizers import OptimizerHooks, ReadState
+from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
+from xla_dtensor.compilation.stepped import ReadState
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch
@@ -67,6 +66,7 @@ class Traced(TracedEffects):
         counted: likewise those in which it puts other numbers, strings or ``None``.
         watch: what its Python can read.
         carried: the places that its values are taken from like arguments.
+        fixed: whether its Python found optimizers' hyperparameters as they were.
         unforeseen: whether it has run code of installed packages that may have changed what the
             trace didn't know of, so that it has to be made again.
         history: how its results depend on tensors that require grad, or None.
@@ -81,6 +81,7 @@ class Traced(TracedEffects):
         dynamic: frozenset[int],
         carried: frozenset[str],
         recorder: Recorder,
+        fixed: bool = False,
     ) -> None:
         caller = arguments.given
         arguments = caller.without_history()
@@ -102,8 +103,8 @@ class Traced(TracedEffects):
             *arguments.classes(),
         ]
         self.names_of_carried = carried
-        self._executed = recorder.executed()
-        watch = Watch(self._roots, carried, self._executed, expecting=True)
+        self._executed, self.fixed = recorder.executed(), fixed
+        watch = Watch(self._roots, carried, self._executed, expecting=True, fixed=fixed)
         self.carried = each_once(watch.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
@@ -114,8 +115,16 @@ class Traced(TracedEffects):
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         self.schedulers = DeferredSchedulers()
-        known = {key: [dict(g) for g in o.param_groups] for key, o in watch.optimizers.items()}
-        self.hooks = OptimizerHooks(trace, known, watch.settings, self.schedulers)
+        recorder.feeds = watch.feeds_users
+        self.hooks = OptimizerHooks(
+            trace,
+            watch.optimizers.values(),
+            watch.settings,
+            self.schedulers,
+            watch.feeds,
+            watch.feeds_groups,
+            surroundings.planted,
+        )
         self.host = trace.host = HostOperations(trace, arguments)
         self.history: History | None = None
 
@@ -124,10 +133,8 @@ class Traced(TracedEffects):
             args, kwargs = arguments.with_numbers(numbers)
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
-                self.hooks.carried.add(place.where())
             del numbers
-            computing = MathOfNumbers() if self.dynamic else contextlib.nullcontext()
-            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing:
+            with self.host, self.schedulers, self.hooks, CumulativeNorms(), MathOfNumbers():
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
@@ -153,7 +160,7 @@ class Traced(TracedEffects):
                     recorder.recording(watch.meets_installed),
                 ):
                     self._made = MadeObjects(new)
-                    closed = jax.make_jaxpr(traced)()
+                    closed = in_context_of_its_own(jax.make_jaxpr(traced))
                     del self._made
                     if any(number() is not None for number in trace.python_numbers):
                         raise NumberLeft("the step leaves a number where it isn't seen")
@@ -185,7 +192,7 @@ class Traced(TracedEffects):
             ]
             self._executed = recorder.executed()
             self.unforeseen = recorder.grown and not (
-                Watch(self._roots, carried, self._executed, expecting=True).keys_of_places()
+                Watch(self._roots, carried, self._executed, True, fixed=fixed).keys_of_places()
                 <= watch.keys_of_places()
             )
             stepped, before = list(self.hooks.stepped.values()), len(self._roots)
@@ -210,7 +217,8 @@ class Traced(TracedEffects):
 
     def look_again(self, known: Watch | None = None) -> Watch:
         """What the step's Python can read now."""
-        return Watch(self._roots, self.names_of_carried, self._executed, known=known)
+        names = self.names_of_carried
+        return Watch(self._roots, names, self._executed, known=known, fixed=self.fixed)
 
     def carries(self, watch: Watch) -> bool:
         """Whether ``watch`` takes the values of the same places as this trace."""
@@ -292,6 +300,7 @@ class Traced(TracedEffects):
         made.histories([*flat, *self._left_in_places(surroundings)])
         self.results = list(map(made.result, flat))
         self._effects(surroundings, watch, made)
+        self.hooks.take_numbers()
         self.random_operations = trace.random_operations()
         self.grads: list[tuple[Any, Template | None]] = []
         # A gradient that is a view of a captured tensor adds that to those outside.
@@ -356,29 +365,6 @@ class Traced(TracedEffects):
         """An output that is the tensor's value; memory of its own."""
         form = tensor._form.reduced()
         return Template(self.emit(logical_value(tensor), form), form)
-
-    # --- for the audit ------------------------------------------------------------------------
-
-    def signature(self) -> dict[str, Any]:
-        """What a later trace must have in common with this one, for the program to be the step."""
-        return {
-            "the operations": text_of(self.jaxpr),
-            "the tensors that it uses": [s.signature() for s in self.sources],
-            "the layouts of its results": [form.placed(self.frame) for form in self.forms],
-            "what it returns": (
-                self.result_tree,
-                [
-                    (type(r).__name__, getattr(r, "index", None) or repr(getattr(r, "value", None)))
-                    for r in self.results
-                ],
-            ),
-            "the gradients that it leaves": [
-                (id(outside.get()), None if t is None else (t.index, t.form.placed(self.frame)))
-                for outside, t in self.grads
-            ],
-            "what its Python changes": [(e.name(), e.place.container) for e in self.effects],
-            "the state that it takes from where it is": [(c.name, c.where()) for c in self.carried],
-        }
 
 
 @interrupts.interruptible

@@ -28,14 +28,14 @@ from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.code_names import Names, is_library, is_library_class
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
-from xla_dtensor.compilation.optimizers import SteppedOptimizer
-from xla_dtensor.compilation.places import MISSING, Entries, Items, Place, Slots
+from xla_dtensor.compilation.places import Entries, Items, Place, Slots, Variable
 from xla_dtensor.compilation.reflection import (
     code_of,
     dict_of,
     is_strict,
     referent,
 )
+from xla_dtensor.compilation.stepped import SteppedOptimizer
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 _Iterators: tuple[type, ...] = (
@@ -69,7 +69,9 @@ class Walk:
         executed: frozenset[types.CodeType] | None = None,
         expecting: bool = False,
         known: Walk | None = None,
+        fixed: bool = False,
     ) -> None:
+        self._fixed = fixed
         self._carried = carried
         self._executed = executed
         self._expecting = expecting
@@ -96,11 +98,11 @@ class Walk:
             self._start()
             for path, value in roots:
                 self._walk(value, path)
+            self._global_hooks()
             if self._size() == before:
                 break
         for namespace, names in self._globals.values():
             self._globals_place(namespace, names)
-        self._global_hooks()
         if self._names.environment:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():
@@ -114,6 +116,9 @@ class Walk:
         raise NotImplementedError
 
     def _cell(self, cell: types.CellType, name: str) -> None:
+        raise NotImplementedError
+
+    def _alone(self, place: Slots | Variable) -> None:
         raise NotImplementedError
 
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
@@ -286,9 +291,7 @@ class Walk:
             self._walk(value.dispatcher, path)
         elif isinstance(value, contextvars.ContextVar):
             self._note(path, "opaque", value)
-            content = value.get(MISSING)
-            self.probes.append((functools.partial(value.get, MISSING), content))
-            self._walk(content, f"{path}.get()")
+            self._alone(Variable(value, path))
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
             self._note(path, "value", repr(value))
             self._names.attributes |= set(re.findall(r"\w+", repr(value)))

@@ -14,7 +14,7 @@ from xla_dtensor.compilation.code_names import (
     names_of,
 )
 from xla_dtensor.compilation.objects import attributes_of, is_record
-from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
+from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots, Variable
 from xla_dtensor.compilation.walk import Walk
 
 _NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
@@ -27,8 +27,13 @@ class WalkCode(Walk):
         code = function.__code__
         self._note(path, "function", code)
         module = function.__globals__.get("__name__")
+        wrapped = function.__dict__.get("__wrapped__")
         if module is not None and module.startswith("xla_dtensor."):
-            return  # our own hooks: what they depend on has guards of its own
+            # Our own hooks: what they depend on has guards of its own. But an optimizer's step is
+            # the user's.
+            if wrapped is not None:
+                self._walk(wrapped, path)
+            return
         if self._skips(module) and not self._has_run(code):
             if self._expecting:
                 names = names_of(code)
@@ -63,7 +68,6 @@ class WalkCode(Walk):
             self._entries(own, [n for n in own if self._is_read(n)], path, function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._cell(cell, name)
-        wrapped = function.__dict__.get("__wrapped__")
         if wrapped is not None:
             self._walk(wrapped, path)
 
@@ -76,14 +80,18 @@ class WalkCode(Walk):
         if id(cell) in self._seen:
             return
         self._seen[id(cell)] = cell, name
-        place = Slots(cell, ("cell_contents",), name, shown=name)
+        self._alone(Slots(cell, ("cell_contents",), name, shown=name))
+
+    def _alone(self, place: Slots | Variable) -> None:
+        """What a place of one value holds."""
         self._place(place)
+        (key,) = place.keys
         if self._taken(place, place.keys):
             place.guarded = False
             return
-        value = place.at("cell_contents")
+        value = place.at(key)
         if value is not MISSING:
-            self._walk(value, name)
+            self._walk(value, place.label(key))
 
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
         taken = {c.key for c in self.carried if c.place.owner is namespace}

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as torch_module
@@ -21,7 +22,7 @@ from xla_dtensor.compilation.code_names import (
     names_of,
 )
 from xla_dtensor.compilation.found import is_atom
-from xla_dtensor.compilation.optimizers import ReadState, SteppedOptimizer
+from xla_dtensor.compilation.hyperparameters import is_input
 from xla_dtensor.compilation.places import (
     MISSING,
     Elements,
@@ -39,6 +40,7 @@ from xla_dtensor.compilation.reflection import (
     slots_of,
     subclasses,
 )
+from xla_dtensor.compilation.stepped import ReadState, SteppedOptimizer
 from xla_dtensor.compilation.walk_code import WalkCode
 
 # Content beyond this is compared by length: vocabularies, data sets.
@@ -217,21 +219,54 @@ class WalkObjects(WalkCode):
         self._entries(own, names, path, value)
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> None:
-        """What the step's own code reads of it; what its ``step`` does has guards of its own."""
+        """What the step's own code reads of it, and that of its class and its hooks; what else its
+        ``step`` reads has guards of its own."""
         self._note(path, "optimizer", optimizer)
         own = vars(optimizer)
         wanted = [n for n in own if self._is_read(n) and n not in ("param_groups", "state")]
+        self._assigned(optimizer, path, [*wanted, "param_groups", "state"])
         self._entries(own, wanted, path, optimizer)
+        self._class(type(optimizer))
+        self._optimizer_hooks(optimizer, path)
         self.optimizers[id(optimizer)] = optimizer
+        if not self._of_library(type(optimizer)):
+            # Numbers and lists that its step counts up and replaces. The tensors are looked at when
+            # it is known that it steps.
+            for number, state in enumerate(optimizer.state.values()):
+                names = [key for key in state if type(key) is str]
+                names = [key for key in names if not isinstance(state[key], torch.Tensor)]
+                self._entries(state, names, f"{path}.state[{number}]", optimizer)
+                self.settings |= {(id(state), key) for key in names}
         if "param_groups" not in self._names.attributes:
             return
         self._place(Slots(optimizer, ("param_groups",), path))
         groups = optimizer.param_groups
         self._place(Elements(groups, f"{path}.param_groups"))
         for i, group in enumerate(groups):
-            names = [k for k in group if k == "params" or k in self._names.attributes]
-            self._entries(group, names, f"{path}.param_groups[{i}]", optimizer)
-            self.settings |= {(id(group), name) for name in names}
+            where = f"{path}.param_groups[{i}]"
+            # Numbers that the step finds as inputs needn't be the same in each call.
+            compared = [
+                key
+                for key, value in group.items()
+                if key == "params" or (self._is_read(key) and not self._is_fed(key, value))
+            ]
+            self._entries(group, compared, where, optimizer)
+            # Those that the code names and aren't there it may put there.
+            others = [key for key in {*group, *self._names.attributes} if key not in compared]
+            self._place(Entries(group, others, where, guarded=False))
+            self.settings |= {(id(group), key) for key in (*compared, *others)}
+
+    def _is_fed(self, key: str, value: Any) -> bool:
+        return not (self._fixed or self.asks_types) and is_input(key, value)
+
+    def _optimizer_hooks(self, optimizer: Optimizer, path: str) -> None:
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            hooks = getattr(optimizer, name, None)
+            if hooks is None:  # a wrapper that is an optimizer in name only
+                continue
+            self._place(Items(hooks, f"{path}.{name}", with_keys=False))
+            for number, hook in enumerate(hooks.values()):
+                self._walk(hook, f"{path}.{name}[{number}]")
 
     def _stepped(self, stepped: SteppedOptimizer, path: str) -> None:
         """What an optimizer's ``step`` reads: all of its param groups but the numbers that are
@@ -240,25 +275,28 @@ class WalkObjects(WalkCode):
         self._note(path, "stepped optimizer", (id(optimizer), len(groups)))
         self._place(Slots(optimizer, ("param_groups", "state"), path))
         self._place(Elements(groups, f"{path}.param_groups"))
+        carried = {one.where() for one in self.carried}
         for i, group in enumerate(groups):
-            inputs = stepped.numbers[i] if i < len(stepped.numbers) else set()
+            # What the step's code assigns or takes along is looked at where that is found.
+            inputs = {key for key in group if (id(group), key) in carried}
+            if i < len(stepped.numbers):
+                inputs |= stepped.numbers[i] | stepped.assigned[i]
             where = f"{path}.param_groups[{i}]"
-            if i < len(stepped.assigned):
-                inputs = inputs | stepped.assigned[i]  # what the step's code reads is found there
             names = [key for key in group if key not in inputs]
             self._place(Entries(group, names, where))
             for name in names:
                 self._walk(group[name], f"{where}[{name!r}]")
         self._place(Items(optimizer.state, f"{path}.state", with_keys=False))
         for number, state in enumerate(optimizer.state.values()):
-            self._place(Items(state, f"{path}.state[{number}]", with_keys=False))
+            place = Items(state, f"{path}.state[{number}]", with_keys=False)
+            self._place(place)
+            place.carried = frozenset(key for key in state if (id(state), key) in carried)
             for key, value in state.items():
-                self._walk(value, f"{path}.state[{number}][{key!r}]")
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            hooks = getattr(optimizer, name)
-            self._place(Items(hooks, f"{path}.{name}", with_keys=False))
-            for number, hook in enumerate(hooks.values()):
-                self._walk(hook, f"{path}.{name}[{number}]")
+                if key not in place.carried:
+                    self._walk(value, f"{path}.state[{number}][{key!r}]")
+        if id(optimizer) not in self.optimizers:
+            self._class(type(optimizer))
+            self._optimizer_hooks(optimizer, path)
 
     def _dict(self, value: Any, path: str) -> None:
         content = class_of_content(value).items(value)

@@ -36,6 +36,7 @@ class Watch(WalkObjects):
         expecting: whether the walk is for a step that may run other code of theirs: of what it
             reaches it takes the names that the methods use.
         known: an earlier one from some of the roots, whose names this one takes over.
+        fixed: whether the step's code finds optimizers' hyperparameters as they are.
 
     Attributes:
         places: every container on the way.
@@ -44,7 +45,8 @@ class Watch(WalkObjects):
         consumed: iterators found, with their paths: the step mustn't take from them.
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
-        settings: the entries of their param groups that the code names: (``id`` of the group, key).
+        settings: the entries of their param groups, if the code names those: (``id`` of the group,
+            key).
         carried: the places found of those that each call takes its values from.
         asks_types: whether the code may compare ``type(n)`` with ``int`` or ``float``, which a
             number that is an input can't pass for.
@@ -59,8 +61,9 @@ class Watch(WalkObjects):
         executed: frozenset[types.CodeType] | None = None,
         expecting: bool = False,
         known: Watch | None = None,
+        fixed: bool = False,
     ) -> None:
-        super().__init__(roots, carried, executed, expecting, known)
+        super().__init__(roots, carried, executed, expecting, known, fixed)
         self._arm()
 
     def keys_of_places(self) -> set[tuple[int, Any]]:
@@ -87,6 +90,22 @@ class Watch(WalkObjects):
         if any("setattr" in names or "delattr" in names for _, names in self._globals.values()):
             return None
         return self._names.assigned
+
+    @property
+    def feeds(self) -> bool:
+        """Whether the step's code finds inputs of the program in param groups."""
+        return not (self._fixed or self.asks_types)
+
+    @property
+    def feeds_groups(self) -> bool:
+        """Whether it finds them there before an optimizer steps."""
+        return self.feeds and "param_groups" in self._names.attributes
+
+    @property
+    def feeds_users(self) -> bool:
+        """Whether user's code may find them, before an optimizer steps or in its ``step``."""
+        own = any(not self._of_library(type(optimizer)) for optimizer in self.optimizers.values())
+        return self.feeds and (own or self.feeds_groups)
 
     # --- comparing ----------------------------------------------------------------------------
 

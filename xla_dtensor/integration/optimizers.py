@@ -58,7 +58,7 @@ def install() -> None:
     original = Optimizer.profile_hook_step
 
     def profile_hook_step(function: Callable[..., Any]) -> Callable[..., Any]:
-        return _whole(original(function))
+        return _whole(original(_between_hooks(function)))
 
     # torch wraps a class's step when its first object is made.
     Optimizer.profile_hook_step = staticmethod(profile_hook_step)
@@ -68,7 +68,8 @@ def install() -> None:
         classes += cls.__subclasses__()
         step: Any = cls.__dict__.get("step")
         if getattr(step, "hooked", False):
-            cls.step = _whole(step)
+            cls.step = profile_hook_step(step.__wrapped__)
+            cls.step.hooked = True
 
 
 def make_foreach_the_default() -> None:
@@ -190,6 +191,19 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _between_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` without its hooks, as a trace has it."""
+
+    @functools.wraps(step)
+    def computing(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = getattr(thread_state.current(), "optimizer_hooks", None)
+        if hooks is None:
+            return step(optimizer, *args, **kwargs)
+        return hooks.step(step, optimizer, args, kwargs)
+
+    return computing
+
+
 def _closure(function: Callable[[], Any]) -> Callable[[], Any]:
     """The user's computation of the loss, which may take long, and can be interrupted."""
 
@@ -204,10 +218,7 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:  # one program already
-            if adam.at_once(function, kwargs, args[4] if len(args) > 4 else []):
-                adam.update(params, *args, **kwargs)
-            else:
-                _traced(function, params, *args, **kwargs)
+            _traced(function, params, *args, **kwargs)
             return
         if abstract.current() is not None:
             function(params, *args, **kwargs)
@@ -249,6 +260,12 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
 def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """The same on tracers: where torch takes a tensor's value (``.item()``, or a tensor as a number
     argument), it gets a number that is an input of what it computes."""
+    hooks = getattr(thread_state.current(), "optimizer_hooks", None)
+    if hooks is not None:
+        args, kwargs = hooks.formula(function, args, kwargs)
+    if adam.at_once(function, kwargs, args[5] if len(args) > 5 else []):
+        adam.update(*args, **kwargs)
+        return
     if function.__name__ in _SGDS:
         begin_momentum(*args, **kwargs)
     names = {"min": smaller, "max": larger}  # Adafactor's

@@ -16,7 +16,9 @@ from tests.compilation.changes import (
     leaves,
     modules,
     optimizers,
+    own_optimizers,
     reads,
+    stepping,
     structure,
 )
 from tests.compilation.changes._refused import REFUSED
@@ -51,7 +53,9 @@ __all__ = [
     "modules",
     "observe",
     "optimizers",
+    "own_optimizers",
     "reads",
     "same",
+    "stepping",
     "structure",
 ]
