@@ -71,7 +71,8 @@ class Computation:
         self._args, self._kwargs = call.args, call.kwargs
         self._lowered, self._pinned, self._frame = lowered, pinned, frame
         self._cut = cut
-        self._platform = platform_of(frame)
+        devices = 1 if frame is None else len(frame.device_ids)
+        self._place = Place(platform_of(frame), devices=devices)
         self._result_forms, self._writes = result_forms, writes
         self._reads_nothing = call.info.makes_like
         self._varying = [
@@ -203,7 +204,7 @@ class Computation:
         )
         if self._cut is not None and not by_itself:
             return self._cut.call(lowered, keys if self.random else None, values), []
-        with at(Place(self._platform)):
+        with at(self._place):
             return lowered(keys, values)
 
     def _logical(self, leaf: Any, form: Any) -> Any:

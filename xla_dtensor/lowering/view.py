@@ -21,6 +21,7 @@ from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers, lowers_view
 from xla_dtensor.lowering.scatter import write
+from xla_dtensor.lowering.strided import spread, strided_slice
 
 
 def wrap_dim(dim: int, ndim: int) -> int:
@@ -229,18 +230,10 @@ def _put_range(
         return lax.dynamic_update_slice_in_dim(base, value, start, dim)
     # A range written by dynamic-update-slice makes XLA gather a base sharded in `dim`.
     size = base.shape[dim]
-    after = size - start - (length - 1) * step - 1
     written = np.zeros(size, bool)
-    written[start : size - after : step] = True
-    if step == 1:
-        config = [(0, 0, 0)] * base.ndim
-        config[dim] = (start, after, 0)
-        spread = lax.pad(value, jnp.zeros((), base.dtype), config)
-    else:
-        # Not lax.pad: XLA's partitioner fails on interior padding of uneven shards.
-        positions = np.clip((np.arange(size) - start) // step, 0, length - 1)
-        spread = jnp.take(value, jnp.asarray(positions), axis=dim, mode="clip")
-    return jnp.where(_along(written, dim, base.ndim), spread, base)
+    written[start : start + (length - 1) * step + 1 : step] = True
+    values = spread(value, dim, start, step, size)
+    return jnp.where(_along(written, dim, base.ndim), values, base)
 
 
 def _along(values: Any, dim: int, ndim: int) -> jax.Array:
@@ -271,7 +264,10 @@ def slice_(
 ) -> jax.Array:
     dim = wrap_dim(dim, base.ndim)
     start, end = slice_bounds(base.shape[dim], start, end)
-    return lax.slice_in_dim(base, start, end, step, dim)
+    count = len(range(start, end, step))
+    if not count:
+        return lax.slice_in_dim(base, start, start, axis=dim)
+    return strided_slice(base, dim, start, count, step)
 
 
 def _put_select(base: jax.Array, value: jax.Array, dim: int, index: int) -> jax.Array:
