@@ -25,15 +25,17 @@ class Family:
         dynamic: the numbers that are inputs, because they have changed between calls.
         last: the numbers of the call that was traced last.
         latest: gives the program that was made of it, if it still exists.
+        positions: whether positions (``x[n]``) may be inputs, too.
     """
 
-    __slots__ = ("_static", "dynamic", "last", "latest", "programs")
+    __slots__ = ("_static", "dynamic", "last", "latest", "positions", "programs")
 
     def __init__(self) -> None:
         self.programs: dict[Any, Programs] = {}
         self.dynamic: frozenset[int] = frozenset()
         self.last: dict[int, int | float] | None = None
         self.latest: Callable[[], Program | None] = lambda: None
+        self.positions = True
         self._static = False
 
     def keep_static(self) -> None:

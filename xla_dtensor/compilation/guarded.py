@@ -8,6 +8,7 @@ import torch
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.decided import changed_numbers
 from xla_dtensor.compilation.gradients import grad_text, same_grad
 from xla_dtensor.compilation.lowered import Lowered
 from xla_dtensor.compilation.numbers import ARITHMETIC, Changed
@@ -19,7 +20,7 @@ class Guarded(Lowered):
 
     def mismatch(self, arguments: Arguments) -> str | None:
         """Why this program can't run now, or None."""
-        self.changed_path = None
+        self.changed_path, self.changed_numbers = None, frozenset()
         if self.stale is not None:
             return self.stale
         if not self.watch.untouched():
@@ -82,6 +83,7 @@ class Guarded(Lowered):
             self.watch = now
             return None
         before, after = differences[0]
+        self.changed_numbers = changed_numbers(differences)
         self.changed_path = (after or before).path  # type: ignore[union-attr]
         return (
             f"{self.changed_path}: from {before.text() if before else 'nothing'} to "

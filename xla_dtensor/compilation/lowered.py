@@ -51,6 +51,7 @@ class Lowered:
         self.traced = self._traced = traced
         self.effects = traced.effects
         self.changed_path: str | None = None
+        self.changed_numbers: frozenset[str] = frozenset()
         self.lowering: Callable[[], AbstractContextManager[None]] = nullcontext
         self.launched = False
         self._anchor: Callable[[], Storage | None] = lambda: None

@@ -12,6 +12,7 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.base.keys import exact
 from xla_dtensor.base.traced_number import NumberNode, input_number
 from xla_dtensor.compilation.numbers import Decision, Number
+from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.forms.form import Form
 from xla_dtensor.runtime import arrays
 
@@ -22,6 +23,7 @@ class TraceNumbers:
     numbers: list[Number]
     decisions: list[Decision]
     settings: dict[Callable[[], Any], tuple[Any, str]]
+    positions: Positions | None = None
     _computed_numbers: dict[Any, Any]
     _counters: dict[Any, Any]
     _counter_ids: set[int]

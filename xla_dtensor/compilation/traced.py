@@ -36,6 +36,7 @@ from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch
+from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
@@ -81,6 +82,7 @@ class Traced(TracedEffects):
         dynamic: frozenset[int],
         carried: frozenset[str],
         recorder: Recorder,
+        positions: Positions | None = None,
     ) -> None:
         caller = arguments.given
         arguments = caller.without_history()
@@ -113,6 +115,7 @@ class Traced(TracedEffects):
             raise NumberLeft("the step asks for the type() of numbers")
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
+        trace.positions = positions
         self.schedulers = DeferredSchedulers()
         known = {key: [dict(g) for g in o.param_groups] for key, o in watch.optimizers.items()}
         self.hooks = OptimizerHooks(trace, known, watch.settings, self.schedulers)

@@ -1,0 +1,172 @@
+"""The traces of a compiled step: when its Python runs again, with what as inputs, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation import totals
+from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.attempts import Attempt, trace
+from xla_dtensor.compilation.effects import counter_refused, is_counted_on
+from xla_dtensor.compilation.family import Family
+from xla_dtensor.compilation.looking import tracing
+from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.traced import Traced
+
+logger = logging.getLogger("xla_dtensor")
+
+# Calls traced in a row of which one is told.
+MANY_TRACES = 5
+
+
+class StepTraces:
+    """How a step comes to its programs; see `CompiledStep`."""
+
+    traces: int
+    compilations: int
+    recompilations: list[str]
+    _function: Callable[..., Any]
+    _options: dict[str, Any] | None
+    _checks: Any
+    _families: Cache[Any, Family]
+    _executables: Cache[Any, Any]
+    _last: tuple[Arguments, Program] | None
+    _carried: frozenset[str]
+    _counted: frozenset[str]
+    _not_carried: dict[str, Exception]
+    _in_a_row: int
+
+    def _trace(
+        self, arguments: Arguments, family: Family, missed: tuple[str, Program] | None
+    ) -> Any:
+        """Make a program and run it; ``missed`` says why the first one that there was doesn't fit,
+        and what of Python's has changed."""
+        path: str | None = None
+        if missed is None:
+            why = self._explain(arguments, family)
+            if family.programs:
+                family.varies(arguments.numbers)
+        else:
+            why, program = missed
+            path = program.changed_path
+            changed = program.changed_numbers - self._not_carried.keys()
+            self._carried, self._counted = self._carried | changed, self._counted | changed
+        with tracing, self._checks:
+            traced = self._traced(arguments, family, path)
+        call = traced.take_call()
+        made: Program | None = None
+        try:
+            made = program = Program(traced, call, self._executables, self._options)
+            result = program.run(call)
+        except BaseException as error:
+            if made is None or not program.launched:
+                traced.undo(error)
+            else:  # a scheduler's step: the program has done what it had to
+                self._keep(program, call, family)
+            raise
+        family.last = dict(arguments.numbers)
+        self.traces += 1
+        totals.add("traces")
+        if program.newly_compiled:
+            self.compilations += 1
+            totals.add("compilations")
+            if why is not None:
+                self.recompilations.append(why)
+                totals.add("recompilations")
+                logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
+        self._keep(program, call, family)
+        self._in_a_row += 1
+        if self._in_a_row == MANY_TRACES:
+            logger.warning(
+                "xla_dtensor: %s has been traced in %d calls in a row, which takes long: %s",
+                self._name(),
+                MANY_TRACES,
+                why or "every call has had other arguments",
+            )
+        return result
+
+    def _keep(self, program: Program, call: Arguments, family: Family) -> None:
+        family.keep(program, call)
+        for other in self._families.values():
+            for programs in other.programs.values():
+                programs.succeeded(program)
+        self._last = call, program
+
+    def _traced(self, arguments: Arguments, family: Family, path: str | None) -> Traced:
+        """A trace that takes what the step keeps and replaces from where it is in each call; with
+        numbers as inputs if the step's Python can do with that.
+
+        Raises:
+            DataDependentError: it changes in each call what the next one would have to be traced
+                for.
+        """
+        tried: set[str] = set()
+        while True:
+            attempt = Attempt()
+            try:
+                traced = self._trace_once(arguments, family)
+            except Exception as error:
+                suspects = (tried or self._counted) & self._carried
+                if not suspects or attempt.is_final(error):
+                    raise
+                self._carried -= suspects
+                try:
+                    self._trace_once(arguments, family).undo()
+                except BaseException:
+                    self._carried |= suspects  # it is the step that raises
+                    raise
+                # The step's Python can't do with numbers that are inputs.
+                self._not_carried |= dict.fromkeys(suspects, error)
+                tried = set()
+                continue
+            last, carried = family.latest(), traced.names_of_carried
+            earlier = () if last is None else last.effects
+            again = [e for e in traced.effects if is_counted_on(e, carried, earlier)]
+            counted = {label for effect in again for label in effect.labels()} & traced.counted
+            found = (traced.replaced | counted) - self._not_carried.keys() - self._carried
+            if found:
+                traced.undo()
+                self._carried |= found
+                tried |= found & counted
+                self._counted |= found & counted
+                continue
+            again = [e for e in again if path is not None and path.startswith(e.place.path)]
+            if not again:
+                return traced
+            traced.undo()
+            failed = [self._not_carried.get(label) for label in again[0].labels()]
+            raise counter_refused(again[0]) from next(filter(None, failed), None)
+
+    def _trace_once(self, arguments: Arguments, family: Family) -> Traced:
+        traced, error = trace(
+            self._function, arguments, family.dynamic, self._carried, family.positions
+        )
+        family.positions = traced.trace.positions is not None
+        if error is not None:
+            logger.info("%s: its numbers stay constants: %s", self._name(), error)
+            family.keep_static()
+        return traced
+
+    def _explain(self, arguments: Arguments, family: Family) -> str | None:
+        """Why there is no program for such arguments."""
+        if self._last is None:
+            return None
+        before = self._last[0]
+        if family.last is not None:
+            for i, name in enumerate(arguments.names()):
+                if i in family.last and exact(family.last[i]) != exact(arguments.numbers[i]):
+                    return f"{name}: from {family.last[i]!r} to {arguments.numbers[i]!r}"
+        last = self._last[1].traced.carried
+        return (arguments.carrying(last) or arguments).difference(before)
+
+    def _name(self) -> str:
+        return name_of(self._function)
+
+
+def name_of(function: Any) -> str:
+    """What messages call a function."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
