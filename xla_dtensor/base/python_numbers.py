@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base.printed import PrintedNumbers, only_printed
 from xla_dtensor.base.traced_number import NumberNode
 
 
@@ -33,10 +36,18 @@ class Float(torch.SymFloat):
         return hash(float(self))
 
     def __format__(self, spec: str) -> str:
-        return format(float(self), spec)
+        return format(_shown(self, sys._getframe(1)), spec)
+
+    def __repr__(self) -> str:
+        return repr(_shown(self, sys._getframe(1)))
 
     def __int__(self) -> int:
-        return int(float(self))
+        return int(_shown(self, sys._getframe(1)))
+
+    def __float__(self) -> float:
+        return float(_shown(self, sys._getframe(1)))
+
+    __str__ = __repr__
 
 
 class Int(torch.SymInt):
@@ -48,10 +59,27 @@ class Int(torch.SymInt):
         return hash(int(self))
 
     def __format__(self, spec: str) -> str:
-        return format(int(self), spec)
+        return format(_shown(self, sys._getframe(1)), spec)
+
+    def __repr__(self) -> str:
+        return repr(_shown(self, sys._getframe(1)))
+
+    def __int__(self) -> int:
+        return int(_shown(self, sys._getframe(1)))
 
     def __float__(self) -> float:
-        return float(int(self))
+        return float(_shown(self, sys._getframe(1)))
+
+    __str__ = __repr__
+
+
+def _shown(number: Any, frame: types.FrameType) -> Any:
+    """The number itself, for the code in ``frame``: the program depends on it, unless it is only
+    printed (``"%d" % n`` asks for an int)."""
+    node = number.node
+    if only_printed(frame):
+        return node.value
+    return node.guard_int("", 0) if node.is_int() else node.guard_float("", 0)
 
 
 def like_a_number(number: Any) -> Any:
@@ -268,11 +296,17 @@ def _of_math(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return of_numbers
 
 
+def _plain(value: Any) -> Any:
+    return value.node.value if is_number(value) else value
+
+
 class MathOfNumbers:
     """While it is entered, the functions of Python's ``math`` take symbolic numbers, which C code
-    can't compute with."""
+    can't compute with, and what prints and logs them gets plain ones."""
 
     def __enter__(self) -> None:
+        self._printed = PrintedNumbers(_plain)
+        self._printed.__enter__()
         self._before = {name: getattr(math, name) for name in _MATH if hasattr(math, name)}
         for name, function in self._before.items():
             setattr(math, name, _of_math(function, name))
@@ -280,6 +314,7 @@ class MathOfNumbers:
     def __exit__(self, *exc_info: object) -> None:
         for name, function in self._before.items():
             setattr(math, name, function)
+        self._printed.__exit__(*exc_info)
 
 
 def as_float(value: Any = 0.0) -> Any:

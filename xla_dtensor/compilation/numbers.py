@@ -83,3 +83,9 @@ class Decision:
     compute: Callable[[list[float]], Any]
     outcome: Any
     text: str
+    where: Callable[[], str] = str
+
+    def difference(self) -> str:
+        """That it doesn't hold any more, and which of the user's lines has decided."""
+        where = self.where()
+        return f"the step decided {self.text}{where and f' ({where})'}, which holds no longer"

@@ -15,6 +15,7 @@ from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
+from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.looking import called_without_data, looked_at, tracing
 from xla_dtensor.compilation.program import Program
@@ -161,12 +162,14 @@ class CompiledStep(StepTraces):
         missed: tuple[str, Program] | None = None
         for call, programs in family.candidates(arguments):
             for position, program in enumerate(programs):
+                if position and program.decides_otherwise(call):
+                    continue
                 why = program.mismatch(call)
                 if why is None:
                     if position:
                         programs.first(program)
                     self._last = call, program
-                    self._in_a_row = 0
+                    self._many.in_a_row = 0
                     observer = events.observer
                     if observer is not None:
                         observer.compiled(self._name())
@@ -212,7 +215,7 @@ class CompiledStep(StepTraces):
         self._last = None
         self._carried = self._counted = frozenset()
         self._not_carried = {}
-        self._in_a_row = 0
+        self._many = ManyTraces()
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
         """Why a call with these arguments would trace the step; nothing is traced, and nothing

@@ -11,16 +11,15 @@ from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation import totals
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.attempts import Attempt, trace
+from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.effects import counter_refused, is_counted_on
 from xla_dtensor.compilation.family import Family
 from xla_dtensor.compilation.looking import tracing
+from xla_dtensor.compilation.numbers import Decision
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.traced import Traced
 
 logger = logging.getLogger("xla_dtensor")
-
-# Calls traced in a row of which one is told.
-MANY_TRACES = 5
 
 
 class StepTraces:
@@ -38,7 +37,7 @@ class StepTraces:
     _carried: frozenset[str]
     _counted: frozenset[str]
     _not_carried: dict[str, Exception]
-    _in_a_row: int
+    _many: ManyTraces
 
     def _trace(
         self, arguments: Arguments, family: Family, missed: tuple[str, Program] | None
@@ -46,12 +45,14 @@ class StepTraces:
         """Make a program and run it; ``missed`` says why the first one that there was doesn't fit,
         and what of Python's has changed."""
         path: str | None = None
+        decided: Decision | None = None
         if missed is None:
             why = self._explain(arguments, family)
             if family.programs:
                 family.varies(arguments.numbers)
         else:
             why, program = missed
+            decided = program.decided
             path = program.changed_path
             changed = program.changed_numbers - self._not_carried.keys()
             self._carried, self._counted = self._carried | changed, self._counted | changed
@@ -79,14 +80,9 @@ class StepTraces:
                 totals.add("recompilations")
                 logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
         self._keep(program, call, family)
-        self._in_a_row += 1
-        if self._in_a_row == MANY_TRACES:
-            logger.warning(
-                "xla_dtensor: %s has been traced in %d calls in a row, which takes long: %s",
-                self._name(),
-                MANY_TRACES,
-                why or "every call has had other arguments",
-            )
+        told = self._many.message(why, decided)
+        if told is not None:
+            logger.warning("xla_dtensor: %s %s", self._name(), told)
         return result
 
     def _keep(self, program: Program, call: Arguments, family: Family) -> None:
@@ -148,7 +144,7 @@ class StepTraces:
         family.positions = traced.trace.positions is not None
         if error is not None:
             logger.info("%s: its numbers stay constants: %s", self._name(), error)
-            family.keep_static()
+            family.keep_static(error)
         return traced
 
     def _explain(self, arguments: Arguments, family: Family) -> str | None:
@@ -159,7 +155,8 @@ class StepTraces:
         if family.last is not None:
             for i, name in enumerate(arguments.names()):
                 if i in family.last and exact(family.last[i]) != exact(arguments.numbers[i]):
-                    return f"{name}: from {family.last[i]!r} to {arguments.numbers[i]!r}"
+                    change = f"from {family.last[i]!r} to {arguments.numbers[i]!r}"
+                    return f"{name}: {change}{family.why_static}"
         last = self._last[1].traced.carried
         return (arguments.carrying(last) or arguments).difference(before)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.keys import exact
+from xla_dtensor.base.source_line import expression_here
 from xla_dtensor.base.traced_number import NumberNode, input_number
 from xla_dtensor.compilation.numbers import Decision, Number
 from xla_dtensor.dispatch.positions import Positions
@@ -63,13 +64,14 @@ class TraceNumbers:
         return known
 
     def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
-        text = f"{node.text} {what} {outcome}"
+        text, where = f"{node.text} {what} {outcome}", expression_here()
         if what == "is":
-            self.decisions.append(Decision(node.compute, outcome, text))
+            self.decisions.append(Decision(node.compute, outcome, text, where))
             return
         compute = node.compute
-        decision = Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text)
-        self.decisions.append(decision)
+        self.decisions.append(
+            Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text, where)
+        )
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         if read not in self.settings:
