@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import sequence_order
 from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation.buckets import Length, Padding
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.contents import Same, cells_of, fields_of, without_cells
@@ -37,6 +38,8 @@ class Arguments:
         carried: the same of what the step has kept from its last call (`carrying`), which comes
             behind the arguments.
         given: the arguments alone.
+        padding: what has been padded of them (`buckets.Padding`), or None.
+        lengths: the numbers that are the lengths of what has been, by position.
     """
 
     __slots__ = (
@@ -51,7 +54,7 @@ class Arguments:
             "kwargs",
             "numbers",
         ),
-        *("objects", "tensors", "values"),
+        *("lengths", "objects", "padding", "tensors", "values"),
     )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -65,6 +68,8 @@ class Arguments:
         self.numbers: dict[int, int | float] = {}
         self.objects: list[tuple[str, Any]] = []
         self._opened: set[int] = set()
+        self.padding: Padding | None = None
+        self.lengths: frozenset[int] = frozenset()
         parts: list[Any] = []
         for i, value in enumerate(self.values):
             cls = type(value)
@@ -72,6 +77,10 @@ class Arguments:
                 parts.append(self._tensor(value))
             elif cls is float or cls is int:
                 self.numbers[i] = value
+                parts.append(cls)
+            elif cls is Length:
+                self.numbers[i] = self.values[i] = int(value)
+                self.lengths |= {i}
                 parts.append(cls)
             else:
                 parts.append(self._part(value, f"argument {i}"))
@@ -164,7 +173,7 @@ class Arguments:
         more = Arguments.__new__(Arguments)
         more.given, more._shape = given, given._shape
         more.args, more.kwargs, more.objects = given.args, given.kwargs, given.objects
-        more.key = given.key
+        more.key, more.padding, more.lengths = given.key, given.padding, given.lengths
         more._opened = set()
         more.values, more.tensors = list(given.values), list(given.tensors)
         more.numbers, more._carried_names = dict(given.numbers), []

@@ -40,6 +40,11 @@ class Family:
         self.why_static = ""
         self._static = False
 
+    def takes(self, lengths: frozenset[int]) -> None:
+        """These numbers are inputs from the first call on."""
+        if not self._static and not lengths <= self.dynamic:
+            self.dynamic |= lengths
+
     def keep_static(self, error: Exception) -> None:
         """The step does with its numbers what only Python numbers can do; ``error`` says what."""
         self.dynamic, self._static = frozenset(), True

@@ -8,13 +8,14 @@ import operator
 import os
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
+from xla_dtensor.compilation.buckets import BucketedArguments, check_lengths
 from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.looking import called_without_data, looked_at, tracing
@@ -36,6 +37,7 @@ def compile(
     compiler_options: dict[str, Any] | None = None,
     audit: int | None = None,
     checks: bool | None = None,
+    buckets: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
     """Make ``function``, a training step in ordinary torch code, run as one XLA program.
 
@@ -56,13 +58,19 @@ def compile(
             with the program. Default: the environment variable ``XLA_DTENSOR_AUDIT``, or never.
         checks: look for indices out of range, and raise after the call that had one; a call then
             waits for the devices. Default: whether ``XLA_DTENSOR_CHECKS`` is ``all``.
+        buckets: which arguments are padded, by the names of the function's parameters, and to what:
+            sizes by dim, ``{"tokens": {1: (512, 1024, 2048)}}``, or `Buckets`, or several. The
+            function is given the true length (of ``tokens`` as ``n_tokens``, if it has such a
+            parameter), and its results are cut back to it.
 
     Returns:
         the `CompiledStep`, called like ``function``.
 
     Raises:
-        TypeError: ``function`` can't be called, or is a generator or a coroutine.
-        ValueError: ``audit`` is no number of calls.
+        TypeError: ``function`` can't be called, or is a generator or a coroutine; it has no
+            parameter of a name in ``buckets``.
+        ValueError: ``audit`` is no number of calls; (when called) an argument is longer than its
+            largest bucket, or it isn't known what of a result is padding.
         DataDependentError: (when called) the step needs a value in Python, or can't be one program.
         MeshMismatchError: (when called) it uses tensors on different sets of devices.
         StaleStepError: (when called) an audit has found a difference.
@@ -96,7 +104,7 @@ def compile(
     if isinstance(audit, bool) or audit < 0:
         raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
     checks = assertions.switch.compiled if checks is None else checks
-    return CompiledStep(function, compiler_options, audit, checks)
+    return CompiledStep(function, compiler_options, audit, checks, buckets)
 
 
 class CompiledStep(StepTraces):
@@ -121,12 +129,14 @@ class CompiledStep(StepTraces):
         compiler_options: dict[str, Any] | None = None,
         audit: int = 0,
         checks: bool = False,
+        buckets: Mapping[str, Any] | None = None,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._options = compiler_options
         self._audit = audit
         self._checks = assertions.asking(checks)
+        self._buckets = None if buckets is None else BucketedArguments(function, buckets)
         self._calls = 0
         # Threads may share a step: one call after another.
         self._lock = threading.RLock()
@@ -146,7 +156,11 @@ class CompiledStep(StepTraces):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trace = thread_state.current()
-        if trace is not None and isinstance(trace, StepTrace):
+        inner = trace is not None and isinstance(trace, StepTrace)
+        padding = None
+        if self._buckets is not None:
+            args, kwargs, padding = self._buckets.padded(args, kwargs, pad=not inner)
+        if inner:
             return self._function(*args, **kwargs)  # part of the step that is being traced
         if abstract.current() is not None:
             return called_without_data(self, args, kwargs)
@@ -154,11 +168,15 @@ class CompiledStep(StepTraces):
             interrupts.install()
         lazy.flush_all()
         with self._lock:
-            return self._call(Arguments(args, kwargs))
+            arguments = Arguments(args, kwargs)
+            arguments.padding = padding
+            return self._call(arguments)
 
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
         family = self._families.get_or_make(arguments.key, Family)
+        if arguments.lengths:
+            family.takes(arguments.lengths)
         missed: tuple[str, Program] | None = None
         for call, programs in family.candidates(arguments):
             for position, program in enumerate(programs):
@@ -168,6 +186,8 @@ class CompiledStep(StepTraces):
                 if why is None:
                     if position:
                         programs.first(program)
+                    if arguments.padding is not None:
+                        check_lengths(program.traced.cuts or [], arguments.padding)
                     self._last = call, program
                     self._many.in_a_row = 0
                     observer = events.observer
@@ -197,6 +217,8 @@ class CompiledStep(StepTraces):
             step = xd.compile(lambda x: x.sin())
             assert "sine" in step.lower(torch.ones(4, device="xla")).as_text() and step.traces == 0
         """
+        if self._buckets is not None:
+            args, kwargs, _ = self._buckets.padded(args, kwargs)
         return looked_at(self, args, kwargs, operator.attrgetter("lowered"))
 
     def clear_cache(self) -> None:
@@ -233,6 +255,8 @@ class CompiledStep(StepTraces):
             step = xd.compile(lambda x: x * 2)
             assert step.why_not(torch.ones(4, device="xla")) == "the step has not been called yet"
         """
+        if self._buckets is not None:
+            args, kwargs, _ = self._buckets.padded(args, kwargs)
         arguments = Arguments(args, kwargs)
         with self._lock:
             family = self._families.get(arguments.key) or Family()

@@ -11,6 +11,14 @@ from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation import totals
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.attempts import Attempt, trace
+from xla_dtensor.compilation.buckets import (
+    BucketedArguments,
+    Padding,
+    check_lengths,
+    cuts_of,
+    refuse_writes,
+    shapes_of,
+)
 from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.effects import counter_refused, is_counted_on
 from xla_dtensor.compilation.family import Family
@@ -31,6 +39,7 @@ class StepTraces:
     _function: Callable[..., Any]
     _options: dict[str, Any] | None
     _checks: Any
+    _buckets: BucketedArguments | None
     _families: Cache[Any, Family]
     _executables: Cache[Any, Any]
     _last: tuple[Arguments, Program] | None
@@ -57,7 +66,7 @@ class StepTraces:
             changed = program.changed_numbers - self._not_carried.keys()
             self._carried, self._counted = self._carried | changed, self._counted | changed
         with tracing, self._checks:
-            traced = self._traced(arguments, family, path)
+            traced = self._traced_with_cuts(arguments, family, path)
         call = traced.take_call()
         made: Program | None = None
         try:
@@ -91,6 +100,34 @@ class StepTraces:
             for programs in other.programs.values():
                 programs.succeeded(program)
         self._last = call, program
+
+    def _traced_with_cuts(self, arguments: Arguments, family: Family, path: str | None) -> Traced:
+        """The same, and of a step whose arguments are padded, what of its results is cut back."""
+        traced, padding = self._traced(arguments, family, path), arguments.padding
+        if padding is None:
+            return traced
+        try:
+            refuse_writes(traced, arguments)
+            shapes, others = shapes_of(traced, arguments), None
+            if not padding.is_named() and any(shapes):
+                traced.undo()
+                others = self._other_shapes(padding)
+                traced = self._traced(arguments, family, path)
+            traced.cuts = cuts_of(padding, shapes, others)
+            check_lengths(traced.cuts, padding)
+        except BaseException as error:
+            traced.undo(error)
+            raise
+        return traced
+
+    def _other_shapes(self, padding: Padding) -> list[tuple[int, ...] | None]:
+        """The shapes of the results for other sizes of the same buckets."""
+        assert self._buckets is not None
+        args, kwargs, _ = self._buckets.padded(*padding.given, other=True)
+        other = Arguments(args, kwargs)
+        traced, _ = trace(self._function, other, other.lengths, self._carried)
+        traced.undo()
+        return shapes_of(traced, other)
 
     def _traced(self, arguments: Arguments, family: Family, path: str | None) -> Traced:
         """A trace that takes what the step keeps and replaces from where it is in each call; with
