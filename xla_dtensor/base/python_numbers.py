@@ -26,11 +26,20 @@ from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.printed import PrintedNumbers, only_printed
 from xla_dtensor.base.traced_number import NumberNode
 
+# Scalars of NumPy's that are numbers like Python's.
+NUMPY_NUMBERS: frozenset[type] = frozenset(
+    {
+        *(np.float16, np.float32, np.float64, np.int8, np.int16, np.int32, np.int64),
+        *(np.uint8, np.uint16, np.uint32, np.uint64),
+    }
+)
+
 
 class Float(torch.SymFloat):
     """A symbolic number that Python code takes for a float."""
 
-    __class__ = property(lambda self: float)  # what isinstance asks
+    # What isinstance asks.
+    __class__ = property(lambda self: type(self.node.value))  # type: ignore[assignment]
 
     def __hash__(self) -> int:
         return hash(float(self))
@@ -53,7 +62,7 @@ class Float(torch.SymFloat):
 class Int(torch.SymInt):
     """The same of an int."""
 
-    __class__ = property(lambda self: int)
+    __class__ = property(lambda self: type(self.node.value))  # type: ignore[assignment]
 
     def __hash__(self) -> int:
         return hash(int(self))
@@ -77,9 +86,9 @@ def _shown(number: Any, frame: types.FrameType) -> Any:
     """The number itself, for the code in ``frame``: the program depends on it, unless it is only
     printed (``"%d" % n`` asks for an int)."""
     node = number.node
-    if only_printed(frame):
-        return node.value
-    return node.guard_int("", 0) if node.is_int() else node.guard_float("", 0)
+    if not only_printed(frame):
+        node.guard(node, "==", node.value)
+    return node.value
 
 
 def like_a_number(number: Any) -> Any:
@@ -133,10 +142,10 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
     )
     value = function(*values)
     compute = _from_inputs(function, nodes, values)
-    if isinstance(value, bool):
-        first.guard(NumberNode(value, None, compute, text, first.guard), "is", value)
+    if isinstance(value, bool | np.bool_):
+        first.guard(NumberNode(value, None, compute, text, first.guard), "is", bool(value))
         return value
-    if type(value) not in (int, float):
+    if type(value) not in (int, float, *NUMPY_NUMBERS):
         raise TypeError(f"{text} is a {type(value).__name__}, which can't be an input of a program")
     node = NumberNode(value, None, compute, text, first.guard, feed=first.feed)
     return _of(node)
@@ -167,7 +176,9 @@ def _operand(value: Any) -> Any:
     cls = type(value)
     if cls is int or cls is float or cls is bool or cls is Float or cls is Int or is_number(value):
         return value
-    return float(value) if isinstance(value, float) else NotImplemented  # np.float64
+    if cls in NUMPY_NUMBERS:
+        return value
+    return float(value) if isinstance(value, float) else NotImplemented
 
 
 def _binary(function: Callable[..., Any], symbol: str) -> Callable[[Any, Any], Any]:

@@ -190,7 +190,7 @@ class StepTraces:
             return None
         before = self._last[0]
         if family.last is not None:
-            for i, name in enumerate(arguments.names()):
+            for i, name in arguments.names_of_numbers().items():
                 if i in family.last and exact(family.last[i]) != exact(arguments.numbers[i]):
                     change = f"from {family.last[i]!r} to {arguments.numbers[i]!r}"
                     return f"{name}: {change}{family.why_static}"

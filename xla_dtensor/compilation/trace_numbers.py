@@ -11,7 +11,7 @@ import numpy as np
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.keys import exact
 from xla_dtensor.base.source_line import expression_here
-from xla_dtensor.base.traced_number import NumberNode, input_number
+from xla_dtensor.base.traced_number import NumberNode, input_number, is_integer
 from xla_dtensor.compilation.numbers import Decision, Number
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.forms.form import Form
@@ -47,11 +47,11 @@ class TraceNumbers:
         self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
     ) -> Any:
         """A new number among the inputs: the weakly typed JAX scalar."""
-        integer = isinstance(value, int)
+        integer = is_integer(value)
         dtype = np.int64 if integer else np.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
             array = jax.device_put(dtype(value))
-        self.numbers.append(Number(read, name, integer, array, compute))
+        self.numbers.append(Number(read, name, integer, array, compute, type(value)))
         with jax.enable_x64(True):
             return jax._src.lax.lax._convert_element_type(array, weak_type=True)
 

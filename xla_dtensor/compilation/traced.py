@@ -20,6 +20,7 @@ from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
 from xla_dtensor.compilation.effects import Surroundings
+from xla_dtensor.compilation.fields import NumberLeft
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
@@ -43,10 +44,6 @@ from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.base import grad_of, set_grad_of
-
-
-class NumberLeft(Exception):
-    """A symbolic number is still there after the step: in an object that it returns, in a cache."""
 
 
 class Traced(TracedEffects):
@@ -128,9 +125,10 @@ class Traced(TracedEffects):
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
                 self.hooks.carried.add(place.where())
+            planted = arguments.fields.planted(numbers)
             del numbers
             computing = MathOfNumbers() if self.dynamic else contextlib.nullcontext()
-            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing:
+            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing, planted:
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
@@ -251,7 +249,7 @@ class Traced(TracedEffects):
             storage.give_up(error or RuntimeError("the step was traced, but not run"))
 
     def _numbers(self, trace: StepTrace, arguments: Arguments) -> dict[int, Any]:
-        names = arguments.names() if self.dynamic else []
+        names = arguments.names_of_numbers() if self.dynamic else {}
         found = {}
         for i in sorted(self.dynamic):
             read = functools.partial(_number_of, i)
