@@ -55,13 +55,16 @@ class PrintedNumbers:
         print_numbers.printed = printed  # type: ignore[attr-defined]
         return print_numbers
 
+    def _part(self, value: Any) -> Any:
+        if type(value) is dict:  # of "%(n)d"
+            return {key: self._plain(inner) for key, inner in value.items()}
+        return self._plain(value)
+
     def _recording(self, factory: Any) -> Any:
         def made(name: Any, level: Any, path: Any, line: Any, msg: Any, args: Any, *more: Any,
                  **options: Any) -> Any:  # fmt: skip
             if type(args) is tuple:
-                args = tuple(map(self._plain, args))
-            elif type(args) is dict:
-                args = {key: self._plain(value) for key, value in args.items()}
+                args = tuple(map(self._part, args))
             return factory(name, level, path, line, self._plain(msg), args, *more, **options)
 
         return made
@@ -115,7 +118,7 @@ def _destination(code: CodeType, instruction: int) -> Any:
         return None
     found: list[list[ast.AST]] = []
     for statement in _printing_statements(code.co_filename):
-        if statement.lineno <= first and last <= statement.end_lineno:
+        if statement.lineno <= first and last <= (statement.end_lineno or 0):
             _find(statement, (first, left), (last, right), [], found)
     if len(found) != 1:
         return None
@@ -138,9 +141,7 @@ def _passes_text_on(outer: ast.AST, inner: ast.AST, is_printing: bool) -> bool:
         if isinstance(outer.func, ast.Name):
             return False
         # "...".format(...)
-        function = outer.func
-        literal = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Constant)
-        return literal and function.attr == "format" and inner in outer.args  # type: ignore[union-attr]
+        return _is_format(outer.func) and inner in outer.args
     if isinstance(outer, ast.JoinedStr):
         return isinstance(inner, ast.FormattedValue)
     if isinstance(outer, ast.FormattedValue):
@@ -183,12 +184,15 @@ def _makes_text(node: Any) -> bool:
         function = node.func
         if isinstance(function, ast.Name):
             return function.id in ("str", "repr", "format")
-        return (
-            isinstance(function, ast.Attribute)
-            and function.attr == "format"
-            and isinstance(function.value, ast.Constant)
-        )
+        return _is_format(function)
     return True
+
+
+def _is_format(function: ast.AST) -> bool:
+    """Whether it is the ``format`` of a text in the source."""
+    if not isinstance(function, ast.Attribute) or function.attr != "format":
+        return False
+    return isinstance(function.value, ast.Constant)
 
 
 @functools.lru_cache(64)

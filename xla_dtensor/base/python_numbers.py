@@ -39,7 +39,7 @@ class Float(torch.SymFloat):
     """A symbolic number that Python code takes for a float."""
 
     # What isinstance asks.
-    __class__ = property(lambda self: type(self.node.value))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(self.node.value))
 
     def __hash__(self) -> int:
         return hash(float(self))
@@ -62,7 +62,7 @@ class Float(torch.SymFloat):
 class Int(torch.SymInt):
     """The same of an int."""
 
-    __class__ = property(lambda self: type(self.node.value))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(self.node.value))
 
     def __hash__(self) -> int:
         return hash(int(self))
@@ -143,7 +143,8 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
     value = function(*values)
     compute = _from_inputs(function, nodes, values)
     if isinstance(value, bool | np.bool_):
-        first.guard(NumberNode(value, None, compute, text, first.guard), "is", bool(value))
+        outcome = bool(value)
+        first.guard(NumberNode(outcome, None, compute, text, first.guard), "is", outcome)
         return value
     if type(value) not in (int, float, *NUMPY_NUMBERS):
         raise TypeError(f"{text} is a {type(value).__name__}, which can't be an input of a program")

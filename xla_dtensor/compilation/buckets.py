@@ -202,7 +202,7 @@ class BucketedArguments:
         in_order = {
             n: bound.arguments[n] for n in self._signature.parameters if n in bound.arguments
         }
-        bound.arguments = in_order  # type: ignore[assignment]
+        bound.arguments = in_order
         return bound.args, bound.kwargs, padding
 
 

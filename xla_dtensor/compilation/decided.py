@@ -31,7 +31,7 @@ class ManyTraces:
         line = "" if decided is None else decided.where()
         self._by_line[line] += 1
         if self.in_a_row == MANY_TRACES:
-            self._by_line[line] += 1  # it is told once
+            self._by_line[line] = MANY_TRACES  # it is told once
             often = f"in {MANY_TRACES} calls in a row"
         elif line and self._by_line[line] == MANY_TRACES:
             often = f"{MANY_TRACES} times because of one line"

@@ -23,9 +23,10 @@ from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.effects import counter_refused, is_counted_on
 from xla_dtensor.compilation.family import Family
 from xla_dtensor.compilation.looking import tracing
-from xla_dtensor.compilation.numbers import Decision
+from xla_dtensor.compilation.numbers import Changed, Decision
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.errors import DataDependentError
 
 logger = logging.getLogger("xla_dtensor")
 
@@ -77,6 +78,11 @@ class StepTraces:
                 traced.undo(error)
             else:  # a scheduler's step: the program has done what it had to
                 self._keep(program, call, family)
+            if isinstance(error, Changed):
+                raise DataDependentError(
+                    f"the step changes a number that it takes as an input ({error}): do that "
+                    "outside of the compiled step"
+                ) from error
             raise
         family.last = dict(arguments.numbers)
         self.traces += 1

@@ -144,7 +144,7 @@ class TensorMethods:
         """As torch's."""
         if is_at_traced(self._steps):
             refuse_offset()
-        return torch.Tensor.storage_offset(self)  # type: ignore[arg-type]
+        return torch.Tensor.storage_offset(self)
 
     @property
     def _form(self) -> Form:
