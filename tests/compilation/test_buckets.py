@@ -158,9 +158,7 @@ def test_two_dims_and_two_arguments() -> None:
         "a": [xd.Buckets(0, (4, 8), length="rows"), xd.Buckets(1, (16,), length="columns")],
         "b": xd.Buckets(-1, (10, 20), cut={1: 1, 2: -1}),
     }
-    step = xd.compile(
-        lambda a, b, rows, columns: function(a, b, rows, columns), buckets=buckets
-    )
+    step = xd.compile(lambda a, b, rows, columns: function(a, b, rows, columns), buckets=buckets)
     for rows, columns, width in ((3, 7, 9), (4, 16, 10), (8, 5, 20), (5, 6, 11)):
         a, b = torch.randn(rows, columns), torch.randn(4, width)
         wanted = function(a, b, rows, columns)
