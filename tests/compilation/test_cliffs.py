@@ -519,3 +519,24 @@ def test_a_module_that_changes_its_dtype_is_refused_by_name() -> None:
     with pytest.raises(xd.DataDependentError, match=r"double\(\), half\(\) or to\(\)"):
         xd.compile(function)(torch.ones(2, device="xla"))
     assert module.weight.dtype is torch.float32
+
+
+def test_a_dataclass_that_is_found_elsewhere_too(mesh_2x4: DeviceMesh) -> None:
+    """What the user assigns later stays."""
+    both = Settings(1.0)
+    step, x = xd.compile(lambda x, s: x * s.scale + both.scale), on_mesh(mesh_2x4)
+    for i in range(6):
+        both.scale = i / 2
+        torch.testing.assert_close(whole(step(x, both)), X * both.scale + both.scale)
+        assert both.scale == i / 2
+    assert step.traces <= 3
+
+
+@pytest.mark.parametrize("audit", [1])
+def test_audits_of_positions_and_places(mesh_2x4: DeviceMesh, audit: int) -> None:
+    holder = Holder()
+    step = xd.compile(lambda x, n: x[n] * holder.scale, audit=audit)
+    for n in (1, 2, 3, -1, 5):
+        holder.scale = n * 0.5
+        torch.testing.assert_close(whole(step(on_mesh(mesh_2x4), n)), X[n] * n * 0.5)
+    assert step.traces <= 4

@@ -127,6 +127,9 @@ def _destination(code: CodeType, instruction: int) -> Any:
     assert isinstance(call, ast.Call)
     if any(keyword.arg not in ("end", "sep", "flush") for keyword in call.keywords):
         return None
+    # The file may be another one than the code was made of.
+    if not any(where == _span(call) for where in code.co_positions()):
+        return None
     for outer, inner in itertools.pairwise(path[1:]):
         if not _passes_text_on(outer, inner, outer is call):
             return None
@@ -162,12 +165,15 @@ def _find(
     Python 3.12 the parts of an f-string are where it is as a whole.)"""
     here = [*path, node]
     if isinstance(node, _MAKES_TEXT) and _makes_text(node):
-        span = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
-        if span == (start, end):
+        if _span(node) == (start[0], end[0], start[1], end[1]):
             found.append(here)
             return
     for child in ast.iter_child_nodes(node):
         _find(child, start, end, here, found)
+
+
+def _span(node: ast.expr) -> tuple[int | None, ...]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
 _MAKES_TEXT = (ast.JoinedStr, ast.FormattedValue, ast.Call, ast.BinOp)

@@ -27,7 +27,7 @@ class NumberFields:
     known by positions below 0, in the order in which they were found."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Any, str, str, int | float]] = []
+        self._found: list[tuple[Any, str, str]] = []
         self._objects: dict[int, int] = {}
 
     def part(self, value: Any, fields: dict[str, Any], path: str, owner: Owner) -> tuple[Any, Any]:
@@ -38,7 +38,7 @@ class NumberFields:
         parts = []
         for name, inner in fields.items():
             if (type(inner) is float or type(inner) is int) and name in own:
-                self._found.append((value, name, f"{path}.{name}", inner))
+                self._found.append((value, name, f"{path}.{name}"))
                 owner.numbers[-len(self._found)] = inner
                 parts.append((name, type(inner)))
             else:
@@ -56,17 +56,17 @@ class NumberFields:
         Raises:
             NumberLeft: the step has put a number of the trace into one of them.
         """
-        left = False
-        for position, (value, name, _, _) in enumerate(self._found, 1):
-            if -position in numbers:
-                vars(value)[name] = numbers[-position]
+        left, before = False, []
+        for position, (value, name, _) in enumerate(self._found, 1):
+            before.append(vars(value)[name])  # the step may find the same object elsewhere
+            vars(value)[name] = numbers.get(-position, before[-1])
         try:
             yield
         finally:
-            for position, (value, name, _, before) in enumerate(self._found, 1):
-                now = vars(value).get(name)
-                if is_number(now):
-                    left |= now is not numbers.get(-position)
-                    vars(value)[name] = before
+            for position, (value, name, _) in reversed([*enumerate(self._found, 1)]):
+                now, planted = vars(value).get(name), numbers.get(-position)
+                if is_number(now) and now is not before[position - 1]:
+                    left |= now is not planted
+                    vars(value)[name] = before[position - 1]
         if left:
             raise NumberLeft("the step puts a number into an attribute of an argument")

@@ -91,7 +91,8 @@ class Outside:
         long as the exception, and a tensor with weak references can't be swapped. If the step has
         given it other memory (``.data =``, ``module.double()``), it gets its own back."""
         tensor = self.get()
-        if self.storage is not None and getattr(tensor, "_storage_", self.storage) != self.storage:
+        storage = getattr(tensor, "_storage_", self.storage)
+        if self.storage is not None and storage is not self.storage:
             tensor._become(type(tensor)(self.storage, self.form, self.steps))
         self.get = lambda: None
 
