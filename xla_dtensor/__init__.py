@@ -35,6 +35,7 @@ from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
 
 # Loaded on first use: these import JAX, or torch.distributed.tensor, which takes long.
 _LAZY = {
+    "Buckets": "xla_dtensor.compilation",
     "CompiledStep": "xla_dtensor.compilation",
     "DFunction": "xla_dtensor.custom_ops",
     "DistributedOp": "xla_dtensor.custom_ops",
@@ -90,6 +91,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Buckets",
     "CheckpointError",
     "CompiledStep",
     "DFunction",

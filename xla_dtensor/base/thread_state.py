@@ -54,11 +54,14 @@ class Trace(Protocol):
             nobody asks.
         asserted: likewise what the program says itself (``torch._assert_async``).
         wide: float32 scalars in double precision; None where they are computed as they are.
+        positions: makes views at positions that are inputs (`dispatch.positions.Positions`); None
+            where positions are part of the program.
     """
 
     scalars: dict[Any, Any]
     stand_ins: Any
     python_numbers: list[Any]
+    positions: Any
 
     @property
     def assertions(self) -> list[Any] | None: ...

@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_dtensor.base import interrupts
@@ -27,11 +28,16 @@ GuardSink = Callable[["NumberNode", str, Any], None]
 Feed = Callable[["NumberNode"], Any]
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a number is an int, or one of NumPy's."""
+    return isinstance(value, int | np.integer)
+
+
 class NumberNode:
     """The node of a ``torch.SymFloat`` or ``torch.SymInt``: a traced number with its present value.
 
     Attributes:
-        value: its value in this trace; an int is an integer.
+        value: its value in this trace; an int is an integer; NumPy's scalars stay what they are.
         traced: the weakly typed JAX scalar.
         compute: the value from the values of the trace's number inputs, for guards.
         text: how it is written, for messages.
@@ -75,10 +81,10 @@ class NumberNode:
         self.compute, self.guard = lambda inputs: value, lambda *what: None
 
     def is_int(self) -> bool:
-        return isinstance(self.value, int)
+        return is_integer(self.value)
 
     def is_float(self) -> bool:
-        return not isinstance(self.value, int)
+        return not is_integer(self.value)
 
     def is_bool(self) -> bool:
         return False
@@ -356,7 +362,7 @@ def input_number(
     """The number that is input ``index`` of the trace, as a ``torch.SymFloat`` (``torch.SymInt`` of
     an int)."""
     node = NumberNode(value, traced, operator.itemgetter(index), name, guard, feed=feed)
-    return torch.SymInt(node) if isinstance(value, int) else torch.SymFloat(node)
+    return torch.SymInt(node) if is_integer(value) else torch.SymFloat(node)
 
 
 def symbolic_number(traced: Any) -> Any:

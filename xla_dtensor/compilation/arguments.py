@@ -12,9 +12,12 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import sequence_order
 from xla_dtensor.base.keys import exact
+from xla_dtensor.base.python_numbers import NUMPY_NUMBERS
+from xla_dtensor.compilation.buckets import Length, Padding
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.contents import Same, cells_of, fields_of, without_cells
+from xla_dtensor.compilation.fields import NumberFields
 from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.objects import opened_record
 from xla_dtensor.compilation.outside import hooks_of
@@ -30,13 +33,17 @@ class Arguments:
     Attributes:
         values: the leaves of ``(args, kwargs)``.
         tensors: the tensors among them and in dataclasses and the like; inputs of the program.
-        numbers: the Python numbers (not bools) among the leaves, by position.
+        numbers: the numbers (not bools) among the leaves, by position, and below 0 those in
+            attributes of dataclasses.
+        fields: of the latter, where they are.
         objects: what is known by identity alone; the step's code may read from it.
         key: of everything but the numbers' values: calls with different keys have different
             programs.
         carried: the same of what the step has kept from its last call (`carrying`), which comes
             behind the arguments.
         given: the arguments alone.
+        padding: what has been padded of them (`buckets.Padding`), or None.
+        lengths: the numbers that are the lengths of what has been, by position.
     """
 
     __slots__ = (
@@ -51,7 +58,7 @@ class Arguments:
             "kwargs",
             "numbers",
         ),
-        *("objects", "tensors", "values"),
+        *("fields", "lengths", "objects", "padding", "tensors", "values"),
     )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -63,15 +70,22 @@ class Arguments:
             self.values, self._shape = pytree.tree_flatten((args, kwargs))
         self.tensors: list[torch.Tensor] = []
         self.numbers: dict[int, int | float] = {}
+        self.fields = NumberFields()
         self.objects: list[tuple[str, Any]] = []
         self._opened: set[int] = set()
+        self.padding: Padding | None = None
+        self.lengths: frozenset[int] = frozenset()
         parts: list[Any] = []
         for i, value in enumerate(self.values):
             cls = type(value)
             if cls is XLAShardedTensor or cls is XLATensor:
                 parts.append(self._tensor(value))
-            elif cls is float or cls is int:
+            elif cls is float or cls is int or cls in NUMPY_NUMBERS:
                 self.numbers[i] = value
+                parts.append(cls)
+            elif cls is Length:
+                self.numbers[i] = self.values[i] = int(value)
+                self.lengths |= {i}
                 parts.append(cls)
             else:
                 parts.append(self._part(value, f"argument {i}"))
@@ -150,9 +164,7 @@ class Arguments:
             self.objects.append((path, value))
             return Same(value)
         self.objects.append((f"the class of {path}", type(value)))  # whose methods may be called
-        return type(value), tuple(
-            (name, self._part(inner, f"{path}.{name}")) for name, inner in fields.items()
-        )
+        return type(value), *self.fields.part(value, fields, path, self)
 
     # --- what the step keeps ------------------------------------------------------------------
 
@@ -163,8 +175,9 @@ class Arguments:
             return given
         more = Arguments.__new__(Arguments)
         more.given, more._shape = given, given._shape
+        more.fields = given.fields
         more.args, more.kwargs, more.objects = given.args, given.kwargs, given.objects
-        more.key = given.key
+        more.key, more.padding, more.lengths = given.key, given.padding, given.lengths
         more._opened = set()
         more.values, more.tensors = list(given.values), list(given.tensors)
         more.numbers, more._carried_names = dict(given.numbers), []
@@ -273,6 +286,11 @@ class Arguments:
         tree = (self.args, self.kwargs)
         own = [_path_name(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
         return own + self._carried_names
+
+    def names_of_numbers(self) -> dict[int, str]:
+        """How to call the numbers, by position."""
+        names = self.names()
+        return {i: self.fields.name(i) if i < 0 else names[i] for i in self.numbers}
 
     def difference(self, other: Arguments) -> str | None:
         """What differs from another call, in words; None if nothing but numbers does."""

@@ -24,7 +24,8 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
     Raises:
         StaleStepError: they differ.
     """
-    again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried)
+    positions = traced.trace.positions is not None
+    again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried, positions)
     again.undo()
     mine, now = _signature(traced), _signature(again)
     for what, before in mine.items():

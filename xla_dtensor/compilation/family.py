@@ -25,20 +25,30 @@ class Family:
         dynamic: the numbers that are inputs, because they have changed between calls.
         last: the numbers of the call that was traced last.
         latest: gives the program that was made of it, if it still exists.
+        positions: whether positions (``x[n]``) may be inputs, too.
+        why_static: why numbers can't be inputs, for messages; empty if they can.
     """
 
-    __slots__ = ("_static", "dynamic", "last", "latest", "programs")
+    __slots__ = ("_static", "dynamic", "last", "latest", "positions", "programs", "why_static")
 
     def __init__(self) -> None:
         self.programs: dict[Any, Programs] = {}
         self.dynamic: frozenset[int] = frozenset()
         self.last: dict[int, int | float] | None = None
         self.latest: Callable[[], Program | None] = lambda: None
+        self.positions = True
+        self.why_static = ""
         self._static = False
 
-    def keep_static(self) -> None:
-        """The step does with its numbers what only Python numbers can do (formatting them)."""
+    def takes(self, lengths: frozenset[int]) -> None:
+        """These numbers are inputs from the first call on."""
+        if not self._static and not lengths <= self.dynamic:
+            self.dynamic |= lengths
+
+    def keep_static(self, error: Exception) -> None:
+        """The step does with its numbers what only Python numbers can do; ``error`` says what."""
         self.dynamic, self._static = frozenset(), True
+        self.why_static = f" (numbers stay constants: {error})"
         self.programs.clear()
 
     def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, Programs]]:

@@ -8,9 +8,10 @@ import torch
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.decided import changed_numbers
 from xla_dtensor.compilation.gradients import grad_text, same_grad
 from xla_dtensor.compilation.lowered import Lowered
-from xla_dtensor.compilation.numbers import ARITHMETIC, Changed
+from xla_dtensor.compilation.numbers import ARITHMETIC, Changed, values_of
 from xla_dtensor.tensors.base import grad_of, grad_of_tensor
 
 
@@ -19,7 +20,7 @@ class Guarded(Lowered):
 
     def mismatch(self, arguments: Arguments) -> str | None:
         """Why this program can't run now, or None."""
-        self.changed_path = None
+        self.changed_path, self.changed_numbers, self.decided = None, frozenset(), None
         if self.stale is not None:
             return self.stale
         if not self.watch.untouched():
@@ -58,13 +59,25 @@ class Guarded(Lowered):
         try:
             for decision in self._decisions:
                 if decision.compute(numbers) != decision.outcome:
-                    return f"the step decided {decision.text}, which holds no longer"
+                    self.decided = decision
+                    return decision.difference()
         except ARITHMETIC as error:
             return f"the step decided {decision.text}: {error}"
         for look, was, text in self._looked_at:
             if look(arguments, self._prepared.host) != was:
                 return f"{text}, which is part of the program"
         return None
+
+    def decides_otherwise(self, arguments: Arguments) -> bool:
+        """Whether the numbers alone say that this program can't run, which is quickly asked where
+        there are many programs."""
+        if self._host is not None or not self._decisions:
+            return False
+        try:
+            numbers = values_of(self._numbers, arguments)
+            return any(d.compute(numbers) != d.outcome for d in self._decisions)
+        except (Changed, LookupError, AttributeError, *ARITHMETIC):
+            return False  # `mismatch` says why
 
     def _look_closer(self) -> str | None:
         """Compare by value what the step can read; None if nothing has changed."""
@@ -82,6 +95,7 @@ class Guarded(Lowered):
             self.watch = now
             return None
         before, after = differences[0]
+        self.changed_numbers = changed_numbers(differences)
         self.changed_path = (after or before).path  # type: ignore[union-attr]
         return (
             f"{self.changed_path}: from {before.text() if before else 'nothing'} to "

@@ -30,7 +30,7 @@ def looked_at(step: Any, args: Any, kwargs: Any, look: Callable[[Program], Any])
     lazy.flush_all()
     arguments = Arguments(args, kwargs)
     with step._lock, tracing, step._checks:
-        traced, _ = trace(step._function, arguments, frozenset(), step._carried)
+        traced, _ = trace(step._function, arguments, arguments.lengths, step._carried)
         try:
             return look(Program(traced, traced.take_call(), None, step._options))
         finally:

@@ -33,6 +33,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.runtime import agreement, arrays
+from xla_dtensor.runtime.jax_runtime import code_bytes
 
 # Sources that are inputs of the program as they are.
 ARRAY_KINDS = ("state", "argument", "grad", "host")
@@ -51,6 +52,8 @@ class Lowered:
         self.traced = self._traced = traced
         self.effects = traced.effects
         self.changed_path: str | None = None
+        self.changed_numbers: frozenset[str] = frozenset()
+        self.decided: Decision | None = None
         self.lowering: Callable[[], AbstractContextManager[None]] = nullcontext
         self.launched = False
         self._anchor: Callable[[], Storage | None] = lambda: None
@@ -337,6 +340,12 @@ class Lowered:
     def jaxpr(self) -> Any:
         """What the step computes."""
         return self._jaxpr
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        """About how much memory of the host it takes: its code, and what is known of it."""
+        known = 2048 * len(self._jaxpr.eqns) + 512 * len(self.watch.found)
+        return (code_bytes(self.compiled) or 0) + known
 
     @property
     def options(self) -> dict[str, Any] | None:

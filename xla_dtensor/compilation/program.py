@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import events, interrupts, rng
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.buckets import cut_back
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.inputs import Losses, check_alive, refuse_deleted
 from xla_dtensor.compilation.lowered import ARRAY_KINDS
@@ -65,6 +66,8 @@ class Program(WriteBack):
         if run.error is not None:
             raise run.error
         results = [self._result(result, run) for result in self._traced.results]
+        if self._traced.cuts and run.arguments.padding is not None:
+            results = cut_back(results, self._traced.cuts, run.arguments.padding)
         if self._traced.judges:
             self._judge(run)
         return pytree.tree_unflatten(results, self._traced.result_tree)

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import operator
 import os
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.base.keys import exact
-from xla_dtensor.compilation import totals
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.attempts import Attempt, trace
 from xla_dtensor.compilation.audit import compare
-from xla_dtensor.compilation.effects import counter_refused, is_counted_on
+from xla_dtensor.compilation.buckets import BucketedArguments, check_lengths
+from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.looking import called_without_data, looked_at, tracing
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.replayed import ReplayedStep
+from xla_dtensor.compilation.step_traces import StepTraces, name_of
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.runtime import abstract
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
-logger = logging.getLogger("xla_dtensor")
-
 PROGRAMS = 256
-# Calls traced in a row of which one is told.
-MANY_TRACES = 5
 
 AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
 
@@ -47,6 +40,7 @@ def compile(
     audit: int | None = None,
     checks: bool | None = None,
     watch: Literal["auto"] = "auto",
+    buckets: Mapping[str, Any] | None = None,
 ) -> CompiledStep: ...
 
 
@@ -66,6 +60,7 @@ def compile(
     audit: int | None = None,
     checks: bool | None = None,
     watch: Literal["auto", "replay"] = "auto",
+    buckets: Mapping[str, Any] | None = None,
 ) -> CompiledStep | ReplayedStep:
     """Make ``function``, a training step in ordinary torch code, run as one XLA program.
 
@@ -90,14 +85,20 @@ def compile(
             reads is compared, and it doesn't run. ``"replay"``: it runs in every call, while the
             devices compute the step before, and what it asks for is compared: some ten
             microseconds an operation, and nothing that could be overlooked.
+        buckets: which arguments are padded, by the names of the function's parameters, and to what:
+            sizes by dim, ``{"tokens": {1: (512, 1024, 2048)}}``, or `Buckets`, or several. The
+            function is given the true length (of ``tokens`` as ``n_tokens``, if it has such a
+            parameter), and its results are cut back to it.
 
     Returns:
         the `CompiledStep`, or with ``watch="replay"`` the `ReplayedStep`, called like ``function``.
 
     Raises:
-        TypeError: ``function`` can't be called, or is a generator or a coroutine.
-        ValueError: ``audit`` is no number of calls; ``watch`` is something else; ``audit`` or
-            ``checks`` of a replayed step, which needs no audit and looks at indices as eager code.
+        TypeError: ``function`` can't be called, or is a generator or a coroutine; it has no
+            parameter of a name in ``buckets``.
+        ValueError: ``audit`` is no number of calls; ``watch`` is something else; ``audit``,
+            ``checks`` or ``buckets`` of a replayed step; (when called) an argument is longer than
+            its largest bucket, or it isn't known what of a result is padding.
         DataDependentError: (when called) the step needs a value in Python, or can't be one program.
         MeshMismatchError: (when called) it uses tensors on different sets of devices.
         StaleStepError: (when called) an audit has found a difference.
@@ -123,14 +124,14 @@ def compile(
     code = inspect.unwrap(function)
     if inspect.isgeneratorfunction(code) or inspect.iscoroutinefunction(code):
         raise TypeError(
-            f"xd.compile: {_name_of(function)} is a generator or a coroutine, whose Python goes on "
+            f"xd.compile: {name_of(function)} is a generator or a coroutine, whose Python goes on "
             "when its caller asks; a step is one program: let it return its results"
         )
     if watch == "replay":
-        if audit or checks is not None:
+        if audit or checks is not None or buckets is not None:
             raise ValueError(
-                'xd.compile(watch="replay") takes no audit= (its Python runs in every call) and no '
-                "checks= (indices are looked at as in eager code: xd.check_indices)"
+                'xd.compile(watch="replay") takes no audit= (its Python runs in every call), no '
+                "checks= (indices are looked at as in eager code: xd.check_indices) and no buckets="
             )
         return ReplayedStep(function, compiler_options)
     if watch != "auto":
@@ -140,10 +141,10 @@ def compile(
     if isinstance(audit, bool) or audit < 0:
         raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
     checks = assertions.switch.compiled if checks is None else checks
-    return CompiledStep(function, compiler_options, audit, checks)
+    return CompiledStep(function, compiler_options, audit, checks, buckets)
 
 
-class CompiledStep:
+class CompiledStep(StepTraces):
     """A compiled step, which `compile` makes; call it like the function.
 
     Attributes:
@@ -165,12 +166,14 @@ class CompiledStep:
         compiler_options: dict[str, Any] | None = None,
         audit: int = 0,
         checks: bool = False,
+        buckets: Mapping[str, Any] | None = None,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._options = compiler_options
         self._audit = audit
         self._checks = assertions.asking(checks)
+        self._buckets = None if buckets is None else BucketedArguments(function, buckets)
         self._calls = 0
         # Threads may share a step: one call after another.
         self._lock = threading.RLock()
@@ -190,7 +193,13 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = thread_state.batch()
-        if isinstance(thread_state.current(), StepTrace) or (batch is not None and batch.is_step):
+        inner = isinstance(thread_state.current(), StepTrace) or (
+            batch is not None and batch.is_step
+        )
+        padding = None
+        if self._buckets is not None:
+            args, kwargs, padding = self._buckets.padded(args, kwargs, pad=not inner)
+        if inner:
             return self._function(*args, **kwargs)  # part of the step around it
         if abstract.current() is not None:
             return called_without_data(self, args, kwargs)
@@ -198,27 +207,35 @@ class CompiledStep:
             interrupts.install()
         lazy.flush_all()
         with self._lock:
-            return self._call(Arguments(args, kwargs))
+            arguments = Arguments(args, kwargs)
+            arguments.padding = padding
+            return self._call(arguments)
 
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
         family = self._families.get_or_make(arguments.key, Family)
-        missed: tuple[str, str | None] | None = None
+        if arguments.lengths:
+            family.takes(arguments.lengths)
+        missed: tuple[str, Program] | None = None
         for call, programs in family.candidates(arguments):
             for position, program in enumerate(programs):
+                if position and program.decides_otherwise(call):
+                    continue
                 why = program.mismatch(call)
                 if why is None:
                     if position:
                         programs.first(program)
+                    if arguments.padding is not None:
+                        check_lengths(program.traced.cuts or [], arguments.padding)
                     self._last = call, program
-                    self._in_a_row = 0
+                    self._many.in_a_row = 0
                     observer = events.observer
                     if observer is not None:
                         observer.compiled(self._name())
                     if self._audit:
                         self._look_again(program, call)
                     return program.run(call)
-                missed = missed or (why, program.changed_path)
+                missed = missed or (why, program)
         return self._trace(arguments, family, missed)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -239,6 +256,8 @@ class CompiledStep:
             step = xd.compile(lambda x: x.sin())
             assert "sine" in step.lower(torch.ones(4, device="xla")).as_text() and step.traces == 0
         """
+        if self._buckets is not None:
+            args, kwargs, _ = self._buckets.padded(args, kwargs)
         return looked_at(self, args, kwargs, operator.attrgetter("lowered"))
 
     def clear_cache(self) -> None:
@@ -257,7 +276,7 @@ class CompiledStep:
         self._last = None
         self._carried = self._counted = frozenset()
         self._not_carried = {}
-        self._in_a_row = 0
+        self._many = ManyTraces()
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
         """Why a call with these arguments would trace the step; nothing is traced, and nothing
@@ -275,6 +294,8 @@ class CompiledStep:
             step = xd.compile(lambda x: x * 2)
             assert step.why_not(torch.ones(4, device="xla")) == "the step has not been called yet"
         """
+        if self._buckets is not None:
+            args, kwargs, _ = self._buckets.padded(args, kwargs)
         arguments = Arguments(args, kwargs)
         with self._lock:
             family = self._families.get(arguments.key) or Family()
@@ -304,129 +325,9 @@ class CompiledStep:
 
     # --- internals ---------------------------------------------------------------------------
 
-    def _trace(
-        self, arguments: Arguments, family: Family, missed: tuple[str, str | None] | None
-    ) -> Any:
-        """Make a program and run it; ``missed`` says why the first one that there was doesn't fit,
-        and what of Python's has changed."""
-        why, path = missed or (self._explain(arguments, family), None)
-        if missed is None and family.programs:
-            family.varies(arguments.numbers)
-        with tracing, self._checks:
-            traced = self._traced(arguments, family, path)
-        call = traced.take_call()
-        program: Program | None = None
-        try:
-            program = Program(traced, call, self._executables, self._options)
-            result = program.run(call)
-        except BaseException as error:
-            if program is None or not program.launched:
-                traced.undo(error)
-            else:  # a scheduler's step: the program has done what it had to
-                self._keep(program, call, family)
-            raise
-        family.last = dict(arguments.numbers)
-        self.traces += 1
-        totals.add("traces")
-        if program.newly_compiled:
-            self.compilations += 1
-            totals.add("compilations")
-            if why is not None:
-                self.recompilations.append(why)
-                totals.add("recompilations")
-                logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
-        self._keep(program, call, family)
-        self._in_a_row += 1
-        if self._in_a_row == MANY_TRACES:
-            logger.warning(
-                "xla_dtensor: %s has been traced in %d calls in a row, which takes long: %s",
-                self._name(),
-                MANY_TRACES,
-                why or "every call has had other arguments",
-            )
-        return result
-
-    def _keep(self, program: Program, call: Arguments, family: Family) -> None:
-        family.keep(program, call)
-        for other in self._families.values():
-            for programs in other.programs.values():
-                programs.succeeded(program)
-        self._last = call, program
-
-    def _traced(self, arguments: Arguments, family: Family, path: str | None) -> Traced:
-        """A trace that takes what the step keeps and replaces from where it is in each call; with
-        numbers as inputs if the step's Python can do with that.
-
-        Raises:
-            DataDependentError: it changes in each call what the next one would have to be traced
-                for.
-        """
-        tried: set[str] = set()
-        while True:
-            attempt = Attempt()
-            try:
-                traced = self._trace_once(arguments, family)
-            except Exception as error:
-                suspects = (tried or self._counted) & self._carried
-                if not suspects or attempt.is_final(error):
-                    raise
-                self._carried -= suspects
-                try:
-                    self._trace_once(arguments, family).undo()
-                except BaseException:
-                    self._carried |= suspects  # it is the step that raises
-                    raise
-                # The step's Python can't do with numbers that are inputs.
-                self._not_carried |= dict.fromkeys(suspects, error)
-                tried = set()
-                continue
-            last, carried = family.latest(), traced.names_of_carried
-            earlier = () if last is None else last.effects
-            again = [e for e in traced.effects if is_counted_on(e, carried, earlier)]
-            counted = {label for effect in again for label in effect.labels()} & traced.counted
-            found = (traced.replaced | counted) - self._not_carried.keys() - self._carried
-            if found:
-                traced.undo()
-                self._carried |= found
-                tried |= found & counted
-                self._counted |= found & counted
-                continue
-            again = [e for e in again if path is not None and path.startswith(e.place.path)]
-            if not again:
-                return traced
-            traced.undo()
-            failed = [self._not_carried.get(label) for label in again[0].labels()]
-            raise counter_refused(again[0]) from next(filter(None, failed), None)
-
-    def _trace_once(self, arguments: Arguments, family: Family) -> Traced:
-        traced, error = trace(self._function, arguments, family.dynamic, self._carried)
-        if error is not None:
-            logger.info("%s: its numbers stay constants: %s", self._name(), error)
-            family.keep_static()
-        return traced
-
-    def _explain(self, arguments: Arguments, family: Family) -> str | None:
-        """Why there is no program for such arguments."""
-        if self._last is None:
-            return None
-        before = self._last[0]
-        if family.last is not None:
-            for i, name in enumerate(arguments.names()):
-                if i in family.last and exact(family.last[i]) != exact(arguments.numbers[i]):
-                    return f"{name}: from {family.last[i]!r} to {arguments.numbers[i]!r}"
-        last = self._last[1].traced.carried
-        return (arguments.carrying(last) or arguments).difference(before)
-
     def _look_again(self, program: Program, arguments: Arguments) -> None:
         """Every n-th call: the audit."""
         self._calls += 1
         if self._calls % self._audit == 0:
             with tracing, self._checks:
                 compare(self._name(), self._function, program.traced, arguments)
-
-    def _name(self) -> str:
-        return _name_of(self._function)
-
-
-def _name_of(function: Any) -> str:
-    return getattr(function, "__qualname__", None) or type(function).__qualname__

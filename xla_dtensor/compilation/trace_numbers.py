@@ -10,8 +10,10 @@ import numpy as np
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.keys import exact
-from xla_dtensor.base.traced_number import NumberNode, input_number
+from xla_dtensor.base.source_line import expression_here
+from xla_dtensor.base.traced_number import NumberNode, input_number, is_integer
 from xla_dtensor.compilation.numbers import Decision, Number
+from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.forms.form import Form
 from xla_dtensor.runtime import arrays
 
@@ -22,6 +24,7 @@ class TraceNumbers:
     numbers: list[Number]
     decisions: list[Decision]
     settings: dict[Callable[[], Any], tuple[Any, str]]
+    positions: Positions | None = None
     _computed_numbers: dict[Any, Any]
     _counters: dict[Any, Any]
     _counter_ids: set[int]
@@ -44,11 +47,11 @@ class TraceNumbers:
         self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
     ) -> Any:
         """A new number among the inputs: the weakly typed JAX scalar."""
-        integer = isinstance(value, int)
+        integer = is_integer(value)
         dtype = np.int64 if integer else np.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
             array = jax.device_put(dtype(value))
-        self.numbers.append(Number(read, name, integer, array, compute))
+        self.numbers.append(Number(read, name, integer, array, compute, type(value)))
         with jax.enable_x64(True):
             return jax._src.lax.lax._convert_element_type(array, weak_type=True)
 
@@ -61,13 +64,14 @@ class TraceNumbers:
         return known
 
     def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
-        text = f"{node.text} {what} {outcome}"
+        text, where = f"{node.text} {what} {outcome}", expression_here()
         if what == "is":
-            self.decisions.append(Decision(node.compute, outcome, text))
+            self.decisions.append(Decision(node.compute, outcome, text, where))
             return
         compute = node.compute
-        decision = Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text)
-        self.decisions.append(decision)
+        self.decisions.append(
+            Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text, where)
+        )
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         if read not in self.settings:

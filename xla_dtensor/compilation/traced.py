@@ -19,6 +19,7 @@ from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
 from xla_dtensor.compilation.effects import Surroundings, in_context_of_its_own
+from xla_dtensor.compilation.fields import NumberLeft
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
@@ -35,16 +36,13 @@ from xla_dtensor.compilation.stepped import ReadState
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch
+from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.base import grad_of, set_grad_of
-
-
-class NumberLeft(Exception):
-    """A symbolic number is still there after the step: in an object that it returns, in a cache."""
 
 
 class Traced(TracedEffects):
@@ -81,6 +79,7 @@ class Traced(TracedEffects):
         dynamic: frozenset[int],
         carried: frozenset[str],
         recorder: Recorder,
+        positions: Positions | None = None,
         fixed: bool = False,
     ) -> None:
         caller = arguments.given
@@ -114,6 +113,7 @@ class Traced(TracedEffects):
             raise NumberLeft("the step asks for the type() of numbers")
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
+        trace.positions = positions
         self.schedulers = DeferredSchedulers()
         recorder.feeds = watch.feeds_users
         self.hooks = OptimizerHooks(
@@ -133,8 +133,10 @@ class Traced(TracedEffects):
             args, kwargs = arguments.with_numbers(numbers)
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
+            planted = arguments.fields.planted(numbers)
             del numbers
-            with self.host, self.schedulers, self.hooks, CumulativeNorms(), MathOfNumbers():
+            computing = MathOfNumbers()
+            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing, planted:
                 out = _call(function, args, kwargs)
             if arguments.changed(args, kwargs):
                 raise DataDependentError(
@@ -256,7 +258,7 @@ class Traced(TracedEffects):
             storage.give_up(error or RuntimeError("the step was traced, but not run"))
 
     def _numbers(self, trace: StepTrace, arguments: Arguments) -> dict[int, Any]:
-        names = arguments.names() if self.dynamic else []
+        names = arguments.names_of_numbers() if self.dynamic else {}
         found = {}
         for i in sorted(self.dynamic):
             read = functools.partial(_number_of, i)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.buckets import Cuts
 from xla_dtensor.compilation.captured import Captured
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
@@ -27,6 +28,8 @@ class TracedInputs:
     _written: dict[int, int]
     _shown: dict[int, list[Template]]
     _cut: list[torch.Tensor]
+    # Of a step whose arguments are padded.
+    cuts: Cuts | None = None
 
     def _collect_inputs(self, trace: StepTrace, arguments: Arguments, constants: list[Any]) -> None:
         """Say for each constant of the jaxpr where its value comes from in later calls."""

@@ -8,6 +8,7 @@ import enum
 import functools
 import gc
 import itertools
+import logging
 import operator
 import os
 import queue
@@ -51,7 +52,7 @@ _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # What is in them belongs to all threads, and changes at any time: a logger's, for example.
 _OF_THREADS = (
     *(threading.Thread, threading.Condition, threading.Semaphore, threading.Barrier),
-    *(queue.Queue, queue.SimpleQueue),
+    *(queue.Queue, queue.SimpleQueue, logging.Handler),
 )
 
 

@@ -91,6 +91,9 @@ class Call:
         if cls is _Position:
             key.append(cls)
             return self._leaf(int(value), int)
+        if cls is TracedPosition:
+            key.append(_Position)
+            return self._leaf(value.number, int)
         if cls is list or cls is tuple:
             key.append(len(value))
             return [self._take(item, name, key) for item in value]
@@ -124,7 +127,8 @@ class Call:
         What is written goes through its steps; a view of it has them, and lies somewhere."""
         form = value._form
         if self.info.view is not None:
-            key.append(steps)
+            # What a trace leaves in the key of a plan outlives it.
+            key.append(steps if thread_state.current() is None else leave_open(steps)[0])
         else:
             form = form.at_start()
             if self.info.mutated:
@@ -203,11 +207,21 @@ class _Position(int):
     """A number that is an input of the executable."""
 
 
+class TracedPosition:
+    """The same of a number that is an input of the compiled step that is being traced."""
+
+    def __init__(self, number: Any) -> None:
+        self.number = number
+
+
 def _with_position(args: Any) -> Any:
     """The arguments of ``select_backward`` or ``slice_backward`` with the position as an input, as
     `PositionStep` has it of the view. In a compiled step it is the number that it is."""
     grad, sizes, dim, start = args[:4]
-    if type(start) is not int or start < 0 or thread_state.current() is not None:
+    trace = thread_state.current()
+    if trace is not None and trace.positions is not None:
+        return trace.positions.in_backward(args)
+    if type(start) is not int or start < 0 or trace is not None:
         return args
     if len(args) == 4:
         return grad, sizes, dim, _Position(start)

@@ -51,6 +51,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args = [trace.stand_ins.restore(value) for value in args]
         kwargs = {name: trace.stand_ins.restore(value) for name, value in kwargs.items()}
     info = info_of(func)
+    if trace is not None and info.view is not None and trace.positions is not None:
+        result = trace.positions.view(info, args, kwargs, dispatch)
+        if result is not NotImplemented:
+            return result
     special = SPECIAL.get(info.name)
     if special is not None:
         observer = events.observer

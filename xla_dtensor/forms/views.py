@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax.numpy as jnp
 from jax import lax
 
 from xla_dtensor.base.keys import thaw
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.local_form import from_devices, to_devices
 from xla_dtensor.forms.per_device import logical, over_devices, union
 from xla_dtensor.lowering import ViewLowering
@@ -62,12 +63,26 @@ class ViewStep:
         return {name: thaw(value) for name, value in self.kwargs}
 
 
+class TracedStart:
+    """A position that is an input of the compiled step that is being traced.
+
+    Attributes:
+        array: the traced scalar.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
 @dataclass(frozen=True)
 class PositionStep(ViewStep):
     """A step that takes one position, or a range, of a dim: ``x[:, t]``, ``x[t : t + 4]``.
 
     Eagerly the position is an input of the programs that read and write through the step, so that
-    a loop over positions needs one of each. In a compiled step it is the number that it is.
+    a loop over positions needs one of each. In a compiled step it is the number that it is, or a
+    `TracedStart` where that is an input of the step.
 
     Attributes:
         lowering: of ``select`` or ``slice``, whichever overload made the view.
@@ -90,7 +105,7 @@ class PositionStep(ViewStep):
         """The view's value from its base's."""
         if isinstance(self.start, int):
             return self.lowering.get(base, *self._arguments(self.start))
-        part = lax.dynamic_slice_in_dim(base, self.start, self.length or 1, self.dim)
+        part = lax.dynamic_slice_in_dim(base, _array(self.start), self.length or 1, self.dim)
         return part if self.length is not None else lax.squeeze(part, [self.dim])
 
     def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
@@ -101,7 +116,7 @@ class PositionStep(ViewStep):
         if self.length is None:
             value = jnp.expand_dims(jnp.broadcast_to(value, before + after), self.dim)
         value = jnp.broadcast_to(value, (*before, self.length or 1, *after)).astype(base.dtype)
-        return lax.dynamic_update_slice_in_dim(base, value, self.start, self.dim)
+        return lax.dynamic_update_slice_in_dim(base, value, _array(self.start), self.dim)
 
     def _arguments(self, start: int) -> tuple[int, ...]:
         """Those of ``lowering``: ``select``'s, or ``slice``'s."""
@@ -132,9 +147,26 @@ class CrossingStep:
 Step = ViewStep | CrossingStep
 
 
-def leave_open(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+def _array(start: Any) -> Any:
+    return start.array if start.__class__ is TracedStart else start
+
+
+def is_at_traced(steps: tuple[Step, ...]) -> bool:
+    """Whether one of the steps takes a position that is an input of a compiled step."""
+    return any(s.__class__ is PositionStep and s.start.__class__ is TracedStart for s in steps)
+
+
+def refuse_offset() -> NoReturn:
+    """Raise for what wants to know where in the memory such a view begins."""
+    raise UnsupportedOpError(
+        "where in the memory a view begins whose position is an input of the compiled step "
+        "(as_strided, storage_offset)"
+    )
+
+
+def leave_open(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
     """``steps`` without their positions, and these."""
-    positions = tuple(s.start for s in steps if s.__class__ is PositionStep)
+    positions = tuple(_array(s.start) for s in steps if s.__class__ is PositionStep)
     if not positions:
         return steps, ()
     return tuple(getattr(s, "left_open", s) for s in steps), positions
