@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
-from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.arguments import Arguments, active_modes
 from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
@@ -31,6 +31,7 @@ from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks, ReadState
 from xla_dtensor.compilation.recipes import Template
+from xla_dtensor.compilation.reflection import CACHED
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
 from xla_dtensor.compilation.trace import StepTrace
@@ -100,6 +101,7 @@ class Traced(TracedEffects):
             ("the step", function),
             *arguments.objects,
             *arguments.classes(),
+            *active_modes(),
         ]
         self.names_of_carried = carried
         self._executed = recorder.executed()
@@ -193,8 +195,10 @@ class Traced(TracedEffects):
             for key, optimizer in watch.optimizers.items():
                 if "state" in watch.reads and key not in self.hooks.stepped:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
+            self._roots += watch.made_meanwhile()
             same = len(self._roots) == before and not watch.meets_installed
             self.watch = watch if same else self.look_again(watch)
+            self.watch.remember_caches()
             self.frame = trace.frame
             self.jaxpr = closed.jaxpr
             self._collect_inputs(trace, arguments, closed.consts)
@@ -388,10 +392,7 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _is_users_cache(value: Any) -> bool:
     """Whether it is a function under ``functools.cache`` that no library has."""
-    return type(value) is _CACHED and not is_library(getattr(value, "__module__", None))
-
-
-_CACHED = type(functools.cache(lambda: None))
+    return type(value) is CACHED and not is_library(getattr(value, "__module__", None))
 
 
 def _number_of(index: int, arguments: Arguments) -> int | float:

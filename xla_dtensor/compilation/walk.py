@@ -13,6 +13,7 @@ import os
 import queue
 import random
 import re
+import sys
 import threading
 import types
 import weakref
@@ -44,6 +45,7 @@ _Iterators: tuple[type, ...] = (
     *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
 )
 _TABLES: tuple[Any, ...] = ({}, OrderedDict())
+_PLAIN_DATA = frozenset({list, dict, tuple, set})
 _VIEWS = frozenset(
     type(view) for table in _TABLES for view in (table.keys(), table.values(), table.items())
 )
@@ -53,6 +55,7 @@ _OF_THREADS = (
     *(threading.Thread, threading.Condition, threading.Semaphore, threading.Barrier),
     *(queue.Queue, queue.SimpleQueue),
 )
+_QUEUES = (queue.Queue, queue.SimpleQueue)
 
 
 # Methods that torch and Python call under no name in the user's code.
@@ -100,11 +103,15 @@ class Walk:
                 break
         for namespace, names in self._globals.values():
             self._globals_place(namespace, names)
+        if self.imports:  # as a pair, and no place: what a step imports stays imported
+            self.live.append((functools.partial(map, sys.modules.get), sorted(self.imports)))
         self._global_hooks()
+        self._settings()
         if self._names.environment:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
+        self.absent = {name for name in self.imports if name not in sys.modules}
         self._seen, self._odd_classes, self._slot_names = {}, {}, {}
         self._inherited, self._library_classes = {}, {}
 
@@ -152,6 +159,15 @@ class Walk:
     def _global_hooks(self) -> None:
         raise NotImplementedError
 
+    def _settings(self) -> None:
+        raise NotImplementedError
+
+    def _event(self, event: threading.Event, path: str) -> None:
+        raise NotImplementedError
+
+    def _of_tensor(self, tensor: torch.Tensor, path: str) -> None:
+        raise NotImplementedError
+
     def _registry(self, cls: type, path: str) -> None:
         raise NotImplementedError
 
@@ -175,6 +191,8 @@ class Walk:
         return (
             len(names.attributes),
             len(names.assigned),
+            len(names.stored),
+            len(names.modules),
             len(self._library_reads),
             sum(len(found) for _, found in self._globals.values()),
         )
@@ -192,6 +210,11 @@ class Walk:
         self.found: list[Found] = []
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.arrays: list[tuple[Any, Any]] = []
+        self.live: list[tuple[Any, Any]] = []
+        self.imports: set[str] = set()
+        self._any_module = False
+        self._stored: dict[int, set[str]] = {}
+        self.caches: list[tuple[Any, str]] = []
         self.random_sources: list[Any] = []
         self.optimizers: dict[int, Optimizer] = {}
         self._typed: list[Any] = []
@@ -201,6 +224,7 @@ class Walk:
         self._placed_globals: set[int] = set()
         self._seen_classes: set[type] = set()
         self.consumed: list[tuple[Any, str]] = []
+        self.queues: list[tuple[Any, str]] = []
         self._used_paths: dict[str, int] = {}
 
     def _note(self, path: str, kind: Any, value: Any = None) -> None:
@@ -234,6 +258,7 @@ class Walk:
         if is_tensor:
             self.tensors[id(value)] = value, path
             self._note(path, "tensor", value)
+            self._of_tensor(value, path)
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 # Which hooks there are the step's guards know; here it is what they read.
                 hooks = getattr(value, name, None)
@@ -310,7 +335,8 @@ class Walk:
                 names = sorted(self._names.attributes & vars(value).keys())
                 self._place(Entries(vars(value), names, path))
                 for name in names:
-                    self._in_library(vars(value)[name], f"{path}.{name}")
+                    if value is not sys or name != "modules":
+                        self._in_library(vars(value)[name], f"{path}.{name}")
         elif isinstance(value, types.CellType):
             self._cell(value, path)
         elif isinstance(value, dict | types.MappingProxyType):
@@ -335,6 +361,10 @@ class Walk:
             self.consumed.append((value, path))
         elif isinstance(value, _OF_THREADS):
             self._note(path, "opaque", value)
+            if isinstance(value, _QUEUES):
+                self.queues.append((value, path))
+        elif isinstance(value, threading.Event):
+            self._event(value, path)
         elif isinstance(value, SteppedOptimizer):
             self._stepped(value, path)
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
@@ -362,7 +392,7 @@ class Walk:
         elif isinstance(value, type) and self._skips(value.__module__):
             followed = any(self._has_run(code_of(member)) for member in vars(value).values())
         else:
-            followed = isinstance(value, types.ModuleType)
+            followed = isinstance(value, types.ModuleType) or type(value) in _PLAIN_DATA
         if followed:
             self._walk(value, path)
         else:

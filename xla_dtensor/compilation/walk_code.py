@@ -17,6 +17,8 @@ from xla_dtensor.compilation.objects import attributes_of, is_record
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
 from xla_dtensor.compilation.walk import Walk
 
+# What a function has besides its code that isn't in its ``__dict__``.
+_OF_FUNCTIONS = ("__doc__", "__name__", "__qualname__", "__module__", "__annotations__")
 _NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
 
 
@@ -43,6 +45,9 @@ class WalkCode(Walk):
             namespace = function.__globals__
             _, known = self._globals.setdefault(id(namespace), (namespace, set()))
             known |= names.globals
+            self._stored.setdefault(id(namespace), set()).update(names.stored)
+            if names.any_global or "__globals__" in self._names.attributes:
+                known |= {name for name in namespace if not name.startswith("__")}
             if id(namespace) not in self._placed_globals:
                 # Once a walk: by then earlier walks have said which names matter.
                 self._placed_globals.add(id(namespace))
@@ -51,6 +56,10 @@ class WalkCode(Walk):
                     self._walk(namespace[name], name)
             for name in names.modules:
                 self._imported(name)
+            if names.any_module and not self._any_module:
+                self._any_module = True
+                for name in list(sys.modules):
+                    self._imported(name)
             for name, default in zip(
                 reversed(code.co_varnames[: code.co_argcount]),
                 reversed(function.__defaults__ or ()),
@@ -61,6 +70,12 @@ class WalkCode(Walk):
                 self._walk(function.__kwdefaults__, f"{describe(function)}'s defaults")
             own = function.__dict__
             self._entries(own, [n for n in own if self._is_read(n)], path, function)
+            named = [name for name in _OF_FUNCTIONS if name in self._names.attributes]
+            if named:
+                place = Slots(function, named, path)
+                self._place(place)
+                for name, value in place.content().items():
+                    self._walk(value, f"{path}.{name}")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._cell(cell, name)
         wrapped = function.__dict__.get("__wrapped__")
@@ -68,8 +83,11 @@ class WalkCode(Walk):
             self._walk(wrapped, path)
 
     def _imported(self, name: str) -> None:
+        if is_library(name) or name in self.imports:
+            return
+        self.imports.add(name)
         module = sys.modules.get(name)
-        if module is not None and not is_library(name):
+        if module is not None:
             self._walk(module, name)
 
     def _cell(self, cell: types.CellType, name: str) -> None:
@@ -87,6 +105,9 @@ class WalkCode(Walk):
 
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
         taken = {c.key for c in self.carried if c.place.owner is namespace}
+        stored = self._stored.get(id(namespace), set()) - names - taken
+        if stored:
+            self._place(Entries(namespace, sorted(stored), "", guarded=False))
         self._place(Entries(namespace, sorted((names - taken) & namespace.keys()), ""))
         if taken:
             self._place(Entries(namespace, sorted(taken), "", guarded=False))

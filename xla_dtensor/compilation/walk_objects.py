@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import functools
+import operator
 import threading
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as torch_module
@@ -17,20 +19,20 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xla_dtensor.compilation.code_names import (
-    names_of,
-)
+from xla_dtensor.compilation.code_names import ASKED_FOR, names_of
 from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.optimizers import ReadState, SteppedOptimizer
 from xla_dtensor.compilation.places import (
     MISSING,
     Elements,
     Entries,
+    Flag,
     Items,
     Slots,
     class_of_content,
 )
 from xla_dtensor.compilation.reflection import (
+    CACHED,
     DESCRIPTORS,
     code_of,
     dict_of,
@@ -39,15 +41,16 @@ from xla_dtensor.compilation.reflection import (
     slots_of,
     subclasses,
 )
+from xla_dtensor.compilation.settings import Settings, guards_of
 from xla_dtensor.compilation.walk_code import WalkCode
 
 # Content beyond this is compared by length: vocabularies, data sets.
 MANY = 10_000
-_NEVER_CALLED = {
-    *("__del__", "__repr__", "__str__", "__format__", "__reduce__"),
-    *("__reduce_ex__", "__getstate__", "__setstate__", "__init_subclass__"),
-    *("__hash__", "__dir__", "__sizeof__", "__deepcopy__", "__copy__", "__doc__", "__module__"),
-}
+_HEAP_TYPE = 1 << 9
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+# Nothing in the code says when an object is thrown away.
+_NEVER_CALLED = ASKED_FOR | {"__del__", "__doc__", "__module__"}
+_OF_CLASSES = ("__name__", "__qualname__")
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 _MODULE_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -155,6 +158,8 @@ class WalkObjects(WalkCode):
         wrapped = (own or {}).get("__wrapped__")
         if wrapped is not None and self._of_library(cls):  # lru_cache, a compiled step
             self._note(path, cls)
+            if cls is CACHED:
+                self.caches.append((value, path))
             self._walk(wrapped, path)
             return
         if cls.__module__.startswith("xla_dtensor."):
@@ -171,6 +176,8 @@ class WalkObjects(WalkCode):
         else:
             # Nothing is known of it but which one it is.
             self._note(path, "opaque", value)
+            if isinstance(value, _LOCKS) and "locked" in self._names.attributes:
+                self._probe(f"{path}.locked()", value.locked)
             if isinstance(value, Iterator):
                 self.consumed.append((value, path))
         self._class(cls)
@@ -299,18 +306,57 @@ class WalkObjects(WalkCode):
 
     def _class(self, cls: type) -> None:
         """The methods and attributes that a class gives its objects."""
+        if cls in self._seen_classes:
+            return
         for base in cls.__mro__:
-            if self._of_library(base) or base in self._seen_classes:
+            if base in self._seen_classes:
                 continue
             self._seen_classes.add(base)
-            names = [name for name in base.__dict__ if self._is_member_used(base, name)]
-            place = Entries(base.__dict__, names, base.__qualname__, setter=base)
+            if self._of_library(base):
+                self._library_class(base)
+                continue
+            own, path = base.__dict__, base.__qualname__
+            if "__match_args__" in self._names.attributes:
+                self._names.attributes |= set(own.get("__match_args__", ()))
+            self.live.append((operator.attrgetter("__mro__"), base))
+            self._note(f"{path}.__mro__", "bases", base.__mro__)
+            named = [name for name in _OF_CLASSES if name in self._names.attributes]
+            if named:
+                self._place(Slots(base, named, path))
+                for name in named:
+                    self._note(f"{path}.{name}", "value", getattr(base, name))
+            names = [name for name in own if self._is_member_used(base, name)]
+            place = Entries(own, names, path, setter=base)
             for name in self._without_taken(place):
-                self._walk(base.__dict__[name], f"{base.__qualname__}.{name}")
+                self._walk(own[name], f"{path}.{name}")
+            assigned = self._names.assigned.difference(names)
+            if assigned:
+                self._place(Entries(own, sorted(assigned), path, guarded=False, setter=base))
+            self._class(type(base))
+
+    def _library_class(self, cls: type) -> None:
+        """Somebody may put another method, or another default, into it."""
+        if cls.__flags__ & _HEAP_TYPE and cls.__module__.partition(".")[0] != "builtins":
+            names = [name for name in cls.__dict__ if self._is_library_member_used(cls, name)]
+            self._place(Entries(cls.__dict__, names, cls.__qualname__, setter=cls))
+            for name in names:
+                member = cls.__dict__[name]
+                self._note(
+                    f"{cls.__qualname__}.{name}", "value" if is_atom(member) else "opaque", member
+                )
+
+    def _is_library_member_used(self, cls: type, name: str) -> bool:
+        member = cls.__dict__[name]
+        if isinstance(member, DESCRIPTORS) or name in _NEVER_CALLED:
+            return False
+        special = name.startswith("__") and callable(member)
+        return special or name in self._names.attributes or name in self._library_reads
 
     def _is_member_used(self, cls: type, name: str) -> bool:
         member = cls.__dict__[name]
-        if name in _NEVER_CALLED or isinstance(member, DESCRIPTORS):
+        if name in _NEVER_CALLED:
+            return name in self._names.attributes
+        if isinstance(member, DESCRIPTORS):
             return False
         if self._is_read(name) or (name in self._names.assigned and hasattr(member, "__set__")):
             return True
@@ -327,6 +373,40 @@ class WalkObjects(WalkCode):
             self._place(Items(hooks, f"{where.__name__}.{name}", with_keys=False))
             for number, hook in enumerate(hooks.values()):
                 self._walk(hook, f"{name}[{number}]")
+
+    def _probe(self, path: str, read: Callable[[], Any]) -> None:
+        """What only a call tells, by value."""
+        value = read()
+        self.probes.append((functools.partial(_equals, read, value), True))
+        self._note(path, "value", value)
+
+    def _of_tensor(self, tensor: torch.Tensor, path: str) -> None:
+        """What code may ask of a tensor that has no guard of its own."""
+        if "_version" in self._names.attributes and not tensor.is_inference():
+            self._probe(f"{path}._version", lambda: tensor._version)
+        if type(tensor) is torch.Tensor and "requires_grad" in self._names.attributes:
+            self._probe(f"{path}.requires_grad", lambda: tensor.requires_grad)
+
+    def _settings(self) -> None:
+        """Those of torch and Python that functions keep."""
+        names = self._names.attributes.union(*(names for _, names in self._globals.values()))
+        for text, read in guards_of(names):
+            self._probe(text, read)
+        self._place(Settings(names))
+        self._library_class(torch.Tensor)
+
+    def _event(self, event: threading.Event, path: str) -> None:
+        self._note(path, "object", type(event))
+        names = self._names.attributes
+        flag = Flag(event, path, guarded=not names.isdisjoint({"is_set", "isSet", "wait"}))
+        if flag.guarded:
+            self._note(f"{path}.is_set()", "value", event.is_set())
+        if not names.isdisjoint({"set", "clear"}):
+            self._place(flag)
+        elif flag.guarded:  # other threads set it
+            self.live += flag.live()[1]
+        if not self._of_library(type(event)):
+            self._own_parts(event, path)
 
     def _registry(self, cls: type, path: str) -> None:
         """Which classes a class has below it, and which have been registered with an abstract
@@ -351,3 +431,7 @@ class WalkObjects(WalkCode):
         self.probes.append((functools.partial(vars, local), own))
         self._entries(own, list(filter(self._is_read, own)), path, local)
         self._class(type(local))
+
+
+def _equals(read: Any, value: Any) -> bool:
+    return bool(read() == value)
