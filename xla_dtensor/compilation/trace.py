@@ -34,7 +34,7 @@ from xla_dtensor.errors import DataDependentError, MeshMismatchError, Unsupporte
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
-from xla_dtensor.forms.storage import Storage
+from xla_dtensor.forms.storage import Storage, next_version
 from xla_dtensor.mesh import Frame
 from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray, traced
@@ -74,6 +74,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self._counter_ids: set[int] = set()
         self._recomputed: list[Recomputation] = []
         self._latest: Any = None
+        self._begins = next_version()
         self.loop_begins = 0  # versions from before the loop body that is being traced are lower
         self.in_optimizer = 0
         # Scalars computed from the same scalars are computed once: the step counts of 600
@@ -308,6 +309,15 @@ class StepTrace(TraceNumbers, TraceAssertions):
                     f"redistribute the tensor of shape {list(storage.form.shape)} to the first "
                     f"mesh before the step{user_line()}"
                 )
+        # State that optimizers fill, and their step counts, the trace itself makes outside of it.
+        own = fill_value is not None or self.is_counter(storage.array)
+        if storage.version > self._begins and not own:
+            raise DataDependentError(
+                f"the step uses a tensor of shape {list(storage.form.shape)} that has been "
+                "computed while it was traced, but not by it: by another thread, most likely. In "
+                "later calls it would be that tensor still: compute it in the step itself, or "
+                f"before it, and pass it as an argument{user_line()}"
+            )
         array = storage.array
         if id(array) in self._array_ids and not self.is_counter(array):
             # Two storages share this array; as inputs of the program they must be two.

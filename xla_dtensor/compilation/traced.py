@@ -34,6 +34,7 @@ from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.reflection import CACHED
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
+from xla_dtensor.compilation.threads import none_started
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch
@@ -147,6 +148,7 @@ class Traced(TracedEffects):
                 with (
                     none_drawn(watch.random_sources),
                     nothing_consumed(watch),
+                    none_started(trace, watch.queues),
                     NewObjects() as new,
                     unseen_by_checkpoint(),
                     thread_state.active(trace),
