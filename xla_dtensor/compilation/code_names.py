@@ -10,6 +10,8 @@ import types
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 # Whose own globals and names aren't looked at: what users change of them has its own guard
 # (torch's global state), and the rest doesn't change.
 LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "scipy", "xla_dtensor", "ml_dtypes"})
@@ -55,6 +57,8 @@ class Names:
             ``getattr(x, name)``, ``vars(x)``.
         any_global: likewise globals (``globals()[name]``, ``eval(text)``); of its own module.
         any_module: likewise Python modules (``import_module(name)``, ``sys.modules[name]``).
+        asks_types: whether it compares ``type(n)``, or looks it up, where that may be ``int`` or
+            ``float``.
         environment: whether it reads the environment's variables.
     """
 
@@ -66,6 +70,7 @@ class Names:
     any_attribute: bool = False
     any_global: bool = False
     any_module: bool = False
+    asks_types: bool = False
     environment: bool = False
 
     def update(self, other: Names) -> None:
@@ -77,6 +82,7 @@ class Names:
         self.any_attribute |= other.any_attribute
         self.any_global |= other.any_global
         self.any_module |= other.any_module
+        self.asks_types |= other.asks_types
         self.environment |= other.environment
 
 
@@ -100,6 +106,8 @@ CALLED_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("getmembers", "getmembers_static"), ("__dir__",)),
     "getsizeof": ("__sizeof__",),
     "MATCH_CLASS": ("__match_args__",),
+    "signature": ("__signature__", "__annotations__"),
+    **dict.fromkeys(("get_type_hints", "get_annotations"), ("__annotations__",)),
     "LOAD_BUILD_CLASS": ("__init_subclass__",),
 }
 ASKED_FOR = frozenset(name for names in CALLED_BY.values() for name in names)
@@ -136,7 +144,10 @@ def names_of(code: types.CodeType) -> Names:
             known = _constant_behind(instructions, position) if name in _TABLES else None
             names.any_global |= known is None
             names.globals |= {known} if known is not None else set()
-        names.environment |= name in ("environ", "getenv")
+            names.stored |= {known} if known is not None else set()
+        if name == "type":
+            names.asks_types |= _is_looked_up(instructions, position)
+        names.environment |= name in _ENVIRONMENT
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names.update(names_of(constant))
@@ -147,15 +158,34 @@ def names_of(code: types.CodeType) -> Names:
                 names.attributes.update(_TEXT)
         elif isinstance(constant, tuple):  # keyword names, `in ("a", "b")`
             names.attributes |= {c for c in constant if isinstance(c, str) and c.isidentifier()}
+    names.asks_types |= "type" in names.globals and not names.globals.isdisjoint(_NUMBERS)
     return names
 
 
+_NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
 _NAMED = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "getattr_static"}
 _MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "getmembers"} | _NAMED
 _MADE_UP |= {"getmembers_static"}
 _MODULES = {"import_module", "__import__", "modules", "reload"}
-_TABLES = {"globals", "__globals__"}
+_ENVIRONMENT = {"environ", "getenv", "expandvars", "expanduser"}
+_TABLES = {"globals", "__globals__", "f_globals"}
+OTHERS_GLOBALS = frozenset({"__globals__", "f_globals"})
 _ANY_GLOBAL = {"eval", "exec"} | _TABLES
+
+
+def _is_looked_up(instructions: list[dis.Instruction], position: int) -> bool:
+    """Whether what ``type`` gives is looked for: ``type(n) in KINDS``, ``TABLE[type(n)]``."""
+    called = False
+    for instruction in instructions[position + 1 : position + 16]:
+        kind = instruction.opname
+        if kind == "CONTAINS_OP" or kind.startswith("BINARY_SUBSCR"):
+            return called
+        if called and not kind.startswith(("LOAD", "CACHE", "NOP")):
+            return kind.startswith(("PRECALL", "CALL"))  # TABLE.get(type(n))
+        called |= kind.startswith("CALL")
+        if called and kind in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval[:1] == "_":
+            return False  # type(x).__name__
+    return False
 
 
 def _constant_behind(instructions: list[dis.Instruction], position: int) -> str | None:
@@ -189,3 +219,26 @@ def describe(function: Any) -> str:
     if code is not None and "<lambda>" in name:
         return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     return name
+
+
+@functools.lru_cache(maxsize=4096)
+def called_by(function: types.FunctionType) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """What a function of torch's calls of ``torch.nn.functional``, and what that calls of it: where
+    it finds it (the globals of a Python module), and the names. Somebody may put another there."""
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    todo, known = [function], {function}
+    while todo:
+        inner = todo.pop()
+        names, namespace = names_of(inner.__code__), inner.__globals__
+        modules = [m for n in names.globals if (m := namespace.get(n)) is torch.nn.functional]
+        places = [(namespace, names.globals), *((vars(m), names.attributes) for m in modules)]
+        for where, wanted in places:
+            for name in wanted:
+                value = where.get(name)
+                if not callable(value) or vars(torch.nn.functional).get(name) is not value:
+                    continue
+                found.setdefault(id(where), (where, set()))[1].add(name)
+                if isinstance(value, types.FunctionType) and value not in known:
+                    known.add(value)
+                    todo.append(value)
+    return [(where, tuple(sorted(names))) for where, names in found.values()]

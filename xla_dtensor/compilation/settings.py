@@ -125,7 +125,12 @@ _named(
     sys.setrecursionlimit,
     *("getrecursionlimit", "setrecursionlimit"),
 )
-_named("gc.isenabled()", gc.isenabled, lambda on: gc.enable() if on else gc.disable(), "isenabled")
+_named(
+    "gc.isenabled()",
+    gc.isenabled,
+    lambda on: gc.enable() if on else gc.disable(),
+    *("isenabled", "enable", "disable"),
+)
 _named("the working directory", os.getcwd, os.chdir, "getcwd", "cwd", "chdir", "abspath", "resolve")
 _named(
     "decimal's context",

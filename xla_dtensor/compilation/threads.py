@@ -64,20 +64,20 @@ def _starts() -> list[tuple[Any, str, Callable[..., Any], str]]:
 
 
 @contextlib.contextmanager
-def none_started(trace: Any, queues: list[tuple[Any, str]]) -> Iterator[None]:
-    """Refuse a step that starts threads or processes, hands work to them, or puts into or takes
-    from a queue.
+def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
+    """Refuse a step that starts threads or processes, hands work to them, puts into or takes from
+    a queue, or leaves a lock acquired.
 
     Args:
         trace: whose thread is looked at; others go on.
-        queues: those from outside of the step, with how to call them.
+        shared: queues, locks and semaphores from outside of the step, with how to call them.
 
     Raises:
         DataDependentError: it has done so (at the end, if the step's Python has caught that).
     """
     refused: list[DataDependentError] = []
-    paths = {id(each): path for each, path in queues}
-    sizes = [each.qsize() for each, _ in queues]
+    paths = {id(each): path for each, path in shared if isinstance(each, queue.Queue)}
+    before = [_amount(each) for each, _ in shared]
 
     def refuse(text: str) -> None:
         refused.append(DataDependentError(f"the step {text}{user_line()}"))
@@ -103,7 +103,7 @@ def none_started(trace: Any, queues: list[tuple[Any, str]]) -> Iterator[None]:
         for owner, name, work_of, what in _starts():
             original = getattr(owner, name)
             _replace(stack, owner, name, _wrapped(original, started, work_of, what))
-        for name in ("put", "get") if queues else ():
+        for name in ("put", "get") if paths else ():
             original = getattr(queue.Queue, name)
             _replace(stack, queue.Queue, name, _wrapped(original, used, name))
         try:
@@ -114,10 +114,20 @@ def none_started(trace: Any, queues: list[tuple[Any, str]]) -> Iterator[None]:
             raise
     if refused:
         raise refused[0]
-    for (each, path), size in zip(queues, sizes, strict=True):
-        alone = len(sys._current_frames()) == 1
-        if alone and each.qsize() != size:
-            raise DataDependentError(f"the step {_of_queue(f'puts into or takes from {path}', each)}")
+    if len(sys._current_frames()) > 1:
+        return  # another thread's doing, perhaps
+    for (each, path), amount in zip(shared, before, strict=True):
+        if _amount(each) != amount:
+            raise DataDependentError(
+                f"the step {_of_queue(f'puts into, takes from or acquires {path}', each)}"
+            )
+
+
+def _amount(each: Any) -> Any:
+    """How much there is in a queue, or left of a semaphore or lock."""
+    if isinstance(each, threading.Semaphore):
+        return each._value
+    return each.locked() if hasattr(each, "locked") else each.qsize()
 
 
 def _wrapped(original: Any, call: Any, *rest: Any) -> Any:

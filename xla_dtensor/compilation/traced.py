@@ -114,6 +114,7 @@ class Traced(TracedEffects):
         self.dynamic = dynamic | arguments.carried_numbers()
         if self.dynamic and watch.asks_types:
             raise NumberLeft("the step asks for the type() of numbers")
+        watch.remember_caches()
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         self.schedulers = DeferredSchedulers()
@@ -148,7 +149,7 @@ class Traced(TracedEffects):
                 with (
                     none_drawn(watch.random_sources),
                     nothing_consumed(watch),
-                    none_started(trace, watch.queues),
+                    none_started(trace, watch.shared),
                     NewObjects() as new,
                     unseen_by_checkpoint(),
                     thread_state.active(trace),
@@ -197,6 +198,11 @@ class Traced(TracedEffects):
             for key, optimizer in watch.optimizers.items():
                 if "state" in watch.reads and key not in self.hooks.stepped:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
+            if watch.clears_caches and watch.forgotten() is not None:
+                raise DataDependentError(
+                    f"the step empties the cache of {watch.forgotten()} (cache_clear()), which "
+                    "would happen when it is traced, not in every call: do it outside"
+                )
             self._roots += watch.made_meanwhile()
             same = len(self._roots) == before and not watch.meets_installed
             self.watch = watch if same else self.look_again(watch)

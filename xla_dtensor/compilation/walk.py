@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import builtins
 import contextvars
 import enum
 import functools
@@ -55,7 +56,8 @@ _OF_THREADS = (
     *(threading.Thread, threading.Condition, threading.Semaphore, threading.Barrier),
     *(queue.Queue, queue.SimpleQueue),
 )
-_QUEUES = (queue.Queue, queue.SimpleQueue)
+# How much of them there is says whether a step has put, taken, acquired or released.
+_SHARED = (threading.Semaphore, queue.Queue, queue.SimpleQueue)
 
 
 # Methods that torch and Python call under no name in the user's code.
@@ -103,6 +105,11 @@ class Walk:
                 break
         for namespace, names in self._globals.values():
             self._globals_place(namespace, names)
+        if self._builtins:  # somebody may put another function into it
+            place = Entries(vars(builtins), sorted(self._builtins), "builtins", grows=False)
+            self.live += place.live()[1]
+            for name, value in place.content().items():
+                self._note(f"builtins.{name}", "opaque", value)
         if self.imports:  # as a pair, and no place: what a step imports stays imported
             self.live.append((functools.partial(map, sys.modules.get), sorted(self.imports)))
         self._global_hooks()
@@ -154,6 +161,12 @@ class Walk:
         raise NotImplementedError
 
     def _class(self, cls: type) -> None:
+        raise NotImplementedError
+
+    def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
+        raise NotImplementedError
+
+    def _library_methods(self, cls: type) -> None:
         raise NotImplementedError
 
     def _global_hooks(self) -> None:
@@ -213,8 +226,10 @@ class Walk:
         self.live: list[tuple[Any, Any]] = []
         self.imports: set[str] = set()
         self._any_module = False
+        self._builtins: set[str] = set()
         self._stored: dict[int, set[str]] = {}
         self.caches: list[tuple[Any, str]] = []
+        self.jax_arrays: set[int] = set()
         self.random_sources: list[Any] = []
         self.optimizers: dict[int, Optimizer] = {}
         self._typed: list[Any] = []
@@ -224,7 +239,7 @@ class Walk:
         self._placed_globals: set[int] = set()
         self._seen_classes: set[type] = set()
         self.consumed: list[tuple[Any, str]] = []
-        self.queues: list[tuple[Any, str]] = []
+        self.shared: list[tuple[Any, str]] = []
         self._used_paths: dict[str, int] = {}
 
     def _note(self, path: str, kind: Any, value: Any = None) -> None:
@@ -321,6 +336,7 @@ class Walk:
             self._module(value, path)
         elif isinstance(value, type):
             self._note(path, "class", value)
+            self._library_methods(value)
             self._class(value)
             self._class(type(value))
             self._registry(value, path)
@@ -361,8 +377,8 @@ class Walk:
             self.consumed.append((value, path))
         elif isinstance(value, _OF_THREADS):
             self._note(path, "opaque", value)
-            if isinstance(value, _QUEUES):
-                self.queues.append((value, path))
+            if isinstance(value, _SHARED):
+                self.shared.append((value, path))
         elif isinstance(value, threading.Event):
             self._event(value, path)
         elif isinstance(value, SteppedOptimizer):

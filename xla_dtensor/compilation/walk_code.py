@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 import types
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from typing import Any
 
 from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
+    OTHERS_GLOBALS,
     describe,
     is_library,
     names_of,
@@ -19,7 +21,6 @@ from xla_dtensor.compilation.walk import Walk
 
 # What a function has besides its code that isn't in its ``__dict__``.
 _OF_FUNCTIONS = ("__doc__", "__name__", "__qualname__", "__module__", "__annotations__")
-_NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
 
 
 class WalkCode(Walk):
@@ -38,15 +39,14 @@ class WalkCode(Walk):
                 self._names.assigned |= names.assigned
         elif not is_library(module):
             names = names_of(code)
-            if "type" in names.globals and names.globals & _NUMBERS:
-                self.asks_types = True
+            self.asks_types |= names.asks_types
             self._names.update(names)
             self._place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
             namespace = function.__globals__
             _, known = self._globals.setdefault(id(namespace), (namespace, set()))
             known |= names.globals
             self._stored.setdefault(id(namespace), set()).update(names.stored)
-            if names.any_global or "__globals__" in self._names.attributes:
+            if names.any_global or not OTHERS_GLOBALS.isdisjoint(self._names.attributes):
                 known |= {name for name in namespace if not name.startswith("__")}
             if id(namespace) not in self._placed_globals:
                 # Once a walk: by then earlier walks have said which names matter.
@@ -69,7 +69,9 @@ class WalkCode(Walk):
             if function.__kwdefaults__:
                 self._walk(function.__kwdefaults__, f"{describe(function)}'s defaults")
             own = function.__dict__
-            self._entries(own, [n for n in own if self._is_read(n)], path, function)
+            read = [n for n in own if self._is_read(n)]
+            self._assigned(function, path, read)
+            self._entries(own, read, path, function)
             named = [name for name in _OF_FUNCTIONS if name in self._names.attributes]
             if named:
                 place = Slots(function, named, path)
@@ -105,7 +107,9 @@ class WalkCode(Walk):
 
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
         taken = {c.key for c in self.carried if c.place.owner is namespace}
-        stored = self._stored.get(id(namespace), set()) - names - taken
+        builtin = names & vars(builtins).keys() - namespace.keys()
+        self._builtins |= builtin
+        stored = self._stored.get(id(namespace), set()) - (names & namespace.keys()) - taken
         if stored:
             self._place(Entries(namespace, sorted(stored), "", guarded=False))
         self._place(Entries(namespace, sorted((names - taken) & namespace.keys()), ""))

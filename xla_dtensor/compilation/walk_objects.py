@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import operator
 import threading
 import types
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +21,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xla_dtensor.compilation.code_names import ASKED_FOR, names_of
+from xla_dtensor.compilation.code_names import (
+    ASKED_FOR,
+    called_by,
+    is_library_class,
+    names_of,
+)
 from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.optimizers import ReadState, SteppedOptimizer
 from xla_dtensor.compilation.places import (
@@ -44,14 +51,20 @@ from xla_dtensor.compilation.reflection import (
 from xla_dtensor.compilation.settings import Settings, guards_of
 from xla_dtensor.compilation.walk_code import WalkCode
 
-# Content beyond this is compared by length: vocabularies, data sets.
-MANY = 10_000
+# Of content beyond this the length is compared, and as many as SAMPLES: vocabularies, data sets.
+MANY, SAMPLES = 10_000, 256
 _HEAP_TYPE = 1 << 9
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_LOCK = type(threading.Lock())
 # Nothing in the code says when an object is thrown away.
 _NEVER_CALLED = ASKED_FOR | {"__del__", "__doc__", "__module__"}
 _OF_CLASSES = ("__name__", "__qualname__")
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+# What tells that the first parameter or submodule of a module matters, under whatever name.
+_LISTS = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "named_")
+    for name in ("parameters", "buffers", "modules", "children")
+) | {"state_dict", "apply"}
 _MODULE_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
 )
@@ -66,9 +79,10 @@ class WalkObjects(WalkCode):
         self._note(path, "module", cls)
         self._typed.append(module)
         own = module.__dict__
+        lists_parts = self._asks_for_absent or not _LISTS.isdisjoint(self._names.attributes)
         for part in _MODULE_PARTS:
             inner = own.get(part)
-            if inner:
+            if inner or (inner is not None and lists_parts):
                 place = Items(inner, path, with_keys=False)
                 self._place(place)
                 place.carried = self._taken(place, inner)
@@ -176,8 +190,12 @@ class WalkObjects(WalkCode):
         else:
             # Nothing is known of it but which one it is.
             self._note(path, "opaque", value)
-            if isinstance(value, _LOCKS) and "locked" in self._names.attributes:
-                self._probe(f"{path}.locked()", value.locked)
+            if isinstance(value, _LOCK):
+                self.shared.append((value, path))
+                if "locked" in self._names.attributes:
+                    self._probe(f"{path}.locked()", value.locked)
+            if isinstance(value, jax.Array):
+                self.jax_arrays.add(id(value))
             if isinstance(value, Iterator):
                 self.consumed.append((value, path))
         self._class(cls)
@@ -192,8 +210,11 @@ class WalkObjects(WalkCode):
                 special = name.startswith("__") and name not in _NEVER_CALLED
                 if special or self._is_read(name):
                     code = code_of(method)
-                    if code is not None:
-                        self._library_reads |= names_of(code).attributes
+                    if code is None:
+                        continue
+                    self._library_reads |= names_of(code).attributes
+                    if not special and name in self._names.attributes:  # ``logger.setLevel``
+                        self._names.assigned |= names_of(code).assigned
 
     def _slots(self, value: Any, path: str) -> None:
         """What an object holds in slots, those of its base classes too."""
@@ -226,6 +247,7 @@ class WalkObjects(WalkCode):
     def _optimizer(self, optimizer: Optimizer, path: str) -> None:
         """What the step's own code reads of it; what its ``step`` does has guards of its own."""
         self._note(path, "optimizer", optimizer)
+        self._class(type(optimizer))
         own = vars(optimizer)
         wanted = [n for n in own if self._is_read(n) and n not in ("param_groups", "state")]
         self._entries(own, wanted, path, optimizer)
@@ -270,12 +292,16 @@ class WalkObjects(WalkCode):
     def _dict(self, value: Any, path: str) -> None:
         content = class_of_content(value).items(value)
         if len(content) > MANY:
-            self._note(path, "dict", (id(value), len(content)))
-            self._large.append(value)
+            every = -(-len(content) // SAMPLES)
+            some = [key for key, _ in itertools.islice(content, 0, None, every)]
+            self._sampled(value, some, path)
             return
         self._note(path, type(value), tuple(k if is_atom(k) else id(k) for k, _ in content))
         place = Items(value, path)
         self._place(place)
+        if isinstance(value, defaultdict):
+            self._place(Slots(value, ("default_factory",), path))
+            self._walk(value.default_factory, f"{path}.default_factory")
         place.carried = self._taken(place, [key for key, _ in content] if self._carried else ())
         for key, item in content:
             if key in place.carried:
@@ -290,10 +316,10 @@ class WalkObjects(WalkCode):
         cls = class_of_content(value)
         length = cls.__len__(value)
         if length > MANY:
-            self._note(path, type(value), (id(value), length))
-            self._large.append(value)
+            some = range(0, length, -(-length // SAMPLES))
+            self._sampled(value, some if isinstance(value, list | tuple) else (), path)
             return
-        self._note(path, type(value), length)
+        self._note(path, type(value), (length, getattr(value, "maxlen", None)))
         place = Elements(value, path)
         self._place(place)
         if isinstance(value, list | deque):
@@ -303,6 +329,17 @@ class WalkObjects(WalkCode):
                 self._walk(item, f"{path}[{i}]")
         if not self._of_library(type(value)):
             self._own_parts(value, path)
+
+    def _sampled(self, value: Any, keys: Sequence[Any], path: str) -> None:
+        """A container of which all would be too much: its length, and some of what it holds."""
+        self._large.append(value)
+        some = ()
+        if keys and type(value) in (list, tuple, dict):
+            read = operator.itemgetter(*keys)
+            self.live.append((read, value))
+            some = tuple(each if is_atom(each) else id(each) for each in read(value))
+        self._note(path, type(value), (id(value), len(value)))
+        self._note(f"some of {path}", "value", some)
 
     def _class(self, cls: type) -> None:
         """The methods and attributes that a class gives its objects."""
@@ -325,7 +362,8 @@ class WalkObjects(WalkCode):
                 self._place(Slots(base, named, path))
                 for name in named:
                     self._note(f"{path}.{name}", "value", getattr(base, name))
-            names = [name for name in own if self._is_member_used(base, name)]
+            overridden = _overridden(base)
+            names = [n for n in own if n in overridden or self._is_member_used(base, n)]
             place = Entries(own, names, path, setter=base)
             for name in self._without_taken(place):
                 self._walk(own[name], f"{path}.{name}")
@@ -336,7 +374,7 @@ class WalkObjects(WalkCode):
 
     def _library_class(self, cls: type) -> None:
         """Somebody may put another method, or another default, into it."""
-        if cls.__flags__ & _HEAP_TYPE and cls.__module__.partition(".")[0] != "builtins":
+        if cls.__flags__ & _HEAP_TYPE:
             names = [name for name in cls.__dict__ if self._is_library_member_used(cls, name)]
             self._place(Entries(cls.__dict__, names, cls.__qualname__, setter=cls))
             for name in names:
@@ -344,6 +382,16 @@ class WalkObjects(WalkCode):
                 self._note(
                     f"{cls.__qualname__}.{name}", "value" if is_atom(member) else "opaque", member
                 )
+            forward = cls.__dict__.get("forward")
+            if issubclass(cls, nn.Module) and isinstance(forward, types.FunctionType):
+                for namespace, called in called_by(forward):
+                    self.live.append((functools.partial(map, namespace.get), called))
+                    for name in called:
+                        self._note(f"{cls.__qualname__}'s {name}", "opaque", namespace.get(name))
+            assigned = self._names.assigned.difference(names)
+            if assigned:
+                own, path = cls.__dict__, cls.__qualname__
+                self._place(Entries(own, sorted(assigned), path, guarded=False, setter=cls))
 
     def _is_library_member_used(self, cls: type, name: str) -> bool:
         member = cls.__dict__[name]
@@ -384,8 +432,10 @@ class WalkObjects(WalkCode):
         """What code may ask of a tensor that has no guard of its own."""
         if "_version" in self._names.attributes and not tensor.is_inference():
             self._probe(f"{path}._version", lambda: tensor._version)
-        if type(tensor) is torch.Tensor and "requires_grad" in self._names.attributes:
-            self._probe(f"{path}.requires_grad", lambda: tensor.requires_grad)
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu":
+            self._probe(f"the form of {path}", lambda: (tensor.shape, tensor.dtype))
+            if "requires_grad" in self._names.attributes:
+                self._probe(f"{path}.requires_grad", lambda: tensor.requires_grad)
 
     def _settings(self) -> None:
         """Those of torch and Python that functions keep."""
@@ -435,3 +485,19 @@ class WalkObjects(WalkCode):
 
 def _equals(read: Any, value: Any) -> bool:
     return bool(read() == value)
+
+
+@functools.lru_cache(4096)
+def _overridden(cls: type) -> frozenset[str]:
+    """Methods that a class has in place of a library's, whose code may call them: ``default`` of a
+    ``json.JSONEncoder``. Not those of modules: what of them is called has a name of its own."""
+    if issubclass(cls, nn.Module | Optimizer):
+        return frozenset()
+    theirs = {
+        name
+        for base in cls.__mro__[1:-1]
+        if is_library_class(base)
+        for name, member in vars(base).items()
+        if not name.startswith("__") and callable(member)
+    }
+    return frozenset(theirs & vars(cls).keys())

@@ -48,7 +48,9 @@ class Watch(WalkObjects):
         imports: the Python modules that the code imports, or takes from ``sys.modules``.
         caches: functions under ``functools.cache``, with their paths.
         absent: those of the imports that hadn't been imported yet.
-        queues: queues found, with their paths: the step mustn't put or take.
+        jax_arrays: the ids of the JAX arrays found.
+        shared: queues, locks and semaphores found, with their paths: the step mustn't put, take,
+            or leave them acquired.
         consumed: iterators found, with their paths: the step mustn't take from them.
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
@@ -105,6 +107,11 @@ class Watch(WalkObjects):
             inner = [part for part in cache_of(cached)[1] if not is_atom(part)]
             found += [(f"what {path} keeps", p) for p in inner if not isinstance(p, type)]
         return found
+
+    @property
+    def clears_caches(self) -> bool:
+        """Whether the step's code empties caches of functions."""
+        return "cache_clear" in self._names.attributes
 
     def remember_caches(self, earlier: Watch | None = None) -> None:
         """Note what is in the caches of functions after a trace (or what an ``earlier`` watch has
