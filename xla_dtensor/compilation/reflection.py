@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from xla_dtensor.compilation.code_names import is_library
+
 CACHED = type(functools.cache(lambda: None))
 """What ``functools.cache`` and ``lru_cache`` make of a function."""
 
@@ -93,3 +95,8 @@ def cache_of(cached: Any) -> tuple[dict[Any, Any], list[Any]]:
         if parts[i] is wrapped and type(parts[i - 1]) is dict:
             return parts[i - 1], [*parts[: i - 1], *parts[i - 1].values()]
     return {}, []
+
+
+def is_users_cache(value: Any) -> bool:
+    """Whether it is a function under ``functools.cache`` that no library has."""
+    return type(value) is CACHED and not is_library(getattr(value, "__module__", None))

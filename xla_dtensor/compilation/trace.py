@@ -21,6 +21,7 @@ from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.modes import unseen
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.traced_number import valueless_number
+from xla_dtensor.compilation import captured as outside_storages
 from xla_dtensor.compilation import module_scopes
 from xla_dtensor.compilation.captured import Captured
 from xla_dtensor.compilation.doubles import StandIns
@@ -30,7 +31,7 @@ from xla_dtensor.compilation.outside import Outside
 from xla_dtensor.compilation.recomputation import Recomputation
 from xla_dtensor.compilation.trace_assertions import TraceAssertions
 from xla_dtensor.compilation.trace_numbers import TraceNumbers
-from xla_dtensor.errors import DataDependentError, MeshMismatchError, UnsupportedOpError
+from xla_dtensor.errors import DataDependentError, UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
@@ -302,22 +303,11 @@ class StepTrace(TraceNumbers, TraceAssertions):
             if self.frame is None:
                 self.frame = frame
             elif self.frame.device_ids != frame.device_ids:
-                raise MeshMismatchError(
-                    f"the compiled step uses tensors of {self.frame.root!r} (devices "
-                    f"{list(self.frame.device_ids)}) and of {frame.root!r} (devices "
-                    f"{list(frame.device_ids)}); one XLA program runs on one set of devices: "
-                    f"redistribute the tensor of shape {list(storage.form.shape)} to the first "
-                    f"mesh before the step{user_line()}"
-                )
+                outside_storages.refuse_other_devices(self.frame, frame, storage)
         # State that optimizers fill, and their step counts, the trace itself makes outside of it.
         own = fill_value is not None or self.is_counter(storage.array)
         if storage.version > self._begins and not own:
-            raise DataDependentError(
-                f"the step uses a tensor of shape {list(storage.form.shape)} that has been "
-                "computed while it was traced, but not by it: by another thread, most likely. In "
-                "later calls it would be that tensor still: compute it in the step itself, or "
-                f"before it, and pass it as an argument{user_line()}"
-            )
+            outside_storages.refuse_made_meanwhile(storage)
         array = storage.array
         if id(array) in self._array_ids and not self.is_counter(array):
             # Two storages share this array; as inputs of the program they must be two.

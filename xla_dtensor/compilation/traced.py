@@ -17,7 +17,6 @@ from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
 from xla_dtensor.compilation.arguments import Arguments, active_modes
 from xla_dtensor.compilation.carried import each_once
-from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
 from xla_dtensor.compilation.effects import Surroundings
 from xla_dtensor.compilation.garbage import NewObjects
@@ -31,7 +30,7 @@ from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks, ReadState
 from xla_dtensor.compilation.recipes import Template
-from xla_dtensor.compilation.reflection import CACHED
+from xla_dtensor.compilation.reflection import is_users_cache
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
 from xla_dtensor.compilation.threads import none_started
@@ -198,11 +197,7 @@ class Traced(TracedEffects):
             for key, optimizer in watch.optimizers.items():
                 if "state" in watch.reads and key not in self.hooks.stepped:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
-            if watch.clears_caches and watch.forgotten() is not None:
-                raise DataDependentError(
-                    f"the step empties the cache of {watch.forgotten()} (cache_clear()), which "
-                    "would happen when it is traced, not in every call: do it outside"
-                )
+            watch.check_caches()
             self._roots += watch.made_meanwhile()
             same = len(self._roots) == before and not watch.meets_installed
             self.watch = watch if same else self.look_again(watch)
@@ -241,7 +236,7 @@ class Traced(TracedEffects):
         which code outside of a step might get one."""
         numbers = self.trace.python_numbers
         if any(number() is not None for number in numbers):
-            for cache in filter(_is_users_cache, gc.get_objects()):
+            for cache in filter(is_users_cache, gc.get_objects()):
                 cache.cache_clear()
         for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
             number.node.end()
@@ -396,11 +391,6 @@ class Traced(TracedEffects):
 @interrupts.interruptible
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-def _is_users_cache(value: Any) -> bool:
-    """Whether it is a function under ``functools.cache`` that no library has."""
-    return type(value) is CACHED and not is_library(getattr(value, "__module__", None))
 
 
 def _number_of(index: int, arguments: Arguments) -> int | float:

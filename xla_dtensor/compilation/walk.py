@@ -19,6 +19,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,30 @@ _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "
 
 class Walk:
     """What is found on the way; see `Watch`."""
+
+    # What the classes derived from it know.
+    _function: Callable[[types.FunctionType, str], None]
+    _cell: Callable[[types.CellType, str], None]
+    _globals_place: Callable[[dict[str, Any], set[str]], None]
+    _module: Callable[[nn.Module, str], None]
+    _stepped: Callable[[SteppedOptimizer, str], None]
+    _object: Callable[[Any, str], None]
+    _plain_object: Callable[[Any, str], None]
+    _slots: Callable[[Any, str], None]
+    _attributes: Callable[[Any, dict[str, Any], str], None]
+    _entries: Callable[[dict[str, Any], list[str], str, Any], None]
+    _dict: Callable[[Any, str], None]
+    _sequence: Callable[[Any, str], None]
+    _without_taken: Callable[[Entries | Slots], tuple[str, ...]]
+    _class: Callable[[type], None]
+    _assigned: Callable[[Any, str, list[str]], None]
+    _library_methods: Callable[[type], None]
+    _event: Callable[[threading.Event, str], None]
+    _of_tensor: Callable[[torch.Tensor, str], None]
+    _registry: Callable[[type, str], None]
+    _thread_local: Callable[[threading.local, str], None]
+    _global_hooks: Callable[[], None]
+    _settings: Callable[[], None]
 
     def __init__(
         self,
@@ -121,71 +146,6 @@ class Walk:
         self.absent = {name for name in self.imports if name not in sys.modules}
         self._seen, self._odd_classes, self._slot_names = {}, {}, {}
         self._inherited, self._library_classes = {}, {}
-
-    # --- what `WalkCode` and `WalkObjects` know -----------------------------------------------
-
-    def _function(self, value: types.FunctionType, path: str) -> None:
-        raise NotImplementedError
-
-    def _cell(self, cell: types.CellType, name: str) -> None:
-        raise NotImplementedError
-
-    def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
-        raise NotImplementedError
-
-    def _module(self, module: nn.Module, path: str) -> None:
-        raise NotImplementedError
-
-    def _stepped(self, stepped: SteppedOptimizer, path: str) -> None:
-        raise NotImplementedError
-
-    def _object(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _plain_object(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _slots(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
-        raise NotImplementedError
-
-    def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
-        raise NotImplementedError
-
-    def _dict(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _sequence(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _class(self, cls: type) -> None:
-        raise NotImplementedError
-
-    def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
-        raise NotImplementedError
-
-    def _library_methods(self, cls: type) -> None:
-        raise NotImplementedError
-
-    def _global_hooks(self) -> None:
-        raise NotImplementedError
-
-    def _settings(self) -> None:
-        raise NotImplementedError
-
-    def _event(self, event: threading.Event, path: str) -> None:
-        raise NotImplementedError
-
-    def _of_tensor(self, tensor: torch.Tensor, path: str) -> None:
-        raise NotImplementedError
-
-    def _registry(self, cls: type, path: str) -> None:
-        raise NotImplementedError
-
-    def _thread_local(self, local: threading.local, path: str) -> None:
-        raise NotImplementedError
 
     # --- the walk ------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from xla_dtensor.compilation.identities import identities
 from xla_dtensor.compilation.places import MISSING, Entries, Place, Slots
 from xla_dtensor.compilation.reflection import cache_of
 from xla_dtensor.compilation.walk_objects import WalkObjects
+from xla_dtensor.errors import DataDependentError
 
 
 class Watch(WalkObjects):
@@ -108,10 +109,18 @@ class Watch(WalkObjects):
             found += [(f"what {path} keeps", p) for p in inner if not isinstance(p, type)]
         return found
 
-    @property
-    def clears_caches(self) -> bool:
-        """Whether the step's code empties caches of functions."""
-        return "cache_clear" in self._names.attributes
+    def check_caches(self) -> None:
+        """Called after a trace.
+
+        Raises:
+            DataDependentError: it has emptied a cache of a function.
+        """
+        path = self.forgotten() if "cache_clear" in self._names.attributes else None
+        if path is not None:
+            raise DataDependentError(
+                f"the step empties the cache of {path} (cache_clear()), which would happen when it "
+                "is traced, not in every call: do it outside"
+            )
 
     def remember_caches(self, earlier: Watch | None = None) -> None:
         """Note what is in the caches of functions after a trace (or what an ``earlier`` watch has
