@@ -84,6 +84,10 @@ class Guarded(Lowered):
         now = self._traced.look_again()
         if not self._traced.carries(now):
             return "whether there is something that the step keeps from one call to the next"
+        forgotten = self.watch.forgotten()
+        if forgotten is not None:
+            self.changed_path = forgotten
+            return f"what the cache of {forgotten} holds"
         differences = self.watch.differences(now)
         if not differences:
             # By path: two objects of a kind may have changed places.
@@ -92,6 +96,7 @@ class Guarded(Lowered):
             changed += [carried.place for carried in self._traced.carried]
             if any((place.path, place.container) not in places for place in changed):
                 return "something that the step changes, which is another object now"
+            now.remember_caches(self.watch)
             self.watch = now
             return None
         before, after = differences[0]

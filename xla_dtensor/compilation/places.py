@@ -328,3 +328,22 @@ def _all_but(
     if len(compared) == 1:
         compared *= 2  # one key alone gives the value, not a tuple of it
     return [(operator.itemgetter(*compared), owner)]
+
+
+class Flag(Place):
+    """Whether an event is set. Whoever waits for it is told when it is."""
+
+    __slots__ = ()
+
+    def content(self) -> dict[Any, Any]:
+        return {"is_set()": self.owner.is_set()}
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        for value in content.values():
+            self.owner.set() if value else self.owner.clear()
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        return [], [(lambda event: (event.is_set(),), self.owner)]

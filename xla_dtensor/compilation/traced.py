@@ -14,9 +14,8 @@ from torch.nn.utils import parametrize
 
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
-from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.arguments import Arguments, active_modes
 from xla_dtensor.compilation.carried import each_once
-from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
 from xla_dtensor.compilation.effects import Surroundings, in_context_of_its_own
 from xla_dtensor.compilation.fields import NumberLeft
@@ -30,9 +29,11 @@ from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.recipes import Template
+from xla_dtensor.compilation.reflection import is_users_cache
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
 from xla_dtensor.compilation.stepped import ReadState
+from xla_dtensor.compilation.threads import none_started
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch
@@ -100,6 +101,7 @@ class Traced(TracedEffects):
             ("the step", function),
             *arguments.objects,
             *arguments.classes(),
+            *active_modes(),
         ]
         self.names_of_carried = carried
         self._executed, self.fixed = recorder.executed(), fixed
@@ -111,6 +113,7 @@ class Traced(TracedEffects):
         self.dynamic = dynamic | arguments.carried_numbers()
         if self.dynamic and watch.asks_types:
             raise NumberLeft("the step asks for the type() of numbers")
+        watch.remember_caches()
         surroundings = Surroundings(watch)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         trace.positions = positions
@@ -154,6 +157,7 @@ class Traced(TracedEffects):
                 with (
                     none_drawn(watch.random_sources),
                     nothing_consumed(watch),
+                    none_started(trace, watch.shared),
                     NewObjects() as new,
                     unseen_by_checkpoint(),
                     thread_state.active(trace),
@@ -202,8 +206,11 @@ class Traced(TracedEffects):
             for key, optimizer in watch.optimizers.items():
                 if "state" in watch.reads and key not in self.hooks.stepped:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
+            watch.check_caches()
+            self._roots += watch.made_meanwhile()
             same = len(self._roots) == before and not watch.meets_installed
             self.watch = watch if same else self.look_again(watch)
+            self.watch.remember_caches()
             self.frame = trace.frame
             self.jaxpr = closed.jaxpr
             self._collect_inputs(trace, arguments, closed.consts)
@@ -239,7 +246,7 @@ class Traced(TracedEffects):
         which code outside of a step might get one."""
         numbers = self.trace.python_numbers
         if any(number() is not None for number in numbers):
-            for cache in filter(_is_users_cache, gc.get_objects()):
+            for cache in filter(is_users_cache, gc.get_objects()):
                 cache.cache_clear()
         for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
             number.node.end()
@@ -372,14 +379,6 @@ class Traced(TracedEffects):
 @interrupts.interruptible
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-def _is_users_cache(value: Any) -> bool:
-    """Whether it is a function under ``functools.cache`` that no library has."""
-    return type(value) is _CACHED and not is_library(getattr(value, "__module__", None))
-
-
-_CACHED = type(functools.cache(lambda: None))
 
 
 def _number_of(index: int, arguments: Arguments) -> int | float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import torch
 
 from xla_dtensor.compilation.arguments import Arguments
@@ -14,6 +15,7 @@ from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.recipes import Source, Template
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.watch import Watch
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.of_form import Ours
 
@@ -98,7 +100,7 @@ class TracedInputs:
         if self.history is not None:
             for i, array in enumerate(self.history.cotangents):
                 by_id[id(array)] = Source("cotangent", i)
-        self.sources = [by_id.get(id(const)) or Source("constant", const) for const in constants]
+        self.sources = [by_id.get(id(const)) or self._constant(const) for const in constants]
         found_by = {id(s): source for source in self.slots for s in source.storages}
         of_host = {id(t): i for i, t in enumerate(arguments.tensors)}
         self.reads = []
@@ -117,3 +119,19 @@ class TracedInputs:
             captured.array = None  # no second copy of what the step uses
         self.captured, self._shown, self._cut = [], {}, []
         trace.forget()
+
+    def _constant(self, const: Any) -> Source:
+        """A constant that has a name: NumPy's, which lowerings make of what is part of the program
+        (shapes, positions), and arrays of JAX's that the step's code finds as it finds numbers
+        (for functions written in JAX).
+
+        Raises:
+            DataDependentError: nobody knows where the array is from.
+        """
+        if isinstance(const, jax.Array) and id(const) not in self.watch.jax_arrays:
+            raise DataDependentError(
+                f"the step computes with an array {const.dtype}{list(const.shape)} that is none of "
+                "its tensors, and that its code doesn't name: another thread has made it, or code "
+                "that xla_dtensor doesn't follow. It would be a constant: pass it as an argument"
+            )
+        return Source("constant", const)

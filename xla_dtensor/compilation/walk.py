@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import builtins
 import contextvars
 import enum
 import functools
@@ -14,10 +15,12 @@ import os
 import queue
 import random
 import re
+import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,6 +48,7 @@ _Iterators: tuple[type, ...] = (
     *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
 )
 _TABLES: tuple[Any, ...] = ({}, OrderedDict())
+_PLAIN_DATA = frozenset({list, dict, tuple, set})
 _VIEWS = frozenset(
     type(view) for table in _TABLES for view in (table.keys(), table.values(), table.items())
 )
@@ -54,6 +58,8 @@ _OF_THREADS = (
     *(threading.Thread, threading.Condition, threading.Semaphore, threading.Barrier),
     *(queue.Queue, queue.SimpleQueue, logging.Handler),
 )
+# How much of them there is says whether a step has put, taken, acquired or released.
+_SHARED = (threading.Semaphore, queue.Queue, queue.SimpleQueue)
 
 
 # Methods that torch and Python call under no name in the user's code.
@@ -62,6 +68,31 @@ _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "
 
 class Walk:
     """What is found on the way; see `Watch`."""
+
+    # What the classes derived from it know.
+    _function: Callable[[types.FunctionType, str], None]
+    _cell: Callable[[types.CellType, str], None]
+    _alone: Callable[[Slots | Variable], None]
+    _globals_place: Callable[[dict[str, Any], set[str]], None]
+    _module: Callable[[nn.Module, str], None]
+    _stepped: Callable[[SteppedOptimizer, str], None]
+    _object: Callable[[Any, str], None]
+    _plain_object: Callable[[Any, str], None]
+    _slots: Callable[[Any, str], None]
+    _attributes: Callable[[Any, dict[str, Any], str], None]
+    _entries: Callable[[dict[str, Any], list[str], str, Any], None]
+    _dict: Callable[[Any, str], None]
+    _sequence: Callable[[Any, str], None]
+    _without_taken: Callable[[Entries | Slots], tuple[str, ...]]
+    _class: Callable[[type], None]
+    _assigned: Callable[[Any, str, list[str]], None]
+    _library_methods: Callable[[type], None]
+    _event: Callable[[threading.Event, str], None]
+    _of_tensor: Callable[[torch.Tensor, str], None]
+    _registry: Callable[[type, str], None]
+    _thread_local: Callable[[threading.local, str], None]
+    _global_hooks: Callable[[], None]
+    _settings: Callable[[], None]
 
     def __init__(
         self,
@@ -104,65 +135,21 @@ class Walk:
                 break
         for namespace, names in self._globals.values():
             self._globals_place(namespace, names)
+        if self._builtins:  # somebody may put another function into it
+            place = Entries(vars(builtins), sorted(self._builtins), "builtins", grows=False)
+            self.live += place.live()[1]
+            for name, value in place.content().items():
+                self._note(f"builtins.{name}", "opaque", value)
+        if self.imports:  # as a pair, and no place: what a step imports stays imported
+            self.live.append((functools.partial(map, sys.modules.get), sorted(self.imports)))
+        self._settings()
         if self._names.environment:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
+        self.absent = {name for name in self.imports if name not in sys.modules}
         self._seen, self._odd_classes, self._slot_names = {}, {}, {}
         self._inherited, self._library_classes = {}, {}
-
-    # --- what `WalkCode` and `WalkObjects` know -----------------------------------------------
-
-    def _function(self, value: types.FunctionType, path: str) -> None:
-        raise NotImplementedError
-
-    def _cell(self, cell: types.CellType, name: str) -> None:
-        raise NotImplementedError
-
-    def _alone(self, place: Slots | Variable) -> None:
-        raise NotImplementedError
-
-    def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
-        raise NotImplementedError
-
-    def _module(self, module: nn.Module, path: str) -> None:
-        raise NotImplementedError
-
-    def _stepped(self, stepped: SteppedOptimizer, path: str) -> None:
-        raise NotImplementedError
-
-    def _object(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _plain_object(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _slots(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
-        raise NotImplementedError
-
-    def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
-        raise NotImplementedError
-
-    def _dict(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _sequence(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _class(self, cls: type) -> None:
-        raise NotImplementedError
-
-    def _global_hooks(self) -> None:
-        raise NotImplementedError
-
-    def _registry(self, cls: type, path: str) -> None:
-        raise NotImplementedError
-
-    def _thread_local(self, local: threading.local, path: str) -> None:
-        raise NotImplementedError
 
     # --- the walk ------------------------------------------------------------------------------
 
@@ -181,6 +168,8 @@ class Walk:
         return (
             len(names.attributes),
             len(names.assigned),
+            len(names.stored),
+            len(names.modules),
             len(self._library_reads),
             sum(len(found) for _, found in self._globals.values()),
         )
@@ -198,6 +187,13 @@ class Walk:
         self.found: list[Found] = []
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.arrays: list[tuple[Any, Any]] = []
+        self.live: list[tuple[Any, Any]] = []
+        self.imports: set[str] = set()
+        self._any_module = False
+        self._builtins: set[str] = set()
+        self._stored: dict[int, set[str]] = {}
+        self.caches: list[tuple[Any, str]] = []
+        self.jax_arrays: set[int] = set()
         self.random_sources: list[Any] = []
         self.optimizers: dict[int, Optimizer] = {}
         self._typed: list[Any] = []
@@ -207,6 +203,7 @@ class Walk:
         self._placed_globals: set[int] = set()
         self._seen_classes: set[type] = set()
         self.consumed: list[tuple[Any, str]] = []
+        self.shared: list[tuple[Any, str]] = []
         self._used_paths: dict[str, int] = {}
 
     def _note(self, path: str, kind: Any, value: Any = None) -> None:
@@ -240,6 +237,7 @@ class Walk:
         if is_tensor:
             self.tensors[id(value)] = value, path
             self._note(path, "tensor", value)
+            self._of_tensor(value, path)
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 # Which hooks there are the step's guards know; here it is what they read.
                 hooks = getattr(value, name, None)
@@ -300,6 +298,7 @@ class Walk:
             self._module(value, path)
         elif isinstance(value, type):
             self._note(path, "class", value)
+            self._library_methods(value)
             self._class(value)
             self._class(type(value))
             self._registry(value, path)
@@ -314,7 +313,8 @@ class Walk:
                 names = sorted(self._names.attributes & vars(value).keys())
                 self._place(Entries(vars(value), names, path))
                 for name in names:
-                    self._in_library(vars(value)[name], f"{path}.{name}")
+                    if value is not sys or name != "modules":
+                        self._in_library(vars(value)[name], f"{path}.{name}")
         elif isinstance(value, types.CellType):
             self._cell(value, path)
         elif isinstance(value, dict | types.MappingProxyType):
@@ -339,6 +339,10 @@ class Walk:
             self.consumed.append((value, path))
         elif isinstance(value, _OF_THREADS):
             self._note(path, "opaque", value)
+            if isinstance(value, _SHARED):
+                self.shared.append((value, path))
+        elif isinstance(value, threading.Event):
+            self._event(value, path)
         elif isinstance(value, SteppedOptimizer):
             self._stepped(value, path)
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
@@ -366,7 +370,7 @@ class Walk:
         elif isinstance(value, type) and self._skips(value.__module__):
             followed = any(self._has_run(code_of(member)) for member in vars(value).values())
         else:
-            followed = isinstance(value, types.ModuleType)
+            followed = isinstance(value, types.ModuleType) or type(value) in _PLAIN_DATA
         if followed:
             self._walk(value, path)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 import types
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from typing import Any
 
 from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
+    OTHERS_GLOBALS,
     describe,
     is_library,
     names_of,
@@ -17,7 +19,8 @@ from xla_dtensor.compilation.objects import attributes_of, is_record
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots, Variable
 from xla_dtensor.compilation.walk import Walk
 
-_NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
+# What a function has besides its code that isn't in its ``__dict__``.
+_OF_FUNCTIONS = ("__doc__", "__name__", "__qualname__", "__module__", "__annotations__")
 
 
 class WalkCode(Walk):
@@ -41,13 +44,15 @@ class WalkCode(Walk):
                 self._names.assigned |= names.assigned
         elif not is_library(module):
             names = names_of(code)
-            if "type" in names.globals and names.globals & _NUMBERS:
-                self.asks_types = True
+            self.asks_types |= names.asks_types
             self._names.update(names)
             self._place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
             namespace = function.__globals__
             _, known = self._globals.setdefault(id(namespace), (namespace, set()))
             known |= names.globals
+            self._stored.setdefault(id(namespace), set()).update(names.stored)
+            if names.any_global or not OTHERS_GLOBALS.isdisjoint(self._names.attributes):
+                known |= {name for name in namespace if not name.startswith("__")}
             if id(namespace) not in self._placed_globals:
                 # Once a walk: by then earlier walks have said which names matter.
                 self._placed_globals.add(id(namespace))
@@ -56,6 +61,10 @@ class WalkCode(Walk):
                     self._walk(namespace[name], name)
             for name in names.modules:
                 self._imported(name)
+            if names.any_module and not self._any_module:
+                self._any_module = True
+                for name in list(sys.modules):
+                    self._imported(name)
             for name, default in zip(
                 reversed(code.co_varnames[: code.co_argcount]),
                 reversed(function.__defaults__ or ()),
@@ -65,15 +74,26 @@ class WalkCode(Walk):
             if function.__kwdefaults__:
                 self._walk(function.__kwdefaults__, f"{describe(function)}'s defaults")
             own = function.__dict__
-            self._entries(own, [n for n in own if self._is_read(n)], path, function)
+            read = [n for n in own if self._is_read(n)]
+            self._assigned(function, path, read)
+            self._entries(own, read, path, function)
+            named = [name for name in _OF_FUNCTIONS if name in self._names.attributes]
+            if named:
+                place = Slots(function, named, path)
+                self._place(place)
+                for name, value in place.content().items():
+                    self._walk(value, f"{path}.{name}")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._cell(cell, name)
         if wrapped is not None:
             self._walk(wrapped, path)
 
     def _imported(self, name: str) -> None:
+        if is_library(name) or name in self.imports:
+            return
+        self.imports.add(name)
         module = sys.modules.get(name)
-        if module is not None and not is_library(name):
+        if module is not None:
             self._walk(module, name)
 
     def _cell(self, cell: types.CellType, name: str) -> None:
@@ -95,6 +115,11 @@ class WalkCode(Walk):
 
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
         taken = {c.key for c in self.carried if c.place.owner is namespace}
+        builtin = names & vars(builtins).keys() - namespace.keys()
+        self._builtins |= builtin
+        stored = self._stored.get(id(namespace), set()) - (names & namespace.keys()) - taken
+        if stored:
+            self._place(Entries(namespace, sorted(stored), "", guarded=False))
         self._place(Entries(namespace, sorted((names - taken) & namespace.keys()), ""))
         if taken:
             self._place(Entries(namespace, sorted(taken), "", guarded=False))

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from xla_dtensor.compilation.found import Found, content_of
+from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.identities import identities
-from xla_dtensor.compilation.places import Entries, Place, Slots
+from xla_dtensor.compilation.places import MISSING, Entries, Place, Slots
+from xla_dtensor.compilation.reflection import cache_of
 from xla_dtensor.compilation.walk_objects import WalkObjects
+from xla_dtensor.errors import DataDependentError
 
 
 class Watch(WalkObjects):
@@ -42,6 +45,14 @@ class Watch(WalkObjects):
         places: every container on the way.
         tensors: the tensors found, by id, with their paths.
         arrays: the NumPy arrays and buffers found, with their content.
+        live: what else is compared by identity: pairs of a function and its argument, whose result
+            is an iterable. Unlike in a place, a trace undoes no change there.
+        imports: the Python modules that the code imports, or takes from ``sys.modules``.
+        caches: functions under ``functools.cache``, with their paths.
+        absent: those of the imports that hadn't been imported yet.
+        jax_arrays: the ids of the JAX arrays found.
+        shared: queues, locks and semaphores found, with their paths: the step mustn't put, take,
+            or leave them acquired.
         consumed: iterators found, with their paths: the step mustn't take from them.
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
@@ -64,6 +75,7 @@ class Watch(WalkObjects):
         fixed: bool = False,
     ) -> None:
         super().__init__(roots, carried, executed, expecting, known, fixed)
+        self._cached: list[tuple[Any, dict[Any, Any], str]] = []
         self._arm()
 
     def keys_of_places(self) -> set[tuple[int, Any]]:
@@ -107,12 +119,51 @@ class Watch(WalkObjects):
         own = any(not self._of_library(type(optimizer)) for optimizer in self.optimizers.values())
         return self.feeds and (own or self.feeds_groups)
 
+    def made_meanwhile(self) -> list[tuple[str, Any]]:
+        """What a trace has brought that the walk before it couldn't know: modules that it has
+        imported, and what it has put into caches."""
+        found = [(name, sys.modules[name]) for name in self.absent & sys.modules.keys()]
+        for cached, path in self.caches:
+            inner = [part for part in cache_of(cached)[1] if not is_atom(part)]
+            found += [(f"what {path} keeps", p) for p in inner if not isinstance(p, type)]
+        return found
+
+    def check_caches(self) -> None:
+        """Called after a trace.
+
+        Raises:
+            DataDependentError: it has emptied a cache of a function.
+        """
+        path = self.forgotten() if "cache_clear" in self._names.attributes else None
+        if path is not None:
+            raise DataDependentError(
+                f"the step empties the cache of {path} (cache_clear()), which would happen when it "
+                "is traced, not in every call: do it outside"
+            )
+
+    def remember_caches(self, earlier: Watch | None = None) -> None:
+        """Note what is in the caches of functions after a trace (or what an ``earlier`` watch has
+        noted): what is added to them later changes nothing."""
+        self._cached = (
+            [(cached, dict(cache_of(cached)[0]), path) for cached, path in self.caches]
+            if earlier is None
+            else earlier._cached
+        )
+
+    def forgotten(self) -> str | None:
+        """How to call a cache that no longer has what was noted, if there is one."""
+        for cached, before, path in self._cached:
+            now = cache_of(cached)[0]
+            if any(now.get(key, MISSING) is not value for key, value in before.items()):
+                return path
+        return None
+
     # --- comparing ----------------------------------------------------------------------------
 
     def _arm(self) -> None:
         """Prepare the loop in C."""
         self._iterables: list[Any] = []
-        self._pairs: list[tuple[Any, Any]] = []
+        self._pairs: list[tuple[Any, Any]] = list(self.live)
         self._mappings: list[Any] = list(self._large)
         self._empty: list[Any] = []
         for place in self.places:
@@ -148,6 +199,7 @@ class Watch(WalkObjects):
                 and list(map(type, self._typed)) == self._types
                 and all(content_of(value) == content for value, content in self.arrays)
                 and all(probe() is content for probe, content in self.probes)
+                and self.forgotten() is None
             )
         except (KeyError, AttributeError, ValueError, RuntimeError):
             return False  # something is gone, or another thread is at it
