@@ -522,3 +522,35 @@ def reading_costs_nothing(world: World) -> Program:
         yield step(world.batch(i))
         world.change(optimizer.param_groups[0].update, lr=0.1 / (i + 2), momentum=0.5 + 0.1 * i)
     world.traced_at_most(2, step)
+
+
+@row()
+def groups_that_share_a_tensor(world: World) -> Program:
+    """One ``lr`` in two groups, of which the step replaces one."""
+    model = mlp(world)
+    groups = [{"params": [*model[0].parameters()]}, {"params": [*model[2].parameters()]}]
+    optimizer = SGD(groups, lr=torch.tensor(0.1))
+    world.watch(model=model, optimizer=optimizer)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        if world.changes:
+            optimizer.param_groups[0]["lr"] = 0.5 * optimizer.param_groups[1]["lr"]
+        return loss.detach()
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i))
+
+
+@row()
+def cpu_argument_that_is_captured(world: World) -> Program:
+    """A CPU tensor that is an argument and a captured tensor, and then is one of them alone."""
+    captured = torch.tensor(2.0)
+    step = world.compile(lambda x, t: x * t + 10 * captured)
+    yield step(world.batch(0), captured)
+    yield step(world.batch(0), torch.tensor(3.0) if world.changes else captured)
+    yield step(world.batch(0), captured)
