@@ -145,6 +145,12 @@ def decide(group: dict[str, Any]) -> None:
         group["lr"] = group["lr"] / 2
 
 
+def added(group: dict[str, Any]) -> None:
+    """An entry of its own, which isn't there at first."""
+    group["scale"] = group["scale"] * 0.5 if "scale" in group else 1.0
+    group["lr"] = 0.1 * group["scale"]
+
+
 def put_back(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         lr = group["lr"]
@@ -161,6 +167,7 @@ EDITS: dict[str, tuple[type[Optimizer], dict[str, Any], Edit]] = {
     "math": (SGD, {}, in_groups(lambda g: g.update(lr=0.1 * math.cos(20 * g["lr"])))),
     "decided": (SGD, {}, in_groups(decide)),
     "put_back": (SGD, {}, put_back),
+    "added": (SGD, {}, in_groups(added)),
     "momentum": (SGD, {"momentum": 0.9}, in_groups(lambda g: g.update(momentum=0.8 * g["lr"]))),
     "decay": (AdamW, {}, in_groups(lambda g: g.update(weight_decay=g["weight_decay"] + 0.3))),
     "betas": (Adam, {}, in_groups(lambda g: g.update(betas=(g["betas"][0] * 0.8, 0.9)))),
