@@ -39,6 +39,9 @@ class Guarded(Lowered):
         for index, storage in self._traced.bound_arguments:
             if arguments.tensors[index]._storage_ is not storage:
                 return "an argument, which was a tensor that the step uses anyway"
+        for index, tensor in self._traced.bound_on_host:
+            if arguments.tensors[index] is not tensor:
+                return "an argument, which was a CPU tensor that the step uses anyway"
         if self._traced.free_arguments:
             own = self._own_storages()
             for index in self._traced.free_arguments:

@@ -59,7 +59,9 @@ class SteppedOptimizer:
             for key, value in group.items():
                 if key in given or key == "params":
                     continue
-                if value is not before.get(key):
+                if key not in before:
+                    continue  # the next call finds it there, and may do something else
+                if value is not before[key]:
                     self.assigned[index].add(key)
                 elif is_input(key, value):
                     name = f"{self.name}.param_groups[{index}][{key!r}]"

@@ -55,6 +55,12 @@ class TracedInputs:
             for storage, i in of_arguments.items()
             if storage in found
         )
+        # On the CPU, where reads go by the tensor: one that is in two places is the same in both.
+        self.bound_on_host = tuple(
+            (i, tensor)
+            for i, tensor in enumerate(arguments.tensors)
+            if id(tensor) in self.watch.tensors and not isinstance(tensor, Ours)
+        )
         self.slots: list[Source] = []
         self.reads: list[tuple[Any, Any]]
         counters: dict[int, list[Captured]] = {}

@@ -145,6 +145,12 @@ def decide(group: dict[str, Any]) -> None:
         group["lr"] = group["lr"] / 2
 
 
+def added(group: dict[str, Any]) -> None:
+    """An entry of its own, which isn't there at first."""
+    group["scale"] = group["scale"] * 0.5 if "scale" in group else 1.0
+    group["lr"] = 0.1 * group["scale"]
+
+
 def put_back(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         lr = group["lr"]
@@ -161,6 +167,7 @@ EDITS: dict[str, tuple[type[Optimizer], dict[str, Any], Edit]] = {
     "math": (SGD, {}, in_groups(lambda g: g.update(lr=0.1 * math.cos(20 * g["lr"])))),
     "decided": (SGD, {}, in_groups(decide)),
     "put_back": (SGD, {}, put_back),
+    "added": (SGD, {}, in_groups(added)),
     "momentum": (SGD, {"momentum": 0.9}, in_groups(lambda g: g.update(momentum=0.8 * g["lr"]))),
     "decay": (AdamW, {}, in_groups(lambda g: g.update(weight_decay=g["weight_decay"] + 0.3))),
     "betas": (Adam, {}, in_groups(lambda g: g.update(betas=(g["betas"][0] * 0.8, 0.9)))),
@@ -522,3 +529,35 @@ def reading_costs_nothing(world: World) -> Program:
         yield step(world.batch(i))
         world.change(optimizer.param_groups[0].update, lr=0.1 / (i + 2), momentum=0.5 + 0.1 * i)
     world.traced_at_most(2, step)
+
+
+@row()
+def groups_that_share_a_tensor(world: World) -> Program:
+    """One ``lr`` in two groups, of which the step replaces one."""
+    model = mlp(world)
+    groups = [{"params": [*model[0].parameters()]}, {"params": [*model[2].parameters()]}]
+    optimizer = SGD(groups, lr=torch.tensor(0.1))
+    world.watch(model=model, optimizer=optimizer)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        if world.changes:
+            optimizer.param_groups[0]["lr"] = 0.5 * optimizer.param_groups[1]["lr"]
+        return loss.detach()
+
+    step = world.compile(function)
+    for i in range(4):
+        yield step(world.batch(i))
+
+
+@row()
+def cpu_argument_that_is_captured(world: World) -> Program:
+    """A CPU tensor that is an argument and a captured tensor, and then is one of them alone."""
+    captured = torch.tensor(2.0)
+    step = world.compile(lambda x, t: x * t + 10 * captured)
+    yield step(world.batch(0), captured)
+    yield step(world.batch(0), torch.tensor(3.0) if world.changes else captured)
+    yield step(world.batch(0), captured)
