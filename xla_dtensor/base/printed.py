@@ -164,10 +164,10 @@ def _find(
     """The path to the outermost node at exactly this place that makes text of a number. (Before
     Python 3.12 the parts of an f-string are where it is as a whole.)"""
     here = [*path, node]
-    if isinstance(node, _MAKES_TEXT) and _makes_text(node):
-        if _span(node) == (start[0], end[0], start[1], end[1]):
-            found.append(here)
-            return
+    place = start[0], end[0], start[1], end[1]
+    if isinstance(node, _MAKES_TEXT) and _makes_text(node) and _span(node) == place:
+        found.append(here)
+        return
     for child in ast.iter_child_nodes(node):
         _find(child, start, end, here, found)
 

@@ -43,6 +43,9 @@ def trace(
     ways: list[tuple[frozenset[int], Positions | None]] = [(dynamic, at)]
     if at is not None:
         ways.append((dynamic, None))
+    leaves = frozenset(i for i in dynamic if i >= 0)  # without those in dataclasses
+    if leaves != dynamic and leaves:
+        ways.append((leaves, None))
     if dynamic:
         ways.append((frozenset(), None))
     attempt = Attempt()

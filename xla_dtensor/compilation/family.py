@@ -29,7 +29,16 @@ class Family:
         why_static: why numbers can't be inputs, for messages; empty if they can.
     """
 
-    __slots__ = ("_static", "dynamic", "last", "latest", "positions", "programs", "why_static")
+    __slots__ = (
+        "_static",
+        "_static_fields",
+        "dynamic",
+        "last",
+        "latest",
+        "positions",
+        "programs",
+        "why_static",
+    )
 
     def __init__(self) -> None:
         self.programs: dict[Any, Programs] = {}
@@ -38,16 +47,21 @@ class Family:
         self.latest: Callable[[], Program | None] = lambda: None
         self.positions = True
         self.why_static = ""
-        self._static = False
+        self._static = self._static_fields = False
 
     def takes(self, lengths: frozenset[int]) -> None:
         """These numbers are inputs from the first call on."""
         if not self._static and not lengths <= self.dynamic:
             self.dynamic |= lengths
 
-    def keep_static(self, error: Exception) -> None:
-        """The step does with its numbers what only Python numbers can do; ``error`` says what."""
-        self.dynamic, self._static = frozenset(), True
+    def keep_static(self, error: Exception, but: frozenset[int]) -> None:
+        """The step does with its numbers what only Python numbers can do; ``error`` says what.
+
+        Args:
+            but: those that can be inputs: all but the numbers in dataclasses, or none.
+        """
+        self.dynamic = but
+        self._static, self._static_fields = not but, True
         self.why_static = f" (numbers stay constants: {error})"
         self.programs.clear()
 
@@ -95,7 +109,8 @@ class Family:
         """Programs exist, but not for these numbers: from now on those that differ are inputs."""
         if self.last is None or self._static:
             return
-        differ = {i for i, n in numbers.items() if exact(n) != exact(self.last[i])}
+        known = {i: n for i, n in numbers.items() if i >= 0 or not self._static_fields}
+        differ = {i for i, n in known.items() if exact(n) != exact(self.last[i])}
         if differ - self.dynamic:
             self.dynamic |= differ
             self.programs.clear()

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from xla_dtensor.base.python_numbers import is_number
-
 
 class NumberLeft(Exception):
     """A symbolic number is still there after the step: in an object that it returns, in a cache."""
@@ -51,22 +49,27 @@ class NumberFields:
 
     @contextlib.contextmanager
     def planted(self, numbers: dict[int, Any]) -> Iterator[None]:
-        """Let the attributes be other numbers for a block.
+        """Let the attributes be other numbers for a block. Then all attributes of those objects
+        are what they were.
 
         Raises:
-            NumberLeft: the step has put a number of the trace into one of them.
+            NumberLeft: the step has assigned one of them: that is for a trace without such numbers.
         """
-        left, before = False, []
+        own: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         for position, (value, name, _) in enumerate(self._found, 1):
-            before.append(vars(value)[name])  # the step may find the same object elsewhere
-            vars(value)[name] = numbers.get(-position, before[-1])
+            if -position in numbers:
+                before = dict(vars(value))
+                vars(value)[name] = numbers[-position]
+                own.append((vars(value), before, dict(vars(value))))
+        assigned = False
         try:
             yield
         finally:
-            for position, (value, name, _) in reversed([*enumerate(self._found, 1)]):
-                now, planted = vars(value).get(name), numbers.get(-position)
-                if is_number(now) and now is not before[position - 1]:
-                    left |= now is not planted
-                    vars(value)[name] = before[position - 1]
-        if left:
-            raise NumberLeft("the step puts a number into an attribute of an argument")
+            for now, before, planted in reversed(own):
+                assigned |= now.keys() != planted.keys() or any(
+                    now[name] is not planted[name] for name in planted
+                )
+                now.clear()
+                now.update(before)
+        if assigned:
+            raise NumberLeft("the step assigns attributes of an argument that has numbers")

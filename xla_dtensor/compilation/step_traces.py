@@ -187,7 +187,7 @@ class StepTraces:
         family.positions = traced.trace.positions is not None
         if error is not None:
             logger.info("%s: its numbers stay constants: %s", self._name(), error)
-            family.keep_static(error)
+            family.keep_static(error, family.dynamic & traced.dynamic)
         return traced
 
     def _explain(self, arguments: Arguments, family: Family) -> str | None:

@@ -13,7 +13,7 @@ from xla_dtensor.base import epoch, interrupts, thread_state
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import ONE_VIEWER
-from xla_dtensor.forms.views import CrossingStep, is_at_traced, refuse_offset
+from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.tensors import indexing
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.kept import moves
@@ -139,12 +139,6 @@ class TensorMethods:
     def __setitem__(self, index: Any, value: Any) -> None:
         if not indexing.assign(self, index, value):
             torch.Tensor.__setitem__(self, index, value)
-
-    def storage_offset(self) -> int:
-        """As torch's."""
-        if is_at_traced(self._steps):
-            refuse_offset()
-        return torch.Tensor.storage_offset(self)
 
     @property
     def _form(self) -> Form:
