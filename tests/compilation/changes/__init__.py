@@ -13,10 +13,12 @@ from tests.compilation.changes import (
     functions,
     host,
     kept,
+    language,
     leaves,
     modules,
     optimizers,
     reads,
+    settings,
     structure,
 )
 from tests.compilation.changes._refused import REFUSED
@@ -45,11 +47,13 @@ __all__ = [
     "functions",
     "host",
     "kept",
+    "language",
     "leaves",
     "modules",
     "observe",
     "optimizers",
     "reads",
     "same",
+    "settings",
     "structure",
 ]
