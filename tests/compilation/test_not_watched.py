@@ -146,7 +146,7 @@ def test_a_worker_of_before_computes(kind: Any) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        with pytest.raises(xd.DataDependentError, match="Queue|while it was traced"):
+        with pytest.raises(xd.DataDependentError, match=r"Queue|while it was traced"):
             xd.compile(function)(torch.ones(2, device="xla"))
     finally:
         asked.put(False)

@@ -166,7 +166,7 @@ def repr_percent(world: World) -> Case:
             return str(s.factor)
 
     p = P()
-    return (lambda x: x * float("%s" % p)  # noqa: UP031), lambda: setattr(p, "factor", 5.0)
+    return (lambda x: x * float("%s" % p)), lambda: setattr(p, "factor", 5.0)  # noqa: UP031
 
 
 def format_method(world: World) -> Case:
