@@ -90,7 +90,7 @@ class Plan:
         self.structure = _structure(call, metas)
         bases = [tensors[i] for i in self.mutated]
         self.grown = grown_forms(call, metas, bases, place)
-        refuse_overlap(info, [call.forms[i] for i in self.mutated])
+        refuse_overlap(call, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
         self.base_forms = [
             written_form(base, place.axes, place.frame, info) if grown is None else grown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.local_form import from_devices, to_devices
 from xla_dtensor.forms.per_device import logical, over_devices, union
 from xla_dtensor.lowering import ViewLowering
+from xla_dtensor.lowering.view import put_changes
 
 if TYPE_CHECKING:
     import jax
@@ -49,10 +51,18 @@ class ViewStep:
         value = self.lowering.get(base, *map(thaw, self.args), **self._kwargs())
         return value if self.index is None else value[self.index]
 
-    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
-        """The base's value after ``value`` was written to the view."""
+    def put(self, base: jax.Array, value: jax.Array, size: int) -> jax.Array:
+        """The base's value after the view, or a part of it, was written to.
+
+        Args:
+            value: the view's.
+            size: the bytes of the narrowest type as which the view was looked at.
+        """
+        view, args, kwargs = self.lowering, list(map(thaw, self.args)), self._kwargs()
+        if view.repeats is not None and view.repeats(base.shape, *args, **kwargs):
+            return put_changes(view, base, value, size, args, kwargs)
         which = () if self.index is None else (self.index,)
-        return self.lowering.put(base, value, *which, *map(thaw, self.args), **self._kwargs())
+        return view.put(base, value, *which, *args, **kwargs)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of ``tensor`` that torch makes, with a history if that has one."""
@@ -108,7 +118,7 @@ class PositionStep(ViewStep):
         part = lax.dynamic_slice_in_dim(base, _array(self.start), self.length or 1, self.dim)
         return part if self.length is not None else lax.squeeze(part, [self.dim])
 
-    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
+    def put(self, base: jax.Array, value: jax.Array, size: int) -> jax.Array:
         """The base's value after ``value`` was written to the view."""
         if isinstance(self.start, int):
             return self.lowering.put(base, value, *self._arguments(self.start))
@@ -214,24 +224,24 @@ def write_through(
         the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
     """
 
-    # With what it returns, the axes along which that varies.
+    # With what it returns, the axes along which that varies, and the bytes of the narrowest type.
     def write(
         base: jax.Array, form: Form, steps: tuple[Step, ...]
-    ) -> tuple[jax.Array, tuple[str, ...]]:
+    ) -> tuple[jax.Array, tuple[str, ...], int]:
         if not steps:
-            return value, axes
+            return value, axes, value.dtype.itemsize
         first, rest = steps[0], steps[1:]
         if isinstance(first, CrossingStep):
-            inside = write(first.get(base), first.target, rest)[0] if rest else value
-            return first.put(base, inside), first.source.varying
+            part = first.get(base) if rest else value
+            inside, _, size = write(part, first.target, rest)
+            return first.put(base, inside), first.source.varying, size
         own, frame, sharded = form.varying, form.frame, form.is_sharded
-        inside, varying = value, axes
-        if rest:
-            part = over_devices(first.get, [own], frame, sharded)(base)
-            inside, varying = write(part, form, rest)
+        part = over_devices(first.get, [own], frame, sharded)(base) if rest else value
+        inside, varying, size = write(part, form, rest)
+        size = min(size, inside.dtype.itemsize)
         both = union(frame, [own, varying])
-        put = over_devices(first.put, [own, both], frame, sharded)
-        return put(base, inside), both
+        put = over_devices(partial(first.put, size=size), [own, both], frame, sharded)
+        return put(base, inside), both, size
 
     if isinstance(steps[0], CrossingStep):
         base = form.fetched(base)
