@@ -126,6 +126,8 @@ class Storage:
             torch's.
         holds: what lives as long as the storage, and may itself refer to it: programs of compiled
             steps, see `Programs`; not there before there is one.
+        memories: what torch's storages are of it (`tensors/memory.py`), by size; not there before
+            somebody has asked.
     """
 
     __slots__ = (
@@ -133,6 +135,7 @@ class Storage:
         "counters",
         "form",
         "holds",
+        "memories",
         "recipe",
         "refuses_writes",
         "value",
@@ -144,6 +147,7 @@ class Storage:
     counters: tuple[weakref.ref[torch.Tensor], ...]
     refuses_writes: str | None
     holds: list[Any]
+    memories: dict[int, Any]
     value: Any
     viewers: Any
 
