@@ -41,7 +41,8 @@ class NumberNode:
         traced: the weakly typed JAX scalar.
         compute: the value from the values of the trace's number inputs, for guards.
         text: how it is written, for messages.
-        known: whether it has a present value; otherwise ``value`` is NaN, and ``guard`` raises.
+        known: whether it has a present value; otherwise ``value`` is NaN (0 of an integer), and
+            ``guard`` raises.
         feed: makes a number that Python has computed from inputs an input, too: its JAX scalar.
             ``traced`` is None of such a number until it is asked for.
         over: whether the trace has failed: what it has left somewhere (in a cache) is a constant.
@@ -391,6 +392,9 @@ def valueless_number(traced: Any, text: str, refuse: Callable[[], None]) -> Any:
         refuse()
         return math.nan
 
+    if getattr(getattr(traced, "dtype", None), "kind", "f") in "iu":
+        node = NumberNode(0, traced, compute, text, lambda *what: refuse(), known=False)
+        return torch.SymInt(node)
     node = NumberNode(math.nan, traced, compute, text, lambda *what: refuse(), known=False)
     return torch.SymFloat(node)
 

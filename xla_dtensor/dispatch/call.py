@@ -98,9 +98,15 @@ class Call:
             key.append(len(value))
             return [self._take(item, name, key) for item in value]
         if cls is float or cls is int or cls is complex:
-            if name in self.info.dynamic_arguments:
+            if name in self.info.dynamic_arguments and (
+                -_BOUND <= value < _BOUND
+                if cls is int
+                else cls is float or self.info.lowering is not None
+            ):
                 key.append(cls)
                 return self._leaf(value, cls)
+            # Also what no input of an executable can be: torch takes integers up to 2**64, and its
+            # compositions have no symbolic numbers that are complex.
             key.append(value)
             key.append(cls)
             return value
@@ -200,6 +206,7 @@ def _written(value: Any) -> str:
     return str(value) if isinstance(value, _PLAIN) else type(value).__name__
 
 
+_BOUND = 2**63
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 
 
