@@ -147,13 +147,15 @@ class NumberNode:
     ) -> NumberNode:
         """``function`` of two numbers, where ``traced`` is the same on tracers."""
         mine, theirs = self.compute, other.compute
+        known = self.known and other.known
+        integers = symbol != "/" and self.is_int() and other.is_int()
         return NumberNode(
-            function(self.value, other.value),
+            function(self.value, other.value) if known else 0 if integers else math.nan,
             (traced or function)(self.traced, other.traced),
             lambda inputs: function(mine(inputs), theirs(inputs)),
             f"({self.text} {symbol} {other.text})",
             self._guard_with(other),
-            self.known and other.known,
+            known,
         )
 
     def _divided(self, other: NumberNode, symbol: str, function: Callable[..., Any]) -> NumberNode:
