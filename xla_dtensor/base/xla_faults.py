@@ -109,9 +109,9 @@ CONVOLUTIONS = Fault(
     pinned=Pinned(ALWAYS, ALWAYS, out=ALWAYS, dims=2),
 )
 TRANSFORMS = Fault(
-    "A Fourier transform along a sharded dim ends the process.",
+    "A Fourier transform along a sharded dim doesn't compile, or ends the process.",
     _PINS,
-    "it ends the process",
+    _HERE + "test_transforms",
     kinds=("TRANSFORM",),
     pinned=Pinned(ALWAYS, ALWAYS, out=ALWAYS),
 )
@@ -215,7 +215,7 @@ STRIDES = Fault(
 BATCHED_SCATTERS = Fault(
     "A scatter along one dim in batches over others has wrong numbers.",
     "lowering/scatter.py:write_each",
-    _HERE + "test_scatters_in_batches",
+    "random cases: tests/lowering/test_partitioning.py",
 )
 UNEVEN_SCATTERS = Fault(
     "What pads index tensors that are sharded unevenly writes, too: anything to position 0.",
@@ -242,7 +242,7 @@ LOST_ORDERS = Fault(
     "Of a value that a broadcast has made (`x.repeat(2, 1)`), sharded over axes a and b of one dim "
     "and asked for over b alone, it gathers over a and takes the rows for those of b.",
     "movement/relayout.py:_held",
-    "seen in programs of several operations alone: tests/movement/test_relayout.py",
+    _HERE + "test_the_order_of_axes",
 )
 PADDED_OPERANDS = Fault(
     "Behind a padded operand of a call on shards it sees the one that isn't, and mixes up their "
@@ -260,7 +260,7 @@ ROW_MAJOR_TRANSFORMS = Fault(
     "The layout of a Fourier transform is left open, and the CPU's kernel refuses what layout "
     "assignment then chooses. The TPU's compiler has no layout constraints on complex numbers.",
     _GUARD,
-    "seen in programs of several operations alone: tests/lowering/test_guards.py",
+    _HERE + "test_layouts_of_transforms",
     platforms=("cpu",),
 )
 NORMAL_IN_DOUBLE = Fault(
