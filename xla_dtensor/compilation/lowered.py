@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.runtime.jax_runtime import code_bytes
+
+T = TypeVar("T")
 
 # Sources that are inputs of the program as they are.
 ARRAY_KINDS = ("state", "argument", "grad", "host")
@@ -277,14 +279,23 @@ class Lowered:
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {self._frame}{seed}"
                     )
-                try:
-                    compiled = lowered.compile(options)
-                except jax.errors.JaxRuntimeError as error:
-                    if not self.pins_may_help(error):
-                        raise
-                    compiled = lower().compile(options)
+                compiled = self._attempt(
+                    lambda: lowered.compile(options), lambda: lower().compile(options)
+                )
                 executables.put(key, compiled)
             self.compiled = compiled
+
+    def _attempt(self, run: Callable[[], T], with_all_pins: Callable[[], T]) -> T:
+        """What ``run`` gives, or, if XLA fails, the other, which lowers anew
+        (`base/xla_faults.py:UNCOMPILED`)."""
+        try:
+            with self.lowering():
+                return run()
+        except jax.errors.JaxRuntimeError as error:
+            if not self.pins_may_help(error):
+                raise
+        with self.lowering():
+            return with_all_pins()
 
     def pins_may_help(self, error: Exception) -> bool:
         """Whether XLA failed on a program without all pins, which has them from now on."""

@@ -167,14 +167,12 @@ class Program(WriteBack):
                         "parameters are updated"
                     )
             inputs = [*residuals, *arrays]
-            try:
-                with self.lowering():
-                    results = iter(self._backward(inputs))
-            except jax.errors.JaxRuntimeError as error:
-                if not self.pins_may_help(error):
-                    raise
+
+            def anew() -> Any:
                 self._backward = self._make_backward()
-                results = iter(self._backward(inputs))
+                return self._backward(inputs)
+
+            results = iter(self._attempt(lambda: self._backward(inputs), anew))
         if events.observer is not None:
             text = self._backward_text(inputs)
             events.observer.launched(self, "backward", text)

@@ -1,7 +1,7 @@
 """Writes to positions given by index tensors, in the form that XLA partitions right.
 
-XLA's SPMD partitioner gets two things wrong about scatters (jaxlib 0.10.2, in plain JAX too; cases
-in tests/lowering/partitioning.py):
+XLA's SPMD partitioner gets two things wrong about scatters (`base/xla_faults.py:BATCHED_SCATTERS`,
+`UNEVEN_SCATTERS`; cases in tests/lowering/partitioning.py):
 
 - A scatter along one dim in batches over others has wrong numbers in some layouts. So a scatter
   with an index per element gets a coordinate for *every* dim, those of the batch being counted.
