@@ -15,7 +15,7 @@ import torch
 
 from tests.fuzz import layouts_text
 from tests.fuzz.program import Leaf, Program, in_double, made, names, on_cpu, used
-from tests.fuzz.worlds import CPU
+from tests.fuzz.functions import DRAWS, NAMES
 
 SIZES = (1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 8, 12)
 LARGEST, MOST_ELEMENTS, MOST_DIMS = 60.0, 400, 4
@@ -50,6 +50,7 @@ class Draw:
         exact: names whose values no rounding has touched.
         coarse: names that bfloat16 is on the way to.
         given: names whose values come from the devices' random numbers, which CPU torch hasn't.
+        local: names of per-device tensors, which don't meet the others.
         kept: memory that mustn't be written, as torch doesn't say who sees it.
     """
 
@@ -65,6 +66,8 @@ class Draw:
         self.coarse: set[str] = set()
         self.given: set[str] = set()
         self.kept: set[str] = set()
+        self.local: set[str] = set()
+        self.scope = {**NAMES, "mesh": self.mesh_shape}
         self.read: set[str] = set()
         self.count = 0
         self.written = False
@@ -97,7 +100,7 @@ class Draw:
 
     def pick(self, suits: Callable[[torch.Tensor], Any] = lambda t: True) -> str:
         """A name whose value suits; later ones, and such as nothing has read, are more likely."""
-        found = [name for name, value in self.true.items() if suits(value)]
+        found = [n for n, value in self.true.items() if n not in self.local and suits(value)]
         if not found:
             raise UnsuitableError
         unread = [name for name in found if name not in self.read]
@@ -206,6 +209,12 @@ class Draw:
         self.read.update(sources)
         return new
 
+    def let_local(self, expression: str) -> list[str]:
+        """A line that makes a per-device tensor."""
+        new = self.let(expression)
+        self.local.update(new)
+        return new
+
     def write(self, line: str, target: str) -> None:
         """A line that writes to the memory of ``target``."""
         if self.memory(target) in self.kept:
@@ -241,8 +250,8 @@ class Draw:
 
     def _run(self, line: str) -> None:
         try:
-            exec(line, CPU, self.true)
-            exec(in_double(line), CPU, self.wide)
+            exec(line, self.scope, self.true)
+            exec(in_double(line), self.scope, self.wide)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
             raise UnsuitableError(str(error)) from error
         for name in made(line):
@@ -258,9 +267,10 @@ class Draw:
     def _differentiable(self) -> None:
         """CPU torch can still differentiate what there is, after a write."""
         floats = [n for n, t in self.true.items() if t.is_floating_point() and t.requires_grad]
+        floats = [name for name in floats if name not in self.local]
         program = self.program(floats[-6:], floats[-6:])
         try:
-            on_cpu(program, CPU, wide=True)
+            on_cpu(program, wide=True)
         except RuntimeError as error:
             raise UnsuitableError(str(error)) from error
 
@@ -307,15 +317,18 @@ class Draw:
             name = self.rng.choices(list(kinds), weights)[0]
             before = len(self.lines), len(self.leaves), self.count
             self.written = False
-            marks = [set(m) for m in (self.exact, self.coarse, self.given, self.kept)]
+            marks = [set(m) for m in self._marks()]
             try:
                 kinds[name][0](self)
             except UnsuitableError:
                 self._back(*before)
-                self.exact, self.coarse, self.given, self.kept = marks
+                self.exact, self.coarse, self.given, self.kept, self.local = marks
             else:
                 return name
         return None
+
+    def _marks(self) -> list[set[str]]:
+        return [self.exact, self.coarse, self.given, self.kept, self.local]
 
     def _back(self, lines: int, leaves: int, count: int) -> None:
         del self.lines[lines:], self.leaves[leaves:]
@@ -355,7 +368,7 @@ class Draw:
 
     def finished(self) -> Program:
         """With outputs and a loss."""
-        last = [name for line in self.lines for name in made(line)]
+        last = [n for line in self.lines for n in made(line) if n not in self.local]
         ends = [name for name in last if name not in self.read] or last[-1:]
         some = [name for name in last if name in self.read and self.chance(0.08)]
         outputs = [name for name in ends if self.chance(0.7)] or ends[-1:]
@@ -402,8 +415,9 @@ def draw(seed: int, mesh: str | None = None) -> Program:
 def suits(program: Program) -> bool:
     """CPU torch runs it, and what it gives are numbers."""
     try:
-        run = on_cpu(program, CPU, wide=True)
-        on_cpu(program, CPU)
+        DRAWS.start(None)
+        run = on_cpu(program, wide=True)
+        on_cpu(program)
     except RuntimeError:
         return False
     return all(

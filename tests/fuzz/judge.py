@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tests.conformance.compare import ERRORS_OF_TORCH
+from tests.fuzz.functions import DRAWS, NAMES
 from tests.fuzz.program import Program, Run, collected, in_double, made
-from tests.fuzz.worlds import CPU
 
 EPS = {
     torch.float32: 2.0**-24,
@@ -97,16 +97,21 @@ def _with_noise(program: Program, generator: torch.Generator) -> Run:
     leaves = [leaf.tensor(wide=True) for leaf in program.leaves]
     values = dict(zip((leaf.name for leaf in program.leaves), leaves, strict=True))
     eps = EPS[torch.bfloat16] if _coarse(program) else EPS[torch.float32]
+    scope = {**NAMES, "mesh": program.mesh_shape}
+    DRAWS.start(DRAWS.values)
     for line in program.lines:
         memories = {t.untyped_storage().data_ptr() for t in values.values()}
-        exec(in_double(line), CPU, values)
+        exec(in_double(line), scope, values)
         for name in made(line):
             value = values[name]
             is_view = value.untyped_storage().data_ptr() in memories
             if not is_view and (value.is_floating_point() or value.is_complex()):
+                # What was added up is rounded as large numbers are, though the sum may be small.
+                size = value.detach().abs()
+                size = size + 0.25 * size.max() if size.numel() else size
                 noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-                values[name] = value * (1 + eps * noise)
-    loss = eval(in_double(program.loss), CPU, values) if program.loss else None
+                values[name] = value + eps * noise * size
+    loss = eval(in_double(program.loss), scope, values) if program.loss else None
     if loss is not None:
         loss.backward()
     return collected(program, loss, [values[name] for name in program.outputs], leaves)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -40,3 +42,9 @@ def drawn(
 ) -> str:
     """Placements at random: those of the conformance tests."""
     return text(layouts.draw(rng, tuple(shape), dtype, tuple(mesh)))
+
+
+def whole(leaf: Any) -> Any:
+    """A program's leaf, replicated."""
+    count = len(parsed(leaf.placements))
+    return dataclasses.replace(leaf, placements=text([Replicate()] * count))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.fuzz.functions import DRAWS, NAMES, RANDOM
 from tests.fuzz.layouts_text import short
 
 NAME = re.compile(r"\bv\d+\b")
@@ -70,7 +71,6 @@ class Program:
         lines: the statements, one operation each.
         outputs: the names that the program returns.
         loss: the expression of the loss, or "" for a program without gradients.
-        seed: of the random numbers that its lines draw.
     """
 
     mesh: str
@@ -78,7 +78,15 @@ class Program:
     lines: tuple[str, ...]
     outputs: tuple[str, ...]
     loss: str = ""
-    seed: int = 0
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return tuple(map(int, self.mesh.split("x")))
+
+    @property
+    def draws(self) -> bool:
+        """Whether it has random numbers."""
+        return any(f"{f.__name__}(" in line for line in self.lines for f in RANDOM)
 
     def text(self) -> str:
         """The program as a function."""
@@ -87,10 +95,10 @@ class Program:
         arguments = ", ".join(leaf.name for leaf in self.leaves)
         return "\n    ".join([f"def program({arguments}):", *body]) + "\n"
 
-    def function(self, namespace: dict[str, Any], wide: bool = False) -> Callable[..., Any]:
-        """The program over the functions of a namespace."""
+    def function(self, mesh: Any, wide: bool = False) -> Callable[..., Any]:
+        """The program, on a mesh or, given its shape, on CPU torch."""
         text = in_double(self.text()) if wide else self.text()
-        scope = dict(namespace)
+        scope = {**NAMES, "mesh": mesh}
         exec(compile(text, "<program>", "exec"), scope)
         return scope["program"]
 
@@ -131,14 +139,15 @@ class Run:
         self.results += [(f"{what} {name}".strip(), value) for name, value in pairs]
 
 
-def on_cpu(program: Program, namespace: dict[str, Any], wide: bool = False) -> Run:
+def on_cpu(program: Program, wide: bool = False) -> Run:
     """The program by CPU torch.
 
     Raises:
         Exception: CPU torch refuses it.
     """
     leaves = [leaf.tensor(wide) for leaf in program.leaves]
-    loss, outputs = program.function(namespace, wide)(*leaves)
+    DRAWS.start(DRAWS.values)
+    loss, outputs = program.function(program.mesh_shape, wide)(*leaves)
     if loss is not None:
         loss.backward()
     return collected(program, loss, outputs, leaves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import traceback
@@ -15,11 +16,12 @@ from torch.distributed.tensor import distribute_tensor
 import xla_dtensor as xd
 from tests.conftest import make_mesh
 from tests.fuzz import judge, layouts_text
+from tests.fuzz.functions import DRAWS
 from tests.fuzz.program import Program, Run, collected, on_cpu
-from tests.fuzz.worlds import CPU, XLA
 from xla_dtensor.dispatch import lazy
 
 WAYS = ("lazy", "strict", "compiled", "outside")
+SEED = 17
 mesh_of = functools.cache(make_mesh)
 
 # What may be refused, by name: a message of ours that says what to do.
@@ -74,8 +76,9 @@ def run(program: Program, way: str) -> Run:
         Exception: xla_dtensor refuses it, or fails.
     """
     lazy.switch.lazy = way == "lazy"
-    function = program.function(XLA)
+    function = program.function(mesh_of(program.mesh))
     leaves = distributed(program)
+    torch.manual_seed(SEED)
     try:
         if way == "compiled":
             loss, outputs = xd.compile(_with_backward(function))(*leaves)
@@ -117,24 +120,46 @@ def failures(program: Program, ways: Sequence[str] = WAYS) -> list[Failure]:
     Raises:
         Exception: CPU torch refuses the program.
     """
-    wanted, exact = on_cpu(program, CPU), on_cpu(program, CPU, wide=True)
+    found: list[Failure] = []
+    DRAWS.start(None)
+    if program.draws:
+        try:
+            DRAWS.start(random_numbers(program))
+        except Exception as error:
+            return [_raised("random", error)]
+    wanted, exact = on_cpu(program), on_cpu(program, wide=True)
     for run_ in (wanted, exact):
         run_.results = [(what, read(value)) for what, value in run_.results]
-    found = []
     for way in ways:
         try:
             got = run(program, way)
         except Exception as error:
-            kind = "refused" if isinstance(error, REFUSALS) else "error"
-            text = f"{type(error).__name__}: {error}"
-            if kind == "error":
-                text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-6:])
-            found.append(Failure(way, kind, type(error).__name__, text))
+            found.append(_raised(way, error))
             continue
         wrong = judge.first_wrong(program, got, wanted, exact)
         if wrong is not None:
             found.append(Failure(way, "wrong", *wrong))
     return found
+
+
+def _raised(way: str, error: Exception) -> Failure:
+    kind = "refused" if isinstance(error, REFUSALS) else "error"
+    text = f"{type(error).__name__}: {error}"
+    if kind == "error":
+        text += "\n" + "".join(traceback.format_tb(error.__traceback__)[-6:])
+    return Failure(way, kind, type(error).__name__, text)
+
+
+def random_numbers(program: Program) -> list[torch.Tensor]:
+    """Those that the devices draw for the program where nothing is sharded: the same ones that they
+    draw in any layout."""
+    whole = [layouts_text.whole(leaf) for leaf in program.leaves]
+    DRAWS.record = []
+    try:
+        run(dataclasses.replace(program, leaves=tuple(whole)), "strict")
+        return DRAWS.record
+    finally:
+        DRAWS.record = None
 
 
 __all__ = ["WAYS", "Failure", "failures", "run"]

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from torch.distributed.tensor import Replicate
 
 from tests.fuzz import layouts_text
+from tests.fuzz.functions import DRAWS, NAMES
 from tests.fuzz.program import Leaf, Program, made, names, used
-from tests.fuzz.worlds import CPU
 
 Fails = Callable[[Program], bool]
 
@@ -98,22 +99,16 @@ def _fewer_lines(program: Program) -> Iterator[Program]:
         for source in used(line):
             if len(new) == 1:
                 yield _renamed(replace(program, lines=rest), new[0], source)
-        if any(name not in values for name in new):
-            continue
-        mesh = program.mesh.count("x") + 1
-        whole = layouts_text.text([layouts_text.SCOPE["Replicate"]()] * mesh)
+        whole = layouts_text.text([Replicate()] * len(program.mesh_shape))
         layouts = [whole, *(leaf.placements for leaf in program.leaves)]
         for layout in dict.fromkeys(layouts):
-            leaves = [Leaf(name, *_as_leaf(values[name]), layout, _grad(values[name])) for name in new]
+            leaves = [_as_leaf(name, values[name], layout) for name in new]
             yield replace(program, lines=rest, leaves=(*program.leaves, *leaves))
 
 
-def _grad(value: torch.Tensor) -> bool:
-    return value.requires_grad
-
-
-def _as_leaf(value: torch.Tensor) -> tuple[torch.Tensor, str]:
-    return value.detach().clone(), str(value.dtype)
+def _as_leaf(name: str, value: torch.Tensor, layout: str) -> Leaf:
+    dtype, grad = str(value.dtype), value.requires_grad
+    return Leaf(name, value.detach().clone(), dtype, layout, grad)
 
 
 def _renamed(program: Program, old: str, new: str) -> Program:
@@ -127,8 +122,10 @@ def _values(program: Program) -> dict[str, torch.Tensor]:
     """Each name's value when it was made, by CPU torch."""
     scope = {leaf.name: leaf.tensor() for leaf in program.leaves}
     kept: dict[str, torch.Tensor] = {}
+    names_ = {**NAMES, "mesh": program.mesh_shape}
+    DRAWS.start(DRAWS.values)
     for line in program.lines:
-        exec(line, CPU, scope)
+        exec(line, names_, scope)
         for name in made(line):
             value = scope[name]
             kept[name] = value.detach().clone().requires_grad_(value.requires_grad)
@@ -145,7 +142,7 @@ def _simpler_leaves(program: Program) -> Iterator[Program]:
         placements = layouts_text.parsed(leaf.placements)
         for j, placement in enumerate(placements):
             if not placement.is_replicate():
-                simpler = [*placements[:j], layouts_text.SCOPE["Replicate"](), *placements[j + 1 :]]
+                simpler = [*placements[:j], Replicate(), *placements[j + 1 :]]
                 yield changed(placements=layouts_text.text(simpler))
         if leaf.requires_grad:
             yield changed(requires_grad=False)
