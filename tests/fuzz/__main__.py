@@ -106,11 +106,14 @@ def _write_script(worker: Worker, failure: dict[str, Any], seed: int, options: A
     """The failure as a script of a few lines, beside the record."""
     if failure["kind"] == "died":
         return
-    found = worker.ask(seed=seed, mesh=options.mesh, shrink=failure, within=options.shrink)
+    path = options.out / f"seed_{seed}_{failure['way']}.py"
+    text = str(path.with_suffix(".txt").absolute())
+    found = worker.ask(
+        seed=seed, mesh=options.mesh, shrink=failure, within=options.shrink, path=text
+    )
     if found.get("script"):
-        path = options.out / f"seed_{seed}_{failure['way']}.py"
         path.write_text(found["script"])
-        print(f"{found['told']}{found['text'][:1000]}\n{path}\n", flush=True)
+        print(f"{found['told']}{found['text'][:1000]}\n{found['blamed']}\n{path}\n", flush=True)
     else:
         print(f"seed {seed}: not shrunk", flush=True)
 

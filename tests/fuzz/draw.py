@@ -24,6 +24,10 @@ ROUNDED = 1e-3  # of the largest number: what separates values that are compared
 COARSE = 0.06  # where bfloat16 has been on the way
 
 
+# Findings that wait for their remedy, and what isn't drawn until then. Empty is what it should be.
+EXCLUDED = {"F2": "writes to memory that has a view of overlapping windows"}
+
+
 class UnsuitableError(Exception):
     """What was drawn doesn't fit the program, and something else is drawn."""
 
@@ -241,7 +245,9 @@ class Draw:
         return name
 
     def overlapping(self, name: str) -> None:
-        """A view of overlapping windows: its memory isn't written (`EXCLUDED`: F2)."""
+        """A view of windows, which may overlap: then its memory isn't written to."""
+        if "F2" not in EXCLUDED:
+            return
         value = self.wide[name]
         places = torch.arange(value.untyped_storage().nbytes() // value.element_size())
         seen = places.as_strided(value.shape, value.stride(), value.storage_offset())

@@ -20,14 +20,16 @@ import json
 import pickle
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
 
 import xla_dtensor as xd
+from tests.fuzz import xla
 from tests.fuzz.draw import draw
 from tests.fuzz.program import Program
-from tests.fuzz.run import WAYS, Failure, failures
+from tests.fuzz.run import WAYS, Failure, failures, run
 from tests.fuzz.script import script
 from tests.fuzz.shrink import shrunk
 from xla_dtensor.dispatch import lazy
@@ -86,7 +88,21 @@ def _shrunk(asked: dict[str, Any]) -> dict[str, Any]:
     if not again:
         return {"script": None}
     text = script(smaller, again[0], asked["seed"])
-    return {"script": text, "told": smaller.told(), "text": again[0].text}
+    return {
+        "script": text,
+        "told": smaller.told(),
+        "text": again[0].text,
+        "blamed": _blamed(smaller, again[0], Path(asked["path"])),
+    }
+
+
+def _blamed(program: Program, failure: Failure, path: Path) -> str:
+    """Whether XLA is at fault."""
+    if failure.kind != "wrong":
+        by_xla = failure.what in ("JaxRuntimeError", "XlaRuntimeError")
+        return "XLA doesn't compile or run it" if by_xla else ""
+    xd.debug.clear_caches()
+    return xla.blamed(lambda: run(program, failure.way), path)
 
 
 if __name__ == "__main__":
