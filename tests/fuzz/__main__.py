@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import queue
@@ -14,17 +15,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 TIMEOUT = 300  # seconds for a program
+COMMAND = (sys.executable, "-W", "ignore", "-m", "tests.fuzz.worker")
 
 
 class Worker:
     """A process that runs programs, started again when it has died or grown."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        self._command = command
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -52,22 +55,24 @@ class Worker:
     def _start(self) -> subprocess.Popen[str]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "tests.fuzz.worker"],
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=Path(__file__).parents[2],
             )
             self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-            threading.Thread(
+            self._reader = threading.Thread(
                 target=_read, args=(self._process.stdout, self._answers), daemon=True
-            ).start()
+            )
+            self._reader.start()
         return self._process
 
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(BrokenPipeError), self._process:  # closes its pipes
+                self._reader.join()
             self._process = None
 
 

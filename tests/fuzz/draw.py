@@ -133,6 +133,8 @@ class Draw:
         if len(self.leaves) >= 8:
             raise UnsuitableError
         count = math.prod(shape)
+        if count > MOST_ELEMENTS:
+            raise UnsuitableError
         grad = False
         if below is not None:
             if count and below <= 0:

@@ -58,7 +58,7 @@ def first_wrong(program: Program, got: Run, wanted: Run, exact: Run) -> tuple[st
 
 def distance(value: torch.Tensor, exact: torch.Tensor) -> float:
     """The largest difference; infinite where one is a number and the other isn't."""
-    value = value.to(exact.dtype)
+    value, exact = value.detach().to(exact.dtype), exact.detach()
     if not torch.equal(torch.isfinite(value), torch.isfinite(exact)):
         return float("inf")
     return float((value - exact).abs().nan_to_num(0.0).max())

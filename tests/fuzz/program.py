@@ -136,7 +136,8 @@ class Run:
     results: list[tuple[str, Any]] = field(default_factory=list)
 
     def add(self, what: str, pairs: Iterable[tuple[str, Any]]) -> None:
-        self.results += [(f"{what} {name}".strip(), value) for name, value in pairs]
+        for name, value in pairs:
+            self.results.append((f"{what} {name}".strip(), None if value is None else value.detach()))
 
 
 def on_cpu(program: Program, wide: bool = False) -> Run:

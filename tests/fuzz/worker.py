@@ -11,6 +11,7 @@ import sys
 # XLA has much to say about layouts that nobody would choose, and nothing here is compiled twice.
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+os.environ["XLA_DTENSOR_CHECKS"] = "eager"  # users' default, not the tests'
 
 import tests.conftest  # isort: skip  (sets the environment: first)  # noqa: F401
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tests.fuzz.draw import Draw, UnsuitableError, operation
@@ -161,17 +163,29 @@ def compared(d: Draw) -> None:
     d.let(d.choice(kinds).format(name, second))
 
 
-@operation(1.5)
+def mask(d: Draw, shape: Sequence[int]) -> str:
+    """A mask of a shape: of the program, or a new input."""
+    found = [n for n, t in d.true.items() if t.dtype == torch.bool and t.shape == shape]
+    if found and d.chance(0.7):
+        return d.choice(found)
+    return d.leaf(shape, "torch.bool")
+
+
+@operation(2)
 def chosen(d: Draw) -> None:
-    mask = d.pick(lambda t: t.dtype == torch.bool)
-    name = other(d, mask)
-    if d.chance(0.4):
-        second = other(d, name)
-        d.let(f"torch.where({mask}, {name}, {second})")
-    elif d.chance(0.5):
-        d.let(f"torch.where({mask}, {name}, {d.number()})")
+    if d.chance(0.5):
+        where = d.pick(lambda t: t.dtype == torch.bool)
+        name = other(d, where)
     else:
-        d.let(f"{name}.masked_fill({mask}, {d.number()})")
+        name = d.pick(lambda t: t.dtype != torch.bool)
+        shape = d.true[name].shape
+        where = mask(d, shape if d.chance(0.7) else shape[-1:])
+    if d.chance(0.4):
+        d.let(f"torch.where({where}, {name}, {other(d, name)})")
+    elif d.chance(0.5):
+        d.let(f"torch.where({where}, {name}, {d.number()})")
+    else:
+        d.let(f"{name}.masked_fill({where}, {d.number()})")
 
 
 @operation(4)

@@ -8,10 +8,10 @@ from tests.fuzz.draw import Draw, UnsuitableError, operation
 from tests.fuzz.operations.writes import target
 
 
-@operation(0.7)
+@operation(1.5)
 def random_numbers(d: Draw) -> None:
     like = d.pick(lambda t: t.dtype in (torch.float32, torch.bfloat16) and t.numel())
-    kind = d.choice(["rand", "randn", "bernoulli", "dropout", "uniform_"])
+    kind = d.choice(["rand", "randn", "bernoulli", "dropout", "dropout", "uniform_"])
     if kind == "uniform_":
         name = target(d)
         if d.true[name].dtype != torch.float32:

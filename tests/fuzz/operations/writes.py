@@ -6,7 +6,7 @@ import torch
 
 from tests.fuzz.draw import Draw, UnsuitableError, operation
 from tests.fuzz.operations.indexing import index_text
-from tests.fuzz.operations.numbers import other
+from tests.fuzz.operations.numbers import mask, other
 
 
 def target(d: Draw) -> str:
@@ -63,8 +63,7 @@ def assigned(d: Draw) -> None:
     elif kind == "index":
         where = index_text(d, name)
     else:
-        shape = d.true[name].shape
-        where = d.pick(lambda t: t.dtype == torch.bool and t.shape == shape)
+        where = mask(d, d.true[name].shape)
         if d.chance(0.5):
             d.write(f"{name}.masked_fill_({where}, {d.number()})", name)
         else:
