@@ -1,6 +1,6 @@
 """Random programs by number: `make fuzz` (README.md beside this file).
 
-    python -m tests.fuzz --first 0 --programs 20000 --out .cache/fuzz
+python -m tests.fuzz --first 0 --programs 20000 --out .cache/fuzz
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ COMMAND = (sys.executable, "-W", "ignore", "-m", "tests.fuzz.worker")
 class Worker:
     """A process that runs programs, started again when it has died or grown."""
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
-        self._command = command
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        self._command = command or COMMAND
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, **request: Any) -> dict[str, Any]:
@@ -96,7 +96,9 @@ class Totals:
         if kinds - {"refused"}:
             self.wrong.append(answer["seed"])
         self.refused += kinds == {"refused"}
-        for text in {f["text"].splitlines()[0][:160] for f in answer["failures"] if f["kind"] == "refused"}:
+        for text in {
+            f["text"].splitlines()[0][:160] for f in answer["failures"] if f["kind"] == "refused"
+        }:
             self.messages[text] += 1
 
     def told(self) -> str:
@@ -110,6 +112,7 @@ class Totals:
 def _write_script(worker: Worker, failure: dict[str, Any], seed: int, options: Any) -> None:
     """The failure as a script of a few lines, beside the record."""
     if failure["kind"] == "died":
+        _write_script_of_death(seed, options)
         return
     path = options.out / f"seed_{seed}_{failure['way']}.py"
     text = str(path.with_suffix(".txt").absolute())
@@ -123,7 +126,36 @@ def _write_script(worker: Worker, failure: dict[str, Any], seed: int, options: A
         print(f"seed {seed}: not shrunk", flush=True)
 
 
-def main() -> None:
+def _write_script_of_death(seed: int, options: Any) -> None:
+    """The same where the process has died: each attempt has one of its own."""
+    from tests.fuzz.program import Program, packed
+    from tests.fuzz.run import WAYS, Failure
+    from tests.fuzz.script import script
+    from tests.fuzz.seeds import draw
+    from tests.fuzz.shrink import shrunk
+
+    def dies(program: Program, way: str) -> bool:
+        worker = Worker()
+        try:
+            answer = worker.ask(seed=seed, program=packed(program), ways=[way])
+        finally:
+            worker.stop()
+        return any(failure["kind"] == "died" for failure in answer["failures"])
+
+    program = draw(seed, options.mesh)
+    for way in WAYS:
+        if dies(program, way):
+            # An attempt takes ten times as long as it does in one process.
+            small = shrunk(program, lambda p, way=way: dies(p, way), 10 * options.shrink)
+            path = options.out / f"seed_{seed}_{way}.py"
+            path.write_text(script(small, Failure(way, "died", "process", ""), seed))
+            print(f"{small.told()}the process ends\n{path}\n", flush=True)
+            return
+    print(f"seed {seed}: no way by itself ends the process", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if nothing was wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--programs", type=int, default=200, help="how many seeds")
@@ -134,7 +166,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".cache/fuzz"), help="the record")
     parser.add_argument("--shrink", type=float, default=120, help="seconds to shrink a failure in")
     parser.add_argument("--resume", action="store_true", help="leave out what the record has")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     ways = options.ways.split(",") if options.ways else None
     options.out.mkdir(parents=True, exist_ok=True)
     record = options.out / "record.jsonl"
@@ -152,7 +184,7 @@ def main() -> None:
         for seed in seeds:
             if seed in done:
                 continue
-            if options.minutes and time.monotonic() - started > 60 * options.minutes:
+            if options.minutes is not None and time.monotonic() - started > 60 * options.minutes:
                 break
             answer = worker.ask(seed=seed, mesh=options.mesh, ways=ways) | {"seed": seed}
             totals.add(answer)
@@ -170,9 +202,9 @@ def main() -> None:
     for text, count in totals.messages.most_common():
         print(f"refused {count} times: {text}")
     print(totals.told())
-    sys.exit(bool(totals.wrong))
+    return int(bool(totals.wrong))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("NPROC", "64")
-    main()
+    sys.exit(main())

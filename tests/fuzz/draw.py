@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tests.fuzz import layouts_text
-from tests.fuzz.program import Leaf, Program, in_double, made, names, on_cpu, used
-from tests.fuzz.functions import DRAWS, NAMES
+from tests.fuzz.functions import NAMES
+from tests.fuzz.program import Leaf, Program, in_double, made, on_cpu, used
 
 SIZES = (1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 8, 12)
 LARGEST, MOST_ELEMENTS, MOST_DIMS = 60.0, 400, 4
@@ -174,7 +174,7 @@ class Draw:
             t.dtype == torch.int64
             and list(t.shape) == list(shape)
             and t.numel()
-            and 0 <= int(t.min())
+            and int(t.min()) >= 0
             and int(t.max()) < bound
         )
         if self.chance(0.5):
@@ -269,7 +269,7 @@ class Draw:
     def _check(self, new: list[str]) -> None:
         for name in new:
             value = self.wide[name].detach()
-            if not bool(torch.isfinite(value).all()) or _largest(value) > LARGEST:
+            if not bool(torch.isfinite(value).all()) or largest(value) > LARGEST:
                 raise UnsuitableError
 
     def _differentiable(self) -> None:
@@ -386,58 +386,5 @@ class Draw:
         return program if self.chance(0.3) else program.used_alone()
 
 
-def draw(seed: int, mesh: str | None = None) -> Program:
-    """The program of a seed.
-
-    Args:
-        seed: any number.
-        mesh: the mesh in place of the one that the seed draws.
-    """
-    for attempt in range(50):
-        rng = random.Random(f"fuzz {seed} {attempt}")
-        drawn = Draw(f"program {seed} {attempt}", mesh or MESHES[rng.randrange(len(MESHES))])
-        for _ in range(rng.choice((1, 1, 2, 2, 3))):
-            dtype = rng.choices(
-                ("torch.float32", "torch.bfloat16", "torch.complex64", "torch.int64"),
-                (12, 1.5, 1, 0.7),
-            )[0]
-            try:
-                drawn.leaf(drawn.shape(), dtype)
-            except UnsuitableError:
-                continue
-        if not drawn.leaves:
-            continue
-        # Each program has some kinds of operations only: they meet more often so.
-        kinds = {n: o for n, o in OPERATIONS.items() if rng.random() < 0.5}
-        wanted = rng.choice((4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 10, 11, 12, 14, 16, 20, 24, 30))
-        while len(drawn.lines) < wanted and drawn.step(kinds) is not None:
-            pass
-        if len(drawn.lines) < 4:
-            continue
-        program = drawn.finished()
-        if suits(program):
-            return program
-    raise RuntimeError(f"no program for seed {seed}")
-
-
-def suits(program: Program) -> bool:
-    """CPU torch runs it, and what it gives are numbers."""
-    try:
-        DRAWS.start(None)
-        run = on_cpu(program, wide=True)
-        on_cpu(program)
-    except RuntimeError:
-        return False
-    return all(
-        value is None or bool(torch.isfinite(value).all()) and _largest(value) < 1e4
-        for _, value in run.results
-    )
-
-
-def _largest(value: torch.Tensor) -> float:
+def largest(value: torch.Tensor) -> float:
     return float(value.detach().abs().max()) if value.numel() and value.dtype != torch.bool else 0.0
-
-
-__all__ = ["MESHES", "OPERATIONS", "Draw", "UnsuitableError", "draw", "names", "operation"]
-
-import tests.fuzz.operations  # noqa: E402, F401  (registers them)

@@ -24,7 +24,7 @@ def redistribute(x, placements):
 def to_local(x, placements, grads, mesh):
     if isinstance(mesh, DeviceMesh):
         return x.redistribute(placements=placements).to_local(grad_placements=grads)
-    for i, (placement, n) in enumerate(zip(placements, mesh)):
+    for i, (placement, n) in enumerate(zip(placements, mesh, strict=True)):
         if placement.is_replicate():
             x = x.unsqueeze(i).expand(*x.shape[:i], n, *x.shape[i:])
         else:

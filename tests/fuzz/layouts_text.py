@@ -37,9 +37,7 @@ def short(placements: str) -> str:
     return layouts.short(tuple(parsed(placements)))
 
 
-def drawn(
-    rng: random.Random, shape: Sequence[int], dtype: torch.dtype, mesh: Sequence[int]
-) -> str:
+def drawn(rng: random.Random, shape: Sequence[int], dtype: torch.dtype, mesh: Sequence[int]) -> str:
     """Placements at random: those of the conformance tests."""
     return text(layouts.draw(rng, tuple(shape), dtype, tuple(mesh)))
 

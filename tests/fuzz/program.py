@@ -1,11 +1,13 @@
-"""A random program as text: its leaves, its lines, what is compared; and running it on CPU torch.
+"""A program as text: its leaves, its lines, what is compared; and running it by CPU torch.
 
-A line is one statement of Python over names ``v0``, ``v1``, ...: the program that is shrunk, and the
-script that is written of it, are these lines.
+A line is one statement of Python over names ``v0``, ``v1``, ...: what is shrunk, and the script
+that is written of it, are these lines.
 """
 
 from __future__ import annotations
 
+import base64
+import pickle
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -124,6 +126,16 @@ class Program:
         return replace(self, lines=tuple(kept), leaves=leaves)
 
 
+def packed(program: Program) -> str:
+    """A program as text, for another process."""
+    return base64.b64encode(pickle.dumps(program)).decode()
+
+
+def unpacked(text: str) -> Program:
+    """The program of `packed`."""
+    return pickle.loads(base64.b64decode(text))
+
+
 def in_double(text: str) -> str:
     """A program's text in double precision."""
     return re.sub("|".join(map(re.escape, WIDER)), lambda match: WIDER[match[0]], text)
@@ -137,7 +149,9 @@ class Run:
 
     def add(self, what: str, pairs: Iterable[tuple[str, Any]]) -> None:
         for name, value in pairs:
-            self.results.append((f"{what} {name}".strip(), None if value is None else value.detach()))
+            self.results.append(
+                (f"{what} {name}".strip(), None if value is None else value.detach())
+            )
 
 
 def on_cpu(program: Program, wide: bool = False) -> Run:

@@ -24,30 +24,30 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 '''
-LAZY = '''from xla_dtensor.dispatch import lazy
+LAZY = """from xla_dtensor.dispatch import lazy
 
 lazy.OFTEN = 0  # a few operations, too, are joined at once
-'''
-MESH = '''
+"""
+MESH = """
 on_devices = xd.init_device_mesh("xla", {shape}, mesh_dim_names={names})
 mesh = {shape}  # of CPU torch
-'''
-DRAWS = '''
+"""
+DRAWS = """
 
 class DRAWS:
     record = None
     noted = staticmethod(lambda value: value)
 
-'''
-INSIDE = '''
+"""
+INSIDE = """
 
 def with_backward(*leaves):
     loss, outputs = program(*leaves)
     loss.backward()
     return loss.detach(), [t.detach() for t in outputs]
 
-'''
-RUN = '''
+"""
+RUN = """
 
 def show(title, function, leaves):
     torch.manual_seed({seed})
@@ -75,17 +75,17 @@ layouts = [
 {layouts}
 ]
 needs_grad = {grads}
-'''
-EXPECTED = '''leaves = [v.clone().requires_grad_(g) for v, g in zip(values, needs_grad)]
+"""
+EXPECTED = """leaves = [v.clone().requires_grad_(g) for v, g in zip(values, needs_grad)]
 show("expected, by CPU torch:", {function}, leaves)
 mesh = on_devices
-'''
+"""
 # CPU torch draws other numbers.
-EXPECTED_OF_DRAWS = '''mesh = on_devices
+EXPECTED_OF_DRAWS = """mesh = on_devices
 show("expected, replicated:", {function}, on_mesh([[Replicate()] * mesh.ndim for _ in values]))
-'''
-GOT = '''show("got, {way}:", {function}, on_mesh(layouts))
-'''
+"""
+GOT = """show("got, {way}:", {function}, on_mesh(layouts))
+"""
 
 
 def script(program: Program, failure: Failure, seed: int) -> str:
@@ -101,9 +101,8 @@ def script(program: Program, failure: Failure, seed: int) -> str:
     parts.append(LAZY * (failure.way == "lazy"))
     parts.append(MESH.format(shape=shape, names=names))
     parts.append(DRAWS * program.draws)
-    for helper in FUNCTIONS:
-        if any(f"{helper.__name__}(" in line for line in program.lines):
-            parts.append("\n\n" + inspect.getsource(helper))
+    called = [f for f in FUNCTIONS if f"{f.__name__}(" in "".join(program.lines)]
+    parts += ["\n\n" + inspect.getsource(helper) for helper in called]
     parts.append("\n\n" + program.text())
     parts.append(INSIDE * inside)
     parts.append(

@@ -1,8 +1,8 @@
 """Makes a program that fails as small as it gets, as long as it fails in the same way.
 
-Not by Hypothesis: it draws a smaller sequence of choices and makes another program of it, while here
-a line is put away and its result stays, as an input with the value that CPU torch gave it: what comes
-before a fault goes at once. And a program that ends the process can only be tried in another one.
+Not by Hypothesis, which draws a smaller sequence of choices and makes another program of it. Here a
+line is put away and its result stays, as an input with the value that CPU torch gave it, so that
+what comes before a fault goes at once; and a program that ends the process is tried in another one.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ def shrunk(program: Program, fails: Fails, seconds: float = 180) -> Program:
                     if time.monotonic() > until:
                         return program
                     candidate = candidate.used_alone()
-                    if _size(candidate) < _size(program):
-                        if _fails(candidate, fails):
-                            program, changed, again = candidate, True, True
-                            break
+                    if _size(candidate) < _size(program) and _fails(candidate, fails):
+                        program, changed, again = candidate, True, True
+                        break
     return program
 
 
@@ -59,7 +58,10 @@ def _fails(program: Program, fails: Fails) -> bool:
 def _size(program: Program) -> tuple[int, ...]:
     """What is to become smaller."""
     texts = [leaf.placements for leaf in program.leaves]
-    cuts = sum(4 * t.count("Strided") + t.count("(") - t.count("Replicate") + 2 * t.count("Partial") for t in texts)
+    cuts = sum(
+        4 * t.count("Strided") + t.count("(") - t.count("Replicate") + 2 * t.count("Partial")
+        for t in texts
+    )
     numbers = sum(leaf.value.numel() for leaf in program.leaves)
     grads = sum(leaf.requires_grad for leaf in program.leaves)
     terms = len(names(program.loss)) + program.loss.count("(")
@@ -80,7 +82,9 @@ def _fewer_results(program: Program) -> Iterator[Program]:
                 yield replace(program, loss=term)
         for i in range(len(terms)):
             yield replace(program, loss=" + ".join(terms[:i] + terms[i + 1 :]))
-        yield replace(program, loss=program.loss.replace(".sin()", "").replace(".to(torch.float32)", ""))
+        yield replace(
+            program, loss=program.loss.replace(".sin()", "").replace(".to(torch.float32)", "")
+        )
     for name in program.outputs:
         yield replace(program, outputs=(name,))
         yield replace(program, outputs=tuple(n for n in program.outputs if n != name))
@@ -132,34 +136,28 @@ def _values(program: Program) -> dict[str, torch.Tensor]:
     return kept
 
 
+def _with_leaf(program: Program, leaf: Leaf) -> Program:
+    leaves = tuple(leaf if other.name == leaf.name else other for other in program.leaves)
+    return replace(program, leaves=leaves)
+
+
 def _simpler_leaves(program: Program) -> Iterator[Program]:
     for i, leaf in enumerate(program.leaves):
-        def changed(**what: object) -> Program:
-            leaves = list(program.leaves)
-            leaves[i] = replace(leaf, **what)
-            return replace(program, leaves=tuple(leaves))
-
         placements = layouts_text.parsed(leaf.placements)
         for j, placement in enumerate(placements):
             if not placement.is_replicate():
                 simpler = [*placements[:j], Replicate(), *placements[j + 1 :]]
-                yield changed(placements=layouts_text.text(simpler))
+                yield _with_leaf(program, replace(leaf, placements=layouts_text.text(simpler)))
         if leaf.requires_grad:
-            yield changed(requires_grad=False)
+            yield _with_leaf(program, replace(leaf, requires_grad=False))
+        rest = replace(program, leaves=program.leaves[:i] + program.leaves[i + 1 :])
         for other in program.leaves[:i]:
             if other.value.shape == leaf.value.shape and other.dtype == leaf.dtype:
-                yield _renamed(
-                    replace(program, leaves=program.leaves[:i] + program.leaves[i + 1 :]),
-                    leaf.name,
-                    other.name,
-                )
-    for before, after in (("redistribute", "clone"),):
-        for i, line in enumerate(program.lines):
-            if before in line:
-                source = used(line)[0]
-                lines = list(program.lines)
-                lines[i] = f"{made(line)[0]} = {source}.{after}()"
-                yield replace(program, lines=tuple(lines))
+                yield _renamed(rest, leaf.name, other.name)
+    for i, line in enumerate(program.lines):
+        if "redistribute(" in line:
+            copy = f"{made(line)[0]} = {used(line)[0]}.clone()"
+            yield replace(program, lines=(*program.lines[:i], copy, *program.lines[i + 1 :]))
 
 
 def _smaller_sizes(program: Program) -> Iterator[Program]:
@@ -168,16 +166,12 @@ def _smaller_sizes(program: Program) -> Iterator[Program]:
         for smaller in dict.fromkeys((1, 2, size // 2, size - 1)):
             if 0 < smaller < size:
                 yield _cut(program, lambda leaf, n, s=size, to=smaller: to if n == s else n)
-    for chosen in program.leaves:
-        for dim, size in enumerate(chosen.value.shape):
-            if size > 1:
-                for smaller in dict.fromkeys((1, size // 2, size - 1)):
-                    parts = tuple(slice(smaller) if d == dim else slice(None) for d in range(chosen.value.ndim))
-                    leaves = tuple(
-                        replace(leaf, value=leaf.value[parts].clone()) if leaf is chosen else leaf
-                        for leaf in program.leaves
-                    )
-                    yield replace(program, leaves=leaves)
+    for leaf in program.leaves:
+        for dim, size in enumerate(leaf.value.shape):
+            for smaller in dict.fromkeys((1, size // 2, size - 1)):
+                if 0 < smaller < size:
+                    value = leaf.value.narrow(dim, 0, smaller).clone()
+                    yield _with_leaf(program, replace(leaf, value=value))
 
 
 def _cut(program: Program, size: Callable[[Leaf, int], int]) -> Program:
@@ -186,5 +180,3 @@ def _cut(program: Program, size: Callable[[Leaf, int], int]) -> Program:
         parts = tuple(slice(size(leaf, n)) for n in leaf.value.shape)
         leaves.append(replace(leaf, value=leaf.value[parts].clone()))
     return replace(program, leaves=tuple(leaves))
-
-

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from tests.fuzz import judge, xla
-from tests.fuzz.__main__ import Worker
-from tests.fuzz.draw import EXCLUDED, MESHES, OPERATIONS, draw
-from tests.fuzz.program import Leaf, Program, made, on_cpu
+from tests.fuzz.__main__ import Worker, main
+from tests.fuzz.draw import EXCLUDED, MESHES, OPERATIONS
+from tests.fuzz.program import Leaf, Program, made, on_cpu, packed
 from tests.fuzz.run import WAYS, Failure, failures, run
 from tests.fuzz.script import script
+from tests.fuzz.seeds import draw
 from tests.fuzz.shrink import shrunk
 from xla_dtensor.dispatch import lazy
 
@@ -33,7 +34,7 @@ def _joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy, "OFTEN", 0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(16))
 def test_programs(seed: int) -> None:
     program = draw(seed)
     wrong = [failure for failure in failures(program) if failure.kind != "refused"]
@@ -47,7 +48,10 @@ def leaf(name: str, *shape: int, on: str = "[Replicate(), Replicate()]", grad: b
 
 LONG = Program(
     "2x4",
-    (leaf("v0", 6, 4, on="[Shard(0), Partial('sum')]"), leaf("v1", 4, 6, on="[Shard(1), Shard(0)]")),
+    (
+        leaf("v0", 6, 4, on="[Shard(0), Partial('sum')]"),
+        leaf("v1", 4, 6, on="[Shard(1), Shard(0)]"),
+    ),
     (
         "v2 = v0.sin()",
         "v3 = v2 @ v1",
@@ -66,7 +70,7 @@ LONG = Program(
 def test_the_same_seed_is_the_same_program() -> None:
     """In another process, too, with other hashes."""
     code = (
-        "import hashlib; from tests.fuzz.draw import draw\n"
+        "import hashlib; from tests.fuzz.seeds import draw\n"
         "for seed in range(6): print(hashlib.sha256(draw(seed).told().encode()).hexdigest())"
     )
     found = subprocess.run(
@@ -224,7 +228,7 @@ def test_lines_say_what_they_make() -> None:
     assert made("v1[0, :] = v2") == made("v1.add_(v2)") == made("torch.add(v0, v1, out=v2)") == []
 
 
-@pytest.mark.parametrize("way", ["strict", "compiled"])
+@pytest.mark.parametrize("way", [pytest.param("strict", marks=pytest.mark.slow), "compiled"])
 def test_the_script_runs_by_itself(way: str, tmp_path: Path) -> None:
     steps = (
         "v10 = to_local(v9, [Shard(1), Replicate()], None, mesh)",
@@ -242,7 +246,7 @@ def test_the_script_runs_by_itself(way: str, tmp_path: Path) -> None:
         check=True,
     ).stdout
     expected, got = shown.split("got, ")
-    wanted = {name: value for name, value in on_cpu(program).results}
+    wanted = dict(on_cpu(program).results)
     for text in (expected, got):
         (numbers,) = re.findall(r"   v9 (.*)", text)
         torch.testing.assert_close(torch.tensor(json.loads(numbers)), wanted["v9"])
@@ -256,13 +260,17 @@ def test_whose_fault_it_is(tmp_path: Path) -> None:
     import jax.numpy as jnp
 
     path = tmp_path / "program.txt"
-    program = Program("2x4", (leaf("v0", 4, 4, on="[Shard(0), Shard(1)]"),), ("v1 = v0.cos()",), ("v1",))
+    program = Program(
+        "2x4", (leaf("v0", 4, 4, on="[Shard(0), Shard(1)]"),), ("v1 = v0.cos()",), ("v1",)
+    )
     assert "right by JAX alone" in xla.blamed(lambda: run(program, "lazy"), path)
     assert not path.exists()
 
     def dependent(x: jax.Array) -> jax.Array:
         # What a fault of the partitioner is to a program: a number that hangs on the layout.
-        return x + jax.pure_callback(lambda: jnp.float32(next(numbers)), jax.ShapeDtypeStruct((), "float32"))
+        return x + jax.pure_callback(
+            lambda: jnp.float32(next(numbers)), jax.ShapeDtypeStruct((), "float32")
+        )
 
     numbers = iter(range(100))
     assert "XLA's fault" in xla.blamed(lambda: jax.jit(dependent)(jnp.ones(3)), path)
@@ -295,19 +303,30 @@ def test_a_process_that_dies_is_a_failure(worker: Worker) -> None:
     assert kinds == [[], ["died"], ["hung"], [], [], []]
 
 
-def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz", "--out", str(tmp_path)]
-    command += ["--ways", "compiled", "--mesh", "8"]
-    environment = os.environ | {"NPROC": "64"}
-    for count, extra in ((1, []), (2, ["--resume"])):
-        done = subprocess.run(
-            [*command, "--programs", str(count), *extra],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert f"{count} programs, 0 wrong" in done.stdout
-    record = (tmp_path / "record.jsonl").read_text().splitlines()
-    assert [json.loads(line)["seed"] for line in record] == [0, 1]
+def test_a_run_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tests.fuzz.__main__.COMMAND", (sys.executable, "-c", DIES))
+    for first, count, extra in ((4, 1, []), (3, 4, ["--resume"]), (3, 9, ["--minutes", "0"])):
+        options = ["--out", str(tmp_path), "--first", str(first), "--programs", str(count)]
+        assert main([*options, *extra]) == 0
+        if extra != ["--minutes", "0"]:
+            assert f"{count} programs, 0 wrong" in capsys.readouterr().out
+            record = (tmp_path / "record.jsonl").read_text().splitlines()
+    assert [json.loads(line)["seed"] for line in record] == [4, 3, 5, 6]
+    assert main(["--out", str(tmp_path), "--seed", "1"]) == 1
+    assert "seed 1  died" in capsys.readouterr().out
+
+
+def test_a_failure_is_shrunk_to_a_script(tmp_path: Path) -> None:
+    """By a real worker: what was told of a program is what its script is made of."""
+    lines = ("v1 = redistribute(v0, [Partial('sum'), Shard(0)])",)
+    program = Program("2x4", (leaf("v0", 4, 3),), lines, ("v1",))
+    (failure,) = failures(program, ["compiled"])
+    worker = Worker()
+    try:
+        asked = {"program": packed(program), "shrink": dataclasses.asdict(failure), "seed": 0}
+        found = worker.ask(**asked, within=20, path=str(tmp_path / "program.txt"))
+    finally:
+        worker.stop()
+    assert "Partial('sum')" in found["script"] and "PlacementError" in found["text"]

@@ -1,6 +1,8 @@
-"""The process that runs programs: it takes seeds from its input, and says what came of them. It may die, and is started again by who reads that (`tests/fuzz/__main__.py`).
+"""The process that runs programs: it takes seeds from its input, and says what came of them.
 
-    python -m tests.fuzz.worker
+It may die, and is started again by who reads that (`tests/fuzz/__main__.py`).
+
+python -m tests.fuzz.worker
 """
 
 from __future__ import annotations
@@ -15,10 +17,8 @@ os.environ["XLA_DTENSOR_CHECKS"] = "eager"  # users' default, not the tests'
 
 import tests.conftest  # isort: skip  (sets the environment: first)  # noqa: F401
 
-import base64
 import dataclasses
 import json
-import pickle
 import time
 import warnings
 from pathlib import Path
@@ -28,10 +28,10 @@ import jax
 
 import xla_dtensor as xd
 from tests.fuzz import xla
-from tests.fuzz.draw import draw
-from tests.fuzz.program import Program
+from tests.fuzz.program import Program, unpacked
 from tests.fuzz.run import WAYS, Failure, failures, run
 from tests.fuzz.script import script
+from tests.fuzz.seeds import draw
 from tests.fuzz.shrink import shrunk
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.runtime import live_programs
@@ -68,7 +68,7 @@ def _memory() -> int:
 
 def _program(asked: dict[str, Any]) -> Program:
     if "program" in asked:
-        return pickle.loads(base64.b64decode(asked["program"]))
+        return unpacked(asked["program"])
     return draw(asked["seed"], asked["mesh"])
 
 

@@ -55,7 +55,9 @@ class _Jitted:
 
     def _note(self, arguments: tuple[Any, ...]) -> None:
         leaves = jax.tree.leaves(arguments)
-        if leaves and not any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in leaves):
+        if leaves and not any(
+            isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in leaves
+        ):
             options = {k: v for k, v in self._options.items() if k.endswith("shardings")}
             # (what is donated is gone after the call)
             copies = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, arguments)
@@ -82,7 +84,10 @@ def differences(launch: Launch) -> list[str]:
     with jax.enable_x64(True):
         jaxpr = jax.make_jaxpr(launch.function)(*launch.arguments)
         sharded = jax.tree.leaves(_jit(launch.function, **launch.options)(*launch.arguments))
-        whole = [jax.device_put(np.asarray(x), jax.devices()[0]) for x in jax.tree.leaves(launch.arguments)]
+        whole = [
+            jax.device_put(np.asarray(x), jax.devices()[0])
+            for x in jax.tree.leaves(launch.arguments)
+        ]
         plain = jaxpr_as_fun(_unconstrained(jaxpr))(*whole)
         found = []
         for i, (ours, theirs) in enumerate(zip(sharded, plain, strict=True)):
@@ -127,9 +132,8 @@ def blamed(run: Callable[[], Any], path: Path) -> str:
         run: does it; nothing of it is compiled yet.
         path: where to write the first program that differs: jaxpr, layouts and StableHLO.
     """
-    with noted() as launches:
-        with contextlib.suppress(Exception):  # an error is shown elsewhere
-            run()
+    with noted() as launches, contextlib.suppress(Exception):  # an error is shown elsewhere
+        run()
     unclear = 0
     for launch in launches.found:
         try:
@@ -140,7 +144,9 @@ def blamed(run: Callable[[], Any], path: Path) -> str:
         if found:
             path.write_text(_text(launch, found))
             return f"XLA's fault: a program gives other numbers with layouts than without, {path}"
-    return f"{len(launches.found)} programs of XLA, {unclear} unclear, the others right by JAX alone"
+    return (
+        f"{len(launches.found)} programs of XLA, {unclear} unclear, the others right by JAX alone"
+    )
 
 
 def _text(launch: Launch, found: list[str]) -> str:
@@ -151,6 +157,10 @@ def _text(launch: Launch, found: list[str]) -> str:
         f"# input {i}: {x.dtype}{list(x.shape)} on {getattr(x, 'sharding', None)}: {x.tolist()}"
         for i, x in enumerate(map(np.asarray, jax.tree.leaves(launch.arguments)))
     ]
-    shardings = [f"# {leaf.sharding}" for leaf in jax.tree.leaves(launch.arguments) if hasattr(leaf, "sharding")]
+    shardings = [
+        f"# {leaf.sharding}"
+        for leaf in jax.tree.leaves(launch.arguments)
+        if hasattr(leaf, "sharding")
+    ]
     outputs = [f"# {name}: {value}" for name, value in launch.options.items()]
     return "\n".join([*found, *inputs, *shardings, *outputs, str(jaxpr), lowered.as_text()])

@@ -72,8 +72,21 @@ def rounded(d: Draw) -> None:
 def of_integers(d: Draw) -> None:
     name = d.pick(lambda t: t.dtype in (torch.int64, torch.int32))
     text = d.choice(
-        ["{0} * 3", "{0} + 2", "{0} // 3", "{0} % 4", "-{0}", "{0}.abs()", "({0} > 1)", "{0} & 5"]
-        + ["{0} ^ 3", "{0} << 1", "{0}.clamp(-3, 4)", "{0}.to(torch.float32)", "{0} * 0.5"]
+        [
+            "{0} * 3",
+            "{0} + 2",
+            "{0} // 3",
+            "{0} % 4",
+            "-{0}",
+            "{0}.abs()",
+            "({0} > 1)",
+            "{0} & 5",
+            "{0} ^ 3",
+            "{0} << 1",
+            "{0}.clamp(-3, 4)",
+            "{0}.to(torch.float32)",
+            "{0} * 0.5",
+        ]
     )
     d.let(text.format(name))
 
@@ -93,8 +106,18 @@ def of_masks(d: Draw) -> None:
 def of_complex(d: Draw) -> None:
     name = d.pick(lambda t: t.is_complex())
     text = d.choice(
-        ["{0} * (1.5 - 0.5j)", "{0} * {0}", "{0} + 1j", "{0}.conj()", "{0}.exp()", "{0}.sin()"]
-        + ["{0}.abs().square()", "{0} / (2 + {0}.abs())", "{0}.sum()", "{0}.mean()"]
+        [
+            "{0} * (1.5 - 0.5j)",
+            "{0} * {0}",
+            "{0} + 1j",
+            "{0}.conj()",
+            "{0}.exp()",
+            "{0}.sin()",
+            "{0}.abs().square()",
+            "{0} / (2 + {0}.abs())",
+            "{0}.sum()",
+            "{0}.mean()",
+        ]
     )
     if "abs" in text:
         value = d.wide[name].detach().abs()
@@ -137,7 +160,11 @@ def combined(d: Draw) -> None:
     second = other(d, name)
     kinds = ["{0} + {1}", "{0} - {1}", "{0} * {1}", "torch.add({0}, {1}, alpha=0.5)"]
     if not d.true[name].is_complex() and not d.true[second].is_complex():
-        kinds += ["{0} / ({1}.square() + 0.5)", "torch.lerp({0}, {1}, 0.3)", "torch.atan2({0}, {1}.square() + 0.5)"]
+        kinds += [
+            "{0} / ({1}.square() + 0.5)",
+            "torch.lerp({0}, {1}, 0.3)",
+            "torch.atan2({0}, {1}.square() + 0.5)",
+        ]
     text = d.choice(kinds)
     if "lerp" in text and d.true[name].dtype != d.true[second].dtype:
         raise UnsuitableError
@@ -159,7 +186,13 @@ def compared(d: Draw) -> None:
         least = 0.0 if exact else (0.06 if coarse else 1e-3) * largest
         if float(difference.abs().min()) <= least:
             raise UnsuitableError
-    kinds = ["{0} > {1}", "{0} < {1}", "torch.maximum({0}, {1})", "torch.minimum({0}, {1})", "{0} != {1}"]
+    kinds = [
+        "{0} > {1}",
+        "{0} < {1}",
+        "torch.maximum({0}, {1})",
+        "torch.minimum({0}, {1})",
+        "{0} != {1}",
+    ]
     d.let(d.choice(kinds).format(name, second))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import re
 
 from tests.fuzz.draw import Draw, UnsuitableError, operation
@@ -202,9 +201,7 @@ def joined(d: Draw) -> None:
     shape, dim = d.true[first].shape, d.dim(first)
     rest = lambda t: [n for i, n in enumerate(t.shape) if i != dim % len(shape)]
     fits = lambda t: (
-        t.ndim == len(shape)
-        and rest(t) == rest(d.true[first])
-        and t.dtype == d.true[first].dtype
+        t.ndim == len(shape) and rest(t) == rest(d.true[first]) and t.dtype == d.true[first].dtype
     )
     others = [d.pick(fits) for _ in range(d.rng.randint(1, 2))]
     parts = [first, *others]
@@ -241,7 +238,9 @@ def padded(d: Draw) -> None:
 @operation(1)
 def copied(d: Draw) -> None:
     name = d.pick()
-    d.let(f"{name}.{d.choice(['clone()', 'clone()', 'contiguous()', 'detach().clone()'])}", moves=True)
+    d.let(
+        f"{name}.{d.choice(['clone()', 'clone()', 'contiguous()', 'detach().clone()'])}", moves=True
+    )
 
 
 @operation(0.7)
@@ -258,5 +257,3 @@ def parts_of_complex(d: Draw) -> None:
         d.let(f"torch.view_as_real({name})", moves=True)
     else:
         d.let(f"{name}.conj()" if kind == "conj" else f"{name}.{kind}", moves=True)
-
-

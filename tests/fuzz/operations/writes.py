@@ -11,9 +11,7 @@ from tests.fuzz.operations.numbers import mask, other
 
 def target(d: Draw) -> str:
     """A tensor that may be written to; views are preferred, which every other draw is."""
-    suits = lambda t: (
-        t.is_floating_point() and t.numel() and not (t.is_leaf and t.requires_grad)
-    )
+    suits = lambda t: t.is_floating_point() and t.numel() and not (t.is_leaf and t.requires_grad)
     views = lambda t: suits(t) and (t._is_view() or t.storage_offset())
     if d.chance(0.6):
         try:
@@ -30,9 +28,20 @@ def target(d: Draw) -> str:
 def by_number(d: Draw) -> None:
     name = target(d)
     text = d.choice(
-        ["{0}.mul_({n})", "{0}.add_({n})", "{0}.sub_({n})", "{0}.div_({n})", "{0}.neg_()"]
-        + ["{0}.fill_({n})", "{0}.zero_()", "{0}.sin_()", "{0}.tanh_()", "{0}.sigmoid_()"]
-        + ["{0}.mul_({n})", "{0}.add_({n})"]
+        [
+            "{0}.mul_({n})",
+            "{0}.add_({n})",
+            "{0}.sub_({n})",
+            "{0}.div_({n})",
+            "{0}.neg_()",
+            "{0}.fill_({n})",
+            "{0}.zero_()",
+            "{0}.sin_()",
+            "{0}.tanh_()",
+            "{0}.sigmoid_()",
+            "{0}.mul_({n})",
+            "{0}.add_({n})",
+        ]
     )
     d.write(text.format(name, n=d.number()), name)
 
@@ -42,8 +51,15 @@ def by_tensor(d: Draw) -> None:
     name = target(d)
     second = other(d, name)
     text = d.choice(
-        ["{0}.add_({1})", "{0}.mul_({1})", "{0}.sub_({1}, alpha=0.5)", "{0}.copy_({1})"]
-        + ["{0}.add_({1})", "{0}.addcmul_({1}, {1}, value=0.5)", "{0}.lerp_({1}, 0.25)"]
+        [
+            "{0}.add_({1})",
+            "{0}.mul_({1})",
+            "{0}.sub_({1}, alpha=0.5)",
+            "{0}.copy_({1})",
+            "{0}.add_({1})",
+            "{0}.addcmul_({1}, {1}, value=0.5)",
+            "{0}.lerp_({1}, 0.25)",
+        ]
     )
     d.write(text.format(name, second), name)
 
