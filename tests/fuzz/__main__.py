@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -97,7 +98,9 @@ class Totals:
             self.wrong.append(answer["seed"])
         self.refused += kinds == {"refused"}
         for text in {
-            f["text"].splitlines()[0][:160] for f in answer["failures"] if f["kind"] == "refused"
+            re.sub(r"\[[\d, ]*\]", "[..]", f["text"].splitlines()[0])[:160]
+            for f in answer["failures"]
+            if f["kind"] == "refused"
         }:
             self.messages[text] += 1
 

@@ -234,6 +234,10 @@ class Draw:
             if marks.intersection(sources):
                 marks.update(seen)
         self._check(list(self.true))
+        # A compiled step refuses that an argument gets a history: few programs are spent on that.
+        taken = [x for x in self.leaves if self.true[x.name].requires_grad > x.requires_grad]
+        if taken and self.chance(0.9):
+            raise UnsuitableError
         self.lines.append(line)
         if any(leaf.requires_grad for leaf in self.leaves):
             self._differentiable()
