@@ -25,7 +25,7 @@ COARSE = 0.06  # where bfloat16 has been on the way
 
 
 # Findings that wait for their remedy, and what isn't drawn until then. Empty is what it should be.
-EXCLUDED = {"F2": "writes to memory of which a view has an element several times"}
+EXCLUDED: dict[str, str] = {}
 
 
 class UnsuitableError(Exception):
