@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Sequence
+import enum
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import sequence_order
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
-from xla_dtensor.compilation.code_names import is_library
-from xla_dtensor.compilation.contents import Same, cells_of, fields_of, without_cells
+from xla_dtensor.compilation.code_names import is_library_class
 from xla_dtensor.compilation.found import content_of, is_atom
-from xla_dtensor.compilation.objects import opened_record
+from xla_dtensor.compilation.global_state import STATE, global_state, text_of
+from xla_dtensor.compilation.identities import Same
+from xla_dtensor.compilation.kinds import FUNCTION, REGISTERED, kind_of, mapped, places_of
+from xla_dtensor.compilation.kinds_of_code import without_cells
 from xla_dtensor.compilation.outside import hooks_of
-from xla_dtensor.compilation.reflection import is_strict
-from xla_dtensor.mesh import current_mesh
+from xla_dtensor.compilation.places import Attributes, Place
+from xla_dtensor.compilation.reflection import dict_of, is_strict
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+Plant = Callable[[Place, Any, Any], None]
+"""Puts something into a place for the time of a trace."""
 
 
 class Arguments:
     """The arguments of one call.
 
+    Args:
+        args, kwargs: of the call.
+        reads: the names of attributes that the step's code is known to read; None: it may read any.
+
     Attributes:
-        values: the leaves of ``(args, kwargs)``.
-        tensors: the tensors among them and in dataclasses and the like; inputs of the program.
-        numbers: the Python numbers (not bools) among the leaves, by position.
-        objects: what is known by identity alone; the step's code may read from it.
+        values: what they consist of (`kinds`): tensors, numbers, and all that isn't taken apart.
+        tensors: the tensors among them, and those in attributes of tensors; inputs of the program.
+        numbers: the Python numbers (not bools) among the values that may be inputs, by position.
+        containers: the objects that were taken apart: lists, dicts, dataclasses.
+        arrays: NumPy's, and other buffers, with their content.
         key: of everything but the numbers' values: calls with different keys have different
             programs.
         carried: the same of what the step has kept from its last call (`carrying`), which comes
@@ -40,54 +50,96 @@ class Arguments:
     """
 
     __slots__ = (
-        *(
-            "_carried_names",
-            "_opened",
-            "_shape",
-            "args",
-            "carried",
-            "given",
-            "key",
-            "kwargs",
-            "numbers",
-        ),
-        *("objects", "tensors", "values"),
+        *("_carried_names", "_cut", "_index", "_inputs", "_objects", "_parts", "_reads", "args"),
+        *("arrays", "carried", "containers", "given", "key", "kwargs", "numbers", "tensors"),
+        *("_all_inputs", "_kept", "_positions", "values"),
     )
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-        if not kwargs and all(map(_is_leaf, args)):
-            self.values: list[Any] = list(args)
-            self._shape: Any = len(args)
-        else:
-            self.values, self._shape = pytree.tree_flatten((args, kwargs))
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reads: frozenset[str] | None = frozenset(),
+    ) -> None:
+        self.args, self.kwargs, self._reads = args, kwargs, reads
+        self.values: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.numbers: dict[int, int | float] = {}
-        self.objects: list[tuple[str, Any]] = []
-        self._opened: set[int] = set()
-        parts: list[Any] = []
-        for i, value in enumerate(self.values):
-            cls = type(value)
-            if cls is XLAShardedTensor or cls is XLATensor:
-                parts.append(self._tensor(value))
-            elif cls is float or cls is int:
-                self.numbers[i] = value
-                parts.append(cls)
-            else:
-                parts.append(self._part(value, f"argument {i}"))
-        self.key = (self._shape, tuple(parts), self._aliases(), global_state())
+        self.containers: list[Any] = []
+        self.arrays: list[tuple[Any, Any]] = []
+        # What the step's code may read from: how it is called for messages, of which value.
+        self._objects: list[tuple[str, Any, Any]] = []
+        self._index: dict[int, int] = {}
+        self._parts: list[Any] = []
+        self._inputs, self._all_inputs = True, False
+        structure: Any = tuple(map(self._structure, args))
+        if kwargs:
+            structure = structure, tuple(kwargs), tuple(map(self._structure, kwargs.values()))
+        self.key = (structure, tuple(self._parts), self._aliases(), global_state())
         self.given = self
         self.carried: tuple[Any, ...] = ()
         self._carried_names: list[str] = []
+        self._cut: dict[int, torch.Tensor] = {}
+        self._positions, self._kept = self._index, {}
 
-    def _aliases(self) -> tuple[int, ...]:
-        """Which of the tensors share memory: a write to one is a write to the other."""
-        if len(self.tensors) < 2:
+    def _aliases(self) -> tuple[Any, ...]:
+        """Which of the tensors share memory (a write to one is a write to the other), and which of
+        those are one object."""
+        tensors = self.tensors
+        if len(tensors) < 2:
+            return ()
+        storages = [id(getattr(t, "_storage_", t)) for t in tensors]
+        if len(set(storages)) == len(storages):
             return ()
         first: dict[int, int] = {}
-        return tuple(
-            first.setdefault(id(getattr(t, "_storage_", t)), i) for i, t in enumerate(self.tensors)
+        same: dict[int, int] = {}
+        return (
+            tuple(first.setdefault(storage, i) for i, storage in enumerate(storages)),
+            tuple(same.setdefault(id(t), i) for i, t in enumerate(tensors)),
         )
+
+    def _structure(self, value: Any) -> Any:
+        """Take a value apart; the part of the key for what isn't a leaf's."""
+        cls = type(value)
+        if cls is XLAShardedTensor or cls is XLATensor:
+            self.values.append(value)
+            self._parts.append(self._tensor(value))
+            return None
+        if cls is float or cls is int:
+            if self._inputs:
+                self.numbers[len(self.values)] = value
+            self._parts.append(cls if self._inputs else exact(value))
+            self.values.append(value)
+            return None
+        kind = kind_of(value)
+        if kind is None:
+            self.values.append(value)
+            self._parts.append(self._leaf(value))
+            return None
+        count = len(self.containers)
+        index = self._index.setdefault(id(value), count)
+        if index < count:  # the same object once more, or in itself
+            return index
+        self.containers.append(value)
+        data, parts = kind.split(value)
+        if kind is FUNCTION:
+            self._objects.append(("", value, without_cells(value)))
+        elif not is_library_class(cls):
+            self._objects.append(("the class of ", value, cls))  # whose methods may be called
+        before = self._inputs
+        self._inputs = self._all_inputs or (before and kind.inputs)
+        found = kind.key(data), tuple(map(self._structure, parts))
+        self._inputs = before
+        return found
+
+    def _inside(self, values: Sequence[Any]) -> Any:
+        """The part of the key for what a leaf keeps."""
+        outer = self.values, self._parts, self._inputs
+        self.values, self._parts, self._inputs = [], [], False
+        structure = tuple(map(self._structure, values))
+        found = structure, tuple(self._parts)
+        self.values, self._parts, self._inputs = outer
+        return found
 
     def _tensor(self, value: Any) -> tuple[Any, ...]:
         self.tensors.append(value)
@@ -99,15 +151,30 @@ class Arguments:
             value.requires_grad,
             value.requires_grad and value.is_leaf,
             tuple(map(Same, hooks_of(value))) if hooks else (),
+            self._attributes(value),
         )
 
-    def _part(self, value: Any, path: str) -> Any:
-        """The part of the key for one leaf, or for something inside of one."""
-        if is_strict(type(value)):
-            self.objects.append((path, value))
+    def _attributes(self, value: Any) -> Any:
+        """What the user has put on a tensor, as far as the step's code may read it."""
+        own, reads = value.__dict__, self._reads
+        version = reads is not None and "_version" in reads and not value.is_inference()
+        found = value._version if version else None
+        if own.keys() <= OWN_ATTRIBUTES:
+            return found
+        names = sorted(own.keys() - OWN_ATTRIBUTES)
+        names = [name for name in names if reads is None or name in reads]
+        if not names:
+            return found
+        return found, tuple(names), self._inside([own[name] for name in names])
+
+    def _leaf(self, value: Any) -> Any:
+        """The part of the key for one leaf."""
+        cls = type(value)
+        if is_strict(cls):
+            self._objects.append(("", value, value))
             return Same(value)
         if isinstance(value, XLAShardedTensor | XLATensor):
-            return self._tensor(value)
+            return cls, self._tensor(value)
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             return (
@@ -116,43 +183,24 @@ class Arguments:
                 value.dtype,
                 value.device,
                 value.requires_grad,
+                self._attributes(value),
             )
         if is_atom(value):
-            try:
+            if is_library_class(cls):
                 return exact(value)
-            except TypeError:  # a slice
-                return "atom", repr(value)
+            if isinstance(value, enum.Enum):
+                self._objects.append(("", value, value))
+                return Same(value)
+            self._objects.append(("the class of ", value, cls))
+            own = dict_of(value) or {}
+            return exact(value), tuple(own), self._inside(list(own.values()))
         if isinstance(value, np.ndarray | bytearray | memoryview):
-            return content_of(value)
-        if isinstance(value, set | frozenset) and all(map(is_atom, value)):
-            return type(value), frozenset(map(exact, value))
-        fields = fields_of(value)
-        if fields is None:
-            cells = None if id(value) in self._opened else cells_of(value)
-            if cells is not None:
-                self._opened.add(id(value))  # it may keep itself
-                self.objects.append((path, without_cells(value)))
-                return (
-                    Same(value.__globals__),
-                    value.__code__,
-                    tuple(self._part(inner, f"{name} of {path}") for name, inner in cells.items()),
-                )
-            if isinstance(value, dict):  # of a class that torch's pytree doesn't know
-                self.objects.append((f"the class of {path}", type(value)))
-                return type(value), tuple(
-                    (self._part(k, path), self._part(x, f"{path}[{k!r}]")) for k, x in value.items()
-                )
-            if isinstance(value, list | tuple):
-                self.objects.append((f"the class of {path}", type(value)))
-                return type(value), tuple(
-                    self._part(x, f"{path}[{i}]") for i, x in enumerate(value)
-                )
-            self.objects.append((path, value))
-            return Same(value)
-        self.objects.append((f"the class of {path}", type(value)))  # whose methods may be called
-        return type(value), tuple(
-            (name, self._part(inner, f"{path}.{name}")) for name, inner in fields.items()
-        )
+            content = content_of(value)
+            self.arrays.append((value, content))
+            own = dict_of(value) or {}
+            return cls, content, tuple(own), self._inside(list(own.values()))
+        self._objects.append(("", value, value))
+        return Same(value)
 
     # --- what the step keeps ------------------------------------------------------------------
 
@@ -161,38 +209,29 @@ class Arguments:
         given = self.given
         if not places:
             return given
-        more = Arguments.__new__(Arguments)
-        more.given, more._shape = given, given._shape
-        more.args, more.kwargs, more.objects = given.args, given.kwargs, given.objects
-        more.key = given.key
-        more._opened = set()
+        more = given._copy()
         more.values, more.tensors = list(given.values), list(given.tensors)
         more.numbers, more._carried_names = dict(given.numbers), []
+        more.containers, more._index, more._parts = [], {}, []
+        more._all_inputs = True
         parts = []
         for place in places:
             value = place.read()
             if not is_state(value):
                 return None
-            parts.append(more._state(value, place.name))
+            before = len(more.values)
+            parts.append((more._structure(value), tuple(more._parts)))
+            more._parts = []
+            more._carried_names += [place.name] * (len(more.values) - before)
         more.carried = (*parts, more._aliases())
+        more.containers, more._index = given.containers, given._index
         return more
 
-    def _state(self, value: Any, name: str) -> Any:
-        """The part of the key for what is in one place."""
-        if isinstance(value, torch.Tensor | int | float | str | None):
-            return self._state_leaf(value, name)
-        leaves, shape = pytree.tree_flatten(opened_record(value))
-        return shape, tuple(self._state_leaf(leaf, name) for leaf in leaves)
-
-    def _state_leaf(self, value: Any, name: str) -> Any:
-        cls = type(value)
-        position = len(self.values)
-        self.values.append(value)
-        self._carried_names.append(name)
-        if cls is float or cls is int:
-            self.numbers[position] = value
-            return cls
-        return self._part(value, name)
+    def _copy(self) -> Arguments:
+        other = Arguments.__new__(Arguments)
+        for name in Arguments.__slots__:
+            setattr(other, name, getattr(self, name))
+        return other
 
     def carried_numbers(self) -> frozenset[int]:
         """The numbers that are kept. They are always inputs: they hardly stay as they are."""
@@ -203,175 +242,168 @@ class Arguments:
         self, places: Sequence[Carried], numbers: dict[int, Any]
     ) -> list[tuple[Carried, Any]]:
         """The places that hold numbers, each with its content with others instead."""
-        position = len(self.values) - len(self._carried_names)
-        found = []
-        for place in places:
-            leaves, shape = pytree.tree_flatten(opened_record(place.read()))
-            inner = range(position, position + len(leaves))
-            position += len(leaves)
-            if any(i in numbers for i in inner):
-                leaves = [numbers.get(i, leaf) for i, leaf in zip(inner, leaves, strict=True)]
-                found.append((place, pytree.tree_unflatten(leaves, shape)))
-        return found
+        positions = itertools.count(len(self.values) - len(self._carried_names))
+        done: dict[int, Any] = {}
+
+        def other(leaf: Any) -> Any:
+            return numbers.get(next(positions), leaf)
+
+        found = [(place, place.read()) for place in places]
+        others = [(place, value, mapped(value, other, None, done)) for place, value in found]
+        return [(place, new) for place, value, new in others if new is not value]
 
     # --- for the trace ------------------------------------------------------------------------
 
-    def classes(self) -> list[tuple[str, Any]]:
-        """The classes of the containers that torch's pytree has taken apart (named tuples), and the
-        functions that they keep, whose code may be the step's."""
-        found: dict[int, tuple[str, Any]] = {}
-        specs = [] if isinstance(self._shape, int) else [self._shape]
-        while specs:
-            spec = specs.pop()
-            specs += spec.children()
-            context = spec.context if isinstance(spec.context, list | tuple) else [spec.context]
-            for value in (spec.type, *context):
-                if isinstance(value, type | types.FunctionType) and not is_library(
-                    value.__module__
-                ):
-                    found[id(value)] = f"the class of an argument, {value.__qualname__}", value
-        return list(found.values())
-
-    def with_numbers(self, numbers: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other numbers in the places of ``numbers``."""
-        if not numbers:
+    def for_trace(
+        self, numbers: dict[int, Any], plant: Plant
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other numbers in the places of ``numbers``, and without history: lists
+        and the like get them for the time of the trace."""
+        for value, names in self._unread():
+            for name in names:
+                plant(Attributes(value, "an argument"), name, _UNREAD)
+        self._positions = self._index
+        if not numbers and not self._cut:
             return self.args, self.kwargs
-        own = len(self.values) - len(self._carried_names)
-        values = [numbers.get(i, value) for i, value in enumerate(self.values[:own])]
-        if isinstance(self._shape, int):
-            return tuple(values), {}
-        args, kwargs = pytree.tree_unflatten(values, self._shape)
+        positions = itertools.count()
+        done: dict[int, Any] = {}
+
+        def other(leaf: Any) -> Any:
+            found = numbers.get(next(positions), leaf)
+            return self._cut.get(id(leaf), found) if self._cut else found
+
+        args = tuple(mapped(value, other, plant, done) for value in self.args)
+        kwargs = {name: mapped(value, other, plant, done) for name, value in self.kwargs.items()}
+        self._kept = done
+        made = {id(new): self._index[key] for key, (_, new) in done.items()}
+        self._positions = self._index | made
         return args, kwargs
+
+    def _unread(self) -> Iterator[tuple[Any, list[str]]]:
+        """The tensors with attributes that the step's code doesn't read. It may assign them, be it
+        what is there already."""
+        reads = self._reads
+        for tensor in self.tensors if reads is not None else ():
+            names = [name for name in Attributes(tensor, "").content() if name not in reads]
+            if names:
+                yield tensor, names
+
+    def reads_more(self, reads: frozenset[str] | None) -> bool:
+        """Whether the step reads attributes of these tensors that it wasn't known to read."""
+        known = self._reads
+        if known is None or reads == known:
+            return False
+        if reads is not None and "_version" in reads - known:
+            return bool(self.tensors)
+        return any(
+            name not in known and (reads is None or name in reads)
+            for tensor in self.tensors
+            for name in Attributes(tensor, "").content()
+        )
 
     def without_history(self) -> Arguments:
         """The same for a trace: a tensor that has a history is a leaf there, with the same memory.
         torch's backward pass would go on into what the caller has computed."""
         if not any(map(has_history, self.tensors)):
             return self
+        more = self._copy()
+        more.given, more._cut = more, {}
+        for tensor in self.tensors:
+            if has_history(tensor) and id(tensor) not in more._cut:
+                leaf = more._cut[id(tensor)] = tensor.detach().requires_grad_()
+                Attributes(leaf, "").put(Attributes(tensor, "").content())
+        more.tensors = [more._cut.get(id(t), t) for t in self.tensors]
+        return more
 
-        def cut(value: Any) -> Any:
-            return value.detach().requires_grad_() if _is_computed(value) else value
+    def position(self, container: Any) -> int | None:
+        """Which of the containers something is."""
+        return self._positions.get(id(container))
 
-        args, kwargs = pytree.tree_map(cut, (self.args, self.kwargs))
-        return Arguments(args, kwargs)
+    def places(self) -> list[Place]:
+        """Where a step may put something into its arguments."""
+        paths = self._path_of()
+        return [
+            place
+            for value in (*self.containers, *self.tensors)
+            for place in places_of(value, paths.get(id(value), "an argument"))
+        ]
 
-    def changed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the step, given these, has put other things into its lists and dicts."""
-        if isinstance(self._shape, int):
+    def is_spoilt(self) -> bool:
+        """Whether the step has changed what can't be changed in each call: an array, an object of
+        a class that the user has registered with torch's pytree."""
+        if any(content_of(value) != content for value, content in self.arrays):
+            return True
+        if not any(kind_of(value) is REGISTERED for value in self.containers):
             return False
-        values, shape = pytree.tree_flatten((args, kwargs))
-        return shape != self._shape or any(
-            a is not b
-            for i, (a, b) in enumerate(zip(values, self.values, strict=False))
-            if i not in self.numbers
+        now = Arguments(self.args, self.kwargs, self._reads)
+        return now.key[:2] != self.key[:2] or list(map(id, now.tensors)) != list(
+            map(id, self.given.tensors)
         )
+
+    def roots(self) -> list[tuple[str, Any]]:
+        """What the step's code may read from, with how to call it."""
+        paths = self._path_of() if self._objects else {}
+        return [
+            (prefix + paths.get(id(value), "an argument"), thing)
+            for prefix, value, thing in self._objects
+        ]
 
     # --- for messages -------------------------------------------------------------------------
 
+    def _paths(self) -> Iterator[tuple[str, Any, bool]]:
+        """How to call everything, in order: with whether it is a leaf."""
+        seen: set[int] = set()
+
+        def visit(path: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
+            kind = kind_of(value)
+            if kind is None or id(value) not in seen:
+                yield path, value, kind is None
+            if kind is None or id(value) in seen:
+                return
+            seen.add(id(value))
+            for part, (place, key) in zip(
+                kind.split(value)[1], kind.spots(value, path), strict=True
+            ):
+                yield from visit(place.label(key), part)
+
+        for i, value in enumerate(self.args):
+            yield from visit(f"argument [{i}]", value)
+        for name, value in self.kwargs.items():
+            yield from visit(f"argument keyword [{name!r}]", value)
+
+    def _path_of(self) -> dict[int, str]:
+        return {id(value): path for path, value, _ in self._paths()}
+
     def names(self) -> list[str]:
-        """How to call the leaves."""
-        tree = (self.args, self.kwargs)
-        own = [_path_name(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-        return own + self._carried_names
+        """How to call the values."""
+        return [path for path, _, is_leaf in self._paths() if is_leaf] + self._carried_names
 
     def difference(self, other: Arguments) -> str | None:
         """What differs from another call, in words; None if nothing but numbers does."""
-        if self._shape != other._shape:
+        if self.key[0] != other.key[0]:
             return "the arguments have another structure"
         for name, mine, theirs, now, before in zip(
             self.names(), self.key[1], other.key[1], self.values, other.values, strict=False
         ):
             if mine != theirs:
-                return f"{name}: from {_text(before)} to {_text(now)}"
+                return f"{name}: from {text_of(before)} to {text_of(now)}"
         if self.key[2] != other.key[2]:
             return "which of the arguments share memory"
         if self.key[3] != other.key[3]:
-            for name, now, before in zip(_STATE, self.key[3], other.key[3], strict=True):
+            for name, now, before in zip(STATE, self.key[3], other.key[3], strict=True):
                 if now != before:
                     return f"{name}: from {before} to {now}"
         if self.carried != other.carried:
             now, before = self.values[len(self.key[1]) :], other.values[len(self.key[1]) :]
             for name, mine, theirs in zip(self._carried_names, now, before, strict=False):
-                if _text(mine) != _text(theirs):
-                    return f"{name}: from {_text(theirs)} to {_text(mine)}"
+                if text_of(mine) != text_of(theirs):
+                    return f"{name}: from {text_of(theirs)} to {text_of(mine)}"
             return "what the step keeps from one call to the next"
         return None
 
 
-def _is_computed(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and has_history(value)
+class _Unread:
+    """Stands for the value of an attribute that the step's code doesn't read."""
 
 
-def _is_leaf(value: Any) -> bool:
-    return issubclass(type(value), _LEAVES)
-
-
-_LEAVES = (torch.Tensor, int, float, str, types.NoneType)
-
-
-def _path_name(path: Any) -> str:
-    """``([0], [1])`` of ``(args, kwargs)`` as a user would say it."""
-    kind, *rest = path
-    where = "".join(str(part) for part in rest)
-    return f"argument {where}" if getattr(kind, "idx", 0) == 0 else f"argument keyword {where}"
-
-
-def _text(value: Any) -> str:
-    """An argument, in words."""
-    if isinstance(value, XLAShardedTensor | XLATensor):
-        form = value._form
-        text = f"{list(form.shape)} {form.dtype}"
-        if form.placements is not None:
-            text += f" {list(form.placements)}"
-        return text + (", requires_grad" if value.requires_grad else "")
-    if isinstance(value, torch.Tensor):
-        return f"{list(value.shape)} {value.dtype} on {value.device}"
-    text = repr(value)
-    return text if len(text) < 100 else f"{text[:97]}..."
-
-
-_STATE = (
-    *("torch.is_grad_enabled()", "torch.is_inference_mode_enabled()", "torch.get_default_dtype()"),
-    *("torch.get_float32_matmul_precision()", "torch.are_deterministic_algorithms_enabled()"),
-    *("torch.is_anomaly_enabled()", "torch.is_anomaly_check_nan_enabled()"),
-    *("autocast on xla", "autocast on the CPU", "autocast's dtype on xla", "its dtype on the CPU"),
-    *("torch.get_default_device()", "saved-tensor hooks", "torch's modes", "__torch_function__"),
-    *("the order of sequences in context_parallel", "the current mesh"),
-)
-
-
-def global_state() -> tuple[Any, ...]:
-    """torch's settings of this moment that change what a step computes."""
-    on_xla, on_cpu = torch.is_autocast_enabled("xla"), torch.is_autocast_enabled("cpu")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_anomaly_enabled(),
-        torch.is_anomaly_check_nan_enabled(),
-        on_xla,
-        on_cpu,
-        torch.get_autocast_dtype("xla") if on_xla else None,
-        torch.get_autocast_dtype("cpu") if on_cpu else None,
-        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
-        _modes() if _function_modes() or _dispatch_modes() else None,
-        torch._C._is_torch_function_enabled(),
-        sequence_order.current(),
-        current_mesh(),
-    )
-
-
-_function_modes, _dispatch_modes = (
-    torch._C._len_torch_function_stack,
-    torch._C._len_torch_dispatch_stack,
-)
-
-
-def _modes() -> tuple[Same, ...]:
-    """The modes that the user has entered: they see every operation."""
-    functions = map(torch._C._get_function_stack_at, range(_function_modes()))
-    dispatches = map(torch._C._get_dispatch_stack_at, range(_dispatch_modes()))
-    return tuple(map(Same, (*functions, *dispatches)))
+_UNREAD = _Unread()

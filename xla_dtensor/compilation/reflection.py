@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import gc
 import types
 from collections import deque
 from typing import Any
@@ -77,3 +78,8 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return own if isinstance(own, dict) else None
+
+
+def referents(value: Any) -> list[Any]:
+    """What an object of C refers to: the dict of a view."""
+    return gc.get_referents(value)

@@ -98,8 +98,7 @@ class Traced(TracedEffects):
             )
         self._roots: list[tuple[str, Any]] = [
             ("the step", function),
-            *arguments.objects,
-            *arguments.classes(),
+            *arguments.roots(),
         ]
         self.names_of_carried = carried
         self._executed = recorder.executed()
@@ -111,17 +110,18 @@ class Traced(TracedEffects):
         self.dynamic = dynamic | arguments.carried_numbers()
         if self.dynamic and watch.asks_types:
             raise NumberLeft("the step asks for the type() of numbers")
-        surroundings = Surroundings(watch)
+        surroundings = Surroundings(watch, arguments)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         self.schedulers = DeferredSchedulers()
         known = {key: [dict(g) for g in o.param_groups] for key, o in watch.optimizers.items()}
         self.hooks = OptimizerHooks(trace, known, watch.settings, self.schedulers)
         self.host = trace.host = HostOperations(trace, arguments)
         self.history: History | None = None
+        given = set(map(id, arguments.tensors))
 
         def traced() -> list[Any]:
             numbers = self._numbers(trace, arguments)
-            args, kwargs = arguments.with_numbers(numbers)
+            args, kwargs = arguments.for_trace(numbers, surroundings.put)
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
                 self.hooks.carried.add(place.where())
@@ -129,10 +129,11 @@ class Traced(TracedEffects):
             computing = MathOfNumbers() if self.dynamic else contextlib.nullcontext()
             with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing:
                 out = _call(function, args, kwargs)
-            if arguments.changed(args, kwargs):
+            if arguments.is_spoilt():
                 raise DataDependentError(
-                    "the step puts something into a list or dict that it was given as an argument, "
-                    "which would happen when it is traced, not in every call; return it instead"
+                    "the step writes to an array that it was given as an argument (or puts "
+                    "something into an object that torch's pytree takes apart), which would happen "
+                    "when it is traced, not in every call; return it instead"
                 )
             result = [out]
             del out, args, kwargs
@@ -152,7 +153,11 @@ class Traced(TracedEffects):
                     jax.enable_x64(True),
                     recorder.recording(watch.meets_installed),
                 ):
-                    self._made = MadeObjects(new)
+                    self._made = MadeObjects(
+                        new,
+                        surroundings.holds,
+                        lambda t: id(t) not in watch.tensors and id(t) not in given,
+                    )
                     closed = jax.make_jaxpr(traced)()
                     del self._made
                     if any(number() is not None for number in trace.python_numbers):
@@ -289,7 +294,7 @@ class Traced(TracedEffects):
         history = History(trace)
         made = Made(self, arguments, watch, history)
         self.effects = surroundings.effects()
-        made.histories([*flat, *self._left_in_places(surroundings)])
+        made.histories([*flat, *self._left_in_places()])
         self.results = list(map(made.result, flat))
         self._effects(surroundings, watch, made)
         self.random_operations = trace.random_operations()

@@ -50,6 +50,7 @@ class TracedInputs:
             for storage, i in of_arguments.items()
             if storage in found
         )
+        self.met = self.watch.met(arguments)
         self.slots: list[Source] = []
         self.reads: list[tuple[Any, Any]]
         counters: dict[int, list[Captured]] = {}

@@ -6,7 +6,6 @@ import array
 import contextvars
 import enum
 import functools
-import gc
 import itertools
 import operator
 import os
@@ -35,6 +34,7 @@ from xla_dtensor.compilation.reflection import (
     dict_of,
     is_strict,
     referent,
+    referents,
 )
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
@@ -317,7 +317,7 @@ class Walk:
             self._dict(value, path)
         elif cls in _VIEWS:
             self._note(path, cls)
-            for table in gc.get_referents(value):
+            for table in referents(value):
                 self._walk(table, path)
         elif isinstance(value, threading.local):
             self._thread_local(value, path)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.found import Found, content_of
 from xla_dtensor.compilation.identities import identities
 from xla_dtensor.compilation.places import Entries, Place, Slots
@@ -80,6 +81,20 @@ class Watch(WalkObjects):
                 found += group["params"]
         return found
 
+    @property
+    def names_read(self) -> frozenset[str] | None:
+        """The names of attributes that the step's code may read; None for any."""
+        if self._names.any_attribute:
+            return None
+        return frozenset(self._names.attributes | self._library_reads)
+
+    def met(self, arguments: Arguments) -> tuple[Any, ...]:
+        """Those of the arguments that the step finds elsewhere, too: it may ask whether they are
+        one object."""
+        given: tuple[Any, ...] = (*arguments.tensors, *arguments.containers)
+        known = self.known.intersection(map(id, given))
+        return tuple(x if id(x) in known else None for x in given) if known else ()
+
     def assigned_in(self, place: Place) -> set[str] | None:
         """The names of attributes that the step's code may assign in a place; None for any."""
         if place.container not in self._plain or self._names.any_attribute:
@@ -108,6 +123,9 @@ class Watch(WalkObjects):
             sized = place.sized()
             if sized is not None:
                 self._mappings.append(sized)
+        self.known = frozenset(
+            (*self.tensors, *map(id, self._typed), *(id(place.owner) for place in self.places))
+        )
         self._lengths = list(map(len, self._mappings))
         self._types = list(map(type, self._typed))
         self._held = tuple(self._current())
