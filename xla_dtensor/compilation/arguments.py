@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation.argument_names import paths
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library_class
 from xla_dtensor.compilation.found import content_of, is_atom
@@ -255,13 +256,15 @@ class Arguments:
     # --- for the trace ------------------------------------------------------------------------
 
     def for_trace(
-        self, numbers: dict[int, Any], plant: Plant
+        self, numbers: dict[int, Any], plant: Plant, reads: frozenset[str] | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other numbers in the places of ``numbers``, and without history: lists
-        and the like get them for the time of the trace."""
-        for value, names in self._unread():
-            for name in names:
-                plant(Attributes(value, "an argument"), name, _UNREAD)
+        and the like get them for the time of the trace. Attributes of tensors that aren't among
+        ``reads`` are hidden: the step may assign them, be it what is there already."""
+        for tensor in self.tensors if reads is not None else ():
+            place = Attributes(tensor, "an argument")
+            for name in place.content().keys() - reads:
+                plant(place, name, _UNREAD)
         self._positions = self._index
         if not numbers and not self._cut:
             return self.args, self.kwargs
@@ -279,27 +282,19 @@ class Arguments:
         self._positions = self._index | made
         return args, kwargs
 
-    def _unread(self) -> Iterator[tuple[Any, list[str]]]:
-        """The tensors with attributes that the step's code doesn't read. It may assign them, be it
-        what is there already."""
-        reads = self._reads
-        for tensor in self.tensors if reads is not None else ():
-            names = [name for name in Attributes(tensor, "").content() if name not in reads]
-            if names:
-                yield tensor, names
-
-    def reads_more(self, reads: frozenset[str] | None) -> bool:
-        """Whether the step reads attributes of these tensors that it wasn't known to read."""
+    def check_reads(self, reads: frozenset[str] | None) -> None:
+        """Raise `ReadsMore` if the step reads attributes of these tensors that aren't in their key,
+        because it wasn't known to."""
         known = self._reads
         if known is None or reads == known:
-            return False
-        if reads is not None and "_version" in reads - known:
-            return bool(self.tensors)
-        return any(
-            name not in known and (reads is None or name in reads)
+            return
+        more = (reads or frozenset()) - known
+        if (self.tensors and "_version" in more) or any(
+            name not in known and (reads is None or name in more)
             for tensor in self.tensors
             for name in Attributes(tensor, "").content()
-        )
+        ):
+            raise ReadsMore(reads)
 
     def without_history(self) -> Arguments:
         """The same for a trace: a tensor that has a history is a leaf there, with the same memory.
@@ -314,6 +309,10 @@ class Arguments:
                 Attributes(leaf, "").put(Attributes(tensor, "").content())
         more.tensors = [more._cut.get(id(t), t) for t in self.tensors]
         return more
+
+    def objects(self) -> tuple[Any, ...]:
+        """All tensors and containers: what the step may ask the identity of."""
+        return (*self.tensors, *self.containers)
 
     def position(self, container: Any) -> int | None:
         """Which of the containers something is."""
@@ -350,33 +349,13 @@ class Arguments:
 
     # --- for messages -------------------------------------------------------------------------
 
-    def _paths(self) -> Iterator[tuple[str, Any, bool]]:
-        """How to call everything, in order: with whether it is a leaf."""
-        seen: set[int] = set()
-
-        def visit(path: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
-            kind = kind_of(value)
-            if kind is None or id(value) not in seen:
-                yield path, value, kind is None
-            if kind is None or id(value) in seen:
-                return
-            seen.add(id(value))
-            for part, (place, key) in zip(
-                kind.split(value)[1], kind.spots(value, path), strict=True
-            ):
-                yield from visit(place.label(key), part)
-
-        for i, value in enumerate(self.args):
-            yield from visit(f"argument [{i}]", value)
-        for name, value in self.kwargs.items():
-            yield from visit(f"argument keyword [{name!r}]", value)
-
     def _path_of(self) -> dict[int, str]:
-        return {id(value): path for path, value, _ in self._paths()}
+        return {id(value): path for path, value, _ in paths(self.args, self.kwargs)}
 
     def names(self) -> list[str]:
         """How to call the values."""
-        return [path for path, _, is_leaf in self._paths() if is_leaf] + self._carried_names
+        own = [path for path, _, is_leaf in paths(self.args, self.kwargs) if is_leaf]
+        return own + self._carried_names
 
     def difference(self, other: Arguments) -> str | None:
         """What differs from another call, in words; None if nothing but numbers does."""
@@ -400,6 +379,14 @@ class Arguments:
                     return f"{name}: from {text_of(theirs)} to {text_of(mine)}"
             return "what the step keeps from one call to the next"
         return None
+
+
+class ReadsMore(BaseException):
+    """A step reads attributes of tensors among its arguments that it wasn't known to read: the call
+    has another key. No error of the step's."""
+
+    def __init__(self, reads: frozenset[str] | None) -> None:
+        self.reads = reads
 
 
 class _Unread:

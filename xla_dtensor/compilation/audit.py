@@ -9,7 +9,7 @@ from typing import Any
 from jax._src import source_info_util
 
 from xla_dtensor.base.source_line import is_users
-from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import trace
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.errors import StaleStepError
@@ -21,7 +21,13 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
     Raises:
         StaleStepError: they differ.
     """
-    again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried)
+    try:
+        again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried)
+    except ReadsMore as more:
+        raise StaleStepError(
+            f"the compiled step {name} is stale: its Python reads attributes of its arguments that "
+            "it didn't read when it was traced. Nothing has been computed in this call."
+        ) from more
     again.undo()
     mine, now = traced.signature(), again.signature()
     for what, before in mine.items():

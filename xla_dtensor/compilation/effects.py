@@ -100,6 +100,14 @@ class Effect:
         self.after = {key: convert(value) for key, value in self.after.items()}
 
 
+class _Anything:
+    """Stands for what a place held that was something else for the time of the trace."""
+
+    def __repr__(self) -> str:
+        return "something"
+
+
+_ANYTHING = _Anything()
 _BY_NAME = Entries | Slots | Attributes
 
 
@@ -160,7 +168,7 @@ class Surroundings:
                 continue  # most of them
             after = self._but_for_planted(place, before, now)
             after |= self._of_other_threads(place, before, after)
-            before = before | dict.fromkeys(self._assigned(place) & before.keys(), MISSING)
+            before = before | dict.fromkeys(self._assigned(place) & before.keys(), _ANYTHING)
             if before.keys() == after.keys() and all(
                 a is b or _same(a, b) for a, b in zip(before.values(), after.values(), strict=True)
             ):

@@ -1,12 +1,12 @@
-"""``xla_dtensor.compile``: a training step as one XLA program."""
+"""A compiled step: which program a call runs, and when one is made."""
 
 from __future__ import annotations
 
+import copy
 import functools
-import inspect
 import logging
 import operator
-import os
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation import totals
-from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import Attempt, trace
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.effects import counter_refused, is_counted_on
@@ -34,77 +34,6 @@ logger = logging.getLogger("xla_dtensor")
 PROGRAMS = 256
 # Calls traced in a row of which one is told.
 MANY_TRACES = 5
-
-AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
-
-
-def compile(
-    function: Callable[..., Any],
-    *,
-    compiler_options: dict[str, Any] | None = None,
-    audit: int | None = None,
-    checks: bool | None = None,
-) -> CompiledStep:
-    """Make ``function``, a training step in ordinary torch code, run as one XLA program.
-
-    The first call traces it: forward, backward, clipping, ``optimizer.step()``. Tensors that it
-    uses are found by identity, wherever its Python has them from, and become inputs (donated where
-    it overwrites them); those that it leaves behind (``.grad``, optimizer state) become outputs.
-    What else its Python reads is watched: later calls run the program, or trace again what has
-    changed and say so in ``recompilations``. The whole contract is in ``docs/compile.md``.
-
-    The Python in ``function`` runs when it is traced, and not in every call, as under ``jax.jit``.
-    A result with a history under torch has one here: its backward pass is a second program.
-    Threads may share a step: its calls come one after another, and one trace runs at a time.
-
-    Args:
-        function: the step; a method, too (``@xd.compile`` in a class).
-        compiler_options: passed to XLA's compiler, by name, as ``jax.jit``'s are.
-        audit: in every ``audit``-th call, run the step's Python again and compare what it would do
-            with the program. Default: the environment variable ``XLA_DTENSOR_AUDIT``, or never.
-        checks: look for indices out of range, and raise after the call that had one; a call then
-            waits for the devices. Default: whether ``XLA_DTENSOR_CHECKS`` is ``all``.
-
-    Returns:
-        the `CompiledStep`, called like ``function``.
-
-    Raises:
-        TypeError: ``function`` can't be called, or is a generator or a coroutine.
-        ValueError: ``audit`` is no number of calls.
-        DataDependentError: (when called) the step needs a value in Python, or can't be one program.
-        MeshMismatchError: (when called) it uses tensors on different sets of devices.
-        StaleStepError: (when called) an audit has found a difference.
-
-    Example::
-
-        import torch, xla_dtensor as xd
-
-        model = torch.nn.Linear(16, 4).to("xla")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        @xd.compile
-        def step(x):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-        losses = [step(torch.ones(8, 16, device="xla")).item() for _ in range(3)]
-        assert losses[2] < losses[0] and step.compilations == 1
-    """
-    if not callable(function):
-        raise TypeError(f"xd.compile takes a function (the step), not {function!r}")
-    code = inspect.unwrap(function)
-    if inspect.isgeneratorfunction(code) or inspect.iscoroutinefunction(code):
-        raise TypeError(
-            f"xd.compile: {_name_of(function)} is a generator or a coroutine, whose Python goes on "
-            "when its caller asks; a step is one program: let it return its results"
-        )
-    if audit is None:
-        audit = int(os.environ.get(AUDIT_VARIABLE, "0"))
-    if isinstance(audit, bool) or audit < 0:
-        raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
-    checks = assertions.switch.compiled if checks is None else checks
-    return CompiledStep(function, compiler_options, audit, checks)
 
 
 class CompiledStep:
@@ -134,6 +63,7 @@ class CompiledStep:
         self._function = function
         self._options = compiler_options
         self._audit = audit
+        self._asked_checks = checks
         self._checks = assertions.asking(checks)
         self._calls = 0
         # Threads may share a step: one call after another.
@@ -145,6 +75,8 @@ class CompiledStep:
         # What it keeps outside of itself and replaces in each call, as messages call it; numbers.
         self._carried: frozenset[str] = frozenset()
         self._counted: frozenset[str] = frozenset()
+        # The names of attributes that its code reads, so far; None: it may read any.
+        self._reads: frozenset[str] | None = frozenset()
         # What of it can't be taken from there, and why.
         self._not_carried: dict[str, Exception] = {}
         self.clear_cache()
@@ -162,7 +94,7 @@ class CompiledStep:
             interrupts.install()
         lazy.flush_all()
         with self._lock:
-            return self._call(Arguments(args, kwargs))
+            return self._call(Arguments(args, kwargs, self._reads))
 
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
@@ -239,7 +171,7 @@ class CompiledStep:
             step = xd.compile(lambda x: x * 2)
             assert step.why_not(torch.ones(4, device="xla")) == "the step has not been called yet"
         """
-        arguments = Arguments(args, kwargs)
+        arguments = Arguments(args, kwargs, self._reads)
         with self._lock:
             family = self._families.get(arguments.key) or Family()
             candidates = list(family.candidates(arguments))
@@ -277,7 +209,12 @@ class CompiledStep:
         if missed is None and family.programs:
             family.varies(arguments.numbers)
         with tracing, self._checks:
-            traced = self._traced(arguments, family, path)
+            try:
+                traced = self._traced(arguments, family, path)
+            except ReadsMore as more:
+                self._read(more.reads)
+                return self._call(Arguments(arguments.args, arguments.kwargs, self._reads))
+            self._read(traced.watch.names_read)
         call = traced.take_call()
         program: Program | None = None
         try:
@@ -309,6 +246,11 @@ class CompiledStep:
                 why or "every call has had other arguments",
             )
         return result
+
+    def _read(self, names: frozenset[str] | None) -> None:
+        """Its code is known to read attributes of these names; None for any."""
+        known = self._reads
+        self._reads = None if names is None or known is None else names | known
 
     def _keep(self, program: Program, call: Arguments, family: Family) -> None:
         family.keep(program, call)
@@ -389,8 +331,35 @@ class CompiledStep:
                 compare(self._name(), self._function, program.traced, arguments)
 
     def _name(self) -> str:
-        return _name_of(self._function)
+        return name_of(self._function)
+
+    # --- copies --------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
+        """A step of its own of a copy of the function: that of a method is of a copied object."""
+        other = self._again(copy.deepcopy(self._function, memo))
+        memo[id(self)] = other
+        added = {name: value for name, value in vars(self).items() if name not in vars(other)}
+        vars(other).update(copy.deepcopy(added, memo))
+        return other
+
+    def __reduce__(self) -> Any:
+        """By name, where its module has it (``@xd.compile``), else by the function; without
+        programs."""
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for name in getattr(self, "__qualname__", "").split("."):
+            found = getattr(found, name, None)
+        if found is self:
+            return self.__qualname__
+        return _remade, (self._function, self._options, self._audit, self._asked_checks)
+
+    def _again(self, function: Callable[..., Any]) -> CompiledStep:
+        return CompiledStep(function, self._options, self._audit, self._asked_checks)
 
 
-def _name_of(function: Any) -> str:
+def _remade(*parts: Any) -> CompiledStep:
+    return CompiledStep(*parts)
+
+
+def name_of(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.asked_ids import AskedIds
 from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
@@ -66,6 +67,7 @@ class Traced(TracedEffects):
         replaced: places outside of it whose tensors it replaces by others, as messages call them.
         counted: likewise those in which it puts other numbers, strings or ``None``.
         watch: what its Python can read.
+        asked: the arguments whose ``id`` it has asked for, which are these: (which, object).
         carried: the places that its values are taken from like arguments.
         unforeseen: whether it has run code of installed packages that may have changed what the
             trace didn't know of, so that it has to be made again.
@@ -103,6 +105,8 @@ class Traced(TracedEffects):
         self.names_of_carried = carried
         self._executed = recorder.executed()
         watch = Watch(self._roots, carried, self._executed, expecting=True)
+        reads = watch.names_read
+        caller.check_reads(reads)
         self.carried = each_once(watch.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
@@ -118,16 +122,17 @@ class Traced(TracedEffects):
         self.host = trace.host = HostOperations(trace, arguments)
         self.history: History | None = None
         given = set(map(id, arguments.tensors))
+        ids = AskedIds(arguments, watch.asks_ids)
 
         def traced() -> list[Any]:
             numbers = self._numbers(trace, arguments)
-            args, kwargs = arguments.for_trace(numbers, surroundings.put)
+            args, kwargs = arguments.for_trace(numbers, surroundings.put, reads)
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
                 self.hooks.carried.add(place.where())
             del numbers
             computing = MathOfNumbers() if self.dynamic else contextlib.nullcontext()
-            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing:
+            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing, ids:
                 out = _call(function, args, kwargs)
             if arguments.is_spoilt():
                 raise DataDependentError(
@@ -200,6 +205,8 @@ class Traced(TracedEffects):
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
             same = len(self._roots) == before and not watch.meets_installed
             self.watch = watch if same else self.look_again(watch)
+            objects = call.objects()
+            self.asked = [(i, objects[i]) for i in sorted(ids.found)]
             self.frame = trace.frame
             self.jaxpr = closed.jaxpr
             self._collect_inputs(trace, arguments, closed.consts)

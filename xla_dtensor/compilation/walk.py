@@ -36,7 +36,6 @@ from xla_dtensor.compilation.reflection import (
     referent,
     referents,
 )
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 _Iterators: tuple[type, ...] = (
     types.GeneratorType,
@@ -129,6 +128,9 @@ class Walk:
         raise NotImplementedError
 
     def _plain_object(self, value: Any, path: str) -> None:
+        raise NotImplementedError
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> None:
         raise NotImplementedError
 
     def _slots(self, value: Any, path: str) -> None:
@@ -239,16 +241,17 @@ class Walk:
                 hooks = getattr(value, name, None)
                 for number, hook in enumerate(hooks.values() if hooks else ()):
                     self._walk(hook, f"{path}.{name}[{number}]")
-            own = vars(value)
-            added = own.keys() - OWN_ATTRIBUTES
-            names = [n for n in own if n in added and self._is_read(n)] if added else []
-            if names or self._asks_for_absent:  # what the user has put on it, or may
-                self._entries(own, names, path, value)
+            self._tensor(value, path)
             return
         if isinstance(value, np.ndarray | bytearray | memoryview | array.array):
             content = content_of(value)
             self.arrays.append((value, content))
             self._note(path, "array", content)
+            if cls is not np.ndarray:
+                self._own_parts(value, path)
+            if isinstance(value, np.ndarray) and value.dtype.hasobject:
+                for number, item in enumerate(value.ravel().tolist()):
+                    self._walk(item, f"{path}[{number}]")
             return
         self._walk_parts(value, path)
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as torch_module
@@ -40,6 +41,7 @@ from xla_dtensor.compilation.reflection import (
     subclasses,
 )
 from xla_dtensor.compilation.walk_code import WalkCode
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 # Content beyond this is compared by length: vocabularies, data sets.
 MANY = 10_000
@@ -53,6 +55,7 @@ _MODULE_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
 )
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+_NOT_USERS = _MODULE_OWN | OWN_ATTRIBUTES
 
 
 class WalkObjects(WalkCode):
@@ -89,6 +92,20 @@ class WalkObjects(WalkCode):
         self._entries(own, names, path, module)
         self._class(cls)
 
+    def _tensor(self, tensor: torch.Tensor, path: str) -> None:
+        """What the user has put on a tensor, or may."""
+        own = vars(tensor)
+        added = own.keys() - OWN_ATTRIBUTES
+        names = [n for n in own if n in added and self._is_read(n)] if added else []
+        if names or self._asks_for_absent:
+            self._entries(own, names, path, tensor)
+        if self._names.assigned:
+            self._assigned(tensor, path, names)
+        if "_version" in self._names.attributes and not tensor.is_inference():
+            version = tensor._version
+            self.probes.append((lambda: tensor._version == version, True))
+            self._note(f"{path}._version", "value", version)
+
     def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
         for name in self._without_taken(Entries(own, names, path)):
             if name not in _MODULE_HOOKS and name in own:
@@ -105,7 +122,7 @@ class WalkObjects(WalkCode):
 
     def _assigned(self, owner: Any, path: str, read: list[str]) -> None:
         """Attributes that the code assigns without reading them."""
-        names = [n for n in self._names.assigned - set(read) if n not in _MODULE_OWN]
+        names = [n for n in self._names.assigned - set(read) if n not in _NOT_USERS]
         own = dict_of(owner)
         if own is None:
             return

@@ -88,10 +88,15 @@ class Watch(WalkObjects):
             return None
         return frozenset(self._names.attributes | self._library_reads)
 
+    @property
+    def asks_ids(self) -> bool:
+        """Whether the step's code calls ``id``."""
+        return any("id" in names for _, names in self._globals.values())
+
     def met(self, arguments: Arguments) -> tuple[Any, ...]:
         """Those of the arguments that the step finds elsewhere, too: it may ask whether they are
         one object."""
-        given: tuple[Any, ...] = (*arguments.tensors, *arguments.containers)
+        given = arguments.objects()
         known = self.known.intersection(map(id, given))
         return tuple(x if id(x) in known else None for x in given) if known else ()
 
