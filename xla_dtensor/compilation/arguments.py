@@ -17,7 +17,7 @@ from xla_dtensor.compilation.code_names import is_library_class
 from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.global_state import STATE, global_state, text_of
 from xla_dtensor.compilation.identities import Same
-from xla_dtensor.compilation.kinds import FUNCTION, REGISTERED, kind_of, mapped, places_of
+from xla_dtensor.compilation.kinds import FUNCTION, kind_of, mapped, places_of
 from xla_dtensor.compilation.kinds_of_code import without_cells
 from xla_dtensor.compilation.outside import hooks_of
 from xla_dtensor.compilation.places import Attributes, Place
@@ -53,7 +53,7 @@ class Arguments:
     __slots__ = (
         *("_carried_names", "_cut", "_index", "_inputs", "_objects", "_parts", "_reads", "args"),
         *("arrays", "carried", "containers", "given", "key", "kwargs", "numbers", "tensors"),
-        *("_all_inputs", "_kept", "_positions", "values"),
+        *("_all_inputs", "_kept", "_positions", "_rebuilt", "values"),
     )
 
     def __init__(
@@ -81,7 +81,7 @@ class Arguments:
         self.carried: tuple[Any, ...] = ()
         self._carried_names: list[str] = []
         self._cut: dict[int, torch.Tensor] = {}
-        self._positions, self._kept = self._index, {}
+        self._positions, self._kept, self._rebuilt = self._index, {}, []
 
     def _aliases(self) -> tuple[Any, ...]:
         """Which of the tensors share memory (a write to one is a write to the other), and which of
@@ -199,7 +199,9 @@ class Arguments:
             content = content_of(value)
             self.arrays.append((value, content))
             own = dict_of(value) or {}
-            return cls, content, tuple(own), self._inside(list(own.values()))
+            index = self._index.setdefault(id(value), len(self.containers))
+            self.containers.append(value)
+            return cls, index, content, tuple(own), self._inside(list(own.values()))
         self._objects.append(("", value, value))
         return Same(value)
 
@@ -265,7 +267,7 @@ class Arguments:
             place = Attributes(tensor, "an argument")
             for name in place.content().keys() - reads:
                 plant(place, name, _UNREAD)
-        self._positions = self._index
+        self._positions, self._kept, self._rebuilt = self._index, {}, []
         if not numbers and not self._cut:
             return self.args, self.kwargs
         positions = itertools.count()
@@ -277,9 +279,17 @@ class Arguments:
 
         args = tuple(mapped(value, other, plant, done) for value in self.args)
         kwargs = {name: mapped(value, other, plant, done) for name, value in self.kwargs.items()}
+        for tensor in self.tensors if self._cut else ():
+            place = Attributes(tensor, "an argument")
+            for name, value in place.content().items():
+                new = mapped(value, lambda leaf: self._cut.get(id(leaf), leaf), plant, done)
+                if new is not value:
+                    plant(place, name, new)
         self._kept = done
-        made = {id(new): self._index[key] for key, (_, new) in done.items()}
+        made = {id(new): self._index[key] for key, (_, new) in done.items() if key in self._index}
         self._positions = self._index | made
+        others = [new for value, new in done.values() if new is not value]
+        self._rebuilt = [(new, _ids_of_parts(new)) for new in others]
         return args, kwargs
 
     def check_reads(self, reads: frozenset[str] | None) -> None:
@@ -328,15 +338,10 @@ class Arguments:
         ]
 
     def is_spoilt(self) -> bool:
-        """Whether the step has changed what can't be changed in each call: an array, an object of
-        a class that the user has registered with torch's pytree."""
-        if any(content_of(value) != content for value, content in self.arrays):
-            return True
-        if not any(kind_of(value) is REGISTERED for value in self.containers):
-            return False
-        now = Arguments(self.args, self.kwargs, self._reads)
-        return now.key[:2] != self.key[:2] or list(map(id, now.tensors)) != list(
-            map(id, self.given.tensors)
+        """Whether the step has changed what isn't changed in each call: an array, or an object that
+        was made for the trace."""
+        return any(content_of(value) != content for value, content in self.arrays) or any(
+            _ids_of_parts(new) != parts for new, parts in self._rebuilt
         )
 
     def roots(self) -> list[tuple[str, Any]]:
@@ -379,6 +384,11 @@ class Arguments:
                     return f"{name}: from {text_of(theirs)} to {text_of(mine)}"
             return "what the step keeps from one call to the next"
         return None
+
+
+def _ids_of_parts(value: Any) -> list[int]:
+    kind = kind_of(value)
+    return [] if kind is None else list(map(id, kind.split(value)[1]))
 
 
 class ReadsMore(BaseException):

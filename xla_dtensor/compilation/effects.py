@@ -141,7 +141,8 @@ class Surroundings:
         self._before = [(place, place.content(), argument) for place, argument in found]
         self._watch = watch
         self._threads = len(sys._current_frames())
-        self._owners = {id(place.owner) for place, _ in found} - watch.inside
+        self._there = {id(place.owner) for place, _ in found} - watch.inside
+        self._there |= {id(value) for value, _ in (*watch.arrays, *watch.consumed)}
         self._arguments = arguments
         self._planted: dict[tuple[int, Any], Any] = {}
 
@@ -157,7 +158,7 @@ class Surroundings:
     def holds(self, value: Any) -> bool:
         """Whether a list or a dict was there before the step, the same one in each call, or is an
         argument."""
-        return id(value) in self._owners or self._arguments.position(value) is not None
+        return id(value) in self._there or self._arguments.position(value) is not None
 
     def effects(self) -> list[Effect]:
         """What has changed by now."""

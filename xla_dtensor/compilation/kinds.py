@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.base.keys import exact, freeze
-from xla_dtensor.compilation.found import ATOMS, is_atom
+from xla_dtensor.compilation.found import ATOMS, content_of, is_atom
 from xla_dtensor.compilation.kind import Kind, Spot, unplaced
 from xla_dtensor.compilation.kinds_of_code import (
+    BUILTIN,
     CELL,
     FUNCTION,
     METHOD,
@@ -203,8 +204,7 @@ class _Registered(Kind):
         return cls, freeze(context)
 
     def spots(self, value: Any, path: str) -> list[Spot]:
-        inner = Elements(self.split(value)[1], path, guarded=False)
-        return [(inner, i) for i in range(len(inner.owner))]
+        return [unplaced(f"{path}[{i}]") for i in range(len(self.split(value)[1]))]
 
     def make(self, data: Any, parts: list[Any]) -> Any:
         return pytree.SUPPORTED_NODES[data[0]].unflatten_fn(parts, data[1])
@@ -213,21 +213,30 @@ class _Registered(Kind):
 class _Objects(Kind):
     """An array of NumPy's that holds objects."""
 
-    needs = 0
-
     def split(self, value: Any) -> tuple[Any, list[Any]]:
-        return (type(value), value.shape), list(value.flat)
+        return (type(value), value.shape), value.ravel().tolist()
 
     def spots(self, value: Any, path: str) -> list[Spot]:
-        inner = Elements(value.reshape(-1), path, guarded=False)
-        return [(inner, i) for i in range(value.size)]
+        return [unplaced(f"{path}.flat[{i}]") for i in range(value.size)]
 
     def make(self, data: Any, parts: list[Any]) -> Any:
-        return np.empty(data[1], dtype=object).view(data[0])
-
-    def fill(self, made: Any, data: Any, parts: list[Any]) -> None:
+        made = np.empty(len(parts), dtype=object)
         for i, part in enumerate(parts):
-            made.flat[i] = part
+            made[i] = part
+        return made.reshape(data[1]).view(data[0])
+
+
+class _Buffer(Kind):
+    """An array, or another buffer, of numbers: a copy in each call."""
+
+    def split(self, value: Any) -> tuple[Any, list[Any]]:
+        return value.copy(), []
+
+    def key(self, data: Any) -> Any:
+        return content_of(data)
+
+    def make(self, data: Any, parts: list[Any]) -> Any:
+        return data.copy()
 
 
 class _Tagged(Kind):
@@ -249,12 +258,16 @@ class _Tagged(Kind):
 
 SEQUENCE, LIST, FROZENSET, DICT, RECORD = _Sequence(), _List(), _FrozenSet(), _Dict(), _Record()
 REGISTERED, OBJECTS, TAGGED = _Registered(inputs=True), _Objects(), _Tagged()
+BUFFER = _Buffer()
 # Those whose numbers may be inputs.
 TUPLE, PLAIN_LIST, PLAIN_DICT = _Sequence(inputs=True), _List(inputs=True), _Dict(inputs=True)
 
 _LEAVES = (
     *(torch.Tensor, nn.Module, Optimizer, type, types.ModuleType, np.generic, str, bytes, range),
 )
+
+
+_NOT_BOUND = (type, types.ModuleType, types.NoneType)
 
 
 @functools.lru_cache(4096)
@@ -296,6 +309,8 @@ def kind_of(value: Any) -> Kind | None:
     if kind is None:
         if cls is types.FunctionType:
             return FUNCTION if is_its_code(value) else None
+        if cls is types.BuiltinMethodType and not isinstance(value.__self__, _NOT_BOUND):
+            return BUILTIN
         if issubclass(cls, np.ndarray) and value.dtype == object:
             return OBJECTS
     return kind
@@ -358,12 +373,12 @@ def mapped(
     changed = [i for i, (a, b) in enumerate(zip(parts, new, strict=True)) if a is not b]
     if not changed:
         return value
-    if plant is not None and kind.needs is not None:
+    if plant is not None and kind.needs is not None and not isinstance(value, set):
         spots = kind.spots(value, "an argument")
-        for i in changed:
-            if spots[i][1] is not MISSING:
+        if all(spots[i][1] is not MISSING for i in changed):
+            for i in changed:
                 plant(*spots[i], new[i])
-        return value
+            return value
     made = kind.make(data, new[: kind.needs])
     if kind.needs is not None:
         kind.fill(made, data, new)

@@ -91,6 +91,16 @@ class _Call(Kind):
         return self._make(*parts)
 
 
+class _Builtin(Kind):
+    """A bound method in C: ``x.mul``, ``table.get``."""
+
+    def split(self, value: Any) -> tuple[Any, list[Any]]:
+        return (type(value), value.__name__), [value.__self__]
+
+    def make(self, data: Any, parts: list[Any]) -> Any:
+        return getattr(parts[0], data[1])
+
+
 class _View(Kind):
     """A view of a dict: ``keys()``, ``values()``, ``items()``, a proxy."""
 
@@ -200,6 +210,7 @@ CELL, FUNCTION, ITERATOR, GENERATOR, VIEW = (
     *(_Cell(), _Function(), _Iterator(), _Generator()),
     _View(),
 )
+BUILTIN = _Builtin()
 METHOD = _Call(types.MethodType, "__func__", "__self__")
 SLICE = _Call(slice, "start", "stop", "step")
 PARTIAL = _Call(

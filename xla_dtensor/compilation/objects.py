@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +22,7 @@ from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.kind import Kind
 from xla_dtensor.compilation.kinds import (
+    BUFFER,
     PLAIN_DICT,
     PLAIN_LIST,
     RECORD,
@@ -154,7 +156,10 @@ class MadeObjects:
             return None
         if kind in _OPENED:
             return kind
-        if not gc.is_tracked(value) or not self._is_made(value):
+        if issubclass(cls, np.ndarray | bytearray):
+            return kind or BUFFER
+        untracked = issubclass(cls, ITERATORS) and not gc.is_tracked(value)  # of a range
+        if not untracked and not self._is_made(value):
             return None
         if cls is types.GeneratorType:
             return GENERATOR

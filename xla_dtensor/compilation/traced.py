@@ -136,9 +136,9 @@ class Traced(TracedEffects):
                 out = _call(function, args, kwargs)
             if arguments.is_spoilt():
                 raise DataDependentError(
-                    "the step writes to an array that it was given as an argument (or puts "
-                    "something into an object that torch's pytree takes apart), which would happen "
-                    "when it is traced, not in every call; return it instead"
+                    "the step writes to an array that it was given as an argument, or changes an "
+                    "object there that torch's pytree takes apart, which would happen when it is "
+                    "traced, not in every call; return it instead"
                 )
             result = [out]
             del out, args, kwargs

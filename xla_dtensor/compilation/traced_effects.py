@@ -11,6 +11,7 @@ from xla_dtensor.compilation.carried import has_history, is_state, tensors_in
 from xla_dtensor.compilation.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.objects import MadeObjects
+from xla_dtensor.compilation.places import MISSING
 from xla_dtensor.compilation.recipes import Built, Existing
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced_inputs import TracedInputs
@@ -88,7 +89,7 @@ class TracedEffects(TracedInputs):
             DataDependentError: the next call would go on with their history.
         """
         for key, before in effect.before.items():
-            after, name = effect.after[key], effect.place.label(key)
+            after, name = effect.after.get(key, MISSING), effect.place.label(key)
             tensors = tensors_in(before)
             carried = name in self.names_of_carried
             if not (is_state(before) and (carried or effect.place.guarded)):
