@@ -18,7 +18,7 @@ from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.global_state import STATE, global_state, text_of
 from xla_dtensor.compilation.identities import Same
 from xla_dtensor.compilation.kinds import FUNCTION, kind_of, mapped, places_of
-from xla_dtensor.compilation.kinds_of_code import without_cells
+from xla_dtensor.compilation.kinds_of_code import Stream, without_cells
 from xla_dtensor.compilation.outside import hooks_of
 from xla_dtensor.compilation.places import Attributes, Place
 from xla_dtensor.compilation.reflection import dict_of, is_strict
@@ -268,7 +268,8 @@ class Arguments:
             for name in place.content().keys() - reads:
                 plant(place, name, _UNREAD)
         self._positions, self._kept, self._rebuilt = self._index, {}, []
-        if not numbers and not self._cut:
+        has_streams = any(type(value) is Stream for value in self.containers)
+        if not numbers and not self._cut and not has_streams:
             return self.args, self.kwargs
         positions = itertools.count()
         done: dict[int, Any] = {}
@@ -340,6 +341,9 @@ class Arguments:
     def is_spoilt(self) -> bool:
         """Whether the step has changed what isn't changed in each call: an array, or an object that
         was made for the trace."""
+        for value in self.containers:
+            if type(value) is Stream:
+                value.check()
         return any(content_of(value) != content for value, content in self.arrays) or any(
             _ids_of_parts(new) != parts for new, parts in self._rebuilt
         )

@@ -30,8 +30,10 @@ from xla_dtensor.compilation.kinds_of_code import (
     METHOD,
     PARTIAL,
     SLICE,
+    STREAM,
     VIEW,
     VIEWS,
+    Stream,
     is_its_code,
 )
 from xla_dtensor.compilation.places import (
@@ -293,6 +295,7 @@ def _kind_of_class(cls: type) -> Kind | None:
         (tuple, SEQUENCE),
         ((types.SimpleNamespace, UserDict, BlockMask), RECORD),
         (types.CellType, CELL),
+        (Stream, STREAM),
         (types.MethodType, METHOD),
         (functools.partial, PARTIAL),
         (tuple(VIEWS), VIEW),
@@ -345,7 +348,7 @@ def places_of(value: Any, path: str) -> list[Place]:
     if dict_of(value) is not None and not isinstance(value, types.FunctionType):
         found.append(Attributes(value, path))
     names = _slots(type(value))
-    if names:
+    if names and not isinstance(value, Stream):
         found.append(Slots(value, names, path, guarded=False))
     return found
 
@@ -371,7 +374,7 @@ def mapped(
     data, parts = kind.split(value)
     new = [mapped(part, leaf, plant, done) for part in parts]
     changed = [i for i, (a, b) in enumerate(zip(parts, new, strict=True)) if a is not b]
-    if not changed:
+    if not changed and kind is not STREAM:
         return value
     if plant is not None and kind.needs is not None and not isinstance(value, set):
         spots = kind.spots(value, "an argument")

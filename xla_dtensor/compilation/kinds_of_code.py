@@ -9,7 +9,7 @@ import itertools
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from xla_dtensor.compilation.identities import Same
@@ -143,6 +143,67 @@ class _Iterator(Kind):
         return made
 
 
+class Stream:
+    """An iterator among the arguments, and what has been taken from it for the step.
+
+    Attributes:
+        ended: whether that is all.
+        used, used_end: how much of it the trace has taken, and whether it has come to the end.
+    """
+
+    __slots__ = ("elements", "ended", "iterator", "used", "used_end")
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator, self.elements = iterator, []
+        self.ended = self.used_end = False
+        self.used = 0
+
+    def pull(self) -> None:
+        """Take one more."""
+        try:
+            self.elements.append(next(self.iterator))
+        except StopIteration:
+            self.ended = True
+
+    def stand_in(self, elements: list[Any]) -> Iterator[Any]:
+        """The iterator that a trace is given."""
+        self.used, self.used_end = 0, False
+        for element in elements:
+            self.used += 1
+            yield element
+        if not self.ended:
+            raise NeedsMore(self)
+        self.used_end = True
+
+    def check(self) -> None:
+        """Raise if the trace hasn't taken all that was taken for it."""
+        if self.used < len(self.elements) or self.used_end is not self.ended:
+            raise DataDependentError(
+                f"the step takes {self.used} elements from an iterator among its arguments, and "
+                f"an earlier call with such arguments has taken {len(self.elements)} (or asked for "
+                "one more), which are taken for this one, too: give it a list of what it needs"
+            )
+
+
+class NeedsMore(BaseException):
+    """A trace has come to the end of what has been taken from an iterator. No error of the
+    step's."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+
+class _Stream(Kind):
+    def split(self, value: Any) -> tuple[Any, list[Any]]:
+        return value, value.elements
+
+    def key(self, data: Any) -> Any:
+        return type(data.iterator), data.ended
+
+    def make(self, data: Any, parts: list[Any]) -> Any:
+        return data.stand_in(parts)
+
+
 class _Generator(Kind):
     """A generator that hasn't begun: its function's code, with what that was given."""
 
@@ -210,7 +271,7 @@ CELL, FUNCTION, ITERATOR, GENERATOR, VIEW = (
     *(_Cell(), _Function(), _Iterator(), _Generator()),
     _View(),
 )
-BUILTIN = _Builtin()
+BUILTIN, STREAM = _Builtin(), _Stream(inputs=True)
 METHOD = _Call(types.MethodType, "__func__", "__self__")
 SLICE = _Call(slice, "start", "stop", "step")
 PARTIAL = _Call(

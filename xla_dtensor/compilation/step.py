@@ -23,6 +23,7 @@ from xla_dtensor.compilation.effects import counter_refused, is_counted_on
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.looking import called_without_data, looked_at, tracing
 from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.dispatch import lazy
@@ -77,6 +78,8 @@ class CompiledStep:
         self._counted: frozenset[str] = frozenset()
         # The names of attributes that its code reads, so far; None: it may read any.
         self._reads: frozenset[str] | None = frozenset()
+        # How much it takes from iterators among its arguments.
+        self._streams: dict[Any, list[tuple[int, bool]]] = {}
         # What of it can't be taken from there, and why.
         self._not_carried: dict[str, Exception] = {}
         self.clear_cache()
@@ -94,6 +97,10 @@ class CompiledStep:
             interrupts.install()
         lazy.flush_all()
         with self._lock:
+            if has_streams(args, kwargs):
+                return call_with_streams(
+                    self._call, args, kwargs, lambda: self._reads, self._streams
+                )
             return self._call(Arguments(args, kwargs, self._reads))
 
     @interrupts.completed
@@ -153,6 +160,7 @@ class CompiledStep:
         self._last = None
         self._carried = self._counted = frozenset()
         self._not_carried = {}
+        self._streams = {}
         self._in_a_row = 0
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:

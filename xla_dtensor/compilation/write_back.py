@@ -11,6 +11,7 @@ import torch
 from xla_dtensor.base import assertions
 from xla_dtensor.compilation.effects import Effect
 from xla_dtensor.compilation.guarded import Guarded
+from xla_dtensor.compilation.kinds_of_code import Stream
 from xla_dtensor.compilation.recipes import (
     Built,
     Computed,
@@ -151,7 +152,8 @@ class WriteBack(Guarded):
             read = self._traced.host.reader(result.source)
             return read(arguments, run.prepared.host).clone()
         if isinstance(result, GivenContainer):
-            return arguments.containers[result.index]
+            found = arguments.containers[result.index]
+            return found.iterator if type(found) is Stream else found
         assert isinstance(result, GivenBack)
         return arguments.tensors[result.index]
 

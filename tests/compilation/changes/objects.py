@@ -543,6 +543,131 @@ def tensors_with_a_history_in_an_argument(world: World, case: tuple) -> Program:
         yield loss.detach(), x.grad
 
 
+# --- iterators among the arguments ----------------------------------------------------------------
+
+
+STREAMS: dict[str, Callable[[list], Any]] = {
+    "iter": iter,
+    "generator": lambda values: (v for v in values),
+    "map": lambda values: map(lambda v: v, values),
+    "zip": lambda values: zip(values, range(9), strict=False),
+    "enumerate": enumerate,
+    "chain": lambda values: itertools.chain(values),
+}
+
+
+def _one(element: Any) -> torch.Tensor:
+    """The tensor in what an iterator gives."""
+    if isinstance(element, tuple):
+        return element[0] * (1 + element[1])
+    return element * 1
+
+
+@rows(STREAMS)
+def iterator_that_is_used_up(world: World, make: Callable) -> Program:
+    step = world.compile(lambda it, x: sum(map(_one, it)) + x)
+    for count in (2, 2, 3, 1, 2):
+        values = [world.batch(i + count) for i in range(count if world.changes else 2)]
+        yield step(make(values), world.batch(0))
+    world.traced_at_most(3, step)
+
+
+@rows(STREAMS)
+def iterator_that_is_taken_from(world: World, make: Callable) -> Program:
+    """What the step doesn't take is there for the caller."""
+    step = world.compile(lambda it, x: _one(next(it)) + x)
+    for i in range(4):
+        iterator = make([world.batch(3 * i + k if world.changes else k) for k in range(3)])
+        yield step(iterator, world.batch(0)), _one(next(iterator))
+        yield step(iterator, world.batch(0)), len(list(iterator))
+    world.traced_at_most(3, step)
+
+
+@row()
+def numbers_of_an_iterator(world: World) -> Program:
+    step = world.compile(lambda x, it: [x * v for v in it])
+    for i in range(5):
+        yield step(world.batch(0), map(float, [1, i if world.changes else 0]))
+    world.at_most(2, step)
+
+
+@row()
+def iterator_given_on(world: World) -> Program:
+    def function(it: Any) -> Any:
+        return next(it) * 2, it
+
+    step = world.compile(function)
+    for i in range(3):
+        iterator = iter([world.batch(i if world.changes else 0), world.batch(7)])
+        y, same = step(iterator)
+        yield y, same is iterator, next(same)
+
+
+@row()
+def iterator_of_which_less_is_taken(world: World) -> Program:
+    def function(it: Any, flag: float) -> Any:
+        return next(it) * 2 if flag > 1 else next(it) + next(it)
+
+    step = world.compile(function)
+    for flag in (2.0, 0.5, 3.0, 0.25):
+        iterator = iter([world.batch(k) for k in range(3)])
+        yield step(iterator, flag if world.changes else 2.0), len(list(iterator))
+
+
+# --- arrays that the step finds ------------------------------------------------------------------
+
+
+FOUND_ARRAYS: dict[str, tuple[Callable[[], Any], Callable, Callable]] = {
+    "objects": (
+        lambda: _objects([1.0, [2.0]]),
+        lambda a: a.__setitem__(0, 3.0),
+        lambda x, a: x * a[0],
+    ),
+    "list_in_it": (
+        lambda: _objects([1.0, [2.0]]),
+        lambda a: a[1].__setitem__(0, 5.0),
+        lambda x, a: x * a[1][0],
+    ),
+    "mask": (
+        lambda: np.ma.MaskedArray([1.0, 2.0], mask=[False, False]),
+        lambda a: a.mask.__setitem__(0, True),
+        lambda x, a: x * float(a.sum()),
+    ),
+    "attribute": (
+        lambda: _attributed(2.0),
+        lambda a: setattr(a, "k", 3.0),
+        lambda x, a: x * a.k,
+    ),
+    "structured": (
+        lambda: _structured(2.0),
+        lambda a: a["a"].__setitem__(0, 5.0),
+        lambda x, a: x * float(a["a"][0]),
+    ),
+}
+
+
+@rows(FOUND_ARRAYS)
+def array_that_is_captured(world: World, case: tuple) -> Program:
+    make, change, use = case
+    a = make()
+    step = world.compile(lambda x: use(x, a))
+    yield step(world.batch(0))
+    world.change(change, a)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+
+
+@rows(FOUND_ARRAYS)
+def array_that_is_given(world: World, case: tuple) -> Program:
+    make, change, use = case
+    a = make()
+    step = world.compile(lambda x, a: use(x, a))
+    yield step(world.batch(0), a)
+    world.change(change, a)
+    yield step(world.batch(0), a)
+    yield step(world.batch(1), make())
+
+
 # --- copies of steps ------------------------------------------------------------------------------
 
 
