@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from xla_dtensor.base.keys import exact
-from xla_dtensor.compilation.argument_names import paths
+from xla_dtensor.compilation.argument_names import difference, paths
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library_class
 from xla_dtensor.compilation.found import content_of, is_atom
-from xla_dtensor.compilation.global_state import STATE, global_state, text_of
+from xla_dtensor.compilation.global_state import global_state
 from xla_dtensor.compilation.identities import Same
 from xla_dtensor.compilation.kinds import FUNCTION, kind_of, mapped, places_of
 from xla_dtensor.compilation.kinds_of_code import Stream, without_cells
@@ -81,7 +81,9 @@ class Arguments:
         self.carried: tuple[Any, ...] = ()
         self._carried_names: list[str] = []
         self._cut: dict[int, torch.Tensor] = {}
-        self._positions, self._kept, self._rebuilt = self._index, {}, []
+        self._positions = self._index
+        self._kept: dict[int, Any] = {}
+        self._rebuilt: list[tuple[Any, list[int]]] = []
 
     def _aliases(self) -> tuple[Any, ...]:
         """Which of the tensors share memory (a write to one is a write to the other), and which of
@@ -265,7 +267,7 @@ class Arguments:
         ``reads`` are hidden: the step may assign them, be it what is there already."""
         for tensor in self.tensors if reads is not None else ():
             place = Attributes(tensor, "an argument")
-            for name in place.content().keys() - reads:
+            for name in place.content().keys() - (reads or frozenset()):
                 plant(place, name, _UNREAD)
         self._positions, self._kept, self._rebuilt = self._index, {}, []
         has_streams = any(type(value) is Stream for value in self.containers)
@@ -368,26 +370,8 @@ class Arguments:
 
     def difference(self, other: Arguments) -> str | None:
         """What differs from another call, in words; None if nothing but numbers does."""
-        if self.key[0] != other.key[0]:
-            return "the arguments have another structure"
-        for name, mine, theirs, now, before in zip(
-            self.names(), self.key[1], other.key[1], self.values, other.values, strict=False
-        ):
-            if mine != theirs:
-                return f"{name}: from {text_of(before)} to {text_of(now)}"
-        if self.key[2] != other.key[2]:
-            return "which of the arguments share memory"
-        if self.key[3] != other.key[3]:
-            for name, now, before in zip(STATE, self.key[3], other.key[3], strict=True):
-                if now != before:
-                    return f"{name}: from {before} to {now}"
-        if self.carried != other.carried:
-            now, before = self.values[len(self.key[1]) :], other.values[len(self.key[1]) :]
-            for name, mine, theirs in zip(self._carried_names, now, before, strict=False):
-                if text_of(mine) != text_of(theirs):
-                    return f"{name}: from {text_of(theirs)} to {text_of(mine)}"
-            return "what the step keeps from one call to the next"
-        return None
+        names = self.names()
+        return difference(self, other, names[: len(self.key[1])], names[len(self.key[1]) :])
 
 
 def _ids_of_parts(value: Any) -> list[int]:

@@ -47,7 +47,9 @@ class Guarded(Lowered):
         objects = arguments.objects() if self._traced.asked else ()
         if any(objects[i] is not value for i, value in self._traced.asked):
             return "the id() of an argument, which is another object"
-        if (met or before) and not (len(met) == len(before) and all(map(operator.is_, met, before))):
+        if (met or before) and not (
+            len(met) == len(before) and all(map(operator.is_, met, before))
+        ):
             return "which arguments are objects that the step finds elsewhere"
         difference = self._donated.mismatch(self, arguments)
         difference = difference or self._kept.mismatch(self, arguments)

@@ -47,6 +47,7 @@ from xla_dtensor.compilation.places import (
 )
 from xla_dtensor.compilation.reflection import dict_of, is_strict, slots_of
 
+
 def _names(value: Any) -> tuple[str, ...]:
     """The attributes of an object of a user's class, which is a list, say, apart from those."""
     own = dict_of(value)
@@ -150,7 +151,7 @@ class _Dict(Kind):
         return data[0].__new__(data[0])
 
     def fill(self, made: Any, data: Any, parts: list[Any]) -> None:
-        cls, keys, names, has_factory = data
+        _, keys, names, has_factory = data
         content = class_of_content(made)
         values, rest = parts[: len(keys)], parts[len(keys) :]
         others = iter(rest)
@@ -184,7 +185,7 @@ class _Record(Kind):
     def fill(self, made: Any, data: Any, parts: list[Any]) -> None:
         own = dict_of(made)
         for name, value in zip(data[1], parts, strict=True):
-            if own is None or name in _slots(data[0]):
+            if own is None or name in _slots_of(data[0]):
                 object.__setattr__(made, name, value)
             else:
                 own[name] = value
@@ -273,7 +274,7 @@ _NOT_BOUND = (type, types.ModuleType, types.NoneType)
 
 
 @functools.lru_cache(4096)
-def _kind_of_class(cls: type) -> Kind | None:
+def _kind_of_class(cls: Any) -> Kind | None:
     if is_strict(cls) or issubclass(cls, _LEAVES):
         return None
     if cls in (list, deque):
@@ -300,7 +301,7 @@ def _kind_of_class(cls: type) -> Kind | None:
         (functools.partial, PARTIAL),
         (tuple(VIEWS), VIEW),
     ):
-        if issubclass(cls, classes):  # type: ignore[arg-type]
+        if issubclass(cls, classes):
             return kind
     return RECORD if dataclasses.is_dataclass(cls) else None
 
@@ -308,8 +309,10 @@ def _kind_of_class(cls: type) -> Kind | None:
 def kind_of(value: Any) -> Kind | None:
     """How ``value`` is taken apart as an argument; None for a leaf."""
     cls = type(value)
-    kind = _kind_of_class(cls)
+    kind = _kind_of_class(cls)  # type: ignore[arg-type]
     if kind is None:
+        if cls in pytree.SUPPORTED_NODES:  # by now
+            return REGISTERED
         if cls is types.FunctionType:
             return FUNCTION if is_its_code(value) else None
         if cls is types.BuiltinMethodType and not isinstance(value.__self__, _NOT_BOUND):
@@ -325,12 +328,12 @@ def fields_of(value: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(value):
         fields = {f.name: getattr(value, f.name, MISSING) for f in dataclasses.fields(value)}
         return {k: v for k, v in fields.items() if v is not MISSING} | own
-    slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}  # type: ignore[arg-type]
     return slots | own
 
 
 @functools.lru_cache(1024)
-def _slots(cls: type) -> tuple[str, ...]:
+def _slots_of(cls: Any) -> tuple[str, ...]:
     return tuple(name for base in cls.__mro__ for name in slots_of(base))
 
 
@@ -347,7 +350,7 @@ def places_of(value: Any, path: str) -> list[Place]:
         found.append(Slots(value, ("cell_contents",), path, shown=path, guarded=False))
     if dict_of(value) is not None and not isinstance(value, types.FunctionType):
         found.append(Attributes(value, path))
-    names = _slots(type(value))
+    names = _slots_of(type(value))  # type: ignore[arg-type]
     if names and not isinstance(value, Stream):
         found.append(Slots(value, names, path, guarded=False))
     return found

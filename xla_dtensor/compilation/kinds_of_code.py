@@ -65,7 +65,10 @@ class _Function(Kind):
         code, namespace, count, keywords = data
         free = len(code.co_freevars)
         made = types.FunctionType(
-            code, namespace, code.co_name, tuple(parts[free : free + count]) or None,
+            code,
+            namespace,
+            code.co_name,
+            tuple(parts[free : free + count]) or None,
             tuple(parts[:free]),
         )
         if keywords:
@@ -111,11 +114,12 @@ class _View(Kind):
         return VIEWS[data](parts[0])
 
 
+_TABLES: tuple[Any, ...] = ({}, OrderedDict())
 VIEWS: dict[type, Callable[[Any], Any]] = {
     types.MappingProxyType: types.MappingProxyType,
     **{
         type(make(table)): make
-        for table in ({}, OrderedDict())
+        for table in _TABLES
         for make in (
             *(lambda d: type(d).keys(d), lambda d: type(d).values(d), lambda d: type(d).items(d)),
         )
@@ -154,7 +158,8 @@ class Stream:
     __slots__ = ("elements", "ended", "iterator", "used", "used_end")
 
     def __init__(self, iterator: Any) -> None:
-        self.iterator, self.elements = iterator, []
+        self.iterator = iterator
+        self.elements: list[Any] = []
         self.ended = self.used_end = False
         self.used = 0
 
@@ -278,9 +283,11 @@ PARTIAL = _Call(
     lambda function, args, keywords: functools.partial(function, *args, **keywords),
     *("func", "args", "keywords"),
 )
+_REVERSIBLES: tuple[Any, ...] = ([], {}, {}.values(), {}.items())
+_ITERABLES: tuple[Any, ...] = (*_REVERSIBLES, (), range(0), set(), "", b"")
 ITERATORS: tuple[type, ...] = (
     *(map, zip, filter, enumerate, reversed),
     *(t for t in vars(itertools).values() if isinstance(t, type) and hasattr(t, "__next__")),
-    *(type(iter(x)) for x in ([], (), {}, range(0), set(), "", b"", {}.values(), {}.items())),
-    *(type(reversed(x)) for x in ([], {}, {}.values(), {}.items())),  # type: ignore[call-overload]
+    *(type(iter(x)) for x in _ITERABLES),
+    *(type(reversed(x)) for x in _REVERSIBLES),
 )

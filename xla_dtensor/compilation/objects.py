@@ -120,7 +120,7 @@ class MadeObjects:
 
     def flatten(self, value: Any) -> tuple[list[Any], Tree]:
         """The leaves of what a step gives away, and how to make it of others."""
-        tree, leaves = Tree(), []  # type: ignore[var-annotated]
+        tree, leaves = Tree(), []
         seen: dict[int, int] = {}
         alive: list[Any] = []
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +15,7 @@ import numpy as np
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.keys import exact
 from xla_dtensor.base.traced_number import NumberNode, input_number
+from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.numbers import Decision, Number
 from xla_dtensor.forms.form import Form
 from xla_dtensor.runtime import arrays
@@ -88,3 +93,21 @@ class TraceNumbers:
     def is_counter(self, array: Any) -> bool:
         """Whether several storages may hold ``array``."""
         return id(array) in self._counter_ids
+
+
+def end_numbers(numbers: list[weakref.ref[Any]]) -> None:
+    """What is left of the numbers of a failed trace: their values, and nothing in caches, from
+    which code outside of a step might get one."""
+    if any(number() is not None for number in numbers):
+        for cache in filter(_is_users_cache, gc.get_objects()):
+            cache.cache_clear()
+    for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
+        number.node.end()
+
+
+def _is_users_cache(value: Any) -> bool:
+    """Whether it is a function under ``functools.cache`` that no library has."""
+    return type(value) is _CACHED and not is_library(getattr(value, "__module__", None))
+
+
+_CACHED = type(functools.cache(lambda: None))

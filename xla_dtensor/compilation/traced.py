@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.asked_ids import AskedIds
 from xla_dtensor.compilation.carried import each_once
-from xla_dtensor.compilation.code_names import is_library
 from xla_dtensor.compilation.consumed import nothing_consumed
 from xla_dtensor.compilation.effects import Surroundings
 from xla_dtensor.compilation.garbage import NewObjects
@@ -35,6 +33,7 @@ from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
 from xla_dtensor.compilation.trace import StepTrace
+from xla_dtensor.compilation.trace_numbers import end_numbers
 from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch
 from xla_dtensor.errors import DataDependentError
@@ -233,18 +232,8 @@ class Traced(TracedEffects):
     def _abandon(self, surroundings: Surroundings) -> None:
         self.hooks.undo()
         surroundings.restore()  # nobody keeps a tensor that has no value
-        self._end_numbers()
+        end_numbers(self.trace.python_numbers)
         self.trace.let_go()
-
-    def _end_numbers(self) -> None:
-        """What is left of the numbers of a failed trace: their values, and nothing in caches, from
-        which code outside of a step might get one."""
-        numbers = self.trace.python_numbers
-        if any(number() is not None for number in numbers):
-            for cache in filter(_is_users_cache, gc.get_objects()):
-                cache.cache_clear()
-        for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
-            number.node.end()
 
     @interrupts.atomic
     def _undo_trace(self) -> None:
@@ -396,14 +385,6 @@ class Traced(TracedEffects):
 @interrupts.interruptible
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-def _is_users_cache(value: Any) -> bool:
-    """Whether it is a function under ``functools.cache`` that no library has."""
-    return type(value) is _CACHED and not is_library(getattr(value, "__module__", None))
-
-
-_CACHED = type(functools.cache(lambda: None))
 
 
 def _number_of(index: int, arguments: Arguments) -> int | float:

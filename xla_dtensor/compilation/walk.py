@@ -6,7 +6,6 @@ import array
 import contextvars
 import enum
 import functools
-import itertools
 import operator
 import os
 import queue
@@ -15,7 +14,7 @@ import re
 import threading
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.code_names import Names, is_library, is_library_class
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
+from xla_dtensor.compilation.kinds_of_code import ITERATORS, VIEWS
 from xla_dtensor.compilation.optimizers import SteppedOptimizer
 from xla_dtensor.compilation.places import MISSING, Entries, Items, Place, Slots
 from xla_dtensor.compilation.reflection import (
@@ -37,15 +37,7 @@ from xla_dtensor.compilation.reflection import (
     referents,
 )
 
-_Iterators: tuple[type, ...] = (
-    types.GeneratorType,
-    *(map, zip, filter, enumerate, itertools.chain, itertools.count, itertools.cycle),
-    *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
-)
-_TABLES: tuple[Any, ...] = ({}, OrderedDict())
-_VIEWS = frozenset(
-    type(view) for table in _TABLES for view in (table.keys(), table.values(), table.items())
-)
+_ITERATORS = (types.GeneratorType, *ITERATORS)
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # What is in them belongs to all threads, and changes at any time: a logger's, for example.
 _OF_THREADS = (
@@ -318,7 +310,7 @@ class Walk:
             self._cell(value, path)
         elif isinstance(value, dict | types.MappingProxyType):
             self._dict(value, path)
-        elif cls in _VIEWS:
+        elif cls in VIEWS:
             self._note(path, cls)
             for table in referents(value):
                 self._walk(table, path)
@@ -333,7 +325,7 @@ class Walk:
             self._walk(value(), f"{path}()")
         elif isinstance(value, list | tuple | set | frozenset | deque):
             self._sequence(value, path)
-        elif isinstance(value, _Iterators):
+        elif isinstance(value, _ITERATORS):
             self._note(path, "opaque", value)
             self.consumed.append((value, path))
         elif isinstance(value, _OF_THREADS):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tests.compilation.changes._table import Program, row, rows
-from tests.compilation.changes._world import World, numbers
+from tests.compilation.changes._world import World
 
 SCALE = 2.0
 Pair = namedtuple("Pair", "a b")
@@ -232,7 +232,7 @@ ITERATORS: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "generator_expression": lambda x, n: (x * i for i in range(1, 4)),
     "generator_of_a_list": lambda x, n: (y * n for y in [x, x + 1]),
     "generator": lambda x, n: _generated(x, n),
-    "map": lambda x, n: map(lambda y: y * n, [x, x + 1]),
+    "map": lambda x, n: map(lambda y: y * n, [x, x + 1]),  # noqa: C417
     "map_of_a_function": lambda x, n: map(torch.sin, [x, x + 1]),
     "filter": lambda x, n: filter(lambda y: y is not None, [x, None, x + 1]),
     "enumerate": lambda x, n: enumerate([x, x + n]),
@@ -250,9 +250,13 @@ ITERATORS: dict[str, Callable[[torch.Tensor, int], Any]] = {
     "product": lambda x, n: itertools.product([1, 2], ["a"]),
     "iterators_in_a_dict": lambda x, n: iter([x * n]),
     "split": lambda x, n: iter(x.split(2)),
-    "nested": lambda x, n: map(lambda p: p[0] * p[1], zip([x], (i + n for i in [1.0]))),
+    "nested": lambda x, n: map(_product, zip([x], (i + n for i in [1.0]), strict=True)),
     "begun": lambda x, n: _begun([x, x + n, x * 2]),
 }
+
+
+def _product(pair: tuple) -> Any:
+    return pair[0] * pair[1]
 
 
 def _begun(values: list) -> Any:
@@ -297,7 +301,7 @@ def generator_that_the_step_has_begun(world: World) -> Program:
 
 
 MADE: dict[str, Callable[[torch.Tensor, float], tuple[Any, Callable]]] = {
-    "list_twice": lambda x, n: ([l := [x * n], l], lambda r: [r[0], r[0] is r[1]]),
+    "list_twice": lambda x, n: ([a := [x * n], a], lambda r: [r[0], r[0] is r[1]]),
     "dict_twice": lambda x, n: ([d := {"a": x * n}, {"d": d}], lambda r: [r, r[0] is r[1]["d"]]),
     "object_twice": lambda x, n: ([b := Box(x * n), b], lambda r: [r[0], r[0] is r[1]]),
     "itself": lambda x, n: (Made(x * 2, n), lambda r: [r.x, r.n, r.me is r, r.times(2.0)]),
@@ -549,7 +553,7 @@ def tensors_with_a_history_in_an_argument(world: World, case: tuple) -> Program:
 STREAMS: dict[str, Callable[[list], Any]] = {
     "iter": iter,
     "generator": lambda values: (v for v in values),
-    "map": lambda values: map(lambda v: v, values),
+    "map": lambda values: map(lambda v: v, values),  # noqa: C417
     "zip": lambda values: zip(values, range(9), strict=False),
     "enumerate": enumerate,
     "chain": lambda values: itertools.chain(values),
