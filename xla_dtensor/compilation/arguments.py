@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,13 @@ class Arguments:
         given: the arguments alone.
     """
 
-    __slots__ = (
-        *("_carried_names", "_cut", "_index", "_inputs", "_objects", "_parts", "_reads", "args"),
-        *("arrays", "carried", "containers", "given", "key", "kwargs", "numbers", "tensors"),
-        *("_all_inputs", "_kept", "_positions", "_rebuilt", "values"),
-    )
+    # Of most calls.
+    carried: tuple[Any, ...] = ()
+    _inputs, _all_inputs = True, False
+    _carried_names: Sequence[str] = ()
+    _cut: Mapping[int, torch.Tensor] = MappingProxyType({})
+    _kept: Mapping[int, Any] = MappingProxyType({})
+    _rebuilt: Sequence[tuple[Any, list[int]]] = ()
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Arguments:
         reads: frozenset[str] | None = frozenset(),
     ) -> None:
         self.args, self.kwargs, self._reads = args, kwargs, reads
+        self._versions = reads is not None and "_version" in reads
         self.values: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.numbers: dict[int, int | float] = {}
@@ -72,18 +76,12 @@ class Arguments:
         self._objects: list[tuple[str, Any, Any]] = []
         self._index: dict[int, int] = {}
         self._parts: list[Any] = []
-        self._inputs, self._all_inputs = True, False
         structure: Any = tuple(map(self._structure, args))
         if kwargs:
             structure = structure, tuple(kwargs), tuple(map(self._structure, kwargs.values()))
         self.key = (structure, tuple(self._parts), self._aliases(), global_state())
         self.given = self
-        self.carried: tuple[Any, ...] = ()
-        self._carried_names: list[str] = []
-        self._cut: dict[int, torch.Tensor] = {}
         self._positions = self._index
-        self._kept: dict[int, Any] = {}
-        self._rebuilt: list[tuple[Any, list[int]]] = []
 
     def _aliases(self) -> tuple[Any, ...]:
         """Which of the tensors share memory (a write to one is a write to the other), and which of
@@ -112,6 +110,10 @@ class Arguments:
             if self._inputs:
                 self.numbers[len(self.values)] = value
             self._parts.append(cls if self._inputs else exact(value))
+            self.values.append(value)
+            return None
+        if cls is str or cls is bool or cls is NoneType:
+            self._parts.append((cls, value))
             self.values.append(value)
             return None
         kind = kind_of(value)
@@ -154,14 +156,15 @@ class Arguments:
             value.requires_grad,
             value.requires_grad and value.is_leaf,
             tuple(map(Same, hooks_of(value))) if hooks else (),
-            self._attributes(value),
+            None
+            if value.__dict__.keys() <= OWN_ATTRIBUTES and not self._versions
+            else self._attributes(value),
         )
 
     def _attributes(self, value: Any) -> Any:
         """What the user has put on a tensor, as far as the step's code may read it."""
         own, reads = value.__dict__, self._reads
-        version = reads is not None and "_version" in reads and not value.is_inference()
-        found = value._version if version else None
+        found = value._version if self._versions and not value.is_inference() else None
         if own.keys() <= OWN_ATTRIBUTES:
             return found
         names = sorted(own.keys() - OWN_ATTRIBUTES)
@@ -216,7 +219,8 @@ class Arguments:
             return given
         more = given._copy()
         more.values, more.tensors = list(given.values), list(given.tensors)
-        more.numbers, more._carried_names = dict(given.numbers), []
+        more.numbers = dict(given.numbers)
+        names: list[str] = []
         more.containers, more._index, more._parts = [], {}, []
         more._all_inputs = True
         parts = []
@@ -227,15 +231,15 @@ class Arguments:
             before = len(more.values)
             parts.append((more._structure(value), tuple(more._parts)))
             more._parts = []
-            more._carried_names += [place.name] * (len(more.values) - before)
+            names += [place.name] * (len(more.values) - before)
+        more._carried_names = names
         more.carried = (*parts, more._aliases())
         more.containers, more._index = given.containers, given._index
         return more
 
     def _copy(self) -> Arguments:
         other = Arguments.__new__(Arguments)
-        for name in Arguments.__slots__:
-            setattr(other, name, getattr(self, name))
+        vars(other).update(vars(self))
         return other
 
     def carried_numbers(self) -> frozenset[int]:
@@ -315,12 +319,13 @@ class Arguments:
         if not any(map(has_history, self.tensors)):
             return self
         more = self._copy()
-        more.given, more._cut = more, {}
+        cut: dict[int, torch.Tensor] = {}
+        more.given, more._cut = more, cut
         for tensor in self.tensors:
-            if has_history(tensor) and id(tensor) not in more._cut:
-                leaf = more._cut[id(tensor)] = tensor.detach().requires_grad_()
+            if has_history(tensor) and id(tensor) not in cut:
+                leaf = cut[id(tensor)] = tensor.detach().requires_grad_()
                 Attributes(leaf, "").put(Attributes(tensor, "").content())
-        more.tensors = [more._cut.get(id(t), t) for t in self.tensors]
+        more.tensors = [cut.get(id(t), t) for t in self.tensors]
         return more
 
     def objects(self) -> tuple[Any, ...]:
@@ -366,7 +371,7 @@ class Arguments:
     def names(self) -> list[str]:
         """How to call the values."""
         own = [path for path, _, is_leaf in paths(self.args, self.kwargs) if is_leaf]
-        return own + self._carried_names
+        return [*own, *self._carried_names]
 
     def difference(self, other: Arguments) -> str | None:
         """What differs from another call, in words; None if nothing but numbers does."""
