@@ -59,21 +59,21 @@ class Tree:
 
     def build(self, leaves: list[Any]) -> Any:
         """The objects anew, around these leaves."""
-        made: dict[int, Any] = {}
+        return leaves[~self.root] if self.root < 0 else self._build(self.root, leaves, {})
 
-        def build(number: int) -> Any:
-            if number < 0:
-                return leaves[~number]
-            if number in made:
-                return made[number]
-            kind, data, parts = self.nodes[number]
-            first = [build(part) for part in parts[: kind.needs]]
-            made[number] = found = kind.make(data, first)
-            if kind.needs is not None:
-                kind.fill(found, data, first + [build(part) for part in parts[kind.needs :]])
-            return found
-
-        return build(self.root)
+    # No closure: one that calls itself would keep a call's results until the next collection.
+    def _build(self, number: int, leaves: list[Any], made: dict[int, Any]) -> Any:
+        if number < 0:
+            return leaves[~number]
+        if number in made:
+            return made[number]
+        kind, data, parts = self.nodes[number]
+        needed = [self._build(part, leaves, made) for part in parts[: kind.needs]]
+        made[number] = found = kind.make(data, needed)
+        if kind.needs is not None:
+            rest = [self._build(part, leaves, made) for part in parts[kind.needs :]]
+            kind.fill(found, data, needed + rest)
+        return found
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tree) or self.root != other.root:
@@ -85,6 +85,21 @@ class Tree:
         return mine == theirs
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class _Flat:
+    """What is known while something is taken apart."""
+
+    def __init__(self) -> None:
+        self.tree = Tree()
+        self.leaves: list[Any] = []
+        self.seen: dict[int, int] = {}
+        self.alive: list[Any] = []  # what is known by its id
+
+    def leaf(self, value: Any) -> int:
+        """Another leaf; what stands for it in the tree."""
+        self.leaves.append(value)
+        return ~(len(self.leaves) - 1)
 
 
 def is_record(value: Any) -> bool:
@@ -120,31 +135,24 @@ class MadeObjects:
 
     def flatten(self, value: Any) -> tuple[list[Any], Tree]:
         """The leaves of what a step gives away, and how to make it of others."""
-        tree, leaves = Tree(), []
-        seen: dict[int, int] = {}
-        alive: list[Any] = []
+        flat = _Flat()
+        flat.tree.root = self._take(value, flat)
+        return flat.leaves, flat.tree
 
-        def leaf(value: Any) -> int:
-            leaves.append(value)
-            return ~(len(leaves) - 1)
-
-        def take(value: Any) -> int:
-            known = seen.get(id(value))
-            if known is not None:
-                return known
-            kind = self._kind(value)
-            if kind is None:
-                return leaf(value)
-            number = seen[id(value)] = len(tree.nodes)
-            alive.append(value)
-            data, parts = kind.split(value)
-            tree.nodes.append((kind, data, ()))
-            first = [leaf(parts.pop(0))] if kind is TAGGED else []
-            tree.nodes[number] = kind, data, (*first, *map(take, parts))
-            return number
-
-        tree.root = take(value)
-        return leaves, tree
+    def _take(self, value: Any, flat: _Flat) -> int:
+        known = flat.seen.get(id(value))
+        if known is not None:
+            return known
+        kind, nodes = self._kind(value), flat.tree.nodes
+        if kind is None:
+            return flat.leaf(value)
+        number = flat.seen[id(value)] = len(nodes)
+        flat.alive.append(value)
+        data, parts = kind.split(value)
+        nodes.append((kind, data, ()))
+        first = [flat.leaf(parts.pop(0))] if kind is TAGGED else []
+        nodes[number] = kind, data, (*first, *(self._take(part, flat) for part in parts))
+        return number
 
     def _kind(self, value: Any) -> Kind | None:
         """How an object is taken apart; None for a leaf."""
