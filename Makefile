@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance conformance-tpu suites oracle test-versions products bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
+.PHONY: help env train test test-slow test-audit test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -35,7 +35,7 @@ test-audit: env ## the tests of compiled steps, each call audited (about eight m
 	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(AUDITED) \
 	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
 
-test-all: check test test-slow test-audit rules-check suites ## everything there is (about two hours on two cores)
+test-all: check test test-slow test-audit rules-check suites fuzz-short ## everything there is (about two hours on two cores)
 
 # torchtitan's own pins differ from ours, so it has an environment of its own.
 TITAN_VENV ?= .venv-torchtitan
@@ -103,6 +103,13 @@ test-versions: ## the supported versions of Python, torch and JAX, and the table
 PRODUCTS := $(BIN)/python -W ignore -m tests.compilation.random_products --cases 2500
 products: env ## 5,000 random products and moves on three and four mesh axes against CPU torch (ten minutes on two cores)
 	$(PRODUCTS) --mesh 2x2x2 $(ARGS) & three=$$!; $(PRODUCTS) --mesh 2x2x2x2 $(ARGS); four=$$?; wait $$three && exit $$four
+
+FUZZ := $(BIN)/python -W ignore -m tests.fuzz
+fuzz: env ## 20,000 random programs, each in four ways, against CPU torch (seven hours on one core; goes on where it was stopped)
+	$(FUZZ) --programs 20000 --resume $(ARGS)
+
+fuzz-short: env ## ten minutes of it, from a seed that is the day's
+	$(FUZZ) --programs 100000 --first $$(($$(date +%s) / 86400 % 1000 * 100000)) --minutes 10 --out .cache/fuzz-short $(ARGS)
 
 test-horovod: env ## Horovod's torch tests with ranks that are devices, threads, and 2 and 4 processes (ten minutes)
 	$(BIN)/python -m pytest tests/horovod tests/examples/test_horovod_mnist.py $(ARGS)

@@ -35,6 +35,7 @@ from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
 
 # Loaded on first use: these import JAX, or torch.distributed.tensor, which takes long.
 _LAZY = {
+    "Buckets": "xla_dtensor.compilation",
     "CompiledStep": "xla_dtensor.compilation",
     "DFunction": "xla_dtensor.custom_ops",
     "DistributedOp": "xla_dtensor.custom_ops",
@@ -46,6 +47,7 @@ _LAZY = {
     "Partial": "torch.distributed.tensor.placement_types",
     "PipelineSchedule": "xla_dtensor.pipeline",
     "PipelineStage": "xla_dtensor.pipeline",
+    "ReplayedStep": "xla_dtensor.compilation",
     "Replicate": "torch.distributed.tensor.placement_types",
     "ReplicateModule": "xla_dtensor.parallel",
     "Shard": "torch.distributed.tensor.placement_types",
@@ -89,6 +91,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Buckets",
     "CheckpointError",
     "CompiledStep",
     "DFunction",
@@ -113,6 +116,7 @@ __all__ = [
     "PipelineSchedule",
     "PipelineStage",
     "PlacementError",
+    "ReplayedStep",
     "Replicate",
     "ReplicateModule",
     "Shard",

@@ -16,6 +16,7 @@ from tests.compilation.changes import (
     EagerMesh,
     Mesh,
     Observation,
+    ReplayMesh,
     Row,
     World,
     assert_same,
@@ -63,6 +64,12 @@ def check(row: Row, world: World) -> None:
 @pytest.mark.parametrize("row", PARAMS)
 def test_compiled_as_torch(mesh_2x4: DeviceMesh, row: Row) -> None:
     check(row, Mesh(mesh_2x4))
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("row", PARAMS)
+def test_replayed_as_torch(mesh_2x4: DeviceMesh, row: Row) -> None:
+    check(row, ReplayMesh(mesh_2x4))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ must be the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -591,11 +592,13 @@ def outcome(run: Callable[[Place, Compile], list[Any]], *how: Any) -> Any:
         return str(error)[:70]
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("watch", ["auto", "replay"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_as_torch(mesh_2x4: DeviceMesh, name: str) -> None:
+def test_as_torch(mesh_2x4: DeviceMesh, name: str, watch: str) -> None:
     expected = outcome(PROGRAMS[name], lambda t: t.clone(), lambda f: f)
     placed = lambda t: distribute_tensor(t, mesh_2x4, [Shard(0), Replicate()])
-    actual = outcome(PROGRAMS[name], placed, xd.compile)
+    actual = outcome(PROGRAMS[name], placed, functools.partial(xd.compile, watch=watch))
     if isinstance(expected, str) or isinstance(actual, str):
         assert actual == expected
         return

@@ -39,3 +39,13 @@ def test_numbers_of_more_batches_than_there_are(spatial: int) -> None:
     layer = getattr(torch.nn, f"FractionalMaxPool{spatial}d")
     layer = layer(2, output_size=3, _random_samples=samples)
     torch.testing.assert_close(layer.to("xla")(x.to("xla")).cpu(), layer.to("cpu")(x))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_numbers_of_another_dtype_are_refused(dims: int) -> None:
+    """As torch's CPU kernels do (module_db has such samples)."""
+    pool = getattr(aten, f"fractional_max_pool{dims}d").default
+    x, samples = torch.rand(1, 2, *[5] * dims), torch.rand(1, 2, dims, dtype=torch.float64)
+    for device in ("cpu", "xla"):
+        with pytest.raises(RuntimeError, match="_random_samples to have the same dtype"):
+            pool(x.to(device), [2] * dims, [3] * dims, samples.to(device)).__len__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -169,30 +170,38 @@ def test_every_view_overload_has_a_lowering() -> None:
     assert missing == []
 
 
-def test_fills_of_repeated_elements() -> None:
-    """The dispatcher refuses all other writes to them."""
-    expand = find_view("aten::expand.default")
-    strided = find_view("aten::as_strided.default")
-    assert expand is not None
-    assert strided is not None
-    filled = expand.put(jnp.zeros((1, 3)), jnp.ones((2, 3)), [2, 3])
-    np.testing.assert_array_equal(filled, np.ones((1, 3)))
+REPEATING = [
+    ("expand", (3, 1), (2, 3, 4), ([2, 3, 4],)),
+    ("as_strided", (6,), (3, 2), ([3, 2], [1, 1], 1)),
+    ("as_strided", (4,), (2, 2), ([2, 2], [0, 1], 0)),
+    ("unfold", (2, 5), (2, 4, 2), (1, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "view_shape", "args"), REPEATING)
+def test_the_greatest_of_all_places(
+    name: str, shape: tuple[int, ...], view_shape: tuple[int, ...], args: tuple[Any, ...]
+) -> None:
+    lowering = find_view(qualified_name(name))
+    assert lowering is not None
+    assert lowering.repeats is not None
+    assert lowering.greatest is not None
+    assert lowering.repeats(shape, *args)
+    values = torch.randperm(math.prod(view_shape)).reshape(view_shape) + 1
+    view = getattr(torch.ops.aten, name)
+    places = view(torch.arange(math.prod(shape)).reshape(shape), *args)
+    expected = torch.zeros(math.prod(shape), dtype=torch.int64)
+    expected.scatter_reduce_(0, places.reshape(-1), values.reshape(-1), "amax")
     with jax.enable_x64(True):
-        filled = strided.put(jnp.zeros(4), jnp.ones((2, 2)), [2, 2], [0, 1])
-    np.testing.assert_array_equal(filled, [1.0, 1.0, 0.0, 0.0])
+        result = lowering.greatest(to_jax(values).astype(np.uint32), shape, *args)
+    np.testing.assert_array_equal(result, expected.reshape(shape))
+
+
+def test_strides_out_of_bounds() -> None:
+    strided = find_view("aten::as_strided.default")
+    assert strided is not None
     with pytest.raises(ValueError, match="reach element 5 of a tensor with 4"):
         strided.get(jnp.zeros(4), [2, 2], [3, 2])
-
-
-def test_overlapping_windows_take_the_last_write() -> None:
-    base, value = torch.zeros(4), torch.arange(1.0, 7.0).reshape(3, 2)
-    for name, args in {"unfold": (0, 2, 1), "as_strided": ([3, 2], [1, 1], 0)}.items():
-        lowering = find_view(qualified_name(name))
-        assert lowering is not None
-        with jax.enable_x64(True):
-            out = jax.jit(lambda x, v, f=lowering.put, a=args: f(x, v, *a))
-            result = out(to_jax(base), to_jax(value))
-        np.testing.assert_array_equal(result, [1.0, 3.0, 5.0, 6.0])
 
 
 BACKWARDS: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = [

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
+import numpy as np
 
 
 def freeze(value: Any) -> Any:
@@ -18,7 +17,9 @@ def freeze(value: Any) -> Any:
 def exact(value: Any) -> tuple[type, Any]:
     """``value`` as part of a key that tells types apart (1, 1.0 and True are equal), and 0.0 from
     -0.0."""
-    return type(value), value.hex() if isinstance(value, float) else freeze(value)
+    if isinstance(value, float):
+        return type(value), value.hex()
+    return type(value), value.tobytes() if isinstance(value, np.floating) else freeze(value)
 
 
 def thaw(value: Any) -> Any:

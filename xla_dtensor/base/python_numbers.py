@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,37 +23,72 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base.printed import PrintedNumbers, only_printed
 from xla_dtensor.base.traced_number import NumberNode
+
+# Scalars of NumPy's that are numbers like Python's.
+NUMPY_NUMBERS: frozenset[type] = frozenset(
+    {
+        *(np.float16, np.float32, np.float64, np.int8, np.int16, np.int32, np.int64),
+        *(np.uint8, np.uint16, np.uint32, np.uint64),
+    }
+)
 
 
 class Float(torch.SymFloat):
     """A symbolic number that Python code takes for a float."""
 
-    __class__ = property(lambda self: float)  # what isinstance asks
+    # What isinstance asks.
+    __class__ = property(lambda self: type(self.node.value))
 
     def __hash__(self) -> int:
         return hash(float(self))
 
     def __format__(self, spec: str) -> str:
-        return format(float(self), spec)
+        return format(_shown(self, sys._getframe(1)), spec)
+
+    def __repr__(self) -> str:
+        return repr(_shown(self, sys._getframe(1)))
 
     def __int__(self) -> int:
-        return int(float(self))
+        return int(_shown(self, sys._getframe(1)))
+
+    def __float__(self) -> float:
+        return float(_shown(self, sys._getframe(1)))
+
+    __str__ = __repr__
 
 
 class Int(torch.SymInt):
     """The same of an int."""
 
-    __class__ = property(lambda self: int)
+    __class__ = property(lambda self: type(self.node.value))
 
     def __hash__(self) -> int:
         return hash(int(self))
 
     def __format__(self, spec: str) -> str:
-        return format(int(self), spec)
+        return format(_shown(self, sys._getframe(1)), spec)
+
+    def __repr__(self) -> str:
+        return repr(_shown(self, sys._getframe(1)))
+
+    def __int__(self) -> int:
+        return int(_shown(self, sys._getframe(1)))
 
     def __float__(self) -> float:
-        return float(int(self))
+        return float(_shown(self, sys._getframe(1)))
+
+    __str__ = __repr__
+
+
+def _shown(number: Any, frame: types.FrameType) -> Any:
+    """The number itself, for the code in ``frame``: the program depends on it, unless it is only
+    printed (``"%d" % n`` asks for an int)."""
+    node = number.node
+    if not only_printed(frame):
+        node.guard(node, "==", node.value)
+    return node.value
 
 
 def like_a_number(number: Any) -> Any:
@@ -105,10 +142,11 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
     )
     value = function(*values)
     compute = _from_inputs(function, nodes, values)
-    if isinstance(value, bool):
-        first.guard(NumberNode(value, None, compute, text, first.guard), "is", value)
+    if isinstance(value, bool | np.bool_):
+        outcome = bool(value)
+        first.guard(NumberNode(outcome, None, compute, text, first.guard), "is", outcome)
         return value
-    if type(value) not in (int, float):
+    if type(value) not in (int, float, *NUMPY_NUMBERS):
         raise TypeError(f"{text} is a {type(value).__name__}, which can't be an input of a program")
     node = NumberNode(value, None, compute, text, first.guard, feed=first.feed)
     return _of(node)
@@ -139,7 +177,9 @@ def _operand(value: Any) -> Any:
     cls = type(value)
     if cls is int or cls is float or cls is bool or cls is Float or cls is Int or is_number(value):
         return value
-    return float(value) if isinstance(value, float) else NotImplemented  # np.float64
+    if cls in NUMPY_NUMBERS:
+        return value
+    return float(value) if isinstance(value, float) else NotImplemented
 
 
 def _binary(function: Callable[..., Any], symbol: str) -> Callable[[Any, Any], Any]:
@@ -268,11 +308,17 @@ def _of_math(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return of_numbers
 
 
+def _plain(value: Any) -> Any:
+    return value.node.value if is_number(value) else value
+
+
 class MathOfNumbers:
     """While it is entered, the functions of Python's ``math`` take symbolic numbers, which C code
-    can't compute with."""
+    can't compute with, and what prints and logs them gets plain ones."""
 
     def __enter__(self) -> None:
+        self._printed = PrintedNumbers(_plain)
+        self._printed.__enter__()
         self._before = {name: getattr(math, name) for name in _MATH if hasattr(math, name)}
         for name, function in self._before.items():
             setattr(math, name, _of_math(function, name))
@@ -280,6 +326,7 @@ class MathOfNumbers:
     def __exit__(self, *exc_info: object) -> None:
         for name, function in self._before.items():
             setattr(math, name, function)
+        self._printed.__exit__(*exc_info)
 
 
 def as_float(value: Any = 0.0) -> Any:

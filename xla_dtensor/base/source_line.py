@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import os
 import sys
 import traceback
+import types
 from collections.abc import Callable
 
 
@@ -45,11 +47,33 @@ def user_line() -> str:
 def here() -> Callable[[], str]:
     """What gives `user_line` of this moment when it is wanted: it costs a few microseconds to
     note where that is, and a hundred times that to say it."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not _is_users_known(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = _users_frame(sys._getframe(1))
     filename, line = frame.f_code.co_filename, frame.f_lineno
     return lambda: f"\n  at {filename}:{line}: {linecache.getline(filename, line).strip()}"
+
+
+def expression_here() -> Callable[[], str]:
+    """The same for the middle of a message, and of the line only the part that is being evaluated:
+    ``range(n + 1) at train.py:12``."""
+    frame = _users_frame(sys._getframe(1))
+    code, instruction = frame.f_code, frame.f_lasti // 2
+    return lambda: _expression(code, instruction)
+
+
+def _expression(code: types.CodeType, instruction: int) -> str:
+    first, last, left, right = next(itertools.islice(code.co_positions(), instruction, None))
+    line = linecache.getline(code.co_filename, first or 0)
+    text = line.strip()
+    if first is not None and first == last and left is not None:  # columns count bytes
+        text = line.encode()[left:right].decode(errors="replace") or text
+    where = f"{code.co_filename}:{first}"
+    return f"{text} at {where}" if text else f"at {where}"
+
+
+def _users_frame(frame: types.FrameType) -> types.FrameType:
+    while frame.f_back is not None and not _is_users_known(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 # What `Trace.refuse` is told where a tensor's value is wanted.
@@ -11,16 +12,34 @@ ITEM = ".item() (also float(), int(), bool(), `if tensor:`)"
 
 
 class Batch(Protocol):
-    """Operations that are written down, to run as one (`xla_dtensor.dispatch.batch`)."""
+    """Operations that are written down, to run as one (`xla_dtensor.dispatch.batch`).
+
+    Attributes:
+        is_step: whether it is all of a compiled step.
+    """
+
+    is_step: bool
 
     def add(self, plan: Any, call: Any) -> Any:
         """Write a call down; what stands for its arrays."""
+
+    def cut(self) -> None:
+        """An operation is written down, and its results are in their storages."""
 
     def replaces(self, storage: Any) -> None:
         """``storage`` is about to be given another value."""
 
     def run(self) -> None:
         """Compute what has been written down."""
+
+    def begin_recomputation(self) -> None:
+        """``torch.utils.checkpoint`` starts to run a block again, in backward."""
+
+    def end_recomputation(self) -> None:
+        """It is done with it."""
+
+    def in_optimizer(self) -> AbstractContextManager[None]:
+        """A block in which an optimizer makes its step."""
 
 
 class Trace(Protocol):
@@ -35,11 +54,14 @@ class Trace(Protocol):
             nobody asks.
         asserted: likewise what the program says itself (``torch._assert_async``).
         wide: float32 scalars in double precision; None where they are computed as they are.
+        positions: makes views at positions that are inputs (`dispatch.positions.Positions`); None
+            where positions are part of the program.
     """
 
     scalars: dict[Any, Any]
     stand_ins: Any
     python_numbers: list[Any]
+    positions: Any
 
     @property
     def assertions(self) -> list[Any] | None: ...
@@ -176,6 +198,11 @@ def random_numbers() -> RandomNumbers | None:
 def batch() -> Batch | None:
     """The batch in which this thread's operations are written down, in place of running."""
     return _state.batch
+
+
+def is_in_step() -> bool:
+    """Whether this thread's operations become one program: a trace, or a step's batch."""
+    return _state.trace is not None or (_state.batch is not None and _state.batch.is_step)
 
 
 def set_batch(batch: Batch | None) -> None:

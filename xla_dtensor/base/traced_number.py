@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_dtensor.base import interrupts
@@ -27,15 +28,21 @@ GuardSink = Callable[["NumberNode", str, Any], None]
 Feed = Callable[["NumberNode"], Any]
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a number is an int, or one of NumPy's."""
+    return isinstance(value, int | np.integer)
+
+
 class NumberNode:
     """The node of a ``torch.SymFloat`` or ``torch.SymInt``: a traced number with its present value.
 
     Attributes:
-        value: its value in this trace; an int is an integer.
+        value: its value in this trace; an int is an integer; NumPy's scalars stay what they are.
         traced: the weakly typed JAX scalar.
         compute: the value from the values of the trace's number inputs, for guards.
         text: how it is written, for messages.
-        known: whether it has a present value; otherwise ``value`` is NaN, and ``guard`` raises.
+        known: whether it has a present value; otherwise ``value`` is NaN (0 of an integer), and
+            ``guard`` raises.
         feed: makes a number that Python has computed from inputs an input, too: its JAX scalar.
             ``traced`` is None of such a number until it is asked for.
         over: whether the trace has failed: what it has left somewhere (in a cache) is a constant.
@@ -75,10 +82,10 @@ class NumberNode:
         self.compute, self.guard = lambda inputs: value, lambda *what: None
 
     def is_int(self) -> bool:
-        return isinstance(self.value, int)
+        return is_integer(self.value)
 
     def is_float(self) -> bool:
-        return not isinstance(self.value, int)
+        return not is_integer(self.value)
 
     def is_bool(self) -> bool:
         return False
@@ -140,13 +147,15 @@ class NumberNode:
     ) -> NumberNode:
         """``function`` of two numbers, where ``traced`` is the same on tracers."""
         mine, theirs = self.compute, other.compute
+        known = self.known and other.known
+        integers = symbol != "/" and self.is_int() and other.is_int()
         return NumberNode(
-            function(self.value, other.value),
+            function(self.value, other.value) if known else 0 if integers else math.nan,
             (traced or function)(self.traced, other.traced),
             lambda inputs: function(mine(inputs), theirs(inputs)),
             f"({self.text} {symbol} {other.text})",
             self._guard_with(other),
-            self.known and other.known,
+            known,
         )
 
     def _divided(self, other: NumberNode, symbol: str, function: Callable[..., Any]) -> NumberNode:
@@ -356,7 +365,7 @@ def input_number(
     """The number that is input ``index`` of the trace, as a ``torch.SymFloat`` (``torch.SymInt`` of
     an int)."""
     node = NumberNode(value, traced, operator.itemgetter(index), name, guard, feed=feed)
-    return torch.SymInt(node) if isinstance(value, int) else torch.SymFloat(node)
+    return torch.SymInt(node) if is_integer(value) else torch.SymFloat(node)
 
 
 def symbolic_number(traced: Any) -> Any:
@@ -385,5 +394,15 @@ def valueless_number(traced: Any, text: str, refuse: Callable[[], None]) -> Any:
         refuse()
         return math.nan
 
+    if getattr(getattr(traced, "dtype", None), "kind", "f") in "iu":
+        node = NumberNode(0, traced, compute, text, lambda *what: refuse(), known=False)
+        return torch.SymInt(node)
     node = NumberNode(math.nan, traced, compute, text, lambda *what: refuse(), known=False)
     return torch.SymFloat(node)
+
+
+def absent_number(refuse: Callable[[], None]) -> Any:
+    """A number that can't even be computed with: ``refuse`` raises."""
+
+    absent: Any = lambda *what: refuse()
+    return torch.SymFloat(NumberNode(math.nan, None, absent, "number", absent, False, absent))

@@ -5,9 +5,18 @@ happens while the step's Python runs on tracers, ``optimizers.py`` the hyperpara
 ``arguments.py`` the arguments of a call.
 """
 
+from xla_dtensor.compilation.buckets import Buckets
 from xla_dtensor.compilation.entry import compile
+from xla_dtensor.compilation.replayed import ReplayedStep
 from xla_dtensor.compilation.scan import scan_layers
 from xla_dtensor.compilation.scan_equal import scan_equal_layers
 from xla_dtensor.compilation.step import CompiledStep
 
-__all__ = ["CompiledStep", "compile", "scan_equal_layers", "scan_layers"]
+__all__ = [
+    "Buckets",
+    "CompiledStep",
+    "ReplayedStep",
+    "compile",
+    "scan_equal_layers",
+    "scan_layers",
+]

@@ -18,6 +18,11 @@ def paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, 
         yield from _visit(f"argument keyword [{name!r}]", value, seen)
 
 
+def paths_by_id(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
+    """The same by the ``id`` of what is called so."""
+    return {id(value): path for path, value, _ in paths(args, kwargs)}
+
+
 def _visit(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, bool]]:
     kind = kind_of(value)
     if kind is not None and id(value) in seen:

@@ -12,13 +12,22 @@ import numpy as np
 import torch
 
 from xla_dtensor.base.keys import exact
-from xla_dtensor.compilation.argument_names import difference, paths
+from xla_dtensor.base.python_numbers import NUMPY_NUMBERS
+from xla_dtensor.compilation.argument_names import difference, paths, paths_by_id
+from xla_dtensor.compilation.buckets import Length, Padding
 from xla_dtensor.compilation.carried import Carried, has_history, is_state
 from xla_dtensor.compilation.code_names import is_library_class
 from xla_dtensor.compilation.found import content_of, is_atom
 from xla_dtensor.compilation.global_state import global_state
-from xla_dtensor.compilation.identities import Same
-from xla_dtensor.compilation.kinds import FUNCTION, kind_of, mapped, places_of
+from xla_dtensor.compilation.identities import Same, aliases
+from xla_dtensor.compilation.kinds import (
+    DATACLASS,
+    FUNCTION,
+    ids_of_parts,
+    kind_of,
+    mapped,
+    places_of,
+)
 from xla_dtensor.compilation.kinds_of_code import Stream, without_cells
 from xla_dtensor.compilation.outside import hooks_of
 from xla_dtensor.compilation.places import Attributes, Place
@@ -41,7 +50,8 @@ class Arguments:
     Attributes:
         values: what they consist of (`kinds`): tensors, numbers, and all that isn't taken apart.
         tensors: the tensors among them, and those in attributes of tensors; inputs of the program.
-        numbers: the Python numbers (not bools) among the values that may be inputs, by position.
+        numbers: the numbers (not bools) among the values that may be inputs, by position.
+        fields: which of those are inside of dataclasses.
         containers: the objects that were taken apart: lists, dicts, dataclasses.
         arrays: NumPy's, and other buffers, with their content.
         key: of everything but the numbers' values: calls with different keys have different
@@ -49,11 +59,16 @@ class Arguments:
         carried: the same of what the step has kept from its last call (`carrying`), which comes
             behind the arguments.
         given: the arguments alone.
+        padding: what has been padded of them, or None.
+        lengths: the numbers that are the lengths of what has been, by position.
     """
 
     # Of most calls.
     carried: tuple[Any, ...] = ()
-    _inputs, _all_inputs = True, False
+    padding: Padding | None = None
+    lengths: frozenset[int] = frozenset()
+    fields: frozenset[int] = frozenset()
+    _inputs, _all_inputs, _in_record = True, False, False
     _carried_names: Sequence[str] = ()
     _cut: Mapping[int, torch.Tensor] = MappingProxyType({})
     _kept: Mapping[int, Any] = MappingProxyType({})
@@ -79,25 +94,9 @@ class Arguments:
         structure: Any = tuple(map(self._structure, args))
         if kwargs:
             structure = structure, tuple(kwargs), tuple(map(self._structure, kwargs.values()))
-        self.key = (structure, tuple(self._parts), self._aliases(), global_state())
+        self.key = (structure, tuple(self._parts), aliases(self.tensors), global_state())
         self.given = self
         self._positions = self._index
-
-    def _aliases(self) -> tuple[Any, ...]:
-        """Which of the tensors share memory (a write to one is a write to the other), and which of
-        those are one object."""
-        tensors = self.tensors
-        if len(tensors) < 2:
-            return ()
-        storages = [id(getattr(t, "_storage_", t)) for t in tensors]
-        if len(set(storages)) == len(storages):
-            return ()
-        first: dict[int, int] = {}
-        same: dict[int, int] = {}
-        return (
-            tuple(first.setdefault(storage, i) for i, storage in enumerate(storages)),
-            tuple(same.setdefault(id(t), i) for i, t in enumerate(tensors)),
-        )
 
     def _structure(self, value: Any) -> Any:
         """Take a value apart; the part of the key for what isn't a leaf's."""
@@ -106,11 +105,9 @@ class Arguments:
             self.values.append(value)
             self._parts.append(self._tensor(value))
             return None
-        if cls is float or cls is int:
-            if self._inputs:
-                self.numbers[len(self.values)] = value
+        if cls is float or cls is int or cls is Length or cls in NUMPY_NUMBERS:
             self._parts.append(cls if self._inputs else exact(value))
-            self.values.append(value)
+            self.values.append(self._number(value) if self._inputs else value)
             return None
         if cls is str or cls is bool or cls is NoneType:
             self._parts.append((cls, value))
@@ -131,11 +128,22 @@ class Arguments:
             self._objects.append(("", value, without_cells(value)))
         elif not is_library_class(cls):
             self._objects.append(("the class of ", value, cls))  # whose methods may be called
-        before = self._inputs
-        self._inputs = self._all_inputs or (before and kind.inputs)
+        before = self._inputs, self._in_record
+        self._inputs = self._all_inputs or (self._inputs and kind.inputs)
+        self._in_record = self._in_record or kind is DATACLASS
         found = kind.key(data), tuple(map(self._structure, parts))
-        self._inputs = before
+        self._inputs, self._in_record = before
         return found
+
+    def _number(self, value: Any) -> Any:
+        position = len(self.values)
+        if type(value) is Length:
+            self.lengths |= {position}
+            value = int(value)
+        self.numbers[position] = value
+        if self._in_record:
+            self.fields |= {position}
+        return value
 
     def _inside(self, values: Sequence[Any]) -> Any:
         """The part of the key for what a leaf keeps."""
@@ -233,7 +241,7 @@ class Arguments:
             more._parts = []
             names += [place.name] * (len(more.values) - before)
         more._carried_names = names
-        more.carried = (*parts, more._aliases())
+        more.carried = (*parts, aliases(more.tensors))
         more.containers, more._index = given.containers, given._index
         return more
 
@@ -296,7 +304,7 @@ class Arguments:
         made = {id(new): self._index[key] for key, (_, new) in done.items() if key in self._index}
         self._positions = self._index | made
         others = [new for value, new in done.values() if new is not value]
-        self._rebuilt = [(new, _ids_of_parts(new)) for new in others]
+        self._rebuilt = [(new, ids_of_parts(new)) for new in others]
         return args, kwargs
 
     def check_reads(self, reads: frozenset[str] | None) -> None:
@@ -338,7 +346,7 @@ class Arguments:
 
     def places(self) -> list[Place]:
         """Where a step may put something into its arguments."""
-        paths = self._path_of()
+        paths = paths_by_id(self.args, self.kwargs)
         return [
             place
             for value in (*self.containers, *self.tensors)
@@ -352,12 +360,12 @@ class Arguments:
             if type(value) is Stream:
                 value.check()
         return any(content_of(value) != content for value, content in self.arrays) or any(
-            _ids_of_parts(new) != parts for new, parts in self._rebuilt
+            ids_of_parts(new) != parts for new, parts in self._rebuilt
         )
 
     def roots(self) -> list[tuple[str, Any]]:
         """What the step's code may read from, with how to call it."""
-        paths = self._path_of() if self._objects else {}
+        paths = paths_by_id(self.args, self.kwargs) if self._objects else {}
         return [
             (prefix + paths.get(id(value), "an argument"), thing)
             for prefix, value, thing in self._objects
@@ -365,23 +373,20 @@ class Arguments:
 
     # --- for messages -------------------------------------------------------------------------
 
-    def _path_of(self) -> dict[int, str]:
-        return {id(value): path for path, value, _ in paths(self.args, self.kwargs)}
-
     def names(self) -> list[str]:
         """How to call the values."""
         own = [path for path, _, is_leaf in paths(self.args, self.kwargs) if is_leaf]
         return [*own, *self._carried_names]
 
+    def names_of_numbers(self) -> dict[int, str]:
+        """How to call the numbers, by position."""
+        names = self.names()
+        return {i: names[i] for i in self.numbers}
+
     def difference(self, other: Arguments) -> str | None:
         """What differs from another call, in words; None if nothing but numbers does."""
         names = self.names()
         return difference(self, other, names[: len(self.key[1])], names[len(self.key[1]) :])
-
-
-def _ids_of_parts(value: Any) -> list[int]:
-    kind = kind_of(value)
-    return [] if kind is None else list(map(id, kind.split(value)[1]))
 
 
 class ReadsMore(BaseException):
@@ -392,8 +397,4 @@ class ReadsMore(BaseException):
         self.reads = reads
 
 
-class _Unread:
-    """Stands for the value of an attribute that the step's code doesn't read."""
-
-
-_UNREAD = _Unread()
+_UNREAD = object()  # stands for the value of an attribute that the step's code doesn't read

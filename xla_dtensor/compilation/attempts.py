@@ -10,6 +10,8 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread
 from xla_dtensor.compilation.installed import Recorder
 from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.dispatch.positions import Positions
+from xla_dtensor.errors import DataDependentError
 
 
 class Attempt:
@@ -28,19 +30,37 @@ def trace(
     arguments: Arguments,
     dynamic: frozenset[int],
     carried: frozenset[str],
+    positions: bool = True,
 ) -> tuple[Traced, Exception | None]:
     """A trace of a step in which the numbers ``dynamic`` are inputs, or constants if the step's
-    Python can't do with that; then also why."""
-    if not dynamic:
-        return _trace(function, arguments, dynamic, carried), None
+    Python can't do with that; then also why.
+
+    Args:
+        positions: whether what they index by may be an input, too. Where the step can't do with
+            that alone (it returns ``x[n]``, which is a view), it is part of the program.
+    """
+    at = Positions() if positions else None
+    ways: list[tuple[frozenset[int], Positions | None]] = [(dynamic, at)]
+    if at is not None:
+        ways.append((dynamic, None))
+    leaves = dynamic - arguments.fields
+    if leaves != dynamic and leaves:
+        ways.append((leaves, None))
+    if dynamic:
+        ways.append((frozenset(), None))
     attempt = Attempt()
-    try:
-        return _trace(function, arguments, dynamic, carried), None
-    except Exception as error:
-        if attempt.is_final(error):
-            raise
-        # If this raises, too, it is the step that does.
-        return _trace(function, arguments, frozenset(), carried), error
+    failed: Exception | None = None
+    while True:
+        numbers, used = ways.pop(0)
+        try:
+            traced = _trace(function, arguments, numbers, carried, used)
+            return traced, None if numbers == dynamic else failed
+        except Exception as error:
+            if used is not None and not used.used:
+                del ways[0]  # it would be the same again
+            if not ways or attempt.is_final(error):
+                raise  # if this is the last one, it is the step that does
+            failed = error
 
 
 def _trace(
@@ -48,24 +68,33 @@ def _trace(
     arguments: Arguments,
     dynamic: frozenset[int],
     carried: frozenset[str],
+    positions: Positions | None = None,
 ) -> Traced:
     """A trace of a step that knew what it may change: if it comes to code of installed packages for
-    the first time, it may not be the first one. One more may be needed for `host_random`."""
+    the first time, it may not be the first one. One more may be needed for `host_random`, and one
+    where the step's Python can't do with hyperparameters that are inputs."""
+    fixed = False
     while True:
         recorder = Recorder()
         attempt = Attempt()
         try:
             try:
-                traced = Traced(function, arguments, dynamic, carried, recorder)
+                traced = Traced(function, arguments, dynamic, carried, recorder, positions, fixed)
             except MaybeAnotherThread:
                 token = OWN.set(True)
                 try:
-                    traced = Traced(function, arguments, dynamic, carried, recorder)
+                    traced = Traced(
+                        function, arguments, dynamic, carried, recorder, positions, fixed
+                    )
                 finally:
                     OWN.reset(token)
         except Exception as error:
-            if not recorder.grown or attempt.is_final(error):
+            if attempt.is_final(error):
                 raise
+            if not recorder.grown:
+                if fixed or not recorder.feeds or isinstance(error, DataDependentError):
+                    raise
+                fixed = True
         else:
             if not traced.unforeseen:
                 return traced

@@ -11,6 +11,9 @@ from jax._src import source_info_util
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import trace
+from xla_dtensor.compilation.found import is_atom
+from xla_dtensor.compilation.jaxpr_text import text_of
+from xla_dtensor.compilation.recipes import Built, Computed
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.errors import StaleStepError
 
@@ -21,15 +24,16 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
     Raises:
         StaleStepError: they differ.
     """
+    positions = traced.trace.positions is not None
     try:
-        again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried)
+        again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried, positions)
     except ReadsMore as more:
         raise StaleStepError(
             f"the compiled step {name} is stale: its Python reads attributes of its arguments that "
             "it didn't read when it was traced. Nothing has been computed in this call."
         ) from more
     again.undo()
-    mine, now = traced.signature(), again.signature()
+    mine, now = _signature(traced), _signature(again)
     for what, before in mine.items():
         if before != now[what]:
             raise StaleStepError(
@@ -38,6 +42,41 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
                 "watch: make it an argument, or call step.clear_cache() when it changes. Nothing "
                 f"has been computed in this call.{_where(what, traced, again)}"
             )
+
+
+def _signature(traced: Traced) -> dict[str, Any]:
+    """What a later trace must have in common with this one, for the program to be the step."""
+    trace = traced.trace
+    return {
+        "the operations": text_of(traced.jaxpr),
+        "the tensors that it uses": [s.signature() for s in traced.sources],
+        "the numbers that it computes with": [number.name for number in trace.numbers],
+        "what it decides by numbers": [decision.text for decision in trace.decisions],
+        "the layouts of its results": [form.placed(traced.frame) for form in traced.forms],
+        "what it returns": (traced.result_tree, list(map(_part, traced.results))),
+        "the gradients that it leaves": [
+            (id(outside.get()), None if t is None else (t.index, t.form.placed(traced.frame)))
+            for outside, t in traced.grads
+        ],
+        "what its Python changes": [
+            (e.name(), e.place.container, [(key, _left(v)) for key, v in e.after.items()])
+            for e in traced.effects
+        ],
+        "the state that it takes from where it is": [(c.name, c.where()) for c in traced.carried],
+    }
+
+
+def _part(result: Any) -> Any:
+    """What tells one of a step's results, or what it leaves somewhere, from another."""
+    if isinstance(result, Computed):
+        return "number", result.node.text
+    return type(result), getattr(result, "index", None) or repr(getattr(result, "value", None))
+
+
+def _left(value: Any) -> Any:
+    if isinstance(value, Built):
+        return list(map(_part, value.parts)), value.tree
+    return repr(value) if is_atom(value) else type(value)
 
 
 def _where(what: str, traced: Traced, again: Traced) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from xla_dtensor.base.source_line import user_line
+from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.mesh import Frame
 
 
 class Captured:
@@ -50,3 +53,21 @@ class Captured:
         if storage is not None:
             storage.put_back(self.array, self.form)
             storage.version = self.version
+
+
+def refuse_other_devices(first: Frame, frame: Frame, storage: Storage) -> None:
+    raise MeshMismatchError(
+        f"the compiled step uses tensors of {first.root!r} (devices {list(first.device_ids)}) and "
+        f"of {frame.root!r} (devices {list(frame.device_ids)}); one XLA program runs on one set of "
+        f"devices: redistribute the tensor of shape {list(storage.form.shape)} to the first mesh "
+        f"before the step{user_line()}"
+    )
+
+
+def refuse_made_meanwhile(storage: Storage) -> None:
+    raise DataDependentError(
+        f"the step uses a tensor of shape {list(storage.form.shape)} that has been computed while "
+        "it was traced, but not by it: by another thread, most likely. In later calls it would be "
+        "that tensor still: compute it in the step itself, or before it, and pass it as an "
+        f"argument{user_line()}"
+    )

@@ -10,6 +10,8 @@ import types
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 # Whose own globals and names aren't looked at: what users change of them has its own guard
 # (torch's global state), and the rest doesn't change.
 LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "scipy", "xla_dtensor", "ml_dtypes"})
@@ -37,7 +39,8 @@ def _is_stdlib(name: str) -> bool:
 
 def is_library_class(cls: type) -> bool:
     """Whether a class is defined by a library."""
-    return is_library(cls.__module__)
+    module = cls.__module__
+    return isinstance(module, str) and is_library(module)
 
 
 @dataclass
@@ -45,34 +48,69 @@ class Names:
     """Names in code, of nested functions too.
 
     Attributes:
-        globals: those read from (or assigned in) the module's globals.
+        globals: those read from the module's globals.
+        stored: those assigned or deleted there.
         attributes: those read from any object. Strings count as well: ``getattr(x, "scale")``.
         assigned: attributes that are assigned or deleted.
         modules: Python modules that the code imports.
         any_attribute: whether it reads attributes by names that are made up while it runs:
             ``getattr(x, name)``, ``vars(x)``.
+        any_global: likewise globals (``globals()[name]``, ``eval(text)``); of its own module.
+        any_module: likewise Python modules (``import_module(name)``, ``sys.modules[name]``).
+        asks_types: whether it compares ``type(n)``, or looks it up, where that may be ``int`` or
+            ``float``.
         environment: whether it reads the environment's variables.
     """
 
     globals: set[str] = field(default_factory=set)
+    stored: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
     any_attribute: bool = False
+    any_global: bool = False
+    any_module: bool = False
+    asks_types: bool = False
     environment: bool = False
 
     def update(self, other: Names) -> None:
         self.globals |= other.globals
+        self.stored |= other.stored
         self.attributes |= other.attributes
         self.assigned |= other.assigned
         self.modules |= other.modules
         self.any_attribute |= other.any_attribute
+        self.any_global |= other.any_global
+        self.any_module |= other.any_module
+        self.asks_types |= other.asks_types
         self.environment |= other.environment
 
 
-_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
+_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
+_STORED = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _READ = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
 _ASSIGNED = {"STORE_ATTR", "DELETE_ATTR"}
+
+# Special methods that code has to ask for, and what says that it does: a name, or (in capitals) an
+# instruction.
+_TEXT = ("__format__", "__str__", "__repr__")
+_COPIES = ("__copy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+_PICKLES = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+CALLED_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("str", "repr", "format", "ascii"), _TEXT),
+    **dict.fromkeys(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC"), _TEXT),
+    "copy": (*_COPIES, "__deepcopy__"),
+    **dict.fromkeys(("deepcopy", "replace"), (*_COPIES, "__deepcopy__", "__replace__")),
+    **dict.fromkeys(("dump", "dumps", "Pickler"), _PICKLES),
+    "dir": ("__dir__",),
+    **dict.fromkeys(("getmembers", "getmembers_static"), ("__dir__",)),
+    "getsizeof": ("__sizeof__",),
+    "MATCH_CLASS": ("__match_args__",),
+    "signature": ("__signature__", "__annotations__"),
+    **dict.fromkeys(("get_type_hints", "get_annotations"), ("__annotations__",)),
+    "LOAD_BUILD_CLASS": ("__init_subclass__",),
+}
+ASKED_FOR = frozenset(name for names in CALLED_BY.values() for name in names)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,30 +122,80 @@ def names_of(code: types.CodeType) -> Names:
         name, kind = instruction.argval, instruction.opname
         if kind in _GLOBAL:
             names.globals.add(name)
+        elif kind in _STORED:
+            names.stored.add(name)
         elif kind in _READ:
             names.attributes.add(name)
         elif kind in _ASSIGNED:
             names.assigned.add(name)
         elif kind == "IMPORT_NAME":
             names.modules.add(name)
-        if name in _MADE_UP and kind in _GLOBAL | _READ:
+        names.attributes.update(CALLED_BY.get(kind, ()))
+        if kind not in _GLOBAL and kind not in _READ:
+            continue
+        names.attributes.update(CALLED_BY.get(name, ()))
+        if name in _MADE_UP:
             names.any_attribute |= name not in _NAMED or not _has_constant(instructions, position)
-        names.environment |= name in ("environ", "getenv")
+        if name in _MODULES:
+            module = _constant_behind(instructions, position)
+            names.any_module |= module is None
+            names.modules |= {module} if module is not None else set()
+        if name in _ANY_GLOBAL:
+            known = _constant_behind(instructions, position) if name in _TABLES else None
+            names.any_global |= known is None
+            names.globals |= {known} if known is not None else set()
+            names.stored |= {known} if known is not None else set()
+        if name == "type":
+            names.asks_types |= _is_looked_up(instructions, position)
+        names.environment |= name in _ENVIRONMENT
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names.update(names_of(constant))
         elif isinstance(constant, str):
             if constant.isidentifier():
                 names.attributes.add(constant)
+            elif "%" in constant:  # "%s" % x
+                names.attributes.update(_TEXT)
         elif isinstance(constant, tuple):  # keyword names, `in ("a", "b")`
             names.attributes |= {c for c in constant if isinstance(c, str) and c.isidentifier()}
-    if "globals" in names.globals:
-        names.globals |= names.attributes
+    names.asks_types |= "type" in names.globals and not names.globals.isdisjoint(_NUMBERS)
     return names
 
 
-_NAMED = {"getattr", "hasattr", "setattr", "delattr"}  # the name is an argument
-_MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec"} | _NAMED
+_NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
+_NAMED = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "getattr_static"}
+_MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "getmembers"} | _NAMED
+_MADE_UP |= {"getmembers_static"}
+_MODULES = {"import_module", "__import__", "modules", "reload"}
+_ENVIRONMENT = {"environ", "getenv", "expandvars", "expanduser"}
+_TABLES = {"globals", "__globals__", "f_globals"}
+OTHERS_GLOBALS = frozenset({"__globals__", "f_globals"})
+_ANY_GLOBAL = {"eval", "exec"} | _TABLES
+
+
+def _is_looked_up(instructions: list[dis.Instruction], position: int) -> bool:
+    """Whether what ``type`` gives is looked for: ``type(n) in KINDS``, ``TABLE[type(n)]``."""
+    called = False
+    for instruction in instructions[position + 1 : position + 16]:
+        kind = instruction.opname
+        if kind == "CONTAINS_OP" or kind.startswith("BINARY_SUBSCR"):
+            return called
+        if called and not kind.startswith(("LOAD", "CACHE", "NOP")):
+            return kind.startswith(("PRECALL", "CALL"))  # TABLE.get(type(n))
+        called |= kind.startswith("CALL")
+        if called and kind in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval[:1] == "_":
+            return False  # type(x).__name__
+    return False
+
+
+def _constant_behind(instructions: list[dis.Instruction], position: int) -> str | None:
+    """The string that follows a name: in ``import_module("config")``, ``globals()["scale"]``."""
+    for instruction in instructions[position + 1 : position + 6]:
+        if instruction.opname == "LOAD_CONST":
+            return instruction.argval if isinstance(instruction.argval, str) else None
+        if not instruction.opname.startswith(("PRECALL", "PUSH_NULL", "CACHE", "NOP", "CALL")):
+            return None
+    return None
 
 
 def _has_constant(instructions: list[dis.Instruction], position: int) -> bool:
@@ -131,3 +219,26 @@ def describe(function: Any) -> str:
     if code is not None and "<lambda>" in name:
         return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     return name
+
+
+@functools.lru_cache(maxsize=4096)
+def called_by(function: types.FunctionType) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """What a function of torch's calls of ``torch.nn.functional``, and what that calls of it: where
+    it finds it (the globals of a Python module), and the names. Somebody may put another there."""
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    todo, known = [function], {function}
+    while todo:
+        inner = todo.pop()
+        names, namespace = names_of(inner.__code__), inner.__globals__
+        modules = [m for n in names.globals if (m := namespace.get(n)) is torch.nn.functional]
+        places = [(namespace, names.globals), *((vars(m), names.attributes) for m in modules)]
+        for where, wanted in places:
+            for name in wanted:
+                value = where.get(name)
+                if not callable(value) or vars(torch.nn.functional).get(name) is not value:
+                    continue
+                found.setdefault(id(where), (where, set()))[1].add(name)
+                if isinstance(value, types.FunctionType) and value not in known:
+                    known.add(value)
+                    todo.append(value)
+    return [(where, tuple(sorted(names))) for where, names in found.values()]

@@ -9,6 +9,7 @@ counter) can't be had that way, and is refused.
 
 from __future__ import annotations
 
+import contextvars
 import operator
 import sys
 from collections.abc import Callable, Iterable
@@ -152,8 +153,12 @@ class Surroundings:
 
     def put(self, place: Place, key: Any, value: Any) -> None:
         """The same."""
-        self._planted[place.container, key] = value
+        self.planted((place.container, key), value)
         place.put({key: value})
+
+    def planted(self, where: tuple[int, Any], value: Any) -> None:
+        """``value`` has been put into a place (its container, the key) for the step to find."""
+        self._planted[where] = value
 
     def holds(self, value: Any) -> bool:
         """Whether a list or a dict was there before the step, the same one in each call, or is an
@@ -279,3 +284,21 @@ def counter_refused(effect: Effect) -> DataDependentError:
         "is traced, so every call would be traced again. Do this outside of the compiled step, or "
         "keep the value in a tensor on the device that the step writes in place"
     )
+
+
+def in_context_of_its_own(function: Callable[[], Any]) -> Any:
+    """Call ``function`` such that a ``ContextVar`` which it sets is as before when it is over: one
+    that held nothing couldn't be given that back.
+
+    Raises:
+        DataDependentError: it resets a variable to what it was before.
+    """
+    try:
+        return contextvars.copy_context().run(function)
+    except ValueError as error:
+        if "created in a different Context" not in str(error):
+            raise
+        raise DataDependentError(
+            f"the step resets a ContextVar by a token from outside of it ({error}): set() the "
+            "value that it is to have, or reset it outside of the compiled step"
+        ) from error

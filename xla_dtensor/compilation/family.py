@@ -25,20 +25,44 @@ class Family:
         dynamic: the numbers that are inputs, because they have changed between calls.
         last: the numbers of the call that was traced last.
         latest: gives the program that was made of it, if it still exists.
+        positions: whether positions (``x[n]``) may be inputs, too.
+        why_static: why numbers can't be inputs, for messages; empty if they can.
     """
 
-    __slots__ = ("_static", "dynamic", "last", "latest", "programs")
+    __slots__ = (
+        "_static",
+        "_static_fields",
+        "dynamic",
+        "last",
+        "latest",
+        "positions",
+        "programs",
+        "why_static",
+    )
 
     def __init__(self) -> None:
         self.programs: dict[Any, Programs] = {}
         self.dynamic: frozenset[int] = frozenset()
         self.last: dict[int, int | float] | None = None
         self.latest: Callable[[], Program | None] = lambda: None
-        self._static = False
+        self.positions = True
+        self.why_static = ""
+        self._static = self._static_fields = False
 
-    def keep_static(self) -> None:
-        """The step does with its numbers what only Python numbers can do (formatting them)."""
-        self.dynamic, self._static = frozenset(), True
+    def takes(self, lengths: frozenset[int]) -> None:
+        """These numbers are inputs from the first call on."""
+        if not self._static and not lengths <= self.dynamic:
+            self.dynamic |= lengths
+
+    def keep_static(self, error: Exception, but: frozenset[int]) -> None:
+        """The step does with its numbers what only Python numbers can do; ``error`` says what.
+
+        Args:
+            but: those that can be inputs: all but the numbers in dataclasses, or none.
+        """
+        self.dynamic = but
+        self._static, self._static_fields = not but, True
+        self.why_static = f" (numbers stay constants: {error})"
         self.programs.clear()
 
     def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, Programs]]:
@@ -81,10 +105,12 @@ class Family:
         while len(self.programs) > KINDS:
             del self.programs[next(iter(self.programs))]
 
-    def varies(self, numbers: dict[int, int | float]) -> None:
+    def varies(self, arguments: Arguments) -> None:
         """Programs exist, but not for these numbers: from now on those that differ are inputs."""
         if self.last is None or self._static:
             return
+        static = arguments.fields if self._static_fields else frozenset()
+        numbers = {i: n for i, n in arguments.numbers.items() if i not in static}
         differ = {i for i, n in numbers.items() if exact(n) != exact(self.last[i])}
         if differ - self.dynamic:
             self.dynamic |= differ

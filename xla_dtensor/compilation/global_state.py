@@ -69,6 +69,11 @@ _function_modes, _dispatch_modes = (
 
 def _modes() -> tuple[Same, ...]:
     """The modes that the user has entered: they see every operation."""
+    return tuple(Same(mode) for _, mode in active_modes())
+
+
+def active_modes() -> list[tuple[str, Any]]:
+    """The modes that are entered, with how to call them."""
     functions = map(torch._C._get_function_stack_at, range(_function_modes()))
     dispatches = map(torch._C._get_dispatch_stack_at, range(_dispatch_modes()))
-    return tuple(map(Same, (*functions, *dispatches)))
+    return [(f"the mode {type(m).__name__}", m) for m in (*functions, *dispatches)]

@@ -8,9 +8,10 @@ import torch
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.decided import changed_numbers
 from xla_dtensor.compilation.gradients import grad_text, same_grad
 from xla_dtensor.compilation.lowered import Lowered
-from xla_dtensor.compilation.numbers import ARITHMETIC, Changed
+from xla_dtensor.compilation.numbers import ARITHMETIC, Changed, values_of
 from xla_dtensor.tensors.base import grad_of, grad_of_tensor
 
 
@@ -19,7 +20,7 @@ class Guarded(Lowered):
 
     def mismatch(self, arguments: Arguments) -> str | None:
         """Why this program can't run now, or None."""
-        self.changed_path = None
+        self.changed_path, self.changed_numbers, self.decided = None, frozenset(), None
         if self.stale is not None:
             return self.stale
         if not self.watch.untouched():
@@ -38,6 +39,9 @@ class Guarded(Lowered):
         for index, storage in self._traced.bound_arguments:
             if arguments.tensors[index]._storage_ is not storage:
                 return "an argument, which was a tensor that the step uses anyway"
+        for index, tensor in self._traced.bound_on_host:
+            if arguments.tensors[index] is not tensor:
+                return "an argument, which was a CPU tensor that the step uses anyway"
         if self._traced.free_arguments:
             own = self._own_storages()
             for index in self._traced.free_arguments:
@@ -66,7 +70,8 @@ class Guarded(Lowered):
         try:
             for decision in self._decisions:
                 if decision.compute(numbers) != decision.outcome:
-                    return f"the step decided {decision.text}, which holds no longer"
+                    self.decided = decision
+                    return decision.difference()
         except ARITHMETIC as error:
             return f"the step decided {decision.text}: {error}"
         for look, was, text in self._looked_at:
@@ -74,11 +79,26 @@ class Guarded(Lowered):
                 return f"{text}, which is part of the program"
         return None
 
+    def decides_otherwise(self, arguments: Arguments) -> bool:
+        """Whether the numbers alone say that this program can't run, which is quickly asked where
+        there are many programs."""
+        if self._host is not None or not self._decisions:
+            return False
+        try:
+            numbers = values_of(self._numbers, arguments)
+            return any(d.compute(numbers) != d.outcome for d in self._decisions)
+        except (Changed, LookupError, AttributeError, *ARITHMETIC):
+            return False  # `mismatch` says why
+
     def _look_closer(self) -> str | None:
         """Compare by value what the step can read; None if nothing has changed."""
         now = self._traced.look_again()
         if not self._traced.carries(now):
             return "whether there is something that the step keeps from one call to the next"
+        forgotten = self.watch.forgotten()
+        if forgotten is not None:
+            self.changed_path = forgotten
+            return f"what the cache of {forgotten} holds"
         differences = self.watch.differences(now)
         if not differences:
             # By path: two objects of a kind may have changed places.
@@ -87,9 +107,11 @@ class Guarded(Lowered):
             changed += [carried.place for carried in self._traced.carried]
             if any((place.path, place.container) not in places for place in changed):
                 return "something that the step changes, which is another object now"
+            now.remember_caches(self.watch)
             self.watch = now
             return None
         before, after = differences[0]
+        self.changed_numbers = changed_numbers(differences)
         self.changed_path = (after or before).path  # type: ignore[union-attr]
         return (
             f"{self.changed_path}: from {before.text() if before else 'nothing'} to "

@@ -25,6 +25,7 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.views import is_at_traced, refuse_offset
 from xla_dtensor.tensors.of_form import Ours
 
 _Symbolic = torch.SymFloat | torch.SymInt
@@ -324,6 +325,8 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and args and type(args[0]) in _PLAIN and args[0].device.type == "cpu":
             self._operations.look(args[0], f"{func.__name__}()")
+        if func is torch.Tensor.storage_offset and is_at_traced(getattr(args[0], "_steps", ())):
+            refuse_offset()
         if func in _BACKWARD and not torch._C._len_torch_function_stack():
             # Python that runs in it (recomputation, the user's functions and hooks) is seen, too.
             with self:

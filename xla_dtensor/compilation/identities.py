@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
@@ -56,3 +56,19 @@ class Same:
 
     def __repr__(self) -> str:
         return repr(self._object())
+
+
+def aliases(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Which of the tensors share memory (a write to one is a write to the other), and which of
+    those are one object; empty if none do."""
+    if len(tensors) < 2:
+        return ()
+    storages = [id(getattr(t, "_storage_", t)) for t in tensors]
+    if len(set(storages)) == len(storages):
+        return ()
+    first: dict[int, int] = {}
+    same: dict[int, int] = {}
+    return (
+        tuple(first.setdefault(storage, i) for i, storage in enumerate(storages)),
+        tuple(same.setdefault(id(t), i) for i, t in enumerate(tensors)),
+    )

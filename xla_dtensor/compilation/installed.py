@@ -33,9 +33,11 @@ class Recorder:
 
     Attributes:
         grown: after a recording, whether there was code that no earlier trace had run.
+        feeds: whether the trace lets the step's code find inputs in optimizers' param groups.
     """
 
     def __init__(self) -> None:
+        self.grown = self.feeds = False
         self._blind = _profiler_at_work()
         self.grown = False
 

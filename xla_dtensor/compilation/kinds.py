@@ -260,6 +260,7 @@ class _Tagged(Kind):
 
 
 SEQUENCE, LIST, FROZENSET, DICT, RECORD = _Sequence(), _List(), _FrozenSet(), _Dict(), _Record()
+DATACLASS = _Record(inputs=True)
 REGISTERED, OBJECTS, TAGGED = _Registered(inputs=True), _Objects(), _Tagged()
 BUFFER = _Buffer()
 # Those whose numbers may be inputs.
@@ -303,7 +304,7 @@ def _kind_of_class(cls: Any) -> Kind | None:
     ):
         if issubclass(cls, classes):
             return kind
-    return RECORD if dataclasses.is_dataclass(cls) else None
+    return DATACLASS if dataclasses.is_dataclass(cls) else None
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -320,6 +321,12 @@ def kind_of(value: Any) -> Kind | None:
         if issubclass(cls, np.ndarray) and value.dtype == object:
             return OBJECTS
     return kind
+
+
+def ids_of_parts(value: Any) -> list[int]:
+    """What tells whether an object still has the parts that it had."""
+    kind = kind_of(value)
+    return [] if kind is None else list(map(id, kind.split(value)[1]))
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -31,10 +31,10 @@ def looked_at(step: Any, args: Any, kwargs: Any, look: Callable[[Program], Any])
     arguments = Arguments(args, kwargs, step._reads)
     with step._lock, tracing, step._checks:
         try:
-            traced, _ = trace(step._function, arguments, frozenset(), step._carried)
+            traced, _ = trace(step._function, arguments, arguments.lengths, step._carried)
         except ReadsMore as more:
             arguments = Arguments(args, kwargs, more.reads)
-            traced, _ = trace(step._function, arguments, frozenset(), step._carried)
+            traced, _ = trace(step._function, arguments, arguments.lengths, step._carried)
         try:
             return look(Program(traced, traced.take_call(), None, step._options))
         finally:

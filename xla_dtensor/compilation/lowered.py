@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,9 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.runtime import agreement, arrays
+from xla_dtensor.runtime.jax_runtime import code_bytes
+
+T = TypeVar("T")
 
 # Sources that are inputs of the program as they are.
 ARRAY_KINDS = ("state", "argument", "grad", "host")
@@ -51,6 +54,8 @@ class Lowered:
         self.traced = self._traced = traced
         self.effects = traced.effects
         self.changed_path: str | None = None
+        self.changed_numbers: frozenset[str] = frozenset()
+        self.decided: Decision | None = None
         self.lowering: Callable[[], AbstractContextManager[None]] = nullcontext
         self.launched = False
         self._anchor: Callable[[], Storage | None] = lambda: None
@@ -274,14 +279,23 @@ class Lowered:
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {self._frame}{seed}"
                     )
-                try:
-                    compiled = lowered.compile(options)
-                except jax.errors.JaxRuntimeError as error:
-                    if not self.pins_may_help(error):
-                        raise
-                    compiled = lower().compile(options)
+                compiled = self._attempt(
+                    lambda: lowered.compile(options), lambda: lower().compile(options)
+                )
                 executables.put(key, compiled)
             self.compiled = compiled
+
+    def _attempt(self, run: Callable[[], T], with_all_pins: Callable[[], T]) -> T:
+        """What ``run`` gives, or, if XLA fails, the other, which lowers anew
+        (`base/xla_faults.py:UNCOMPILED`)."""
+        try:
+            with self.lowering():
+                return run()
+        except jax.errors.JaxRuntimeError as error:
+            if not self.pins_may_help(error):
+                raise
+        with self.lowering():
+            return with_all_pins()
 
     def pins_may_help(self, error: Exception) -> bool:
         """Whether XLA failed on a program without all pins, which has them from now on."""
@@ -337,6 +351,12 @@ class Lowered:
     def jaxpr(self) -> Any:
         """What the step computes."""
         return self._jaxpr
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        """About how much memory of the host it takes: its code, and what is known of it."""
+        known = 2048 * len(self._jaxpr.eqns) + 512 * len(self.watch.found)
+        return (code_bytes(self.compiled) or 0) + known
 
     @property
     def options(self) -> dict[str, Any] | None:

@@ -78,7 +78,9 @@ class Made:
         position = self._arguments.position(value)
         if position is not None:
             return GivenContainer(position)
-        if is_number(value):
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            if not is_number(value):  # nobody knows it: this raises
+                value.node.guard_float("", 0)
             return Computed(value.node)
         if isinstance(value, Ours):
             return self.tensor(value)

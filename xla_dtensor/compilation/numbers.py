@@ -17,6 +17,7 @@ class Number:
         integer: whether it is an int.
         array: the constant that stands for it in the traced jaxpr.
         compute: of a number that Python has computed from those before it: from their values.
+        kind: its type.
     """
 
     read: Callable[[Any], float] | None
@@ -24,6 +25,7 @@ class Number:
     integer: bool
     array: Any
     compute: Callable[[list[float]], float] | None = None
+    kind: type = float
 
     def computed(self, before: list[float]) -> float:
         """The present value of one that is computed.
@@ -39,9 +41,7 @@ class Number:
             value = self.compute(before)
         except ARITHMETIC as error:
             raise Changed(f"{self.name}: {error}") from None
-        if type(value) is not (int if self.integer else float) or (
-            self.integer and not fits(value)
-        ):
+        if type(value) is not self.kind or (self.integer and not fits(value)):
             raise Changed(f"{self.name}: now {value!r}")
         return value
 
@@ -83,3 +83,9 @@ class Decision:
     compute: Callable[[list[float]], Any]
     outcome: Any
     text: str
+    where: Callable[[], str] = str
+
+    def difference(self) -> str:
+        """That it doesn't hold any more, and which of the user's lines has decided."""
+        where = self.where()
+        return f"the step decided {self.text}{where and f' ({where})'}, which holds no longer"

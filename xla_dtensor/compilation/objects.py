@@ -23,6 +23,7 @@ from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.kind import Kind
 from xla_dtensor.compilation.kinds import (
     BUFFER,
+    DATACLASS,
     PLAIN_DICT,
     PLAIN_LIST,
     RECORD,
@@ -173,7 +174,7 @@ class MadeObjects:
             return GENERATOR
         if issubclass(cls, ITERATORS):
             return ITERATOR
-        if kind is RECORD or (kind is None and cls is not types.FunctionType):
+        if kind in (RECORD, DATACLASS) or (kind is None and cls is not types.FunctionType):
             return RECORD if _has_attributes(value) else None
         return kind
 

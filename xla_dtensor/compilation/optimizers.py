@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -9,25 +10,14 @@ import jax
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.modes import unseen
-from xla_dtensor.compilation.doubles import plain
-from xla_dtensor.compilation.hyperparameters import (
-    _item,
-    as_tensor,
-    holds_number,
-    hyperparameter,
-    is_a_number,
-    same_number,
-    tensor_hyperparameter,
-)
-from xla_dtensor.compilation.schedulers import DeferredSchedulers
+from xla_dtensor.base.traced_number import absent_number
+from xla_dtensor.compilation.hyperparameters import for_formula, item_of
+from xla_dtensor.compilation.schedulers import DeferredSchedulers, set_by
+from xla_dtensor.compilation.stepped import Planted, SteppedOptimizer
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import device_form
@@ -37,157 +27,119 @@ from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 
-class ReadState:
-    """An optimizer whose ``state`` the step's own code reads, though it doesn't step it."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-
-class SteppedOptimizer:
-    """An optimizer whose ``step`` runs in the compiled step.
-
-    Attributes:
-        optimizer: the optimizer.
-        name: how to call it in messages; two of one class are told apart.
-        numbers: per param group the keys whose numbers are inputs of the program.
-        assigned: per param group the keys that the step has assigned before it steps.
-        state: its state before the trace.
-        groups: the param groups' values before the trace.
-    """
-
-    def __init__(self, optimizer: Optimizer, name: str) -> None:
-        self.optimizer = optimizer
-        self.name = name
-        self.numbers: list[set[str]] = []
-        self.assigned: list[set[str]] = []
-        self.state = {p: (s, dict(s)) for p, s in optimizer.state.items()}
-        self.groups = [dict(group) for group in optimizer.param_groups]
-
-    def undo(self) -> None:
-        """Give the optimizer the state that it had before the trace."""
-        self.optimizer.state.clear()
-        for parameter, (state, content) in self.state.items():
-            state.clear()
-            state.update(content)
-            self.optimizer.state[parameter] = state
-
-    def made_state(self) -> bool:
-        """Whether the step has filled state that wasn't there."""
-        return any(
-            key not in self.state.get(p, ({}, {}))[1]
-            for p, state in self.optimizer.state.items()
-            for key in state
-        )
-
-    def is_steady(self) -> bool:
-        """Whether a step that finds the state of the first one computes the same.
-
-        True of torch's own, which fill their state and go on as ever; but the fused SGD is told
-        which step is the first one, and Adafactor makes its step counts on the CPU. Of others
-        nobody knows, until the step is traced again. (What the trace has computed, a gradient taken
-        as momentum, has it traced again in any case.)
-        """
-        cls = users_class(self.optimizer)
-        own = f"{cls.__module__}.".startswith("torch.optim.")
-        if cls is torch.optim.SGD and any(g["fused"] for g in self.optimizer.param_groups):
-            return False
-        return own and cls is not torch.optim.Adafactor
-
-    def check(self, settable: set[tuple[int, str]]) -> None:
-        """Refuse what the step's Python has done to the optimizer, which would happen once.
-
-        Args:
-            settable: entries of param groups (their ``id``, the key) of which each call repeats
-                what has been done to them.
-
-        Raises:
-            DataDependentError: a hyperparameter has been changed, or a number in the state.
-        """
-        for index, (before, group) in enumerate(
-            zip(self.groups, self.optimizer.param_groups, strict=False)
-        ):
-            for key in group:
-                was, now = before.get(key), group.get(key)
-                if key != "params" and (id(group), key) in settable:
-                    continue
-                if key != "params" and was is not now and not same_number(was, now):
-                    raise DataDependentError(
-                        f"the step changes {self.name}.param_groups[{index}][{key!r}] from {was!r} "
-                        f"to {now!r}, which would happen when the step is "
-                        "traced, not in every call: do it outside of the compiled step"
-                    )
-        for state in self.optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    raise DataDependentError(
-                        f"{self.name} keeps a Python number, {key!r} = {value!r}, in its state: it "
-                        "would count the traces, not the steps; keep it as a tensor "
-                        "(torch.tensor(0.0, device=parameter.device))"
-                    )
-
-
-def users_class(optimizer: Optimizer) -> type[Optimizer]:
-    """The optimizer's class; of one that the package has wrapped (Horovod's), the one wrapped."""
-    classes: Any = type(optimizer).__mro__
-    return next(cls for cls in classes if not cls.__module__.startswith("xla_dtensor."))
-
-
 class OptimizerHooks:
-    """While it is entered, every ``optimizer.step()`` reads its hyperparameters as traced numbers.
+    """While it is entered, Python finds numbers of the trace in optimizers' ``param_groups``.
 
-    A number in ``param_groups`` (``lr``, ``weight_decay``, ``betas``...) is replaced during the
-    call by one that is an input of the program; afterwards the group is as it was.
+    A hyperparameter (``lr``, ``weight_decay``, ``betas``...) is an input of the program wherever
+    the step reads it: in its own code, in hooks, in an optimizer's ``step``. What stands there when
+    the step ends and isn't what it has found is an effect like any other (`Effect`).
 
     Args:
-        known: the param groups before the step, of the optimizers that it is known to reach.
-        settable: entries of param groups that the step may assign (`SteppedOptimizer.check`).
+        known: the optimizers that the step is known to reach.
+        settable: entries of param groups of which each call repeats what the step assigns.
         schedulers: the schedulers' steps that the step puts off.
+        feeds: whether the user's code may find numbers of the trace, and not only torch's.
+        everywhere: whether the step's own code may, too, and not only an optimizer's ``step``.
+        planted: is told of each.
 
     Attributes:
-        stepped: the optimizers seen, by id.
+        stepped: the optimizers whose ``step`` has run, by id.
     """
 
     def __init__(
         self,
         trace: StepTrace,
-        known: dict[int, list[dict[str, Any]]],
+        known: Iterable[Optimizer],
         settable: set[tuple[int, str]],
         schedulers: DeferredSchedulers,
+        feeds: bool,
+        everywhere: bool,
+        planted: Planted,
     ) -> None:
+        self._planted = planted
         self._trace = trace
         self._settable = settable
-        # Entries that each call takes from there: what is there now, the step has assigned.
-        self.carried: set[tuple[int, Any]] = set()
-        self._known = known
         self._schedulers = schedulers
-        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._feeds, self._everywhere = feeds, everywhere
+        self._seen: dict[int, SteppedOptimizer] = {}
         self.stepped: dict[int, SteppedOptimizer] = {}
+        # Entries that a scheduler sets when the program has run: (group, key, what was there, what
+        # stands there since).
+        self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._set_behind: str | None = None
+        for optimizer in known:
+            self._see(optimizer)
+
+    def _see(self, optimizer: Optimizer) -> SteppedOptimizer:
+        seen = self._seen.get(id(optimizer))
+        if seen is None:
+            name = type(optimizer).__name__
+            same = sum(type(s.optimizer) is type(optimizer) for s in self._seen.values())
+            name = name if not same else f"{name} ({same + 1})"
+            seen = self._seen[id(optimizer)] = SteppedOptimizer(optimizer, name)
+        return seen
 
     def __enter__(self) -> OptimizerHooks:
         self._trace.optimizer_hooks = self
+        self._schedulers.put_off = self._hide
         self._zero_grads = [(cls, cls.zero_grad) for cls in (Optimizer, nn.Module)]
         for cls, zero_grad in self._zero_grads:
             cls.zero_grad = self._seeing(zero_grad)
+        if self._everywhere:
+            for seen in self._seen.values():
+                seen.give_numbers(self._trace, self._planted)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._trace.optimizer_hooks = None
+        self._schedulers.put_off = None
         for cls, zero_grad in self._zero_grads:
             cls.zero_grad = zero_grad
-        while self._saved:
-            group, original = self._saved.pop()
-            group.update(original)
+        for group, key, was, hidden in self._hidden:
+            if group.get(key) is hidden:
+                group[key] = was
+            else:
+                self._set_behind = key
+        self._hidden.clear()
 
     def check(self) -> None:
         """Refuse what the step has done to the optimizers, and each call can't."""
+        if self._set_behind is not None:
+            raise DataDependentError(
+                f"the compiled step sets {self._set_behind!r} of a param group behind a "
+                "scheduler's step(), which is put off until the program has run: in a compiled "
+                "step a scheduler's step comes last"
+            )
         for stepped in self.stepped.values():
             stepped.check(self._settable)
+            stepped.check_state(self._settable)
+
+    def take_numbers(self) -> None:
+        """When all that the step has changed is known: no number of the trace is left."""
+        for seen in self._seen.values():
+            seen.take_numbers()
+        self._seen = dict(self.stepped)
 
     def undo(self) -> None:
         """Give the optimizers the state that they had before the trace."""
+        self.take_numbers()
         for stepped in self.stepped.values():
             stepped.undo()
+
+    def _hide(self, scheduler: Any) -> None:
+        """What a scheduler sets isn't there before the program has run."""
+        name = type(scheduler).__name__
+        for group, key in set_by(scheduler):
+            was = group[key]
+            if not any(was is hidden for _, _, _, hidden in self._hidden):
+                group[key] = absent_number(partial(self._refuse_hidden, name, key))
+                self._hidden.append((group, key, was, group[key]))
+
+    def _refuse_hidden(self, scheduler: str, key: str) -> None:
+        raise DataDependentError(
+            f"the compiled step reads {key!r} of a param group behind {scheduler}.step(), which is "
+            "put off until the program has run: read it before, or outside of the step"
+        )
 
     def _seeing(self, zero_grad: Any) -> Any:
         """``zero_grad`` that tells the trace what it sets to None."""
@@ -208,30 +160,40 @@ class OptimizerHooks:
 
         return seen
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """The optimizer's ``step`` begins: what it is to be given in place of its arguments."""
-        stepped = self.stepped.get(id(optimizer))
-        if stepped is None:
-            name = type(optimizer).__name__
-            same = sum(type(s.optimizer) is type(optimizer) for s in self.stepped.values())
-            name = name if not same else f"{name} ({same + 1})"
-            stepped = SteppedOptimizer(optimizer, name)
-            stepped.groups = self._known.get(id(optimizer), stepped.groups)
+    def step(
+        self, function: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> Any:
+        """Run an optimizer's ``step``, between its hooks."""
+        stepped = self._see(optimizer)
+        if id(optimizer) not in self.stepped:
             self.stepped[id(optimizer)] = stepped
             self._share_counters(optimizer)
         self._schedulers.check_optimizer(optimizer)
         stepped.check(self._settable)
-        stepped.assigned = [set() for _ in optimizer.param_groups]
-        stepped.numbers = [
-            self._trace_numbers(stepped, index, group)
-            for index, group in enumerate(optimizer.param_groups)
-        ]
+        if self._feeds or stepped.is_torchs():
+            stepped.give_numbers(self._trace, self._planted)
+        groups = [group for group in optimizer.param_groups if "capturable" in group]
+        before = [group["capturable"] for group in groups]
+        for group in groups:
+            group["capturable"] = True  # the step count is a tensor on the devices
         self._trace.in_optimizer += 1
         # ``step(closure)``: what the closure computes is the user's, not the optimizer's.
-        return (
-            tuple(x if x is optimizer else self._apart(x) for x in args),
-            {name: self._apart(x) for name, x in kwargs.items()},
-        )
+        named = {name: self._apart(x) for name, x in kwargs.items()}
+        try:
+            return function(optimizer, *map(self._apart, args), **named)
+        finally:
+            self._trace.in_optimizer -= 1
+            for group, capturable in zip(groups, before, strict=True):
+                group["capturable"] = capturable
+
+    def formula(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of one of the functions that torch's optimizers hand their lists to."""
+        name = function.__name__
+        return [for_formula(self._trace, name, "", x) for x in args], {
+            key: for_formula(self._trace, name, key, x) for key, x in kwargs.items()
+        }
 
     def _apart(self, closure: Any) -> Any:
         if not callable(closure):
@@ -245,71 +207,6 @@ class OptimizerHooks:
                 self._trace.in_optimizer = inside
 
         return apart
-
-    def after(self, optimizer: Optimizer) -> None:
-        """It is done."""
-        self._trace.in_optimizer -= 1
-        for _ in optimizer.param_groups:
-            group, original = self._saved.pop()
-            group.update(original)
-
-    def _trace_numbers(
-        self, stepped: SteppedOptimizer, index: int, group: dict[str, Any]
-    ) -> set[str]:
-        """Put traced numbers into a param group; the keys that got one."""
-        changed: dict[str, Any] = {}
-        # They take numbers wherever they take tensors.
-        torchs_own = users_class(stepped.optimizer).step.__module__.startswith("torch.optim.")
-        for key, value in group.items():
-            if key == "params":
-                continue
-            where = f"{stepped.name}.param_groups[{index}][{key!r}]"
-            read = partial(hyperparameter, stepped.optimizer, index, key)
-            held = partial(tensor_hyperparameter, stepped.optimizer, index, key)
-            if self._is_assigned(stepped, index, key, value):
-                stepped.assigned[index].add(key)
-                if isinstance(value, torch.SymFloat | torch.SymInt):
-                    number = plain(value)
-                    fused = key == "lr" and group.get("fused")
-                    changed[key] = as_tensor(number) if fused else number
-            elif is_a_number(key, value):
-                number = self._trace.number(partial(read, None), float(value), where)
-                fused = key == "lr" and group.get("fused")
-                changed[key] = as_tensor(number) if fused else number
-            elif type(value) is tuple and value and all(is_a_number(None, v) for v in value):
-                changed[key] = tuple(
-                    self._trace.number(partial(read, i), float(v), f"{where}[{i}]")
-                    for i, v in enumerate(value)
-                )
-            elif holds_number(value):
-                # lr=torch.tensor(0.1), which a scheduler fills: the number that it holds.
-                number = self._trace.number(partial(held, None), _item(value), where)
-                as_number = torchs_own and not (key == "lr" and group.get("fused"))
-                changed[key] = number if as_number else as_tensor(number, value)
-            elif type(value) is tuple and value and all(map(holds_number, value)):
-                numbers = [
-                    self._trace.number(partial(held, i), _item(v), f"{where}[{i}]")
-                    for i, v in enumerate(value)
-                ]
-                changed[key] = tuple(
-                    n if torchs_own else as_tensor(n, v)
-                    for n, v in zip(numbers, value, strict=True)
-                )
-        keys = set(changed) - stepped.assigned[index]
-        if "capturable" in group:
-            changed["capturable"] = True  # the step count is a tensor on the devices
-        self._saved.append((group, {key: group[key] for key in changed}))
-        group.update(changed)
-        return keys
-
-    def _is_assigned(self, stepped: SteppedOptimizer, index: int, key: str, value: Any) -> bool:
-        """Whether the step has given an entry another value, or each call takes it from there."""
-        where = id(stepped.optimizer.param_groups[index]), key
-        if isinstance(value, torch.SymFloat | torch.SymInt) or where in self.carried:
-            return True
-        before = stepped.groups[index].get(key) if index < len(stepped.groups) else None
-        settable = (id(stepped.optimizer.param_groups[index]), key) in self._settable
-        return settable and value is not before and not same_number(value, before)
 
     def _share_counters(self, optimizer: Optimizer) -> None:
         """Step counts live on the devices from now on, and equal ones are one array."""
@@ -344,21 +241,6 @@ class OptimizerHooks:
                     storage.array = trace.counter(storage.form, np.asarray(next(values)).item())
                 else:
                     form = device_form(None, (), dtype=tensor.dtype)
-                    array = trace.counter(form, _item(tensor))
+                    array = trace.counter(form, item_of(tensor))
                     state[key] = XLATensor(Storage(array, form), form)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    hooks = getattr(thread_state.current(), "optimizer_hooks", None)
-    return None if hooks is None else hooks.before(optimizer, args, kwargs)
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    hooks = getattr(thread_state.current(), "optimizer_hooks", None)
-    if hooks is not None:
-        hooks.after(optimizer)
-
-
-# There from the start, and not only in a trace: another thread's steps look at which there are.
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+                    self.stepped[id(optimizer)].shared.add((id(state), key))

@@ -30,6 +30,7 @@ class Outside:
 
     __slots__ = (
         *("asks_grad", "cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps"),
+        "form",
         *("index", "leaf", "only_optimizer", "storage", "switched", "version", "writes"),
     )
 
@@ -46,7 +47,11 @@ class Outside:
         self.cleared = self.switched = self.asks_grad = False
         self.storage = getattr(tensor, "_storage_", None)
         self.steps = getattr(tensor, "_steps", ())
+        self.form = getattr(tensor, "_own_form", None) if self.steps else self._storage_form()
         self.hooks = hooks_of(tensor)
+
+    def _storage_form(self) -> Any:
+        return None if self.storage is None else self.storage.form
 
     @property
     def takes_gradient(self) -> bool:
@@ -83,7 +88,12 @@ class Outside:
 
     def let_go(self) -> None:
         """The trace has failed, and refers to the tensor no more: what is left of it may live as
-        long as the exception, and a tensor with weak references can't be swapped."""
+        long as the exception, and a tensor with weak references can't be swapped. If the step has
+        given it other memory (``.data =``, ``module.double()``), it gets its own back."""
+        tensor = self.get()
+        storage = getattr(tensor, "_storage_", self.storage)
+        if self.storage is not None and storage is not self.storage:
+            tensor._become(type(tensor)(self.storage, self.form, self.steps))
         self.get = lambda: None
 
     def of(self, arguments: Any) -> Any:
@@ -112,7 +122,10 @@ class Outside:
         if tensor.requires_grad != self.requires_grad and not but_requires_grad:
             return f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
         if getattr(tensor, "_storage_", None) is not self.storage:
-            return f"the memory of {name}, which is another tensor's now (.data = or set_)"
+            return (
+                f"the memory of {name}, which is another tensor's now (.data = or set_, or a "
+                "module's double(), half() or to())"
+            )
         if getattr(tensor, "_steps", ()) != self.steps:
             return f"what of its memory {name} shows"
         if hooks_of(tensor) != self.hooks:

@@ -12,6 +12,7 @@ import torch
 
 from xla_dtensor.base import events, interrupts, rng
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.buckets import cut_back
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.inputs import Losses, check_alive, refuse_deleted
 from xla_dtensor.compilation.lowered import ARRAY_KINDS
@@ -64,6 +65,8 @@ class Program(WriteBack):
         if run.error is not None:
             raise run.error
         results = [self._result(result, run) for result in self._traced.results]
+        if self._traced.cuts and run.arguments.padding is not None:
+            results = cut_back(results, self._traced.cuts, run.arguments.padding)
         if self._traced.judges:
             self._judge(run)
         return self._traced.result_tree.build(results)
@@ -163,14 +166,12 @@ class Program(WriteBack):
                         "parameters are updated"
                     )
             inputs = [*residuals, *arrays]
-            try:
-                with self.lowering():
-                    results = iter(self._backward(inputs))
-            except jax.errors.JaxRuntimeError as error:
-                if not self.pins_may_help(error):
-                    raise
+
+            def anew() -> Any:
                 self._backward = self._make_backward()
-                results = iter(self._backward(inputs))
+                return self._backward(inputs)
+
+            results = iter(self._attempt(lambda: self._backward(inputs), anew))
         if events.observer is not None:
             text = self._backward_text(inputs)
             events.observer.launched(self, "backward", text)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 
 from xla_dtensor.compilation.program import Program
 
-# How many are kept for arguments of one kind; the one not used longest goes.
+logger = logging.getLogger("xla_dtensor")
+
+# How many are kept for arguments of one kind whatever they take, and how much memory more of them
+# may take; the one not used longest goes.
 KEPT = 16
+KEPT_BYTES = 512 * 2**20
 
 
 class Programs:
@@ -26,6 +31,7 @@ class Programs:
         self._held: list[weakref.ref[Program]] = []
         # Those without an anchor.
         self._own: dict[int, Program] = {}
+        self._told = False
 
     def __iter__(self) -> Iterator[Program]:
         for reference in self._held:
@@ -36,13 +42,31 @@ class Programs:
     def first(self, program: Program) -> None:
         """``program`` has run; it may be a new one."""
         others = [p for p in self if p is not program]
-        kept = [p for p in others if p.stale is None][: KEPT - 1]
+        kept = [p for p in others if p.stale is None]
+        taken = program.bytes
+        for position, other in enumerate(kept, 1):
+            taken += other.bytes
+            if position >= KEPT and taken > KEPT_BYTES:
+                self._tell(position, taken)
+                del kept[position - 1 :]
+                break
         for other in others:
             if other not in kept:
                 self._drop(other)
         self._held = [weakref.ref(p) for p in (program, *kept)]
         self._own[id(program)] = program
         self.succeeded(program)
+
+    def _tell(self, count: int, taken: int) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "xla_dtensor: a compiled step has more than %d programs for arguments of one kind, "
+                "which take %d MiB: from now on the one not used longest goes, and is made anew "
+                "when it is wanted; step.recompilations says what tells them apart",
+                count,
+                taken // 2**20,
+            )
 
     def succeeded(self, program: Program) -> None:
         """The step has come to ``program``: hold no other one that has memory of its own."""

@@ -8,7 +8,7 @@ import torch
 
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.forms.views import Step, ViewStep
+from xla_dtensor.forms.views import Step, ViewStep, is_at_traced
 
 
 class Source:
@@ -72,6 +72,10 @@ class Template:
         self.refuses: str | None = None
 
 
+class PositionLeft(Exception):
+    """A step gives away a view at a position that is one of its inputs."""
+
+
 class Seen:
     """A tensor that shows memory of another one, as in torch: of one that each call makes, of an
     argument, or of one that is there.
@@ -87,6 +91,8 @@ class Seen:
         self.of, self.detached, self.requires_grad = of, detached, view.requires_grad
         self.cls, self.form, self.steps = type(view), view._form, view._steps
         self._further = further
+        if is_at_traced(self.steps):
+            raise PositionLeft("the step gives away a view at a position that is a number")
 
     def made(self, base: Any) -> Any:
         """The view of ``base``."""

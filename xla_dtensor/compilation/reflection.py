@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import gc
 import types
 from collections import deque
@@ -11,6 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from xla_dtensor.compilation.code_names import is_library
+
+CACHED = type(functools.cache(lambda: None))
+"""What ``functools.cache`` and ``lru_cache`` make of a function."""
 
 _WALKED_APART = (dict, list, tuple, set, frozenset, deque, nn.Module, torch.Tensor, Optimizer)
 
@@ -83,3 +89,19 @@ def dict_of(value: Any) -> dict[str, Any] | None:
 def referents(value: Any) -> list[Any]:
     """What an object of C refers to: the dict of a view."""
     return gc.get_referents(value)
+
+
+def cache_of(cached: Any) -> tuple[dict[Any, Any], list[Any]]:
+    """What a function under ``functools.cache`` or ``lru_cache`` has kept: by key, as its C code
+    holds it, and the keys and results themselves."""
+    parts = gc.get_referents(cached)
+    wrapped = cached.__wrapped__
+    for i in reversed(range(1, len(parts))):
+        if parts[i] is wrapped and type(parts[i - 1]) is dict:
+            return parts[i - 1], [*parts[: i - 1], *parts[i - 1].values()]
+    return {}, []
+
+
+def is_users_cache(value: Any) -> bool:
+    """Whether it is a function under ``functools.cache`` that no library has."""
+    return type(value) is CACHED and not is_library(getattr(value, "__module__", None))

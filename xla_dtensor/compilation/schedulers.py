@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ class DeferredSchedulers:
 
     Attributes:
         calls: (scheduler, the class's own step, arguments), in order.
+        put_off: told of each scheduler.
     """
 
     def __init__(self) -> None:
+        self.put_off: Callable[[Any], None] | None = None
         self.calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
         self._patched: list[tuple[type, Any]] = []
         self._trace: Any = None
@@ -51,6 +54,8 @@ class DeferredSchedulers:
             if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves((args, kwargs))):
                 self._trace.refuse(f"{type(scheduler).__name__}.step() with a tensor's value")
             self.calls.append((scheduler, step, args, kwargs))
+            if self.put_off is not None:
+                self.put_off(scheduler)
             return None
 
         deferred.__wrapped__ = step  # type: ignore[attr-defined]
@@ -65,6 +70,14 @@ class DeferredSchedulers:
                     "optimizer's step(): in a compiled step a scheduler's step comes last"
                     f"{user_line()}"
                 )
+
+
+def set_by(scheduler: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """The entries of param groups that a scheduler's step sets."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    keys = ["lr"] + ["momentum", "betas"] * bool(getattr(scheduler, "cycle_momentum", False))
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from ((group, key) for key in keys if key in group)
 
 
 def _subclasses(cls: type) -> set[type]:

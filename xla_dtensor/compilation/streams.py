@@ -28,13 +28,13 @@ def call_with_streams(
     call: Callable[[Arguments], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    reads: Callable[[], frozenset[str] | None],
+    made: Callable[[tuple[Any, ...], dict[str, Any]], Arguments],
     taken: dict[Any, list[tuple[int, bool]]],
 ) -> Any:
     """``call`` with the arguments, whose iterators have been taken from as far as it needs.
 
     Args:
-        reads: gives what is known of the step (`Arguments`).
+        made: makes `Arguments`, by what is known of the step.
         taken: how many elements the last call has needed, and whether all, by the key of the rest.
     """
     streams: dict[int, Stream] = {}
@@ -47,12 +47,12 @@ def call_with_streams(
     args = tuple(map(stream, args))
     kwargs = {name: stream(value) for name, value in kwargs.items()}
     found = list(streams.values())
-    key = Arguments(args, kwargs, reads()).key
+    key = made(args, kwargs).key
     for one, (count, all_of_it) in zip(found, taken.get(key, ()), strict=False):
         while not one.ended and (all_of_it or len(one.elements) < count):
             one.pull()
     while True:
-        arguments = Arguments(args, kwargs, reads())
+        arguments = made(args, kwargs)
         try:
             result = call(arguments)
         except NeedsMore as more:

@@ -21,6 +21,7 @@ from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.modes import unseen
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.traced_number import valueless_number
+from xla_dtensor.compilation import captured as outside_storages
 from xla_dtensor.compilation import module_scopes
 from xla_dtensor.compilation.captured import Captured
 from xla_dtensor.compilation.doubles import StandIns
@@ -30,11 +31,11 @@ from xla_dtensor.compilation.outside import Outside
 from xla_dtensor.compilation.recomputation import Recomputation
 from xla_dtensor.compilation.trace_assertions import TraceAssertions
 from xla_dtensor.compilation.trace_numbers import TraceNumbers
-from xla_dtensor.errors import DataDependentError, MeshMismatchError, UnsupportedOpError
+from xla_dtensor.errors import DataDependentError, UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
-from xla_dtensor.forms.storage import Storage
+from xla_dtensor.forms.storage import Storage, next_version
 from xla_dtensor.mesh import Frame
 from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray, traced
@@ -74,6 +75,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self._counter_ids: set[int] = set()
         self._recomputed: list[Recomputation] = []
         self._latest: Any = None
+        self._begins = next_version()
         self.loop_begins = 0  # versions from before the loop body that is being traced are lower
         self.in_optimizer = 0
         # Scalars computed from the same scalars are computed once: the step counts of 600
@@ -301,13 +303,11 @@ class StepTrace(TraceNumbers, TraceAssertions):
             if self.frame is None:
                 self.frame = frame
             elif self.frame.device_ids != frame.device_ids:
-                raise MeshMismatchError(
-                    f"the compiled step uses tensors of {self.frame.root!r} (devices "
-                    f"{list(self.frame.device_ids)}) and of {frame.root!r} (devices "
-                    f"{list(frame.device_ids)}); one XLA program runs on one set of devices: "
-                    f"redistribute the tensor of shape {list(storage.form.shape)} to the first "
-                    f"mesh before the step{user_line()}"
-                )
+                outside_storages.refuse_other_devices(self.frame, frame, storage)
+        # State that optimizers fill, and their step counts, the trace itself makes outside of it.
+        own = fill_value is not None or self.is_counter(storage.array)
+        if storage.version > self._begins and not own:
+            outside_storages.refuse_made_meanwhile(storage)
         array = storage.array
         if id(array) in self._array_ids and not self.is_counter(array):
             # Two storages share this array; as inputs of the program they must be two.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import operator
 import weakref
@@ -14,11 +13,17 @@ import numpy as np
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.keys import exact
-from xla_dtensor.base.traced_number import NumberNode, input_number
-from xla_dtensor.compilation.code_names import is_library
+from xla_dtensor.base.source_line import expression_here
+from xla_dtensor.base.traced_number import NumberNode, input_number, is_integer
 from xla_dtensor.compilation.numbers import Decision, Number
+from xla_dtensor.compilation.reflection import is_users_cache
+from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.forms.form import Form
 from xla_dtensor.runtime import arrays
+
+
+class NumberLeft(Exception):
+    """A symbolic number is still there after the step: in an object that it returns, in a cache."""
 
 
 class TraceNumbers:
@@ -27,6 +32,7 @@ class TraceNumbers:
     numbers: list[Number]
     decisions: list[Decision]
     settings: dict[Callable[[], Any], tuple[Any, str]]
+    positions: Positions | None = None
     _computed_numbers: dict[Any, Any]
     _counters: dict[Any, Any]
     _counter_ids: set[int]
@@ -49,11 +55,11 @@ class TraceNumbers:
         self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
     ) -> Any:
         """A new number among the inputs: the weakly typed JAX scalar."""
-        integer = isinstance(value, int)
+        integer = is_integer(value)
         dtype = np.int64 if integer else np.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
             array = jax.device_put(dtype(value))
-        self.numbers.append(Number(read, name, integer, array, compute))
+        self.numbers.append(Number(read, name, integer, array, compute, type(value)))
         with jax.enable_x64(True):
             return jax._src.lax.lax._convert_element_type(array, weak_type=True)
 
@@ -66,13 +72,14 @@ class TraceNumbers:
         return known
 
     def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
-        text = f"{node.text} {what} {outcome}"
+        text, where = f"{node.text} {what} {outcome}", expression_here()
         if what == "is":
-            self.decisions.append(Decision(node.compute, outcome, text))
+            self.decisions.append(Decision(node.compute, outcome, text, where))
             return
         compute = node.compute
-        decision = Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text)
-        self.decisions.append(decision)
+        self.decisions.append(
+            Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text, where)
+        )
 
     def depends_on(self, read: Callable[[], Any], text: str) -> None:
         if read not in self.settings:
@@ -99,15 +106,7 @@ def end_numbers(numbers: list[weakref.ref[Any]]) -> None:
     """What is left of the numbers of a failed trace: their values, and nothing in caches, from
     which code outside of a step might get one."""
     if any(number() is not None for number in numbers):
-        for cache in filter(_is_users_cache, gc.get_objects()):
+        for cache in filter(is_users_cache, gc.get_objects()):
             cache.cache_clear()
     for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
         number.node.end()
-
-
-def _is_users_cache(value: Any) -> bool:
-    """Whether it is a function under ``functools.cache`` that no library has."""
-    return type(value) is _CACHED and not is_library(getattr(value, "__module__", None))
-
-
-_CACHED = type(functools.cache(lambda: None))

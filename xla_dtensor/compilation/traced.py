@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 from collections.abc import Callable
@@ -18,34 +17,33 @@ from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.asked_ids import AskedIds
 from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.consumed import nothing_consumed
-from xla_dtensor.compilation.effects import Surroundings
+from xla_dtensor.compilation.effects import Surroundings, in_context_of_its_own
 from xla_dtensor.compilation.garbage import NewObjects
+from xla_dtensor.compilation.global_state import active_modes
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.host_random import none_drawn
 from xla_dtensor.compilation.installed import Recorder
-from xla_dtensor.compilation.jaxpr_text import text_of
 from xla_dtensor.compilation.made import Made
 from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
-from xla_dtensor.compilation.optimizers import OptimizerHooks, ReadState
+from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
+from xla_dtensor.compilation.stepped import ReadState
+from xla_dtensor.compilation.threads import none_started
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.compilation.trace_numbers import end_numbers
+from xla_dtensor.compilation.trace_numbers import NumberLeft, end_numbers
 from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch
+from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.base import grad_of, set_grad_of
-
-
-class NumberLeft(Exception):
-    """A symbolic number is still there after the step: in an object that it returns, in a cache."""
 
 
 class Traced(TracedEffects):
@@ -68,6 +66,7 @@ class Traced(TracedEffects):
         watch: what its Python can read.
         asked: the arguments whose ``id`` it has asked for, which are these: (which, object).
         carried: the places that its values are taken from like arguments.
+        fixed: whether its Python found optimizers' hyperparameters as they were.
         unforeseen: whether it has run code of installed packages that may have changed what the
             trace didn't know of, so that it has to be made again.
         history: how its results depend on tensors that require grad, or None.
@@ -82,6 +81,8 @@ class Traced(TracedEffects):
         dynamic: frozenset[int],
         carried: frozenset[str],
         recorder: Recorder,
+        positions: Positions | None = None,
+        fixed: bool = False,
     ) -> None:
         caller = arguments.given
         arguments = caller.without_history()
@@ -100,10 +101,11 @@ class Traced(TracedEffects):
         self._roots: list[tuple[str, Any]] = [
             ("the step", function),
             *arguments.roots(),
+            *active_modes(),
         ]
         self.names_of_carried = carried
-        self._executed = recorder.executed()
-        watch = Watch(self._roots, carried, self._executed, expecting=True)
+        self._executed, self.fixed = recorder.executed(), fixed
+        watch = Watch(self._roots, carried, self._executed, expecting=True, fixed=fixed)
         reads = watch.names_read
         caller.check_reads(reads)
         self.carried = each_once(watch.carried)
@@ -113,11 +115,21 @@ class Traced(TracedEffects):
         self.dynamic = dynamic | arguments.carried_numbers()
         if self.dynamic and watch.asks_types:
             raise NumberLeft("the step asks for the type() of numbers")
+        watch.remember_caches()
         surroundings = Surroundings(watch, arguments)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
+        trace.positions = positions
         self.schedulers = DeferredSchedulers()
-        known = {key: [dict(g) for g in o.param_groups] for key, o in watch.optimizers.items()}
-        self.hooks = OptimizerHooks(trace, known, watch.settings, self.schedulers)
+        recorder.feeds = watch.feeds_users
+        self.hooks = OptimizerHooks(
+            trace,
+            watch.optimizers.values(),
+            watch.settings,
+            self.schedulers,
+            watch.feeds,
+            watch.feeds_groups,
+            surroundings.planted,
+        )
         self.host = trace.host = HostOperations(trace, arguments)
         self.history: History | None = None
         given = set(map(id, arguments.tensors))
@@ -128,9 +140,8 @@ class Traced(TracedEffects):
             args, kwargs = arguments.for_trace(numbers, surroundings.put, reads)
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
-                self.hooks.carried.add(place.where())
             del numbers
-            computing = MathOfNumbers() if self.dynamic else contextlib.nullcontext()
+            computing = MathOfNumbers()
             with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing, ids:
                 out = _call(function, args, kwargs)
             if arguments.is_spoilt():
@@ -150,6 +161,7 @@ class Traced(TracedEffects):
                 with (
                     none_drawn(watch.random_sources),
                     nothing_consumed(watch),
+                    none_started(trace, watch.shared),
                     NewObjects() as new,
                     unseen_by_checkpoint(),
                     thread_state.active(trace),
@@ -162,7 +174,7 @@ class Traced(TracedEffects):
                         surroundings.holds,
                         lambda t: id(t) not in watch.tensors and id(t) not in given,
                     )
-                    closed = jax.make_jaxpr(traced)()
+                    closed = in_context_of_its_own(jax.make_jaxpr(traced))
                     del self._made
                     if any(number() is not None for number in trace.python_numbers):
                         raise NumberLeft("the step leaves a number where it isn't seen")
@@ -194,7 +206,7 @@ class Traced(TracedEffects):
             ]
             self._executed = recorder.executed()
             self.unforeseen = recorder.grown and not (
-                Watch(self._roots, carried, self._executed, expecting=True).keys_of_places()
+                Watch(self._roots, carried, self._executed, True, fixed=fixed).keys_of_places()
                 <= watch.keys_of_places()
             )
             stepped, before = list(self.hooks.stepped.values()), len(self._roots)
@@ -202,8 +214,11 @@ class Traced(TracedEffects):
             for key, optimizer in watch.optimizers.items():
                 if "state" in watch.reads and key not in self.hooks.stepped:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
+            watch.check_caches()
+            self._roots += watch.made_meanwhile()
             same = len(self._roots) == before and not watch.meets_installed
             self.watch = watch if same else self.look_again(watch)
+            self.watch.remember_caches()
             objects = call.objects()
             self.asked = [(i, objects[i]) for i in sorted(ids.found)]
             self.frame = trace.frame
@@ -221,7 +236,8 @@ class Traced(TracedEffects):
 
     def look_again(self, known: Watch | None = None) -> Watch:
         """What the step's Python can read now."""
-        return Watch(self._roots, self.names_of_carried, self._executed, known=known)
+        names = self.names_of_carried
+        return Watch(self._roots, names, self._executed, known=known, fixed=self.fixed)
 
     def carries(self, watch: Watch) -> bool:
         """Whether ``watch`` takes the values of the same places as this trace."""
@@ -249,7 +265,7 @@ class Traced(TracedEffects):
             storage.give_up(error or RuntimeError("the step was traced, but not run"))
 
     def _numbers(self, trace: StepTrace, arguments: Arguments) -> dict[int, Any]:
-        names = arguments.names() if self.dynamic else []
+        names = arguments.names_of_numbers() if self.dynamic else {}
         found = {}
         for i in sorted(self.dynamic):
             read = functools.partial(_number_of, i)
@@ -293,6 +309,7 @@ class Traced(TracedEffects):
         made.histories([*flat, *self._left_in_places()])
         self.results = list(map(made.result, flat))
         self._effects(surroundings, watch, made)
+        self.hooks.take_numbers()
         self.random_operations = trace.random_operations()
         self.grads: list[tuple[Any, Template | None]] = []
         # A gradient that is a view of a captured tensor adds that to those outside.
@@ -357,29 +374,6 @@ class Traced(TracedEffects):
         """An output that is the tensor's value; memory of its own."""
         form = tensor._form.reduced()
         return Template(self.emit(logical_value(tensor), form), form)
-
-    # --- for the audit ------------------------------------------------------------------------
-
-    def signature(self) -> dict[str, Any]:
-        """What a later trace must have in common with this one, for the program to be the step."""
-        return {
-            "the operations": text_of(self.jaxpr),
-            "the tensors that it uses": [s.signature() for s in self.sources],
-            "the layouts of its results": [form.placed(self.frame) for form in self.forms],
-            "what it returns": (
-                self.result_tree,
-                [
-                    (type(r).__name__, getattr(r, "index", None) or repr(getattr(r, "value", None)))
-                    for r in self.results
-                ],
-            ),
-            "the gradients that it leaves": [
-                (id(outside.get()), None if t is None else (t.index, t.form.placed(self.frame)))
-                for outside, t in self.grads
-            ],
-            "what its Python changes": [(e.name(), e.place.container) for e in self.effects],
-            "the state that it takes from where it is": [(c.name, c.where()) for c in self.carried],
-        }
 
 
 @interrupts.interruptible

@@ -89,6 +89,7 @@ class TracedEffects(TracedInputs):
             DataDependentError: the next call would go on with their history.
         """
         for key, before in effect.before.items():
+            # An element of a set that is gone is under no key.
             after, name = effect.after.get(key, MISSING), effect.place.label(key)
             tensors = tensors_in(before)
             carried = name in self.names_of_carried

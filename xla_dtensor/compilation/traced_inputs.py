@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import torch
 
 from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.buckets import Cuts
 from xla_dtensor.compilation.captured import Captured
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.recipes import Source, Template
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.compilation.watch import Watch
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.of_form import Ours
 
@@ -27,6 +30,8 @@ class TracedInputs:
     _written: dict[int, int]
     _shown: dict[int, list[Template]]
     _cut: list[torch.Tensor]
+    # Of a step whose arguments are padded.
+    cuts: Cuts | None = None
 
     def _collect_inputs(self, trace: StepTrace, arguments: Arguments, constants: list[Any]) -> None:
         """Say for each constant of the jaxpr where its value comes from in later calls."""
@@ -51,6 +56,12 @@ class TracedInputs:
             if storage in found
         )
         self.met = self.watch.met(arguments)
+        # On the CPU, where reads go by the tensor: one that is in two places is the same in both.
+        self.bound_on_host = tuple(
+            (i, tensor)
+            for i, tensor in enumerate(arguments.tensors)
+            if id(tensor) in self.watch.tensors and not isinstance(tensor, Ours)
+        )
         self.slots: list[Source] = []
         self.reads: list[tuple[Any, Any]]
         counters: dict[int, list[Captured]] = {}
@@ -96,7 +107,7 @@ class TracedInputs:
         if self.history is not None:
             for i, array in enumerate(self.history.cotangents):
                 by_id[id(array)] = Source("cotangent", i)
-        self.sources = [by_id.get(id(const)) or Source("constant", const) for const in constants]
+        self.sources = [by_id.get(id(const)) or self._constant(const) for const in constants]
         found_by = {id(s): source for source in self.slots for s in source.storages}
         of_host = {id(t): i for i, t in enumerate(arguments.tensors)}
         self.reads = []
@@ -115,3 +126,19 @@ class TracedInputs:
             captured.array = None  # no second copy of what the step uses
         self.captured, self._shown, self._cut = [], {}, []
         trace.forget()
+
+    def _constant(self, const: Any) -> Source:
+        """A constant that has a name: NumPy's, which lowerings make of what is part of the program
+        (shapes, positions), and arrays of JAX's that the step's code finds as it finds numbers
+        (for functions written in JAX).
+
+        Raises:
+            DataDependentError: nobody knows where the array is from.
+        """
+        if isinstance(const, jax.Array) and id(const) not in self.watch.jax_arrays:
+            raise DataDependentError(
+                f"the step computes with an array {const.dtype}{list(const.shape)} that is none of "
+                "its tensors, and that its code doesn't name: another thread has made it, or code "
+                "that xla_dtensor doesn't follow. It would be a constant: pass it as an argument"
+            )
+        return Source("constant", const)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import array
+import builtins
 import contextvars
 import enum
 import functools
+import logging
 import operator
 import os
 import queue
 import random
 import re
+import sys
 import threading
 import types
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,8 +31,7 @@ from xla_dtensor.compilation.code_names import Names, is_library, is_library_cla
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
 from xla_dtensor.compilation.kinds_of_code import ITERATORS, VIEWS
-from xla_dtensor.compilation.optimizers import SteppedOptimizer
-from xla_dtensor.compilation.places import MISSING, Entries, Items, Place, Slots
+from xla_dtensor.compilation.places import Entries, Items, Place, Slots, Variable
 from xla_dtensor.compilation.reflection import (
     code_of,
     dict_of,
@@ -36,14 +39,18 @@ from xla_dtensor.compilation.reflection import (
     referent,
     referents,
 )
+from xla_dtensor.compilation.stepped import SteppedOptimizer
 
 _ITERATORS = (types.GeneratorType, *ITERATORS)
+_PLAIN_DATA = frozenset({list, dict, tuple, set})
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # What is in them belongs to all threads, and changes at any time: a logger's, for example.
 _OF_THREADS = (
     *(threading.Thread, threading.Condition, threading.Semaphore, threading.Barrier),
-    *(queue.Queue, queue.SimpleQueue),
+    *(queue.Queue, queue.SimpleQueue, logging.Handler),
 )
+# How much of them there is says whether a step has put, taken, acquired or released.
+_SHARED = (threading.Semaphore, queue.Queue, queue.SimpleQueue)
 
 
 # Methods that torch and Python call under no name in the user's code.
@@ -53,6 +60,31 @@ _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "
 class Walk:
     """What is found on the way; see `Watch`."""
 
+    # What the classes derived from it know.
+    _function: Callable[[types.FunctionType, str], None]
+    _cell: Callable[[types.CellType, str], None]
+    _alone: Callable[[Slots | Variable], None]
+    _globals_place: Callable[[dict[str, Any], set[str]], None]
+    _module: Callable[[nn.Module, str], None]
+    _stepped: Callable[[SteppedOptimizer, str], None]
+    _object: Callable[[Any, str], None]
+    _plain_object: Callable[[Any, str], None]
+    _slots: Callable[[Any, str], None]
+    _attributes: Callable[[Any, dict[str, Any], str], None]
+    _entries: Callable[[dict[str, Any], list[str], str, Any], None]
+    _dict: Callable[[Any, str], None]
+    _sequence: Callable[[Any, str], None]
+    _without_taken: Callable[[Entries | Slots], tuple[str, ...]]
+    _class: Callable[[type], None]
+    _assigned: Callable[[Any, str, list[str]], None]
+    _library_methods: Callable[[type], None]
+    _event: Callable[[threading.Event, str], None]
+    _of_tensor: Callable[[torch.Tensor, str], None]
+    _registry: Callable[[type, str], None]
+    _thread_local: Callable[[threading.local, str], None]
+    _global_hooks: Callable[[], None]
+    _settings: Callable[[], None]
+
     def __init__(
         self,
         roots: list[tuple[str, Any]],
@@ -60,7 +92,9 @@ class Walk:
         executed: frozenset[types.CodeType] | None = None,
         expecting: bool = False,
         known: Walk | None = None,
+        fixed: bool = False,
     ) -> None:
+        self._fixed = fixed
         self._carried = carried
         self._executed = executed
         self._expecting = expecting
@@ -87,70 +121,26 @@ class Walk:
             self._start()
             for path, value in roots:
                 self._walk(value, path)
+            self._global_hooks()
             if self._size() == before:
                 break
         for namespace, names in self._globals.values():
             self._globals_place(namespace, names)
-        self._global_hooks()
+        if self._builtins:  # somebody may put another function into it
+            place = Entries(vars(builtins), sorted(self._builtins), "builtins", grows=False)
+            self.live += place.live()[1]
+            for name, value in place.content().items():
+                self._note(f"builtins.{name}", "opaque", value)
+        if self.imports:  # as a pair, and no place: what a step imports stays imported
+            self.live.append((functools.partial(map, sys.modules.get), sorted(self.imports)))
+        self._settings()
         if self._names.environment:
             self._place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
+        self.absent = {name for name in self.imports if name not in sys.modules}
         self._seen, self._odd_classes, self._slot_names = {}, {}, {}
         self._inherited, self._library_classes = {}, {}
-
-    # --- what `WalkCode` and `WalkObjects` know -----------------------------------------------
-
-    def _function(self, value: types.FunctionType, path: str) -> None:
-        raise NotImplementedError
-
-    def _cell(self, cell: types.CellType, name: str) -> None:
-        raise NotImplementedError
-
-    def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
-        raise NotImplementedError
-
-    def _module(self, module: nn.Module, path: str) -> None:
-        raise NotImplementedError
-
-    def _stepped(self, stepped: SteppedOptimizer, path: str) -> None:
-        raise NotImplementedError
-
-    def _object(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _plain_object(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _tensor(self, tensor: torch.Tensor, path: str) -> None:
-        raise NotImplementedError
-
-    def _slots(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
-        raise NotImplementedError
-
-    def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
-        raise NotImplementedError
-
-    def _dict(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _sequence(self, value: Any, path: str) -> None:
-        raise NotImplementedError
-
-    def _class(self, cls: type) -> None:
-        raise NotImplementedError
-
-    def _global_hooks(self) -> None:
-        raise NotImplementedError
-
-    def _registry(self, cls: type, path: str) -> None:
-        raise NotImplementedError
-
-    def _thread_local(self, local: threading.local, path: str) -> None:
-        raise NotImplementedError
 
     # --- the walk ------------------------------------------------------------------------------
 
@@ -169,6 +159,8 @@ class Walk:
         return (
             len(names.attributes),
             len(names.assigned),
+            len(names.stored),
+            len(names.modules),
             len(self._library_reads),
             sum(len(found) for _, found in self._globals.values()),
         )
@@ -186,6 +178,13 @@ class Walk:
         self.found: list[Found] = []
         self.tensors: dict[int, tuple[torch.Tensor, str]] = {}
         self.arrays: list[tuple[Any, Any]] = []
+        self.live: list[tuple[Any, Any]] = []
+        self.imports: set[str] = set()
+        self._any_module = False
+        self._builtins: set[str] = set()
+        self._stored: dict[int, set[str]] = {}
+        self.caches: list[tuple[Any, str]] = []
+        self.jax_arrays: set[int] = set()
         self.random_sources: list[Any] = []
         self.optimizers: dict[int, Optimizer] = {}
         self._typed: list[Any] = []
@@ -195,6 +194,7 @@ class Walk:
         self._placed_globals: set[int] = set()
         self._seen_classes: set[type] = set()
         self.consumed: list[tuple[Any, str]] = []
+        self.shared: list[tuple[Any, str]] = []
         self._used_paths: dict[str, int] = {}
 
     def _note(self, path: str, kind: Any, value: Any = None) -> None:
@@ -228,12 +228,12 @@ class Walk:
         if is_tensor:
             self.tensors[id(value)] = value, path
             self._note(path, "tensor", value)
+            self._of_tensor(value, path)
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 # Which hooks there are the step's guards know; here it is what they read.
                 hooks = getattr(value, name, None)
                 for number, hook in enumerate(hooks.values() if hooks else ()):
                     self._walk(hook, f"{path}.{name}[{number}]")
-            self._tensor(value, path)
             return
         if isinstance(value, np.ndarray | bytearray | memoryview | array.array):
             content = content_of(value)
@@ -281,9 +281,7 @@ class Walk:
             self._walk(value.dispatcher, path)
         elif isinstance(value, contextvars.ContextVar):
             self._note(path, "opaque", value)
-            content = value.get(MISSING)
-            self.probes.append((functools.partial(value.get, MISSING), content))
-            self._walk(content, f"{path}.get()")
+            self._alone(Variable(value, path))
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
             self._note(path, "value", repr(value))
             self._names.attributes |= set(re.findall(r"\w+", repr(value)))
@@ -291,6 +289,7 @@ class Walk:
             self._module(value, path)
         elif isinstance(value, type):
             self._note(path, "class", value)
+            self._library_methods(value)
             self._class(value)
             self._class(type(value))
             self._registry(value, path)
@@ -305,7 +304,8 @@ class Walk:
                 names = sorted(self._names.attributes & vars(value).keys())
                 self._place(Entries(vars(value), names, path))
                 for name in names:
-                    self._in_library(vars(value)[name], f"{path}.{name}")
+                    if value is not sys or name != "modules":
+                        self._in_library(vars(value)[name], f"{path}.{name}")
         elif isinstance(value, types.CellType):
             self._cell(value, path)
         elif isinstance(value, dict | types.MappingProxyType):
@@ -330,6 +330,10 @@ class Walk:
             self.consumed.append((value, path))
         elif isinstance(value, _OF_THREADS):
             self._note(path, "opaque", value)
+            if isinstance(value, _SHARED):
+                self.shared.append((value, path))
+        elif isinstance(value, threading.Event):
+            self._event(value, path)
         elif isinstance(value, SteppedOptimizer):
             self._stepped(value, path)
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
@@ -357,7 +361,7 @@ class Walk:
         elif isinstance(value, type) and self._skips(value.__module__):
             followed = any(self._has_run(code_of(member)) for member in vars(value).values())
         else:
-            followed = isinstance(value, types.ModuleType)
+            followed = isinstance(value, types.ModuleType) or type(value) in _PLAIN_DATA
         if followed:
             self._walk(value, path)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 import types
 from collections.abc import Iterable
@@ -9,16 +10,18 @@ from typing import Any
 
 from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
+    OTHERS_GLOBALS,
     describe,
     is_library,
     names_of,
 )
 from xla_dtensor.compilation.kinds import fields_of
 from xla_dtensor.compilation.objects import is_record
-from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
+from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots, Variable
 from xla_dtensor.compilation.walk import Walk
 
-_NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
+# What a function has besides its code that isn't in its ``__dict__``.
+_OF_FUNCTIONS = ("__doc__", "__name__", "__qualname__", "__module__", "__annotations__")
 
 
 class WalkCode(Walk):
@@ -28,8 +31,13 @@ class WalkCode(Walk):
         code = function.__code__
         self._note(path, "function", code)
         module = function.__globals__.get("__name__")
+        wrapped = function.__dict__.get("__wrapped__")
         if module is not None and module.startswith("xla_dtensor."):
-            return  # our own hooks: what they depend on has guards of its own
+            # Our own hooks: what they depend on has guards of its own. But an optimizer's step is
+            # the user's.
+            if wrapped is not None:
+                self._walk(wrapped, path)
+            return
         if self._skips(module) and not self._has_run(code):
             if self._expecting:
                 names = names_of(code)
@@ -37,13 +45,15 @@ class WalkCode(Walk):
                 self._names.assigned |= names.assigned
         elif not is_library(module):
             names = names_of(code)
-            if "type" in names.globals and names.globals & _NUMBERS:
-                self.asks_types = True
+            self.asks_types |= names.asks_types
             self._names.update(names)
             self._place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
             namespace = function.__globals__
             _, known = self._globals.setdefault(id(namespace), (namespace, set()))
             known |= names.globals
+            self._stored.setdefault(id(namespace), set()).update(names.stored)
+            if names.any_global or not OTHERS_GLOBALS.isdisjoint(self._names.attributes):
+                known |= {name for name in namespace if not name.startswith("__")}
             if id(namespace) not in self._placed_globals:
                 # Once a walk: by then earlier walks have said which names matter.
                 self._placed_globals.add(id(namespace))
@@ -52,6 +62,10 @@ class WalkCode(Walk):
                     self._walk(namespace[name], name)
             for name in names.modules:
                 self._imported(name)
+            if names.any_module and not self._any_module:
+                self._any_module = True
+                for name in list(sys.modules):
+                    self._imported(name)
             for name, default in zip(
                 reversed(code.co_varnames[: code.co_argcount]),
                 reversed(function.__defaults__ or ()),
@@ -61,33 +75,52 @@ class WalkCode(Walk):
             if function.__kwdefaults__:
                 self._walk(function.__kwdefaults__, f"{describe(function)}'s defaults")
             own = function.__dict__
-            self._entries(own, [n for n in own if self._is_read(n)], path, function)
+            read = [n for n in own if self._is_read(n)]
+            self._assigned(function, path, read)
+            self._entries(own, read, path, function)
+            named = [name for name in _OF_FUNCTIONS if name in self._names.attributes]
+            if named:
+                place = Slots(function, named, path)
+                self._place(place)
+                for name, value in place.content().items():
+                    self._walk(value, f"{path}.{name}")
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._cell(cell, name)
-        wrapped = function.__dict__.get("__wrapped__")
         if wrapped is not None:
             self._walk(wrapped, path)
 
     def _imported(self, name: str) -> None:
+        if is_library(name) or name in self.imports:
+            return
+        self.imports.add(name)
         module = sys.modules.get(name)
-        if module is not None and not is_library(name):
+        if module is not None:
             self._walk(module, name)
 
     def _cell(self, cell: types.CellType, name: str) -> None:
         if id(cell) in self._seen:
             return
         self._seen[id(cell)] = cell, name
-        place = Slots(cell, ("cell_contents",), name, shown=name)
+        self._alone(Slots(cell, ("cell_contents",), name, shown=name))
+
+    def _alone(self, place: Slots | Variable) -> None:
+        """What a place of one value holds."""
         self._place(place)
+        (key,) = place.keys
         if self._taken(place, place.keys):
             place.guarded = False
             return
-        value = place.at("cell_contents")
+        value = place.at(key)
         if value is not MISSING:
-            self._walk(value, name)
+            self._walk(value, place.label(key))
 
     def _globals_place(self, namespace: dict[str, Any], names: set[str]) -> None:
         taken = {c.key for c in self.carried if c.place.owner is namespace}
+        builtin = names & vars(builtins).keys() - namespace.keys()
+        self._builtins |= builtin
+        stored = self._stored.get(id(namespace), set()) - (names & namespace.keys()) - taken
+        if stored:
+            self._place(Entries(namespace, sorted(stored), "", guarded=False))
         self._place(Entries(namespace, sorted((names - taken) & namespace.keys()), ""))
         if taken:
             self._place(Entries(namespace, sorted(taken), "", guarded=False))

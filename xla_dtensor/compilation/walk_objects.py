@@ -2,55 +2,52 @@
 
 from __future__ import annotations
 
-import abc
 import functools
+import itertools
+import operator
 import threading
 import types
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xla_dtensor.compilation.code_names import (
-    names_of,
-)
 from xla_dtensor.compilation.found import is_atom
-from xla_dtensor.compilation.optimizers import ReadState, SteppedOptimizer
 from xla_dtensor.compilation.places import (
     MISSING,
     Elements,
     Entries,
+    Flag,
     Items,
     Slots,
     class_of_content,
 )
 from xla_dtensor.compilation.reflection import (
-    DESCRIPTORS,
-    code_of,
+    CACHED,
     dict_of,
-    is_callable,
-    registered_with,
     slots_of,
-    subclasses,
 )
-from xla_dtensor.compilation.walk_code import WalkCode
+from xla_dtensor.compilation.settings import Settings, guards_of
+from xla_dtensor.compilation.stepped import ReadState
+from xla_dtensor.compilation.walk_optimizers import WalkOptimizers
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
-# Content beyond this is compared by length: vocabularies, data sets.
-MANY = 10_000
-_NEVER_CALLED = {
-    *("__del__", "__repr__", "__str__", "__format__", "__reduce__"),
-    *("__reduce_ex__", "__getstate__", "__setstate__", "__init_subclass__"),
-    *("__hash__", "__dir__", "__sizeof__", "__deepcopy__", "__copy__", "__doc__", "__module__"),
-}
+# Of content beyond this the length is compared, and as many as SAMPLES: vocabularies, data sets.
+MANY, SAMPLES = 10_000, 256
+_LOCK = type(threading.Lock())
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+# What tells that the first parameter or submodule of a module matters, under whatever name.
+_LISTS = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "named_")
+    for name in ("parameters", "buffers", "modules", "children")
+) | {"state_dict", "apply"}
 _MODULE_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
 )
@@ -58,7 +55,7 @@ _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "
 _NOT_USERS = _MODULE_OWN | OWN_ATTRIBUTES
 
 
-class WalkObjects(WalkCode):
+class WalkObjects(WalkOptimizers):
     """What is found in them; see `Watch`."""
 
     def _module(self, module: nn.Module, path: str) -> None:
@@ -66,9 +63,10 @@ class WalkObjects(WalkCode):
         self._note(path, "module", cls)
         self._typed.append(module)
         own = module.__dict__
+        lists_parts = self._asks_for_absent or not _LISTS.isdisjoint(self._names.attributes)
         for part in _MODULE_PARTS:
             inner = own.get(part)
-            if inner:
+            if inner or (inner is not None and lists_parts):
                 place = Items(inner, path, with_keys=False)
                 self._place(place)
                 place.carried = self._taken(place, inner)
@@ -91,20 +89,6 @@ class WalkObjects(WalkCode):
             self._slots(module, path)
         self._entries(own, names, path, module)
         self._class(cls)
-
-    def _tensor(self, tensor: torch.Tensor, path: str) -> None:
-        """What the user has put on a tensor, or may."""
-        own = vars(tensor)
-        added = own.keys() - OWN_ATTRIBUTES
-        names = [n for n in own if n in added and self._is_read(n)] if added else []
-        if names or self._asks_for_absent:
-            self._entries(own, names, path, tensor)
-        if self._names.assigned:
-            self._assigned(tensor, path, names)
-        if "_version" in self._names.attributes and not tensor.is_inference():
-            version = tensor._version
-            self.probes.append((lambda: tensor._version == version, True))
-            self._note(f"{path}._version", "value", version)
 
     def _entries(self, own: dict[str, Any], names: list[str], path: str, owner: Any) -> None:
         for name in self._without_taken(Entries(own, names, path)):
@@ -172,6 +156,8 @@ class WalkObjects(WalkCode):
         wrapped = (own or {}).get("__wrapped__")
         if wrapped is not None and self._of_library(cls):  # lru_cache, a compiled step
             self._note(path, cls)
+            if cls is CACHED:
+                self.caches.append((value, path))
             self._walk(wrapped, path)
             return
         if cls.__module__.startswith("xla_dtensor."):
@@ -188,22 +174,15 @@ class WalkObjects(WalkCode):
         else:
             # Nothing is known of it but which one it is.
             self._note(path, "opaque", value)
+            if isinstance(value, _LOCK):
+                self.shared.append((value, path))
+                if "locked" in self._names.attributes:
+                    self._probe(f"{path}.locked()", value.locked)
+            if isinstance(value, jax.Array):
+                self.jax_arrays.add(id(value))
             if isinstance(value, Iterator):
                 self.consumed.append((value, path))
         self._class(cls)
-
-    def _library_methods(self, cls: type) -> None:
-        """What the methods that the code names read, of classes whose code isn't followed: the
-        ``data`` behind a ``UserDict``'s ``[]``."""
-        for base in cls.__mro__:
-            if not self._of_library(base):
-                continue
-            for name, method in vars(base).items():
-                special = name.startswith("__") and name not in _NEVER_CALLED
-                if special or self._is_read(name):
-                    code = code_of(method)
-                    if code is not None:
-                        self._library_reads |= names_of(code).attributes
 
     def _slots(self, value: Any, path: str) -> None:
         """What an object holds in slots, those of its base classes too."""
@@ -233,59 +212,19 @@ class WalkObjects(WalkCode):
         self._assigned(value, path, names)
         self._entries(own, names, path, value)
 
-    def _optimizer(self, optimizer: Optimizer, path: str) -> None:
-        """What the step's own code reads of it; what its ``step`` does has guards of its own."""
-        self._note(path, "optimizer", optimizer)
-        own = vars(optimizer)
-        wanted = [n for n in own if self._is_read(n) and n not in ("param_groups", "state")]
-        self._entries(own, wanted, path, optimizer)
-        self.optimizers[id(optimizer)] = optimizer
-        if "param_groups" not in self._names.attributes:
-            return
-        self._place(Slots(optimizer, ("param_groups",), path))
-        groups = optimizer.param_groups
-        self._place(Elements(groups, f"{path}.param_groups"))
-        for i, group in enumerate(groups):
-            names = [k for k in group if k == "params" or k in self._names.attributes]
-            self._entries(group, names, f"{path}.param_groups[{i}]", optimizer)
-            self.settings |= {(id(group), name) for name in names}
-
-    def _stepped(self, stepped: SteppedOptimizer, path: str) -> None:
-        """What an optimizer's ``step`` reads: all of its param groups but the numbers that are
-        inputs, and its state."""
-        optimizer, groups = stepped.optimizer, stepped.optimizer.param_groups
-        self._note(path, "stepped optimizer", (id(optimizer), len(groups)))
-        self._place(Slots(optimizer, ("param_groups", "state"), path))
-        self._place(Elements(groups, f"{path}.param_groups"))
-        for i, group in enumerate(groups):
-            inputs = stepped.numbers[i] if i < len(stepped.numbers) else set()
-            where = f"{path}.param_groups[{i}]"
-            if i < len(stepped.assigned):
-                inputs = inputs | stepped.assigned[i]  # what the step's code reads is found there
-            names = [key for key in group if key not in inputs]
-            self._place(Entries(group, names, where))
-            for name in names:
-                self._walk(group[name], f"{where}[{name!r}]")
-        self._place(Items(optimizer.state, f"{path}.state", with_keys=False))
-        for number, state in enumerate(optimizer.state.values()):
-            self._place(Items(state, f"{path}.state[{number}]", with_keys=False))
-            for key, value in state.items():
-                self._walk(value, f"{path}.state[{number}][{key!r}]")
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            hooks = getattr(optimizer, name)
-            self._place(Items(hooks, f"{path}.{name}", with_keys=False))
-            for number, hook in enumerate(hooks.values()):
-                self._walk(hook, f"{path}.{name}[{number}]")
-
     def _dict(self, value: Any, path: str) -> None:
         content = class_of_content(value).items(value)
         if len(content) > MANY:
-            self._note(path, "dict", (id(value), len(content)))
-            self._large.append(value)
+            every = -(-len(content) // SAMPLES)
+            some = [key for key, _ in itertools.islice(content, 0, None, every)]
+            self._sampled(value, some, path)
             return
         self._note(path, type(value), tuple(k if is_atom(k) else id(k) for k, _ in content))
         place = Items(value, path)
         self._place(place)
+        if isinstance(value, defaultdict):
+            self._place(Slots(value, ("default_factory",), path))
+            self._walk(value.default_factory, f"{path}.default_factory")
         place.carried = self._taken(place, [key for key, _ in content] if self._carried else ())
         for key, item in content:
             if key in place.carried:
@@ -300,10 +239,10 @@ class WalkObjects(WalkCode):
         cls = class_of_content(value)
         length = cls.__len__(value)
         if length > MANY:
-            self._note(path, type(value), (id(value), length))
-            self._large.append(value)
+            some = range(0, length, -(-length // SAMPLES))
+            self._sampled(value, some if isinstance(value, list | tuple) else (), path)
             return
-        self._note(path, type(value), length)
+        self._note(path, type(value), (length, getattr(value, "maxlen", None)))
         place = Elements(value, path)
         self._place(place)
         if isinstance(value, list | deque):
@@ -314,52 +253,60 @@ class WalkObjects(WalkCode):
         if not self._of_library(type(value)):
             self._own_parts(value, path)
 
-    def _class(self, cls: type) -> None:
-        """The methods and attributes that a class gives its objects."""
-        for base in cls.__mro__:
-            if self._of_library(base) or base in self._seen_classes:
-                continue
-            self._seen_classes.add(base)
-            names = [name for name in base.__dict__ if self._is_member_used(base, name)]
-            place = Entries(base.__dict__, names, base.__qualname__, setter=base)
-            for name in self._without_taken(place):
-                self._walk(base.__dict__[name], f"{base.__qualname__}.{name}")
+    def _sampled(self, value: Any, keys: Sequence[Any], path: str) -> None:
+        """A container of which all would be too much: its length, and some of what it holds."""
+        self._large.append(value)
+        some: tuple[Any, ...] = ()
+        if keys and type(value) in (list, tuple, dict):
+            read = operator.itemgetter(*keys)
+            self.live.append((read, value))
+            some = tuple(each if is_atom(each) else id(each) for each in read(value))
+        self._note(path, type(value), (id(value), len(value)))
+        self._note(f"some of {path}", "value", some)
 
-    def _is_member_used(self, cls: type, name: str) -> bool:
-        member = cls.__dict__[name]
-        if name in _NEVER_CALLED or isinstance(member, DESCRIPTORS):
-            return False
-        if self._is_read(name) or (name in self._names.assigned and hasattr(member, "__set__")):
-            return True
-        return name.startswith("__") and name.endswith("__") and is_callable(member)
+    def _probe(self, path: str, read: Callable[[], Any]) -> None:
+        """What only a call tells, by value."""
+        value = read()
+        self.probes.append((functools.partial(_equals, read, value), True))
+        self._note(path, "value", value)
 
-    def _global_hooks(self) -> None:
-        names = [
-            (torch_module, f"_global_{kind}_hooks")
-            for kind in ("forward", "forward_pre", "backward", "backward_pre")
-        ]
-        names += [(torch_optimizer, f"_global_optimizer_{kind}_hooks") for kind in ("pre", "post")]
-        for where, name in names:
-            hooks = getattr(where, name)
-            self._place(Items(hooks, f"{where.__name__}.{name}", with_keys=False))
-            for number, hook in enumerate(hooks.values()):
-                self._walk(hook, f"{name}[{number}]")
+    def _of_tensor(self, tensor: torch.Tensor, path: str) -> None:
+        """What the user has put on a tensor, or may, and what else code may ask of it that has no
+        guard of its own."""
+        own = vars(tensor)
+        added = own.keys() - OWN_ATTRIBUTES
+        names = [n for n in own if n in added and self._is_read(n)] if added else []
+        if names or self._asks_for_absent:
+            self._entries(own, names, path, tensor)
+        if self._names.assigned:
+            self._assigned(tensor, path, names)
+        if "_version" in self._names.attributes and not tensor.is_inference():
+            self._probe(f"{path}._version", lambda: tensor._version)
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu":
+            self._probe(f"the form of {path}", lambda: (tensor.shape, tensor.dtype))
+            if "requires_grad" in self._names.attributes:
+                self._probe(f"{path}.requires_grad", lambda: tensor.requires_grad)
 
-    def _registry(self, cls: type, path: str) -> None:
-        """Which classes a class has below it, and which have been registered with an abstract
-        one."""
-        if "__subclasses__" in self._names.attributes:
-            below: list[type] = type.__subclasses__(cls)
-            self.probes.append((lambda: type.__subclasses__(cls) == below, True))
-            self._note(f"{path}.__subclasses__()", "registry", set(below))
-            for number, subclass in enumerate(below):
-                self._walk(subclass, f"{path}.__subclasses__()[{number}]")
-        if not isinstance(cls, abc.ABCMeta):
-            return
-        token = abc.get_cache_token()
-        self.probes.append((lambda: abc.get_cache_token() == token, True))
-        registered = {ref for each in (cls, *subclasses(cls)) for ref in registered_with(each)}
-        self._note(f"{path}'s registry", "registry", registered)
+    def _settings(self) -> None:
+        """Those of torch and Python that functions keep."""
+        names = self._names.attributes.union(*(names for _, names in self._globals.values()))
+        for text, read in guards_of(names):
+            self._probe(text, read)
+        self._place(Settings(names))
+        self._library_class(torch.Tensor)
+
+    def _event(self, event: threading.Event, path: str) -> None:
+        self._note(path, "object", type(event))
+        names = self._names.attributes
+        flag = Flag(event, path, guarded=not names.isdisjoint({"is_set", "isSet", "wait"}))
+        if flag.guarded:
+            self._note(f"{path}.is_set()", "value", event.is_set())
+        if not names.isdisjoint({"set", "clear"}):
+            self._place(flag)
+        elif flag.guarded:  # other threads set it
+            self.live += flag.live()[1]
+        if not self._of_library(type(event)):
+            self._own_parts(event, path)
 
     def _thread_local(self, local: threading.local, path: str) -> None:
         """What it holds in this thread; each has a dict of its own."""
@@ -368,3 +315,7 @@ class WalkObjects(WalkCode):
         self.probes.append((functools.partial(vars, local), own))
         self._entries(own, list(filter(self._is_read, own)), path, local)
         self._class(type(local))
+
+
+def _equals(read: Any, value: Any) -> bool:
+    return bool(read() == value)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -21,10 +22,12 @@ from typing import Any
 import torch
 
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.found import Found, content_of
+from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.identities import identities
-from xla_dtensor.compilation.places import Entries, Place, Slots
+from xla_dtensor.compilation.places import MISSING, Entries, Place, Slots
+from xla_dtensor.compilation.reflection import cache_of
 from xla_dtensor.compilation.walk_objects import WalkObjects
+from xla_dtensor.errors import DataDependentError
 
 
 class Watch(WalkObjects):
@@ -37,15 +40,25 @@ class Watch(WalkObjects):
         expecting: whether the walk is for a step that may run other code of theirs: of what it
             reaches it takes the names that the methods use.
         known: an earlier one from some of the roots, whose names this one takes over.
+        fixed: whether the step's code finds optimizers' hyperparameters as they are.
 
     Attributes:
         places: every container on the way.
         tensors: the tensors found, by id, with their paths.
         arrays: the NumPy arrays and buffers found, with their content.
+        live: what else is compared by identity: pairs of a function and its argument, whose result
+            is an iterable. Unlike in a place, a trace undoes no change there.
+        imports: the Python modules that the code imports, or takes from ``sys.modules``.
+        caches: functions under ``functools.cache``, with their paths.
+        absent: those of the imports that hadn't been imported yet.
+        jax_arrays: the ids of the JAX arrays found.
+        shared: queues, locks and semaphores found, with their paths: the step mustn't put, take,
+            or leave them acquired.
         consumed: iterators found, with their paths: the step mustn't take from them.
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
-        settings: the entries of their param groups that the code names: (``id`` of the group, key).
+        settings: the entries of their param groups, if the code names those: (``id`` of the group,
+            key).
         carried: the places found of those that each call takes its values from.
         asks_types: whether the code may compare ``type(n)`` with ``int`` or ``float``, which a
             number that is an input can't pass for.
@@ -60,8 +73,10 @@ class Watch(WalkObjects):
         executed: frozenset[types.CodeType] | None = None,
         expecting: bool = False,
         known: Watch | None = None,
+        fixed: bool = False,
     ) -> None:
-        super().__init__(roots, carried, executed, expecting, known)
+        super().__init__(roots, carried, executed, expecting, known, fixed)
+        self._cached: list[tuple[Any, dict[Any, Any], str]] = []
         self._arm()
 
     def keys_of_places(self) -> set[tuple[int, Any]]:
@@ -108,12 +123,67 @@ class Watch(WalkObjects):
             return None
         return self._names.assigned
 
+    @property
+    def feeds(self) -> bool:
+        """Whether the step's code finds inputs of the program in param groups."""
+        return not (self._fixed or self.asks_types)
+
+    @property
+    def feeds_groups(self) -> bool:
+        """Whether it finds them there before an optimizer steps."""
+        return self.feeds and "param_groups" in self._names.attributes
+
+    @property
+    def feeds_users(self) -> bool:
+        """Whether user's code may find them, before an optimizer steps or in its ``step``."""
+        own = any(not self._of_library(type(optimizer)) for optimizer in self.optimizers.values())
+        return self.feeds and (own or self.feeds_groups)
+
+    def made_meanwhile(self) -> list[tuple[str, Any]]:
+        """What a trace has brought that the walk before it couldn't know: modules that it has
+        imported, and what it has put into caches."""
+        found = [(name, sys.modules[name]) for name in self.absent & sys.modules.keys()]
+        for cached, path in self.caches:
+            inner = [part for part in cache_of(cached)[1] if not is_atom(part)]
+            found += [(f"what {path} keeps", p) for p in inner if not isinstance(p, type)]
+        return found
+
+    def check_caches(self) -> None:
+        """Called after a trace.
+
+        Raises:
+            DataDependentError: it has emptied a cache of a function.
+        """
+        path = self.forgotten() if "cache_clear" in self._names.attributes else None
+        if path is not None:
+            raise DataDependentError(
+                f"the step empties the cache of {path} (cache_clear()), which would happen when it "
+                "is traced, not in every call: do it outside"
+            )
+
+    def remember_caches(self, earlier: Watch | None = None) -> None:
+        """Note what is in the caches of functions after a trace (or what an ``earlier`` watch has
+        noted): what is added to them later changes nothing."""
+        self._cached = (
+            [(cached, dict(cache_of(cached)[0]), path) for cached, path in self.caches]
+            if earlier is None
+            else earlier._cached
+        )
+
+    def forgotten(self) -> str | None:
+        """How to call a cache that no longer has what was noted, if there is one."""
+        for cached, before, path in self._cached:
+            now = cache_of(cached)[0]
+            if any(now.get(key, MISSING) is not value for key, value in before.items()):
+                return path
+        return None
+
     # --- comparing ----------------------------------------------------------------------------
 
     def _arm(self) -> None:
         """Prepare the loop in C."""
         self._iterables: list[Any] = []
-        self._pairs: list[tuple[Any, Any]] = []
+        self._pairs: list[tuple[Any, Any]] = list(self.live)
         self._mappings: list[Any] = list(self._large)
         self._empty: list[Any] = []
         for place in self.places:
@@ -152,6 +222,7 @@ class Watch(WalkObjects):
                 and list(map(type, self._typed)) == self._types
                 and all(content_of(value) == content for value, content in self.arrays)
                 and all(probe() is content for probe, content in self.probes)
+                and self.forgotten() is None
             )
         except (KeyError, AttributeError, ValueError, RuntimeError):
             return False  # something is gone, or another thread is at it

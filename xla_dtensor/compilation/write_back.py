@@ -84,10 +84,10 @@ class WriteBack(Guarded):
         user's code, and may fail."""
         for effect in self._traced.effects:
             run.insist(functools.partial(self._repeat, effect))
-        if self._traced.left or not self._is_steady():
+        if self._traced.left or not self._is_steady:
             # The next call traces again: it finds this state in place of making it, and may come to
             # another program.
-            self.stale = "the first call made state that the step now finds in place"
+            self.stale = "the call before made state that the step now finds in place"
             self._traced.left = []
         for scheduler, step, args, kwargs in self._traced.schedulers.calls:
             if run.error is None:
@@ -108,9 +108,13 @@ class WriteBack(Guarded):
         look = assertions.judge if self._traced.trace.checks_indices else assertions.later
         look(sums, self._traced.judges)
 
+    @functools.cached_property
     def _is_steady(self) -> bool:
+        """Whether the next call finds what this one found, as far as optimizers' state goes."""
+        read = "state" in self.watch.reads  # by hooks, say, which come upon it in the next call
         return all(
-            stepped.is_steady() or not stepped.made_state()
+            not stepped.replaced_state()
+            and (not stepped.made_state() or (stepped.is_steady() and not read))
             for stepped in self._traced.hooks.stepped.values()
         )
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ from xla_dtensor.dispatch.batch_program import (
     look_at,
     view_read,
 )
-from xla_dtensor.dispatch.call import Call, Slot
+from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import to_numpy
@@ -46,7 +47,6 @@ from xla_dtensor.forms.views import leave_open
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.bounds import Condition
 from xla_dtensor.mesh import Frame
-from xla_dtensor.tensors.base import TensorMethods
 
 executables: Cache[Any, Any] = Cache("batches", 256)
 """By the operations and their operands, and the values wanted."""
@@ -122,6 +122,9 @@ class Batch:
             ``finish()``; and so does a launch that fails, after which the batch is of no use.
     """
 
+    is_step = False
+    """Whether it is all of a compiled step."""
+
     def __init__(self, all_or_nothing: bool = False) -> None:
         self._all_or_nothing = all_or_nothing
         self._error: BaseException | None = None
@@ -150,43 +153,61 @@ class Batch:
     def add(self, plan: Plan, call: Call) -> list[Pending]:
         """Write a call down: what its results and its writes will be. The caller holds `lock` until
         they are in their storages; a batch that ran before would not know who waits for them."""
-        self._check()
-        operands = [
-            leaf if form.__class__ is not Form else leaf if _is_ours(leaf) else to_numpy(leaf)
-            for leaf, form in zip(call.leaves, call.forms, strict=True)
-        ]
-        written = [call.leaves[i] for i in plan.mutated]
-        frame = _frame_of(plan)
+        if self._error is not None:
+            self._refuse()
+        frame = plan.frame
         self._make_room(frame, plan.result_forms)
         if frame is not None:
             self._frame = frame
         # From here on nothing runs the batch, so that the operands stay what they are.
-        leaves = self._operands(operands, _number_lists(call))
-        bases = tuple(self._base(t) if t._steps else None for t in written)
-        self._prove(plan, call, leaves, bases)
+        if plan.number_lists:
+            leaves = self._operands(call.leaves, plan.number_lists)
+        else:
+            leaves = tuple(map(self._operand, call.leaves))
+        bases: Bases = ()
+        if plan.mutated:
+            written = [call.leaves[i] for i in plan.mutated]
+            bases = tuple(self._base(t) if t._steps else None for t in written)
+        if not plan.proven:
+            self._prove(plan, call, leaves, bases)
         state = self._state(call.stream) if plan.random else None
         return self._write_down(Entry(plan, leaves, bases, state))
 
     def look(self, tensor: Any, form: Form, condition: Condition) -> _Later:
         """Write down what tells whether ``condition`` holds of a tensor."""
-        self._check()
+        if self._error is not None:
+            self._refuse()
         operation = look_at(form, condition)
         (pending,) = self._write_down(Entry(operation, (self._operand(tensor),)))
         return _Later(Storage(pending, _TWO))
 
+    def cut(self) -> None:
+        """Launch what is written down if it is time; all results are in their storages."""
+
+    def begin_recomputation(self) -> None:
+        """``torch.utils.checkpoint`` starts to run a block again, in backward."""
+
+    def end_recomputation(self) -> None:
+        """It is done with it."""
+
+    def in_optimizer(self) -> AbstractContextManager[None]:
+        """A block in which an optimizer makes its step."""
+        return nullcontext()
+
     def _write_down(self, entry: Entry) -> list[Pending]:
         self._entries.append(entry)
-        self._latest = self._values
-        results = [Pending(self, self._values + i) for i in range(entry.operation.results)]
-        self._values += len(results)
+        first = self._latest = self._values
+        count = entry.operation.results
+        results = [Pending(self, first, first * KINDS + VALUE)]
+        if count != 1:
+            results = [Pending(self, i, i * KINDS + VALUE) for i in range(first, first + count)]
+        self._values = first + count
         self._pending += results
         return results
 
     def _operands(self, sources: list[Any], number_lists: dict[int, int]) -> tuple[int, ...]:
         """Equal numbers of one list are one input: 200 parameters that have taken the same number
         of steps have one step size."""
-        if not number_lists:
-            return tuple(map(self._operand, sources))
         codes = []
         known: dict[Any, int] = {}
         for position, source in enumerate(sources):
@@ -201,23 +222,31 @@ class Batch:
         return tuple(codes)
 
     def _operand(self, source: Any) -> int:
-        if isinstance(source, TensorMethods):
-            return self._view(source) if source._steps else self._stored(source._storage_)
+        """The operand that a tensor, a number or an array is."""
+        storage = getattr(source, "_storage_", None)
+        if storage is not None:
+            if source._steps:
+                return self._view(source)
+            value = storage.value
+            if value.__class__ is Pending and value.batch is self:
+                return value.code
+            return self._stored(storage)
         if type(source) in NUMBERS:
             return self._numbers.add(source)
-        return self._array(source)
+        return self._array(to_numpy(source) if isinstance(source, torch.Tensor) else source)
 
     def _stored(self, storage: Storage) -> int:
         value = storage.value
         if value.__class__ is Pending:
             if value.batch is self:
-                return value.index * KINDS + VALUE
+                return value.code
             value = storage.array
         return self._array(value)
 
     def _array(self, array: Any) -> int:
-        index = self._array_indices.setdefault(id(array), len(self._arrays))
-        if index == len(self._arrays):
+        index = self._array_indices.get(id(array))
+        if index is None:
+            index = self._array_indices[id(array)] = len(self._arrays)
             self._arrays.append(array)
         return index * KINDS + ARRAY
 
@@ -277,7 +306,8 @@ class Batch:
         If that fails, every storage that was written has its earlier value again.
         """
         with lock:
-            self._check()
+            if self._error is not None:
+                self._refuse()
             try:
                 done = self._launch()
             except BaseException as error:
@@ -346,12 +376,11 @@ class Batch:
         if self._all_or_nothing:
             self._error = error
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise RuntimeError(
-                "these operations belong to an optimizer's step that has failed, and all of it was "
-                f"taken back ({type(self._error).__name__}: {self._error})"
-            ) from self._error
+    def _refuse(self) -> None:
+        raise RuntimeError(
+            "these operations belong to an optimizer's step that has failed, and all of it was "
+            f"taken back ({type(self._error).__name__}: {self._error})"
+        ) from self._error
 
 
 _TWO = device_form(None, (2,), dtype=torch.int64)
@@ -365,28 +394,3 @@ class _Later:
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return np.asarray(self._storage.array, *args, **kwargs)
-
-
-def _is_ours(value: Any) -> bool:
-    return isinstance(value, TensorMethods)
-
-
-def _number_lists(call: Call) -> dict[int, int]:
-    """Per leaf that is a number of a list, which list."""
-    result: dict[int, int] = {}
-    for which, argument in enumerate((*call.args, *call.kwargs.values())):
-        if (
-            argument.__class__ is list
-            and argument
-            and argument[0].__class__ is Slot
-            and call.forms[argument[0].index].__class__ is not Form
-        ):
-            result.update((slot.index, which) for slot in argument)
-    return result
-
-
-def _frame_of(plan: Plan) -> Frame | None:
-    for form in (*plan.result_forms, *plan.base_forms):
-        if form is not None and form.frame is not None:
-            return form.frame
-    return None

@@ -93,6 +93,21 @@ class Look:
         return [summary(self._condition, logical(leaves[0], self._form))]
 
 
+class _Barrier:
+    """Its first operand as something that XLA doesn't look behind; not before the second one."""
+
+    results, name = 1, "a barrier"
+
+    def part(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
+        return [jax.lax.optimization_barrier(tuple(leaves))[0]]
+
+    def eager(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
+        return [leaves[0]]
+
+
+BARRIER = _Barrier()
+
+
 class Conversion:
     """Computes the array of another form: ``convert(array, source, target)``.
 
@@ -211,17 +226,16 @@ class Inputs:
         return leaves, bases
 
 
-def fused(
-    entries: Sequence[Entry], outputs: Sequence[tuple[int, Form]]
-) -> Callable[[list[Any], list[Any]], list[Any]]:
-    """All entries as one program of their arrays and numbers (`Numbers.packed`).
+Outputs = Sequence[tuple[int, Form]]
+"""The values wanted of a batch, by number, and the forms to give them in."""
 
-    Args:
-        entries: in order.
-        outputs: the values wanted, by number, and the forms to give them in.
-    """
 
-    def batch(arrays: list[Any], numbers: list[Any]) -> list[Any]:
+def computation(
+    entries: Sequence[Entry], outputs: Outputs
+) -> Callable[[Sequence[Any], list[Any]], list[Any]]:
+    """All entries as one function of their arrays and numbers (`Numbers.packed`)."""
+
+    def batch(arrays: Sequence[Any], numbers: list[Any]) -> list[Any]:
         values: list[Any] = []
         unpacked = dict(zip(NUMBERS.values(), map(_Unpacked, numbers), strict=True))
         inputs = Inputs(arrays, values, unpacked)
@@ -238,10 +252,21 @@ def fused(
             known.add(id(value))
         return results
 
+    return batch
+
+
+def out_shardings(outputs: Outputs) -> dict[str, Any]:
+    """What ``jax.jit`` is told of a batch's outputs."""
     shardings = [form.sharding for _, form in outputs]
-    if any(sharding is not None for sharding in shardings):
-        return jax.jit(batch, out_shardings=shardings)
-    return jax.jit(batch)
+    known = any(sharding is not None for sharding in shardings)
+    return {"out_shardings": shardings} if known else {}
+
+
+def fused(
+    entries: Sequence[Entry], outputs: Outputs
+) -> Callable[[Sequence[Any], list[Any]], list[Any]]:
+    """All entries as one program of their arrays and numbers."""
+    return jax.jit(computation(entries, outputs), **out_shardings(outputs))
 
 
 def one_by_one(

@@ -91,13 +91,22 @@ class Call:
         if cls is _Position:
             key.append(cls)
             return self._leaf(int(value), int)
+        if cls is TracedPosition:
+            key.append(_Position)
+            return self._leaf(value.number, int)
         if cls is list or cls is tuple:
             key.append(len(value))
             return [self._take(item, name, key) for item in value]
         if cls is float or cls is int or cls is complex:
-            if name in self.info.dynamic_arguments:
+            if name in self.info.dynamic_arguments and (
+                -_BOUND <= value < _BOUND
+                if cls is int
+                else cls is float or self.info.lowering is not None
+            ):
                 key.append(cls)
                 return self._leaf(value, cls)
+            # Also what no input of an executable can be: torch takes integers up to 2**64, and its
+            # compositions have no symbolic numbers that are complex.
             key.append(value)
             key.append(cls)
             return value
@@ -124,7 +133,8 @@ class Call:
         What is written goes through its steps; a view of it has them, and lies somewhere."""
         form = value._form
         if self.info.view is not None:
-            key.append(steps)
+            # What a trace leaves in the key of a plan outlives it.
+            key.append(steps if thread_state.current() is None else leave_open(steps)[0])
         else:
             form = form.at_start()
             if self.info.mutated:
@@ -196,6 +206,7 @@ def _written(value: Any) -> str:
     return str(value) if isinstance(value, _PLAIN) else type(value).__name__
 
 
+_BOUND = 2**63
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 
 
@@ -203,11 +214,21 @@ class _Position(int):
     """A number that is an input of the executable."""
 
 
+class TracedPosition:
+    """The same of a number that is an input of the compiled step that is being traced."""
+
+    def __init__(self, number: Any) -> None:
+        self.number = number
+
+
 def _with_position(args: Any) -> Any:
     """The arguments of ``select_backward`` or ``slice_backward`` with the position as an input, as
     `PositionStep` has it of the view. In a compiled step it is the number that it is."""
     grad, sizes, dim, start = args[:4]
-    if type(start) is not int or start < 0 or thread_state.current() is not None:
+    trace = thread_state.current()
+    if trace is not None and trace.positions is not None:
+        return trace.positions.in_backward(args)
+    if type(start) is not int or start < 0 or trace is not None:
         return args
     if len(args) == 4:
         return grad, sizes, dim, _Position(start)
@@ -251,3 +272,22 @@ def fill(template: Any, leaves: Any) -> Any:
     if cls is list:
         return [fill(item, leaves) for item in template]
     return template
+
+
+def filled_with(call: Call) -> Any:
+    """The number that a factory of constant tensors fills its tensor with; None for other calls."""
+    filled = _FILLED_WITH.get(call.info.name)
+    return None if filled is None else filled(call)
+
+
+_FILLED_WITH: dict[str, Any] = {
+    "aten::empty.memory_format": lambda call: 0,
+    "aten::empty_like.default": lambda call: 0,
+    "aten::zeros.default": lambda call: 0,
+    "aten::zeros_like.default": lambda call: 0,
+    "aten::new_zeros.default": lambda call: 0,
+    "aten::ones.default": lambda call: 1,
+    "aten::ones_like.default": lambda call: 1,
+    "aten::full.default": lambda call: fill(call.args[1], call.leaves),
+    "aten::full_like.default": lambda call: fill(call.args[1], call.leaves),
+}

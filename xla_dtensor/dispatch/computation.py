@@ -69,9 +69,17 @@ class Computation:
         # It lives as long as the plan, and must not hold the call, which holds its tensors.
         self._info, self._forms = call.info, list(call.forms)
         self._args, self._kwargs = call.args, call.kwargs
+        if call.info.lowering is not None:
+            of = [f.jax_dtype for f in (*result_forms, *(w.own for w in writes)) if f is not None]
+            name = call.info.name.rpartition("::")[2].partition(".")[0].strip("_")
+            wraps = name in _WRAPPING or (name in _DIVISIONS and np.int64 in of)
+            fits = wraps or not any(t.kind in "iu" and t != np.uint64 for t in of)
+            self._args = _for_jax(call.args, fits)
+            self._kwargs = {n: _for_jax(value, fits) for n, value in call.kwargs.items()}
         self._lowered, self._pinned, self._frame = lowered, pinned, frame
         self._cut = cut
-        self._platform = platform_of(frame)
+        devices = 1 if frame is None else len(frame.device_ids)
+        self._place = Place(platform_of(frame), devices=devices)
         self._result_forms, self._writes = result_forms, writes
         self._reads_nothing = call.info.makes_like
         self._varying = [
@@ -203,7 +211,7 @@ class Computation:
         )
         if self._cut is not None and not by_itself:
             return self._cut.call(lowered, keys if self.random else None, values), []
-        with at(Place(self._platform)):
+        with at(self._place):
             return lowered(keys, values)
 
     def _logical(self, leaf: Any, form: Any) -> Any:
@@ -222,6 +230,32 @@ class Computation:
             )
             value = DOUBLE_COMPLEX.only(text, lambda x: x, value)
         return value if self._pinned is None else self._pinned.result(value, index)
+
+
+def _for_jax(value: Any, fits: bool) -> Any:
+    """Arguments as JAX takes them: it has Python integers for signed ones of 64 bits, and torch has
+    them up to 2**64.
+
+    Args:
+        fits: whether torch takes those, too: arithmetic on integers wraps, all else refuses.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(_for_jax(item, fits) for item in value)
+    if value.__class__ is not int or value < 2**63:
+        return value
+    if not fits:
+        raise RuntimeError("value cannot be converted to type int64_t without overflow")
+    return np.uint64(value)
+
+
+_DIVISIONS = frozenset({"floor_divide", "remainder", "fmod"})  # 2**63 is 0 in smaller types
+_WRAPPING = frozenset(
+    {
+        *("add", "sub", "rsub", "mul", "pow"),
+        *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift"),
+        *("lshift", "rshift", "and", "or", "xor"),
+    }
+)
 
 
 def _no_keys() -> NoReturn:

@@ -16,7 +16,7 @@ from xla_dtensor.base.number_functions import number_value
 from xla_dtensor.dispatch import conditions, lazy, nowhere, other_meshes, several_devices
 from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
-from xla_dtensor.dispatch.call import Call, Slot, fill
+from xla_dtensor.dispatch.call import Call, Slot, filled_with
 from xla_dtensor.dispatch.joining import join
 from xla_dtensor.dispatch.one_mesh import on_one_mesh
 from xla_dtensor.dispatch.ops import SPECIAL, info_of
@@ -51,6 +51,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args = [trace.stand_ins.restore(value) for value in args]
         kwargs = {name: trace.stand_ins.restore(value) for name, value in kwargs.items()}
     info = info_of(func)
+    if trace is not None and info.view is not None and trace.positions is not None:
+        result = trace.positions.view(info, args, kwargs, dispatch)
+        if result is not NotImplemented:
+            return result
     special = SPECIAL.get(info.name)
     if special is not None:
         observer = events.observer
@@ -139,15 +143,18 @@ def _execute(plan: Plan, call: Call, trace: thread_state.Trace | None) -> Any:
     if trace is not None or abstract.current() is not None:
         return _perform(plan, call, trace, None)
     batch = thread_state.batch()
-    if batch is not None:
-        with lock:
-            return _perform(plan, call, None, batch)
-    waiting = lazy.batch()
-    if waiting is None:
-        return _perform(plan, call, None, None)
+    if batch is None:
+        batch = lazy.batch()
+        if batch is None:
+            return _perform(plan, call, None, None)
     with lock:
-        result = _perform(plan, call, None, waiting)
-        waiting.cut()
+        if plan.only_computes:
+            # Nothing to ask and nothing to write: what `_perform` does, for most operations.
+            forms: Any = plan.result_forms
+            result = plan.structure(list(map(new_tensor, batch.add(plan, call), forms)), [])
+        else:
+            result = _perform(plan, call, None, batch)
+        batch.cut()
     return result
 
 
@@ -316,12 +323,12 @@ _NUMBERS = (bool, int, float, complex)
 
 def _constant(plan: Plan, call: Call, trace: thread_state.Trace) -> Any:
     """The result of a factory of constant tensors, if the trace wants it made outside."""
-    filled = _FILLED_WITH.get(plan.info.name)
+    filled = filled_with(call)
     if filled is None:
         return None
     form = plan.result_forms[0]
     assert form is not None
-    storage = trace.constant(form, filled(call))
+    storage = trace.constant(form, filled)
     return None if storage is None else tensor_class(form)(storage, form)
 
 
@@ -350,20 +357,6 @@ def _same(value: Any) -> Any:
 def _cook(plan: Plan, recipes: list[Any], position: int) -> Any:
     with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
         return plan.eager(None, [recipe() for recipe in recipes], [])[position]
-
-
-# Factories of constant tensors: what they fill the new tensor with.
-_FILLED_WITH: dict[str, Any] = {
-    "aten::empty.memory_format": lambda call: 0,
-    "aten::empty_like.default": lambda call: 0,
-    "aten::zeros.default": lambda call: 0,
-    "aten::zeros_like.default": lambda call: 0,
-    "aten::new_zeros.default": lambda call: 0,
-    "aten::ones.default": lambda call: 1,
-    "aten::ones_like.default": lambda call: 1,
-    "aten::full.default": lambda call: fill(call.args[1], call.leaves),
-    "aten::full_like.default": lambda call: fill(call.args[1], call.leaves),
-}
 
 
 def _refuse_host_write(call: Call) -> None:

@@ -88,6 +88,11 @@ rules.changes.listen(_seen.clear)
 class Lazy(Batch):
     """The operations of a thread that have not been launched yet."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        with lock:
+            _batches.add(self)
+
     def _start(self) -> None:
         super()._start()
         self._lines: list[Callable[[], str]] = []
@@ -114,6 +119,10 @@ class Lazy(Batch):
         self._frame = form.frame or self._frame
         (pending,) = self._write_down(Entry(conversion, (self._operand(tensor),)))
         return new_tensor(pending, form)
+
+    def reads(self, array: Any) -> bool:
+        """Whether ``array`` is an operand of what is written down."""
+        return id(array) in self._array_indices
 
     def cut(self) -> None:
         """Launch what is written down if it is time; all results are in their storages."""
@@ -213,17 +222,16 @@ class Lazy(Batch):
     def _make_room(self, frame: Frame | None, results: Sequence[Form | None]) -> None:
         super()._make_room(frame, results)
         # On the devices of a mesh a large tensor of the default device would be there many times.
-        large = frame is None and any(
-            form is not None and math.prod(form.shape) > LARGE for form in results
-        )
-        if (large and self._frame is not None) or (frame is not None and self._is_large):
-            self.run()
-        self._is_large = self._is_large or large
+        if frame is not None:
+            if self._is_large:
+                self.run()
+        elif any(form is not None and math.prod(form.shape) > LARGE for form in results):
+            if self._frame is not None:
+                self.run()
+            self._is_large = True
 
     def _prove(self, plan: Plan, call: Call, leaves: Codes, bases: Bases) -> None:
         """Have it traced, which for all batches is done once, for what its lowering may raise."""
-        if plan.proven:
-            return
         values = [self._abstract(c, f) for c, f in zip(leaves, call.forms, strict=True)]
         written = [call.leaves[i]._storage_.form for i in plan.mutated]
         into = [
@@ -293,8 +301,6 @@ class Rounds:
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.batch = Lazy()
-        with lock:
-            _batches.add(self.batch)
 
 
 _batches: weakref.WeakSet[Lazy] = weakref.WeakSet()
@@ -303,10 +309,12 @@ _threads = _Threads()
 
 def batch() -> Lazy | None:
     """The batch in which this thread's next operation is to wait, if it is."""
+    within = thread_state.batch()
+    if within is not None:
+        return within if isinstance(within, Lazy) else None
     if (
         not switch.lazy
         or events.observer is not None  # wants to see each
-        or thread_state.batch() is not None
         or thread_state.current() is not None
         or processes.several()  # all must launch the same, whatever their garbage collectors do
     ):
@@ -329,6 +337,11 @@ def flush_all() -> None:
             for other in list(_batches):
                 if len(other):
                     other.run()
+
+
+def is_wanted(array: Any, but_by: Lazy) -> bool:
+    """Whether something that waits reads ``array``, in this or another thread."""
+    return any(other.reads(array) for other in list(_batches) if other is not but_by)
 
 
 events.before_waiting.append(flush_all)

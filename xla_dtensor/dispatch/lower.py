@@ -108,7 +108,7 @@ _NO_SCOPE = contextlib.nullcontext()
 class NestedTrace:
     """Operations of a decomposition run on tracers inside the executable that is being built."""
 
-    wide = stand_ins = assertions = asserted = None
+    wide = stand_ins = assertions = asserted = positions = None
 
     def __init__(self, keys: Callable[[], Any], name: str) -> None:
         self._keys = keys

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.python_numbers import is_number
 from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.lower import flatten_results
 from xla_dtensor.dispatch.ops import DROPPED, OpInfo
@@ -38,7 +39,9 @@ def meta_results(call: Call) -> list[Any]:
             leaves.append(_meta_tensor(form))
         else:
             symbolic = isinstance(leaf, torch.SymFloat | torch.SymInt)
-            leaves.append(form(1) if symbolic else form(leaf))
+            # One without a present value is any number.
+            value = leaf.node.value if is_number(leaf) else 1 if symbolic else leaf
+            leaves.append(form(value))
     kwargs = fill_kwargs(call.kwargs, leaves) | call.meta_kwargs
     if "device" in call.info.argument_names:
         kwargs["device"] = torch.device("meta")

@@ -7,12 +7,12 @@ depends on what the whole program does with its axes, which is known when it has
 (dp0, dp1) shard dims together and in this order in all of a program, the program is that of a mesh
 with one axis in their place, and XLA's partitioner sees no difference. So a pin is a primitive of
 its own, and means something when it is lowered: as it says, `loose` (a program that takes no axes
-apart), or `tight` (a program that XLA doesn't compile otherwise). See `result_placements.pins`.
+apart), or `tight` (a program that XLA doesn't compile otherwise). Which operations need what says
+`base/xla_faults.py`.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 import os
@@ -27,21 +27,14 @@ from jax.extend.mlir.dialects import sdy
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xla_dtensor.base.xla_faults import ALWAYS, PRODUCTS, Ask, Grip
 from xla_dtensor.runtime import jax_versions
 
-PLANE = 2
+PLANE = PRODUCTS.axes[0] - 1
 """Axes of a mesh on which XLA goes wrong in batches and convolutions alone."""
 
 allowed = os.environ.get("XLA_DTENSOR_LOOSE_PINS", "1") != "0"
 """Whether programs that take no axes apart are lowered loosely."""
-
-
-class Grip(enum.Enum):
-    """How firmly a sharding is asked for."""
-
-    FREE = enum.auto()
-    HELD = enum.auto()
-    EXACT = enum.auto()
 
 
 Pin = Callable[[Any, Any], Any]
@@ -56,14 +49,13 @@ def _run(value: Any, *, sharding: Any, grip: Grip, loose: Grip) -> Any:
     return jax.lax.with_sharding_constraint(value, sharding) if grip is Grip.EXACT else value
 
 
-def _kind(grip: Grip, loose: Grip) -> Pin:
-    return lambda value, sharding: _primitive.bind(value, sharding=sharding, grip=grip, loose=loose)
-
-
-pin = _kind(Grip.EXACT, Grip.FREE)
-pin_batches = _kind(Grip.EXACT, Grip.HELD)
-hold = _kind(Grip.HELD, Grip.HELD)
-offer = _kind(Grip.FREE, Grip.FREE)
+def pin(how: Ask) -> Pin:
+    """What asks for shardings so."""
+    if how is ALWAYS:
+        return jax.lax.with_sharding_constraint
+    return lambda value, sharding: _primitive.bind(
+        value, sharding=sharding, grip=how.grip, loose=how.loose
+    )
 
 
 _state = threading.local()

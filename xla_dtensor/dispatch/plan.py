@@ -43,6 +43,9 @@ class Plan:
         conditions: what must hold of arguments' values.
         random: whether the executable takes the generator's state first.
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
+        only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
+        frame: the devices of its results; None: the default device.
+        number_lists: per leaf that is a number of a list, which list.
         structure: arranges new tensors and mutated arguments as torch returns them.
     """
 
@@ -50,10 +53,13 @@ class Plan:
         "base_forms",
         "conditions",
         "eager",
+        "frame",
         "grown",
         "info",
         "mutated",
+        "number_lists",
         "of_scalars",
+        "only_computes",
         "part",
         "proven",
         "random",
@@ -84,7 +90,7 @@ class Plan:
         self.structure = _structure(call, metas)
         bases = [tensors[i] for i in self.mutated]
         self.grown = grown_forms(call, metas, bases, place)
-        refuse_overlap(info, [call.forms[i] for i in self.mutated])
+        refuse_overlap(call, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
         self.base_forms = [
             written_form(base, place.axes, place.frame, info) if grown is None else grown
@@ -92,6 +98,12 @@ class Plan:
         ]
         self.results = len(self.base_forms) + sum(form is not None for form in self.result_forms)
         self.proven = False
+        given = (f for f in (*self.result_forms, *self.base_forms) if f is not None)
+        self.frame = next((form.frame for form in given if form.frame is not None), None)
+        self.number_lists = _number_lists(call)
+        self.only_computes = None not in self.result_forms and not (
+            self.mutated or self.conditions or place.valueless
+        )
         if place.valueless:
             refuse_meta_write(info, before)
             self.run = self.eager = self.part = None
@@ -130,6 +142,19 @@ def mutated_leaves(call: Call) -> list[int]:
     for name in call.info.mutated:
         value = call.args[name] if isinstance(name, int) else call.kwargs.get(name)
         result += [slot.index for slot in flatten_results(value) if isinstance(slot, Slot)]
+    return result
+
+
+def _number_lists(call: Call) -> dict[int, int]:
+    result: dict[int, int] = {}
+    for which, argument in enumerate((*call.args, *call.kwargs.values())):
+        if (
+            argument.__class__ is list
+            and argument
+            and argument[0].__class__ is Slot
+            and call.forms[argument[0].index].__class__ is not Form
+        ):
+            result.update((slot.index, which) for slot in argument)
     return result
 
 

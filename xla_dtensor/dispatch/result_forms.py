@@ -16,6 +16,7 @@ from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.lowering.kinds import Kind, is_
+from xla_dtensor.lowering.view import overlaps
 from xla_dtensor.mesh import Frame, frame_of, mesh_dim_axes
 
 
@@ -202,16 +203,40 @@ def _where(call: Call) -> tuple[Any, Any]:
     return mesh, frame
 
 
-def refuse_overlap(info: OpInfo, written: list[Form]) -> None:
-    """Raise for a write to an expanded tensor, as torch's kernels do; filling it is no problem."""
-    if is_(Kind.FILL, info.name):
+def refuse_overlap(call: Call, written: list[Form]) -> None:
+    """Raise for a write to elements that share memory, unless all of them get one value: to an
+    expanded tensor, as torch's kernels do, and to windows that overlap. Those torch lets one write
+    to, with a result that hangs on the order in which its kernel goes through the elements.
+    """
+    name = call.info.name
+    if is_(Kind.FILL, name) or (name == "aten::index_put_.default" and _writes_number(call)):
         return
     for form in written:
         if any(n > 1 and not step for n, step in zip(form.shape, form.stride, strict=True)):
             raise RuntimeError(
-                f"{info.name}: more than one element of the written-to tensor {list(form.shape)} "
-                "refers to a single memory location; clone() the tensor before writing to it"
+                f"{name}: unsupported operation: more than one element of the written-to tensor "
+                f"{list(form.shape)} refers to a single memory location; clone() the tensor before "
+                "writing to it"
             )
+        if not overlaps(form.shape, form.stride):
+            continue
+        if name == "aten::copy_.default" and _writes_number(call):  # windows[:] = 0
+            continue
+        raise UnsupportedOpError(
+            f"{name}: elements of the written-to tensor of shape {list(form.shape)} and strides "
+            f"{list(form.stride)} share memory (windows that overlap), and torch leaves open which "
+            "of the values that go to one place stays; write to its base, to one window at a time, "
+            "or to a clone()"
+        )
+
+
+def _writes_number(call: Call) -> bool:
+    """Whether what ``copy_`` or ``index_put_`` writes is one number."""
+    bound = dict(zip(call.info.argument_names, call.args, strict=False)) | call.kwargs
+    form = call.forms[bound["src" if "src" in bound else "values"].index]
+    if not isinstance(form, Form) or bound.get("accumulate", False):
+        return False
+    return all(n == 1 or not step for n, step in zip(form.shape, form.stride, strict=True))
 
 
 def grown_forms(call: Call, metas: list[Any], bases: list[Any], place: Place) -> list[Form | None]:

@@ -11,16 +11,15 @@ import jax
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
-from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base import rng, thread_state, xla_faults
 from xla_dtensor.dispatch.call import Call, fill
 from xla_dtensor.dispatch.lower import lowered_function
 from xla_dtensor.dispatch.meta import Meta
-from xla_dtensor.dispatch.pin import PLANE, Pin, hold, offer, pin, pin_batches
+from xla_dtensor.dispatch.pin import Pin, pin
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import Frame, dim_axes, dim_mesh_dims, frame_of, from_partition_spec
-from xla_dtensor.mesh.waypoints import DIMS as WAY_DIMS
 from xla_dtensor.mesh.waypoints import waypoints
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
@@ -91,18 +90,7 @@ def _asked(ask: Pin, value: Any, sharding: Any) -> Any:
 def pins(answer: Answer | None) -> Pins | None:
     """Shardings to ask of XLA for the tensors and results of an operation, if it must be told.
 
-    On meshes of three or more axes XLA's partitioner sometimes computes a matrix product's or a
-    gather's blocks in one device order and labels them in another: silently wrong numbers (jaxlib
-    0.10 and 0.12, every backend shares the pass; `tests/compilation/test_xla_miscompile.py`). It
-    never did, in thousands of random cases, with operands and result pinned to one assignment of
-    axes, which is what a rule gives; a compiled step that takes no axes apart can do without
-    (`pin.may_be_loose`). On two axes products in batches go wrong whose result is wanted with the
-    axis of the contraction on the batch dim, and the batch's elsewhere: results of products keep
-    the axes that they have (`pin.hold`). Convolutions over sharded spatial dims go wrong on any
-    mesh (weight gradients above all): those dims are whole while it computes.
-
-    On three axes an operation of any kind that has to bring a tensor of four dims to another is
-    told the way, or the process may end.
+    Which must, and how firmly, is in the table of XLA's faults (`base/xla_faults.py:pinned`).
 
     The layouts of a rule that is not the library's own are asked for as they are: whoever wrote it
     wants its arguments and results there.
@@ -115,36 +103,29 @@ def pins(answer: Answer | None) -> Pins | None:
         ask = jax.lax.with_sharding_constraint
         return None if call.info.mutated else _of_rule(answer, ask, ask)
     frame = frame_of(answer.mesh)
-    # XLA's partitioner ends the process on a transform along a sharded dim.
-    convolution, transform = is_(Kind.CONVOLUTION, name), is_(Kind.TRANSFORM, name)
-    # It gets gathers wrong where a result's dim is sharded by several axes, and doesn't compile
-    # some whose indices are sharded by one axis and a sum (here: the same) on another.
-    gather = is_(Kind.GATHER, name)
-    always = convolution or transform or (gather and any(map(_is_partial, call.forms)))
     overload = f"{name.rpartition('.')[0]}.default"
-    product, batched = is_(Kind.PRODUCT, overload), is_(Kind.BATCHED, overload)
+    kinds = {kind.name for kind in _BY_NAME if is_(kind, name)}
+    kinds |= {kind.name for kind in _BY_PACKET if is_(kind, overload)}
     axes = sum(size > 1 for size in frame.sizes.values())
-    if not always and not (product or gather):
-        return _where_it_moves(answer) if axes > PLANE and not call.info.is_out else None
-    if not always and axes < PLANE:
+    forms = [form for form in call.forms if isinstance(form, Form)]
+    dims = max((len(form.shape) for form in forms), default=0)
+    how = xla_faults.pinned(kinds, axes, dims, any(map(_is_partial, forms)))
+    if how is None or (how.moving and (call.info.is_out or _stays(answer, forms))):
         return None
-    ask = jax.lax.with_sharding_constraint if always else pin
     if call.info.is_out:
-        if axes == PLANE and not always and not batched:
+        if how.out is None:
             return None
         # Rules know the functional overload alone.
         whole = [[frame.replicated] if isinstance(form, Form) else [] for form in call.forms]
-        return Pins(whole, [], frame.replicated, ask, ask)
-    if always:
-        # [batch or out channels, in channels, positions...]
-        return _of_rule(answer, ask, ask, 2 if convolution else None)
-    if axes == PLANE:
-        if call.info.mutated:
-            # Where it is written to it need not lie as the product does by itself.
-            written = frame.replicated if batched else None
-            return Pins([()] * len(call.leaves), [], written, pin, offer)
-        return _of_rule(answer, hold if batched else offer, offer)
-    return _of_rule(answer, pin_batches if batched else pin, pin)
+        return Pins(whole, [], frame.replicated, pin(how.out), pin(how.out))
+    if call.info.mutated and how.in_place is not None:
+        nothing: list[Sequence[Any]] = [()] * len(call.leaves)
+        return Pins(nothing, [], frame.replicated, pin(how.in_place), pin(how.leaves))
+    return _of_rule(answer, pin(how.results), pin(how.leaves), how.dims)
+
+
+_BY_NAME = (Kind.CONVOLUTION, Kind.TRANSFORM, Kind.GATHER)
+_BY_PACKET = (Kind.PRODUCT, Kind.BATCHED)  # of all overloads
 
 
 def has_users_rule(func: Any) -> bool:
@@ -153,19 +134,13 @@ def has_users_rule(func: Any) -> bool:
     return rule is not None and rule.kind != "family"
 
 
-def _where_it_moves(answer: Answer) -> Pins | None:
-    """The layouts of the rule for an operation of any other kind, if a tensor of four dims isn't
-    where it wants it: left to itself XLA may bring any to any other's place, and not survive it
-    (`mesh/waypoints.py`)."""
-    forms = [form for form in answer.call.forms if isinstance(form, Form)]
-    if all(len(form.shape) < WAY_DIMS for form in forms) or answer.merged is None:
-        return None
-    mesh = answer.mesh
-    stays = all(
+def _stays(answer: Answer, forms: list[Form]) -> bool:
+    """Whether all tensors are where the rule wants them, as far as is known."""
+    merged, mesh = answer.merged, answer.mesh
+    return merged is None or all(
         form.dim_axes == _axes(placements, mesh, len(form.shape))
-        for form, placements in zip(forms, answer.merged.inputs, strict=True)
+        for form, placements in zip(forms, merged.inputs, strict=True)
     )
-    return None if stays else _of_rule(answer, pin, pin)
 
 
 def _is_partial(form: Any) -> bool:

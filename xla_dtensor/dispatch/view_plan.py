@@ -84,10 +84,10 @@ class ViewPlan:
             return type(base)(storage, base._form if steps else storage.form, steps)
         if self.of_memory:
             steps = (*steps, *_memory_order(base._form))
-        results = [
-            tensor_class(form)(storage, form, (*steps, step))
-            for form, step in zip(self.forms, self.steps, strict=True)
-        ]
+        results = []
+        for form, step in zip(self.forms, self.steps, strict=True):
+            cls = tensor_class(form)
+            results.append(cls.__new__(cls, storage, form, (*steps, step)))
         return results if self.returns_list else results[0]
 
 

@@ -11,7 +11,13 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
-from xla_dtensor.forms.views import Step, leave_open, read_through, with_positions
+from xla_dtensor.forms.views import (
+    Step,
+    is_at_traced,
+    leave_open,
+    read_through,
+    with_positions,
+)
 from xla_dtensor.runtime.abstract_array import AbstractArray
 
 _view_readers: Cache[tuple[Form, tuple[Step, ...], Form], Any] = Cache("readers of views", 1024)
@@ -61,6 +67,8 @@ def constant_recipe(tensor: Any) -> Any:
     recipe = tensor._storage_.recipe
     if recipe is None or not tensor._steps:
         return recipe
+    if is_at_traced(tensor._steps):
+        return None
     return functools.partial(_read_recipe, recipe, tensor)
 
 

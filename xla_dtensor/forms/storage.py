@@ -32,21 +32,22 @@ class Pending:
 
     Attributes:
         batch: running it puts the array in place.
-        index: the value's number in the batch.
+        index: the value's number in the batch; ``code``: as an operand there.
         storage: a weak reference to the storage that waits for it.
         error: why there will never be an array, once the batch has failed.
     """
 
-    __slots__ = ("batch", "error", "index", "storage")
+    __slots__ = ("batch", "code", "error", "index", "storage")
 
     storage: Callable[[], Storage | None]
     error: BaseException | None
 
     batch: Any
 
-    def __init__(self, batch: thread_state.Batch | None, index: int) -> None:
+    def __init__(self, batch: thread_state.Batch | None, index: int, code: int = 0) -> None:
         self.batch = batch
         self.index = index
+        self.code = code
         self.storage = lambda: None
         self.error = None
 
@@ -125,6 +126,8 @@ class Storage:
             torch's.
         holds: what lives as long as the storage, and may itself refer to it: programs of compiled
             steps, see `Programs`; not there before there is one.
+        memories: what torch's storages are of it (`tensors/memory.py`), by size; not there before
+            somebody has asked.
     """
 
     __slots__ = (
@@ -132,6 +135,7 @@ class Storage:
         "counters",
         "form",
         "holds",
+        "memories",
         "recipe",
         "refuses_writes",
         "value",
@@ -143,17 +147,21 @@ class Storage:
     counters: tuple[weakref.ref[torch.Tensor], ...]
     refuses_writes: str | None
     holds: list[Any]
+    memories: dict[int, Any]
     value: Any
     viewers: Any
 
     def __init__(self, array: jax.Array, form: Form) -> None:
-        self.array = array
+        self.value = array
         self.form = form
         self.version = next(_versions)
         self.recipe = None
         self.counters = ()
         self.viewers = None
         self.refuses_writes = None
+        if array.__class__ is Pending:
+            array.storage = weakref.ref(self)
+            return  # no trace writes down
         trace = thread_state.current()
         if trace is not None:
             trace.created(self)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax.numpy as jnp
 from jax import lax
 
 from xla_dtensor.base.keys import thaw
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.local_form import from_devices, to_devices
 from xla_dtensor.forms.per_device import logical, over_devices, union
 from xla_dtensor.lowering import ViewLowering
+from xla_dtensor.lowering.view import put_changes
 
 if TYPE_CHECKING:
     import jax
@@ -48,10 +51,18 @@ class ViewStep:
         value = self.lowering.get(base, *map(thaw, self.args), **self._kwargs())
         return value if self.index is None else value[self.index]
 
-    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
-        """The base's value after ``value`` was written to the view."""
+    def put(self, base: jax.Array, value: jax.Array, size: int) -> jax.Array:
+        """The base's value after the view, or a part of it, was written to.
+
+        Args:
+            value: the view's.
+            size: the bytes of the narrowest type as which the view was looked at.
+        """
+        view, args, kwargs = self.lowering, list(map(thaw, self.args)), self._kwargs()
+        if view.repeats is not None and view.repeats(base.shape, *args, **kwargs):
+            return put_changes(view, base, value, size, args, kwargs)
         which = () if self.index is None else (self.index,)
-        return self.lowering.put(base, value, *which, *map(thaw, self.args), **self._kwargs())
+        return view.put(base, value, *which, *args, **kwargs)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of ``tensor`` that torch makes, with a history if that has one."""
@@ -62,12 +73,26 @@ class ViewStep:
         return {name: thaw(value) for name, value in self.kwargs}
 
 
+class TracedStart:
+    """A position that is an input of the compiled step that is being traced.
+
+    Attributes:
+        array: the traced scalar.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
 @dataclass(frozen=True)
 class PositionStep(ViewStep):
     """A step that takes one position, or a range, of a dim: ``x[:, t]``, ``x[t : t + 4]``.
 
     Eagerly the position is an input of the programs that read and write through the step, so that
-    a loop over positions needs one of each. In a compiled step it is the number that it is.
+    a loop over positions needs one of each. In a compiled step it is the number that it is, or a
+    `TracedStart` where that is an input of the step.
 
     Attributes:
         lowering: of ``select`` or ``slice``, whichever overload made the view.
@@ -90,10 +115,10 @@ class PositionStep(ViewStep):
         """The view's value from its base's."""
         if isinstance(self.start, int):
             return self.lowering.get(base, *self._arguments(self.start))
-        part = lax.dynamic_slice_in_dim(base, self.start, self.length or 1, self.dim)
+        part = lax.dynamic_slice_in_dim(base, _array(self.start), self.length or 1, self.dim)
         return part if self.length is not None else lax.squeeze(part, [self.dim])
 
-    def put(self, base: jax.Array, value: jax.Array) -> jax.Array:
+    def put(self, base: jax.Array, value: jax.Array, size: int) -> jax.Array:
         """The base's value after ``value`` was written to the view."""
         if isinstance(self.start, int):
             return self.lowering.put(base, value, *self._arguments(self.start))
@@ -101,7 +126,7 @@ class PositionStep(ViewStep):
         if self.length is None:
             value = jnp.expand_dims(jnp.broadcast_to(value, before + after), self.dim)
         value = jnp.broadcast_to(value, (*before, self.length or 1, *after)).astype(base.dtype)
-        return lax.dynamic_update_slice_in_dim(base, value, self.start, self.dim)
+        return lax.dynamic_update_slice_in_dim(base, value, _array(self.start), self.dim)
 
     def _arguments(self, start: int) -> tuple[int, ...]:
         """Those of ``lowering``: ``select``'s, or ``slice``'s."""
@@ -132,9 +157,26 @@ class CrossingStep:
 Step = ViewStep | CrossingStep
 
 
-def leave_open(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+def _array(start: Any) -> Any:
+    return start.array if start.__class__ is TracedStart else start
+
+
+def is_at_traced(steps: tuple[Step, ...]) -> bool:
+    """Whether one of the steps takes a position that is an input of a compiled step."""
+    return any(s.__class__ is PositionStep and s.start.__class__ is TracedStart for s in steps)
+
+
+def refuse_offset() -> NoReturn:
+    """Raise for what wants to know where in the memory such a view begins."""
+    raise UnsupportedOpError(
+        "where in the memory a view begins whose position is an input of the compiled step "
+        "(as_strided, storage_offset)"
+    )
+
+
+def leave_open(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
     """``steps`` without their positions, and these."""
-    positions = tuple(s.start for s in steps if s.__class__ is PositionStep)
+    positions = tuple(_array(s.start) for s in steps if s.__class__ is PositionStep)
     if not positions:
         return steps, ()
     return tuple(getattr(s, "left_open", s) for s in steps), positions
@@ -182,24 +224,24 @@ def write_through(
         the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
     """
 
-    # With what it returns, the axes along which that varies.
+    # With what it returns, the axes along which that varies, and the bytes of the narrowest type.
     def write(
         base: jax.Array, form: Form, steps: tuple[Step, ...]
-    ) -> tuple[jax.Array, tuple[str, ...]]:
+    ) -> tuple[jax.Array, tuple[str, ...], int]:
         if not steps:
-            return value, axes
+            return value, axes, value.dtype.itemsize
         first, rest = steps[0], steps[1:]
         if isinstance(first, CrossingStep):
-            inside = write(first.get(base), first.target, rest)[0] if rest else value
-            return first.put(base, inside), first.source.varying
+            part = first.get(base) if rest else value
+            inside, _, size = write(part, first.target, rest)
+            return first.put(base, inside), first.source.varying, size
         own, frame, sharded = form.varying, form.frame, form.is_sharded
-        inside, varying = value, axes
-        if rest:
-            part = over_devices(first.get, [own], frame, sharded)(base)
-            inside, varying = write(part, form, rest)
+        part = over_devices(first.get, [own], frame, sharded)(base) if rest else value
+        inside, varying, size = write(part, form, rest)
+        size = min(size, inside.dtype.itemsize)
         both = union(frame, [own, varying])
-        put = over_devices(first.put, [own, both], frame, sharded)
-        return put(base, inside), both
+        put = over_devices(partial(first.put, size=size), [own, both], frame, sharded)
+        return put(base, inside), both, size
 
     if isinstance(steps[0], CrossingStep):
         base = form.fetched(base)

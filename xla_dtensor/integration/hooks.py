@@ -30,6 +30,7 @@ from xla_dtensor.integration import (
     device,
     flex_attention,
     generators,
+    huggingface_hub,
     loaders,
     loading,
     modules,
@@ -82,6 +83,7 @@ def install() -> None:
     spmd_types.install()
     torchtitan.install()
     transformers.install()
+    huggingface_hub.install()
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()

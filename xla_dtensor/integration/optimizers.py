@@ -58,7 +58,7 @@ def install() -> None:
     original = Optimizer.profile_hook_step
 
     def profile_hook_step(function: Callable[..., Any]) -> Callable[..., Any]:
-        return _whole(original(function))
+        return _whole(original(_between_hooks(function)))
 
     # torch wraps a class's step when its first object is made.
     Optimizer.profile_hook_step = staticmethod(profile_hook_step)
@@ -68,7 +68,8 @@ def install() -> None:
         classes += cls.__subclasses__()
         step: Any = cls.__dict__.get("step")
         if getattr(step, "hooked", False):
-            cls.step = _whole(step)
+            cls.step = profile_hook_step(step.__wrapped__)
+            cls.step.hooked = True
 
 
 def make_foreach_the_default() -> None:
@@ -152,7 +153,11 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
     @interrupts.completed
     def complete(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # In a batch of the user's, the step is a part of that.
-        if not undoable or thread_state.batch() is not None:
+        batch = thread_state.batch()
+        if batch is not None:
+            with batch.in_optimizer():
+                return step(optimizer, *args, **kwargs)
+        if not undoable:
             return step(optimizer, *args, **kwargs)
         outer = _current.step  # another optimizer's, whose closure or hook this is in
         under_way = _current.step = _Step(optimizer)
@@ -186,6 +191,19 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _between_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` without its hooks, as a trace has it."""
+
+    @functools.wraps(step)
+    def computing(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = getattr(thread_state.current(), "optimizer_hooks", None)
+        if hooks is None:
+            return step(optimizer, *args, **kwargs)
+        return hooks.step(step, optimizer, args, kwargs)
+
+    return computing
+
+
 def _closure(function: Callable[[], Any]) -> Callable[[], Any]:
     """The user's computation of the loss, which may take long, and can be interrupted."""
 
@@ -200,10 +218,7 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:  # one program already
-            if adam.at_once(function, kwargs, args[4] if len(args) > 4 else []):
-                adam.update(params, *args, **kwargs)
-            else:
-                _traced(function, params, *args, **kwargs)
+            _traced(function, params, *args, **kwargs)
             return
         if abstract.current() is not None:
             function(params, *args, **kwargs)
@@ -220,6 +235,8 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
         with writing_down(under_way.batch) if batch else batched():  # type: ignore[union-attr]
             for some, some_args, some_kwargs in _by_devices(params, args, kwargs):
                 _bring_together(some, some_args, some_kwargs)
+                if function.__name__ in _SGDS and thread_state.is_in_step():
+                    begin_momentum(some, *some_args, **some_kwargs)
                 function(some, *some_args, **some_kwargs)
 
     return update
@@ -230,6 +247,8 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:
             return _traced(function, params, *args, **kwargs)
+        if function.__name__ in _SGDS and thread_state.is_in_step():
+            begin_momentum(params, *args, **kwargs)
         under_way = _current.step
         if under_way is not None and params:
             under_way.go_on_at_once()
@@ -241,6 +260,12 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
 def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """The same on tracers: where torch takes a tensor's value (``.item()``, or a tensor as a number
     argument), it gets a number that is an input of what it computes."""
+    hooks = getattr(thread_state.current(), "optimizer_hooks", None)
+    if hooks is not None:
+        args, kwargs = hooks.formula(function, args, kwargs)
+    if adam.at_once(function, kwargs, args[5] if len(args) > 5 else []):
+        adam.update(*args, **kwargs)
+        return
     if function.__name__ in _SGDS:
         begin_momentum(*args, **kwargs)
     names = {"min": smaller, "max": larger}  # Adafactor's

@@ -9,16 +9,18 @@ from xla_dtensor.base import recomputation, thread_state
 
 
 class _Recomputing:
-    """A traced step must know, or XLA would merge the recomputation with the first computation."""
+    """A step that becomes one program must know, or XLA would merge the recomputation with the
+    first computation."""
 
     def __enter__(self) -> None:
-        self._trace = thread_state.current()
-        if self._trace is not None:
-            self._trace.begin_recomputation()
+        trace = thread_state.current()
+        self._step = thread_state.batch() if trace is None else trace
+        if self._step is not None:
+            self._step.begin_recomputation()
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._trace is not None:
-            self._trace.end_recomputation()
+        if self._step is not None:
+            self._step.end_recomputation()
 
 
 def install() -> None:

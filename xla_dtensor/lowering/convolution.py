@@ -24,6 +24,7 @@ from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.strided import strided_slice
 
 Ints = Sequence[int]
 
@@ -252,7 +253,7 @@ def _pick(x: jax.Array, positions: np.ndarray, dim: int) -> jax.Array:
     if before or after:
         config = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
         x = lax.pad(x, jnp.zeros((), x.dtype), config)
-    return lax.slice_in_dim(x, first + before, last + before + 1, step, dim)
+    return strided_slice(x, dim, first + before, count, step)
 
 
 def _along(values: np.ndarray, dim: int, ndim: int) -> np.ndarray:

@@ -225,4 +225,5 @@ are(
     *("empty_like", "zeros_like", "ones_like", "full_like"),
     *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
 )
-are(Kind.FILL, "fill_.Scalar", "fill_.Tensor", "zero_")
+are(Kind.FILL, "fill_.*", "zero_", "masked_fill_.*", "_foreach_zero_")
+are(Kind.FILL, "index_fill_.int_Scalar", "index_fill_.int_Tensor")

@@ -43,6 +43,8 @@ def _fractional_max_pool(spatial: int) -> Callable[..., tuple[jax.Array, jax.Arr
         x: jax.Array, kernel_size: Ints, output_size: Ints, random_samples: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         batched = x[None] if x.ndim == spatial + 1 else x
+        if random_samples.dtype != x.dtype:  # torch's kernels say so, its meta kernels don't
+            raise RuntimeError("Expect _random_samples to have the same dtype as input")
         sizes = batched.shape[2:]
         lead = batched.shape[:2]
         shape = (*x.shape[: x.ndim - spatial], *output_size)

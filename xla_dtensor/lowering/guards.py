@@ -1,9 +1,8 @@
 """What works around a defect of one backend's compiler, and where: there alone.
 
 A program's backend is known when it is lowered, so a guarded function is traced both ways, and one
-of them is lowered. Workarounds for XLA's partitioner, which all backends share, are no guards of
-this kind: pins (`dispatch/result_placements.py`), full coordinates and masks of scatters
-(`scatter.py`), what `view.py` and `convolution.py` keep from it.
+of them is lowered. The defects are rows of `base/xla_faults.py`, as are those of XLA's partitioner,
+which all backends share.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 from jax import lax
 
+from xla_dtensor.base import xla_faults
 from xla_dtensor.lowering.place import here
 from xla_dtensor.lowering.when_lowered import refused
 
@@ -80,45 +80,22 @@ class Guard:
         return self.choose(function, refuse, *operands)
 
 
-ROW_MAJOR_TRANSFORMS = Guard(
-    "XLA leaves the layout of a Fourier transform open, and the CPU's kernel refuses what layout "
-    "assignment then chooses. The TPU's compiler has no layout constraints on complex numbers.",
-    ("cpu",),
-)
-NORMAL_IN_DOUBLE = Guard(
-    "XLA's single-precision erf_inv rounds differently in the CPU's vectorised and scalar loops, "
-    "so that a random number would depend on the tensor's layout.",
-    ("cpu",),
-)
+def _guard(fault: xla_faults.Fault) -> Guard:
+    return Guard(fault.what, fault.platforms)
+
+
+ROW_MAJOR_TRANSFORMS = _guard(xla_faults.ROW_MAJOR_TRANSFORMS)
+NORMAL_IN_DOUBLE = _guard(xla_faults.NORMAL_IN_DOUBLE)
 NOT_PARTITIONABLE = Guard(
     "No defect of these, which can compute a function on each shard by itself (`per_slice`): "
     "libtpu has no emitter for such calls, and its programs leave the function to the partitioner.",
     ("cpu", "cuda", "rocm"),
 )
-FACTORISATIONS_IN_32_BITS = Guard(
-    "JAX writes the TPU's singular values, and eigenvalues of large matrices, as loops that carry "
-    "a 64-bit number if 64-bit types are on, and libtpu can't rewrite those.",
-    ("tpu",),
-)
-RAGGED_PRODUCTS = Guard(
-    "JAX takes the CPU's ragged products apart into one of all rows per group.",
-    ("cpu",),
-)
-MANY_RAGGED_PRODUCTS = Guard(
-    "As RAGGED_PRODUCTS; and of 16 groups in float32 the TPU's compiler runs out of its cores' "
-    "memory (libtpu 0.0.52).",
-    ("cpu", "tpu"),
-)
-SUMS_IN_FLOAT32 = Guard(
-    "The CPU's backend adds up what devices have of 16-bit numbers in 32 bits, so that a product "
-    "which gives float32 moves no more there, and depends less on how many devices share it.",
-    ("cpu",),
-)
-SCATTERED_COLUMNS = Guard(
-    "The TPU's compiler gives each device all of a sum of 16-bit numbers of which the device then "
-    "keeps 128 columns. Of any other width it makes a reduce-scatter.",
-    ("tpu",),
-)
+FACTORISATIONS_IN_32_BITS = _guard(xla_faults.FACTORISATIONS_IN_32_BITS)
+RAGGED_PRODUCTS = _guard(xla_faults.RAGGED_PRODUCTS)
+MANY_RAGGED_PRODUCTS = _guard(xla_faults.MANY_RAGGED_PRODUCTS)
+SUMS_IN_FLOAT32 = _guard(xla_faults.SUMS_IN_FLOAT32)
+SCATTERED_COLUMNS = _guard(xla_faults.SCATTERED_COLUMNS)
 # What only these platforms have; the others refuse (`Guard.only`).
 EIGENVALUES = Guard(
     "JAX has a factorisation of matrices that aren't symmetric for these alone.",

@@ -23,7 +23,7 @@ class Kind(enum.Enum):
     - ``CUT``: XLA can't cut it, so it is called with each device's shards, as its rule has them.
     - ``SLICED``: XLA can't see that shards need nothing of each other (`per_slice.py`), so it is
       called with each device's shards where the compiler can't call functions on them.
-    - ``FILL``: overwrites a tensor with one value, so it doesn't matter if elements share memory.
+    - ``FILL``: writes one value wherever it writes, so it doesn't matter if elements share memory.
     """
 
     PRODUCT = enum.auto()

@@ -26,10 +26,12 @@ class Place:
         platform: JAX's name: ``"cpu"``, ``"tpu"``, ``"gpu"``.
         axes: per tensor argument, in order, the mesh axes that shard each of its dims, major first;
             empty where it gets whole tensors.
+        devices: how many there are; no dim is in more shards.
     """
 
     platform: str
     axes: Sequence[Sequence[Axes]] = ()
+    devices: int = 1
 
     def start(self, tensor: int, dim: int, length: int) -> Any:
         """The position at which a shard of ``length`` begins: 0, or traced.

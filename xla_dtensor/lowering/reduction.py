@@ -289,17 +289,34 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     target = float_dtype(x.dtype) if dtype is None else to_jax_dtype(dtype)
     x = cast(x, math_dtype(target))
     options = {"axis": axes_of(dim, x.ndim), "keepdims": keepdim}
+    if np.isinf(ord):
+        x = jnp.abs(x)
+        return jnp.max(x, initial=0, **options) if ord > 0 else jnp.min(x, **options)
+    total = _power_sum(x, ord, options)
     if ord == 2:
-        squares = x.real**2 + x.imag**2 if is_complex(x) else x * x
-        return jnp.sqrt(jnp.sum(squares, **options))
+        return jnp.sqrt(total)
+    return total if ord in (0, 1) else total ** (1.0 / ord)
+
+
+def _power_sum(x, ord, options):
+    if ord == 2:
+        return jnp.sum(x.real**2 + x.imag**2 if is_complex(x) else x * x, **options)
     x = jnp.abs(x)
     if ord == 0:
         return jnp.sum(x != 0, **options).astype(x.dtype)
-    if ord == 1:
-        return jnp.sum(x, **options)
-    if np.isinf(ord):
-        return jnp.max(x, initial=0, **options) if ord > 0 else jnp.min(x, **options)
-    return jnp.sum(x**ord, **options) ** (1.0 / ord)
+    return jnp.sum(x if ord == 1 else x**ord, **options)
+
+
+@lowers("linalg__powsum", static_scalars=True)
+def powsum(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    target = float_dtype(x.dtype) if dtype is None else to_jax_dtype(dtype)
+    x = cast(x, math_dtype(target))
+    return _power_sum(x, ord, {"axis": axes_of(dim, x.ndim), "keepdims": keepdim})
+
+
+@lowers("_foreach_powsum.Scalar", static_scalars=True)
+def foreach_powsum(xs, ord=2, dtype=None):
+    return [powsum(x, ord, dtype=dtype) for x in xs]
 
 
 @lowers("_foreach_norm.Scalar", static_scalars=True)

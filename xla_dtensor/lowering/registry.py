@@ -46,10 +46,17 @@ class ViewLowering:
             multi-output views ``split``, ``unbind``...).
         put: ``put(base, value, *args, **kwargs)`` is ``base`` with the view's elements replaced by
             ``value``. For multi-output views ``put(base, value, index, *args, **kwargs)``.
+        repeats: ``repeats(shape, *args, **kwargs)``: whether an element of a base of ``shape`` may
+            be in the view several times. None of views that have each element once.
+        greatest: of those that repeat: ``greatest(values, shape, *args, **kwargs)`` has, for each
+            element of the base, the greatest of unsigned ``values`` (of the view's shape) in its
+            places in the view; 0 if it has none.
     """
 
     get: Callable[..., Any]
     put: Callable[..., Any]
+    repeats: Callable[..., bool] | None = None
+    greatest: Callable[..., Any] | None = None
 
 
 changes = Changes()
@@ -88,13 +95,19 @@ def lowers(
     return register
 
 
-def lowers_view(*overloads: str, put: Callable[..., Any]) -> Callable[[F], F]:
-    """Register the decorated function as ``get`` of the view ``overloads``, with its ``put``."""
+def lowers_view(
+    *overloads: str,
+    put: Callable[..., Any],
+    repeats: Callable[..., bool] | None = None,
+    greatest: Callable[..., Any] | None = None,
+) -> Callable[[F], F]:
+    """Register the decorated function as ``get`` of the view ``overloads``, with the rest of their
+    `ViewLowering`."""
 
     def register(function: F) -> F:
         for name in map(qualified_name, overloads):
             _check_new(name)
-            _VIEWS.add(name, ViewLowering(function, put))
+            _VIEWS.add(name, ViewLowering(function, put, repeats, greatest))
         return function
 
     return register

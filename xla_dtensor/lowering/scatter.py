@@ -1,14 +1,17 @@
 """Writes to positions given by index tensors, in the form that XLA partitions right.
 
-XLA's SPMD partitioner gets two things wrong about scatters (jaxlib 0.10.2, in plain JAX too; cases
-in tests/lowering/partitioning.py):
+XLA's SPMD partitioner gets two things wrong about scatters (`base/xla_faults.py:BATCHED_SCATTERS`,
+`UNEVEN_SCATTERS`; cases in tests/lowering/partitioning.py):
 
 - A scatter along one dim in batches over others has wrong numbers in some layouts. So a scatter
   with an index per element gets a coordinate for *every* dim, those of the batch being counted.
 - Where index tensors are sharded unevenly, what pads their last shards writes too. The partitioner
   fills it with anything, or with zeros: index 0, value 0. So padding is sent out of range and gets
   the value 0 (`is_inside` tells it), which is harmless if values are added; after other writes the
-  elements at index 0 are computed again, without a scatter (`_repaired`).
+  elements at index 0 are computed again, without a scatter (`_repaired`). Where a dim is shorter
+  than the mesh may be, so that shards are nothing but padding, and index and value are sharded by
+  different axes, even that is lost on the way from one to the other: the padding has a copy of some
+  value, and after additions, too, those elements are computed again.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from xla_dtensor.lowering.place import here
 
 # Per dim of the array written to: indices, all of shapes that broadcast, or the whole dim.
 Positions = Sequence["jax.Array | slice"]
@@ -64,7 +69,8 @@ def write(x: jax.Array, positions: Positions, method: str, value: jax.Array) -> 
     places = dict(zip(dims, indices, strict=True))
     where = tuple(places.get(d, slice(None)) for d in range(len(positions)))
     out = getattr(x.at[where], method)(value, mode="drop", wrap_negative_indices=False)
-    if not shape or method == "add" or (method == "max" and x.dtype.kind == "b"):
+    adds = method == "add" or (method == "max" and x.dtype.kind == "b")
+    if not shape or (adds and min(shape) >= here().devices):
         return out
     first = inside
     for index in indices:
@@ -159,6 +165,7 @@ def highest(dtype: Any) -> Any:
 
 # Method -> its identity, how to reduce with it, how to combine two arrays.
 _COMBINED: dict[str, Callable[[Any], tuple[Any, Any, Any]]] = {
+    "add": lambda dtype: (jnp.zeros((), dtype), jnp.sum, jnp.add),
     "max": lambda dtype: (jnp.asarray(lowest(dtype), dtype), jnp.max, jnp.maximum),
     "min": lambda dtype: (jnp.asarray(highest(dtype), dtype), jnp.min, jnp.minimum),
     "multiply": lambda dtype: (jnp.ones((), dtype), jnp.prod, jnp.multiply),

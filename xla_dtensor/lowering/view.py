@@ -18,9 +18,11 @@ import torch
 from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering.promotion import math_dtype
-from xla_dtensor.lowering.registry import lowers, lowers_view
+from xla_dtensor.lowering.registry import ViewLowering, lowers, lowers_view
 from xla_dtensor.lowering.scatter import write
+from xla_dtensor.lowering.strided import spread, strided_slice
 
 
 def wrap_dim(dim: int, ndim: int) -> int:
@@ -185,24 +187,32 @@ def neg_view(base: jax.Array) -> jax.Array:
 # Expansion -----------------------------------------------------------------------------------
 
 
+def _expands(shape: Sequence[int], size: Sequence[int], implicit: bool = False) -> bool:
+    return math.prod(_expanded(shape, size)) > math.prod(shape)
+
+
+def _expanded(shape: Sequence[int], size: Sequence[int]) -> list[int]:
+    new = len(size) - len(shape)
+    return [s if s != -1 or d < new else shape[d - new] for d, s in enumerate(size)]
+
+
+def _greatest_expanded(
+    values: jax.Array, shape: Sequence[int], size: Sequence[int], implicit: bool = False
+) -> jax.Array:
+    added = values.ndim - len(shape)
+    repeated = [d for d, n in enumerate(shape, added) if n == 1]
+    return jnp.max(values, axis=(*range(added), *repeated)).reshape(tuple(shape))
+
+
 def _put_expanded(
     base: jax.Array, value: jax.Array, size: Sequence[int], implicit: bool = False
 ) -> jax.Array:
-    if value.size == 0:
-        return base
-    # Only fills get here (the dispatcher refuses other writes): all copies have the same value.
-    added = value.ndim - base.ndim
-    first = tuple(slice(n) for n in base.shape)
-    return value[(0,) * added + first].astype(base.dtype)
+    return value.astype(base.dtype).reshape(base.shape) if value.size else base
 
 
-@lowers_view("expand", put=_put_expanded)
+@lowers_view("expand", put=_put_expanded, repeats=_expands, greatest=_greatest_expanded)
 def expand(base: jax.Array, size: Sequence[int], implicit: bool = False) -> jax.Array:
-    new = len(size) - base.ndim
-    shape = [
-        s if s != -1 or d < new else base.shape[d - new] for d, s in enumerate(size)
-    ]  # -1 keeps a dim
-    return jnp.broadcast_to(base, shape)
+    return jnp.broadcast_to(base, _expanded(base.shape, size))
 
 
 # Ranges of a dim -----------------------------------------------------------------------------
@@ -229,18 +239,10 @@ def _put_range(
         return lax.dynamic_update_slice_in_dim(base, value, start, dim)
     # A range written by dynamic-update-slice makes XLA gather a base sharded in `dim`.
     size = base.shape[dim]
-    after = size - start - (length - 1) * step - 1
     written = np.zeros(size, bool)
-    written[start : size - after : step] = True
-    if step == 1:
-        config = [(0, 0, 0)] * base.ndim
-        config[dim] = (start, after, 0)
-        spread = lax.pad(value, jnp.zeros((), base.dtype), config)
-    else:
-        # Not lax.pad: XLA's partitioner fails on interior padding of uneven shards.
-        positions = np.clip((np.arange(size) - start) // step, 0, length - 1)
-        spread = jnp.take(value, jnp.asarray(positions), axis=dim, mode="clip")
-    return jnp.where(_along(written, dim, base.ndim), spread, base)
+    written[start : start + (length - 1) * step + 1 : step] = True
+    values = spread(value, dim, start, step, size)
+    return jnp.where(_along(written, dim, base.ndim), values, base)
 
 
 def _along(values: Any, dim: int, ndim: int) -> jax.Array:
@@ -271,7 +273,10 @@ def slice_(
 ) -> jax.Array:
     dim = wrap_dim(dim, base.ndim)
     start, end = slice_bounds(base.shape[dim], start, end)
-    return lax.slice_in_dim(base, start, end, step, dim)
+    count = len(range(start, end, step))
+    if not count:
+        return lax.slice_in_dim(base, start, start, axis=dim)
+    return strided_slice(base, dim, start, count, step)
 
 
 def _put_select(base: jax.Array, value: jax.Array, dim: int, index: int) -> jax.Array:
@@ -391,15 +396,26 @@ def _dense_permutation(
     return order
 
 
-def _overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two elements of a strided view may share memory (no false negatives)."""
-    reach = 0
+def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of a strided view share memory; of a large one that is hard to tell: whether
+    they may."""
+    reach, dense = 0, True
     for step, n in sorted(zip(stride, size, strict=True)):
         if n > 1:
-            if step <= reach:
-                return True
+            dense &= step > reach
             reach += step * (n - 1)
-    return False
+    if dense or 0 in size:
+        return False
+    numel = math.prod(size)
+    if numel > reach + 1 or numel > _FEW:
+        return True
+    places = np.zeros((), np.int64)
+    for n, step in zip(size, stride, strict=True):
+        places = places[..., None] + np.arange(n) * step
+    return len(np.unique(places)) < numel
+
+
+_FEW = 1 << 20  # elements that are counted in a few milliseconds
 
 
 def _strided_positions(
@@ -433,20 +449,41 @@ def _put_strided(
     order = _dense_permutation(base.size, size, stride, offset)
     if order is not None:
         return value.transpose(order).reshape(base.shape)
-    once = tuple(0 if step == 0 else slice(None) for step in stride)  # only fills get here
-    value = value[once]
+    if overlaps(size, stride):
+        raise UnsupportedOpError(
+            f"as_strided_scatter with size {list(size)} and stride {list(stride)}: several elements"
+            " of the source go to one place, and torch leaves open which of them stays"
+        )
+    positions = _strided_positions(base.size, size, stride, offset).reshape(-1)
+    return write(base.reshape(-1), (positions,), "set", value.reshape(-1)).reshape(base.shape)
+
+
+def _strided_repeats(
+    shape: Sequence[int],
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> bool:
+    return overlaps(size, stride)
+
+
+def _greatest_strided(
+    values: jax.Array,
+    shape: Sequence[int],
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> jax.Array:
+    repeated = [d for d, step in enumerate(stride) if step == 0]
+    values = jnp.max(values, axis=repeated)
     size = [n for n, step in zip(size, stride, strict=True) if step]
     stride = [step for step in stride if step]
-    positions = _strided_positions(base.size, size, stride, offset).reshape(-1)
-    flat, value = base.reshape(-1), value.reshape(-1)
-    if not _overlaps(size, stride):
-        return write(flat, (positions,), "set", value).reshape(base.shape)
-    # The last element in the view's order wins; a scatter alone leaves the order open.
-    writer = write(jnp.full(base.size, -1), (positions,), "max", jnp.arange(value.size))
-    return jnp.where(writer >= 0, value[jnp.maximum(writer, 0)], flat).reshape(base.shape)
+    positions = _strided_positions(math.prod(shape), size, stride, storage_offset or 0)
+    flat = jnp.zeros(math.prod(shape), values.dtype)
+    return write(flat, (positions.reshape(-1),), "max", values.reshape(-1)).reshape(tuple(shape))
 
 
-@lowers_view("as_strided", put=_put_strided)
+@lowers_view("as_strided", put=_put_strided, repeats=_strided_repeats, greatest=_greatest_strided)
 def as_strided(
     base: jax.Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> jax.Array:
@@ -473,16 +510,45 @@ def _put_unfolded(
         return value.reshape(()) if value.size else base
     dim = wrap_dim(dimension, base.ndim)
     positions = _window_positions(base.shape[dim], size, step)
-    # Where windows overlap, the last one that covers a position wins.
-    writer = np.full(base.shape[dim], -1)
-    writer[positions.reshape(-1)] = np.arange(positions.size)
+    source = np.full(base.shape[dim], -1)
+    source[positions.reshape(-1)] = np.arange(positions.size)
     value = jnp.moveaxis(value, -1, dim + 1)
     flat = value.reshape(*base.shape[:dim], positions.size, *base.shape[dim + 1 :])
-    taken = jnp.take(flat, np.maximum(writer, 0), axis=dim, mode="clip")
-    return jnp.where(_along(writer >= 0, dim, base.ndim), taken, base)
+    taken = jnp.take(flat, np.maximum(source, 0), axis=dim, mode="clip")
+    return jnp.where(_along(source >= 0, dim, base.ndim), taken, base)
 
 
-@lowers_view("unfold", put=_put_unfolded)
+def _windows_overlap(shape: Sequence[int], dimension: int, size: int, step: int) -> bool:
+    return bool(shape) and step < size < shape[wrap_dim(dimension, len(shape))]
+
+
+def _over_each_position(
+    windows: jax.Array, shape: Sequence[int], dim: int, size: int, step: int
+) -> jax.Array:
+    """What the windows over each position of ``dim`` have there, in a dim before ``dim``; zeros
+    where there are fewer. Gathered: XLA's partitioner aborts on some layouts of the scatter that
+    transposing `unfold` would give."""
+    covered = _window_positions(shape[dim], size, step).reshape(-1)
+    order = np.argsort(covered, kind="stable")
+    position = covered[order]
+    number = np.arange(len(order)) - np.searchsorted(position, position)
+    sources = np.full((number.max() + 1, shape[dim]), -1)
+    sources[number, position] = order
+    windows = jnp.moveaxis(windows, -1, dim + 1)
+    flat = windows.reshape(*shape[:dim], len(order), *shape[dim + 1 :])
+    taken = jnp.take(flat, np.maximum(sources, 0), axis=dim, mode="clip")
+    used = (sources >= 0).reshape(sources.shape + (1,) * (len(shape) - dim - 1))
+    return jnp.where(used, taken, jnp.zeros((), taken.dtype))
+
+
+def _greatest_unfolded(
+    values: jax.Array, shape: Sequence[int], dimension: int, size: int, step: int
+) -> jax.Array:
+    dim = wrap_dim(dimension, len(shape))
+    return jnp.max(_over_each_position(values, shape, dim, size, step), axis=dim)
+
+
+@lowers_view("unfold", put=_put_unfolded, repeats=_windows_overlap, greatest=_greatest_unfolded)
 def unfold(base: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
     if base.ndim == 0:
         return base.reshape(1)[:size]
@@ -494,6 +560,52 @@ def unfold(base: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
     else:
         windows = jnp.take(base, positions, axis=dim, mode="clip")
     return jnp.moveaxis(windows, dim + 1, -1)
+
+
+# Writes to views that have elements of their base several times ------------------------------
+
+
+def put_changes(
+    view: ViewLowering, base: jax.Array, value: jax.Array, size: int, args: Any, kwargs: Any
+) -> jax.Array:
+    """``base`` after its view, in which elements may be several times, has become ``value``.
+
+    Only what has changed is put back: where one place of an element was written (to a row of an
+    expanded tensor, one of several windows), the others still have what was there before.
+
+    Args:
+        size: the bytes that a write can have changed by themselves: of the narrowest type as which
+            the view was looked at.
+    """
+    assert view.greatest is not None
+    now = _patterns(value.astype(base.dtype), size)
+    then = _patterns(view.get(base, *args, **kwargs), size)
+    parts = []
+    for own, new, old in zip(_patterns(base, size), now, then, strict=True):
+        # All places that were written have the same difference, the rest has none.
+        parts.append(own ^ view.greatest(new ^ old, base.shape, *args, **kwargs))
+    return _of_patterns(parts, base.dtype)
+
+
+def _patterns(x: jax.Array, size: int) -> list[jax.Array]:
+    """The bits of ``x`` as unsigned integers of at most ``size`` bytes."""
+    if x.dtype.kind == "c":
+        return [*_patterns(x.real, size), *_patterns(x.imag, size)]
+    if x.dtype.kind == "b":
+        return [x.astype(np.uint8)]
+    size = min(size, x.dtype.itemsize)
+    bits = lax.bitcast_convert_type(x, np.dtype(f"u{size}"))
+    return [bits] if bits.ndim == x.ndim else [bits[..., i] for i in range(bits.shape[-1])]
+
+
+def _of_patterns(parts: list[jax.Array], dtype: np.dtype) -> jax.Array:
+    """The inverse of `_patterns`."""
+    if dtype.kind == "c":
+        half, part = len(parts) // 2, np.dtype(f"f{dtype.itemsize // 2}")
+        return lax.complex(_of_patterns(parts[:half], part), _of_patterns(parts[half:], part))
+    if dtype.kind == "b":
+        return parts[0].astype(bool)
+    return lax.bitcast_convert_type(parts[0] if len(parts) == 1 else jnp.stack(parts, -1), dtype)
 
 
 # Functional forms ----------------------------------------------------------------------------
@@ -570,24 +682,12 @@ def _at_position(
 def unfold_backward(
     grad: jax.Array, input_sizes: Sequence[int], dim: int, size: int, step: int
 ) -> jax.Array:
-    """Every position gathers what the windows over it have: XLA's partitioner aborts on some
-    layouts of the scatter that transposing `unfold` would give."""
     if not input_sizes or grad.size == 0:
         total = grad.sum() if grad.size else jnp.zeros((), grad.dtype)
         return jnp.broadcast_to(total, tuple(input_sizes))
     dim = wrap_dim(dim, len(input_sizes))
-    length = input_sizes[dim]
-    covered = _window_positions(length, size, step).reshape(-1)
-    order = np.argsort(covered, kind="stable")
-    position = covered[order]
-    number = np.arange(len(order)) - np.searchsorted(position, position)
-    sources = np.full((number.max() + 1, length), -1)
-    sources[number, position] = order
-    windows = jnp.moveaxis(grad.astype(math_dtype(grad.dtype)), -1, dim + 1)
-    flat = windows.reshape(*input_sizes[:dim], len(order), *input_sizes[dim + 1 :])
-    taken = jnp.take(flat, np.maximum(sources, 0), axis=dim, mode="clip")
-    used = (sources >= 0).reshape(sources.shape + (1,) * (len(input_sizes) - dim - 1))
-    return jnp.where(used, taken, 0).sum(dim).astype(grad.dtype)
+    wide = grad.astype(math_dtype(grad.dtype))
+    return _over_each_position(wide, input_sizes, dim, size, step).sum(dim).astype(grad.dtype)
 
 
 _BACKWARDS: dict[str, Callable[..., jax.Array]] = {

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from xla_dtensor.base.xla_faults import MOVES
 from xla_dtensor.mesh.frame import Frame
 
 DimAxes = Sequence[Sequence[str]]
 """Per tensor dim the mesh axes that shard it, major first."""
-
-AXES, DIMS = 3, 4
-"""From so many mesh axes, and dims of a tensor, on."""
 
 
 def waypoints(frame: Frame, before: DimAxes, after: DimAxes) -> list[Any]:
@@ -32,7 +30,7 @@ def waypoints(frame: Frame, before: DimAxes, after: DimAxes) -> list[Any]:
         first, as they make what moves smaller.
     """
     axes = {name for name, size in frame.sizes.items() if size > 1}
-    if len(axes) < AXES or len(before) < DIMS:
+    if len(axes) < MOVES.axes[0] or len(before) < MOVES.dims:
         return []
     old, new = ({a: dim for dim, names in enumerate(d) for a in names} for d in (before, after))
     turning = [a for a in old if a in axes and new.get(a, old[a]) != old[a]]

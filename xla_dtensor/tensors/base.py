@@ -17,6 +17,7 @@ from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.tensors import indexing
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.kept import moves
+from xla_dtensor.tensors.memory import HasMemory
 from xla_dtensor.tensors.saving import reduce_tensor
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def refuse_other_kind(tensor: TensorMethods, other: Any, what: str) -> None:
         )
 
 
-class TensorMethods:
+class TensorMethods(HasMemory):
     """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
 
     _storage_: Storage

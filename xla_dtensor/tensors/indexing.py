@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.base.python_numbers import Int
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import constant_recipe
 
@@ -23,7 +24,8 @@ def select(tensor: Any, index: Any) -> Any:
     """``tensor[index]``, or `NotImplemented` if torch's way will do."""
     parts = _parts(index)
     if parts is None:
-        return NotImplemented
+        selected = _at_numbers(tensor, index)
+        return NotImplemented if selected is None else selected[0][selected[1] or ...]
     found: list[Any] = [None] * tensor.ndim
     for dim, part in _dims(parts, tensor):
         if _has_no_number(part):
@@ -47,6 +49,11 @@ def assign(tensor: Any, index: Any, value: Any) -> bool:
     """
     parts = _parts(index)
     if parts is None:
+        selected = _at_numbers(tensor, index)
+        if selected is not None:
+            view, rest = selected
+            view[rest or ...] = value
+            return True
         return _assign_by_mask(tensor, index, value)
     whole = tuple(slice(None) if _has_no_number(part) else part for part in parts)
     if any(isinstance(part, torch.Tensor | list) for part in whole):
@@ -65,6 +72,22 @@ def assign(tensor: Any, index: Any, value: Any) -> bool:
         value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
     view.index_put_(tuple(indices), value.to(tensor.dtype))
     return True
+
+
+def _at_numbers(tensor: Any, index: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """The view that the numbers of a trace in the index select, which torch would ask for their
+    values, and the rest of the index; None if there are none, or they aren't inputs."""
+    trace = thread_state.current()
+    if trace is None or trace.positions is None:
+        return None
+    parts = index if index.__class__ is tuple else (index,)
+    chosen = [part for part in parts if type(part) is Int]
+    if not chosen or any(isinstance(part, bool) for part in parts):
+        return None
+    for dim, part in reversed(_dims(parts, tensor)):
+        if type(part) is Int:
+            tensor = tensor.select(dim, part)
+    return tensor, tuple(part for part in parts if type(part) is not Int)
 
 
 def _assign_by_mask(tensor: Any, index: Any, value: Any) -> bool:

@@ -43,4 +43,13 @@ REFUSED: dict[str, str] = {
     # History from outside of the step, and what torch itself looks at.
     "leaves-leaf_becomes_part_of_a_graph": r"backward\(\)",
     "modules-parametrization_cached": r"cached\(\)",
+    # What happens in an optimizer's step.
+    **dict.fromkeys(
+        (f"stepping-scheduler_in_a_hook-{name}-pre" for name in ("step", "cosine", "one_cycle")),
+        r"before the optimizer's step\(\)",
+    ),
+    "stepping-behind_a_scheduler-reads": r"reads 'lr' of a param group behind StepLR.step\(\)",
+    "stepping-behind_a_scheduler-sets": r"sets 'lr' of a param group behind a scheduler",
+    "stepping-groups_added": r"adds, removes or replaces param groups of SGD",
+    "own_optimizers-own-Estimating": r"item\(\)",
 }

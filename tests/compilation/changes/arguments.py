@@ -591,3 +591,61 @@ def another_leaf_in_every_call(world: World) -> Program:
     x = world.batch(5).requires_grad_()
     world.change(x.register_hook, lambda grad: grad * 2)
     yield step(x), x.grad
+
+
+@row()
+def the_index_of_a_row(world: World) -> Program:
+    a = world.batch(0)
+    step = world.compile(lambda a, n: a[n] * 2)
+    for n in (0, 1, 2, -1 if world.changes else 2, 1):
+        yield step(a, n), a
+
+
+@row()
+def the_position_that_is_written(world: World) -> Program:
+    a = world.batch(0)
+
+    def function(a: torch.Tensor, n: int) -> torch.Tensor:
+        view = a[n]
+        a[n, 1:3] = 5.0
+        view.add_(1)
+        return a * 2
+
+    step = world.compile(function)
+    for n in (0, 1, 2, 3 if world.changes else 2):
+        yield step(a, n), a
+
+
+@dataclasses.dataclass
+class Scaled:
+    scale: float
+    times: int = 2
+
+
+@row()
+def a_number_in_a_dataclass_after_others(world: World) -> Program:
+    a, one = world.batch(0), Scaled(0.5)
+    step = world.compile(lambda a, s, t: a * s.scale + t.times)
+    yield step(a, one, one)
+    one.scale = 0.25
+    yield step(a, one, one)
+    yield step(a, Scaled(0.125, 7), one if not world.changes else Scaled(0.125, 9))
+    yield step(a, one, one)
+
+
+@row()
+def a_dataclass_that_the_step_changes(world: World) -> Program:
+    a, one = world.batch(0), Scaled(0.5)
+    step = world.compile(lambda a, s: a * dataclasses.replace(s, times=s.times + 1).times)
+    for times in (1, 2, 3, 5 if world.changes else 3):
+        one.times = times
+        yield step(a, one)
+
+
+@row()
+def a_scalar_of_numpy_of_another_precision(world: World) -> Program:
+    a = world.batch(0)
+    step = world.compile(lambda a, s: a * (s / 3) * 1e6)
+    for s in (0.1, 0.2, 0.3):
+        yield step(a, np.float32(s))
+    yield step(a, np.float16(0.3) if world.changes else np.float32(0.3))

@@ -6,6 +6,7 @@ Each row also says how often the step's Python may run: a steady call runs none 
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable
@@ -933,3 +934,42 @@ def features_compared_with_those_before(world: World) -> Program:
         loss = step(world.batch(i))
         loss.backward(retain_graph=True)
         yield loss, [p.grad for p in model.parameters()]
+
+
+COUNT: contextvars.ContextVar[int] = contextvars.ContextVar("COUNT", default=0)
+KEPT: contextvars.ContextVar[torch.Tensor] = contextvars.ContextVar("KEPT")
+
+
+@rows({"count": "count", "tensor": "tensor", "reset": "reset"})
+def context_variable(world: World, kind: str) -> Program:
+    """A ``ContextVar`` that a step with an optimizer sets and reads."""
+    model = mlp(world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world.watch(model=model)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        if kind == "tensor":
+            kept = KEPT.get(None)
+            KEPT.set(x if kept is None or not world.changes else kept * 0.5 + x)
+            return KEPT.get().clone()
+        token = COUNT.set(COUNT.get() + world.changes)
+        count = COUNT.get()
+        if kind == "reset":
+            COUNT.reset(token)
+        return x * (count + 1)
+
+    step = world.compile(function)
+
+    def calls() -> list[Any]:
+        seen = []
+        for i in range(6):
+            if i == 4:
+                world.change(COUNT.set, 10)
+            seen.append([step(world.batch(i)), COUNT.get()])
+        return seen
+
+    # What is set there nobody else shall see.
+    yield from contextvars.copy_context().run(calls)

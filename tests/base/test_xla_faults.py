@@ -1,0 +1,168 @@
+"""XLA's faults in plain JAX: when one of these passes, its row of the table can go."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.conftest import make_mesh
+from xla_dtensor.base.xla_faults import FAULTS, PINNED, Fault, Grip, pinned
+
+P = PartitionSpec
+WHOLE = P()
+SHAPES = {"2x4": (2, 4), "4x2": (4, 2), "2x2x2": (2, 2, 2), "8": (8,)}
+still_there = pytest.mark.xfail(
+    strict=True,
+    raises=(AssertionError, jax.errors.JaxRuntimeError),
+    reason="XLA; when this passes its row can go",
+)
+
+
+def check(
+    mesh_name: str,
+    function: Callable[..., Any],
+    arrays: Sequence[np.ndarray],
+    inside: Sequence[PartitionSpec],
+    out: PartitionSpec,
+    given: PartitionSpec = WHOLE,
+) -> None:
+    """A function of arrays, sharded unevenly or not, gives what it gives on one device.
+
+    Args:
+        inside: how its arrays are sharded.
+        out: how its result is, and `given` how a program gives it.
+    """
+    make_mesh(mesh_name)  # starts the devices
+    shape = SHAPES[mesh_name]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(shape), tuple("abc"[: len(shape)]))
+    asked = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def sharded(*arrays: Any) -> Any:
+        result = asked(function(*map(asked, arrays, inside)), out)
+        return asked(result, given)
+
+    found = jax.jit(sharded, out_shardings=NamedSharding(mesh, given))(*arrays)
+    np.testing.assert_allclose(found, jax.jit(function)(*arrays), rtol=1e-5)
+
+
+def counted(*shape: int) -> np.ndarray:
+    return (np.arange(np.prod(shape), dtype=np.float32) % 7 + 1).reshape(shape)
+
+
+@still_there
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("size", [1, 4])
+def test_padding_between_elements(size: int, step: int) -> None:
+    padded = lambda x: lax.pad(x, jnp.float32(0), [(1, 0, step - 1)])
+    check("2x4", padded, [counted(size)], [P()], P("a"))
+
+
+@still_there
+def test_strided_slices_of_one_element() -> None:
+    check("8", lambda x: lax.slice(x, [3], [4], [3]), [counted(4)], [P("a")], P("a"))
+
+
+def _weight_gradient(groups: int, kernel: Sequence[int]) -> Callable[..., Any]:
+    def gradient(x: Any, grad: Any) -> Any:
+        weight = jnp.zeros((grad.shape[1], x.shape[1] // groups, *kernel))
+        half = [(n // 2, n // 2) for n in kernel]
+        convolve = lambda w: lax.conv_general_dilated(
+            x, w, (1, 1), half, feature_group_count=groups
+        )
+        return jax.vjp(convolve, weight)[1](grad)[0]
+
+    return gradient
+
+
+@still_there
+def test_convolutions() -> None:
+    x, grad = counted(8, 2, 4, 4), counted(8, 2, 5, 5)
+    spec = [P(None, "a", "b", None), P("a")]
+    check("2x4", _weight_gradient(1, (2, 2)), [x, grad], spec, P(None, None, None, "a"))
+
+
+@still_there
+def test_gradients_of_grouped_weights() -> None:
+    x, grad = counted(2, 2, 4, 4), counted(2, 2, 4, 4)
+    check("2x2x2", _weight_gradient(2, (3, 3)), [x, grad], [P("b", "c")] * 2, P("a"))
+
+
+@still_there
+@pytest.mark.parametrize("size", [6, 2])
+def test_scatters_of_uneven_shards(size: int) -> None:
+    # Of 6 on 4 and 8 devices the indices' padding is 0, of 2 the values' is no padding.
+    x, index = counted(size), np.arange(size, dtype=np.int32)
+    if size == 6:
+        write, out = lambda x, i, v: x.at[i].min(v - 9, mode="drop"), P(("a", "b"))
+        check("4x2", write, [x, index[::-1].copy(), counted(size)], [P("b"), P("a"), P()], out)
+    else:
+        add = lambda x, i, v: x.at[i].add(jnp.where(lax.iota(np.int32, 2) < 2, v, 0), mode="drop")
+        check("4x2", add, [x, index, counted(size)], [P(), P("a"), P("b")], P())
+
+
+@still_there
+def test_transforms() -> None:
+    transform = lambda x: jnp.fft.fft(x, axis=0).real
+    check("8", transform, [counted(8, 2, 16)], [P(None, None, "a")], P("a"))
+
+
+@still_there
+def test_layouts_of_transforms() -> None:
+    transform = lambda x: jnp.fft.fft(x, axis=1).real
+    check("2x4", transform, [counted(16, 16)], [P(("a", "b"))], P("b", "a"))
+
+
+@still_there
+def test_the_order_of_axes() -> None:
+    check("2x4", lambda x: jnp.tile(x, (2, 1)), [counted(4, 5)], [P()], P(("a", "b")), P("b"))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_rows_name_what_there_is(fault: Fault) -> None:
+    path, what = fault.remedy.split(":")
+    found: Any = importlib.import_module(
+        "xla_dtensor." + path.removesuffix(".py").replace("/", ".")
+    )
+    for name in what.split("."):
+        found = getattr(found, name)
+    assert (fault.pinned is None) == (fault not in PINNED)
+    for word in fault.proof.split():
+        if word.startswith("tests/"):
+            file, _, test = word.partition("::")
+            assert f"def {test}(" in (ROOT / file).read_text() if test else (ROOT / file).exists()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "axes", "dims", "summed", "grips"),
+    [
+        ((), 2, 4, True, None),
+        ((), 3, 3, False, None),
+        ((), 3, 4, False, (Grip.EXACT, Grip.FREE)),
+        (("PRODUCT",), 1, 2, True, None),
+        (("PRODUCT",), 2, 2, False, (Grip.FREE, Grip.FREE)),
+        (("PRODUCT",), 3, 2, False, (Grip.EXACT, Grip.FREE)),
+        (("PRODUCT", "BATCHED"), 2, 3, False, (Grip.HELD, Grip.HELD)),
+        (("PRODUCT", "BATCHED"), 4, 3, False, (Grip.EXACT, Grip.HELD)),
+        (("GATHER",), 1, 2, True, (Grip.EXACT, Grip.EXACT)),
+        (("GATHER",), 1, 2, False, None),
+        (("CONVOLUTION",), 1, 4, False, (Grip.EXACT, Grip.EXACT)),
+        (("TRANSFORM",), 3, 4, False, (Grip.EXACT, Grip.EXACT)),
+    ],
+)
+def test_which_pins(
+    kinds: tuple[str, ...], axes: int, dims: int, summed: bool, grips: tuple[Grip, Grip] | None
+) -> None:
+    how = pinned(set(kinds), axes, dims, summed)
+    assert (how and (how.results.grip, how.results.loose)) == grips

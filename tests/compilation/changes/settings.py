@@ -1,0 +1,356 @@
+"""Settings, classes and flags that a step leaves at other values than it found: each call does it.
+
+Each maker gives a function, what it leaves, and what puts that back.
+"""
+
+from __future__ import annotations
+
+import decimal
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.compilation.changes._table import Program, rows
+from tests.compilation.changes._world import World
+
+Left = tuple[Callable[..., Any], Callable[[], Any], Callable[[], Any]]
+
+
+def class_attr_assigned(world: World) -> Left:
+    class C:
+        k = 2
+
+    def f(x):
+        C.k = 5
+        return x * 2
+
+    return f, lambda: C.k, lambda: setattr(C, "k", 2)
+
+
+def class_attr_new(world: World) -> Left:
+    class C:
+        pass
+
+    def f(x):
+        C.zz = 5
+        return x * 2
+
+    return f, lambda: getattr(C, "zz", None), lambda: "zz" in vars(C) and delattr(C, "zz")
+
+
+def class_attr_by_cls(world: World) -> Left:
+    class C:
+        k = 2
+
+        @classmethod
+        def setit(cls):
+            cls.k = 5
+
+    def f(x):
+        C.setit()
+        return x * 2
+
+    return f, lambda: C.k, lambda: setattr(C, "k", 2)
+
+
+def class_attr_by_type(world: World) -> Left:
+    class C:
+        k = 2
+
+        def setit(s):
+            type(s).k = 5
+
+    c = C()
+
+    def f(x):
+        c.setit()
+        return x * 2
+
+    return f, lambda: C.k, lambda: setattr(C, "k", 2)
+
+
+def class_attr_base_shadowed(world: World) -> Left:
+    class B:
+        k = 2
+
+    class C(B):
+        pass
+
+    def f(x):
+        C.k = 5
+        return x * 2
+
+    return f, lambda: [C.k, B.k], lambda: "k" in vars(C) and delattr(C, "k")
+
+
+def class_attr_tensor(world: World) -> Left:
+    class C:
+        k = None
+
+    def f(x):
+        C.k = x * 3
+        return x * 2
+
+    return f, lambda: C.k, lambda: setattr(C, "k", None)
+
+
+def class_setattr(world: World) -> Left:
+    class C:
+        k = 2
+
+    def f(x):
+        C.k = 5
+        return x * 2
+
+    return f, lambda: C.k, lambda: setattr(C, "k", 2)
+
+
+def event_set(world: World) -> Left:
+    e = threading.Event()
+
+    def f(x):
+        e.set()
+        return x * 2
+
+    return f, e.is_set, e.clear
+
+
+def event_clear(world: World) -> Left:
+    e = threading.Event()
+    e.set()
+
+    def f(x):
+        e.clear()
+        return x * 2
+
+    return f, e.is_set, e.set
+
+
+def function_attr(world: World) -> Left:
+    def h():
+        pass
+
+    def f(x):
+        h.calls = 7.0
+        return x * 2
+
+    return f, lambda: getattr(h, "calls", None), lambda: h.__dict__.clear()
+
+
+def default_dtype(world: World) -> Left:
+    def f(x):
+        torch.set_default_dtype(torch.float64)
+        return x * 2
+
+    return f, lambda: str(torch.get_default_dtype()), lambda: torch.set_default_dtype(torch.float32)
+
+
+def grad_enabled(world: World) -> Left:
+    def f(x):
+        torch.set_grad_enabled(False)
+        return x * 2
+
+    return f, torch.is_grad_enabled, lambda: torch.set_grad_enabled(True)
+
+
+def det_algos(world: World) -> Left:
+    def f(x):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return x * 2
+
+    return (
+        f,
+        lambda: [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ],
+        lambda: torch.use_deterministic_algorithms(False),
+    )
+
+
+def matmul_precision(world: World) -> Left:
+    def f(x):
+        torch.set_float32_matmul_precision("high")
+        return x * 2
+
+    return (
+        f,
+        torch.get_float32_matmul_precision,
+        lambda: torch.set_float32_matmul_precision("highest"),
+    )
+
+
+def default_device(world: World) -> Left:
+    def f(x):
+        torch.set_default_device("meta")
+        return x * 2
+
+    return f, lambda: str(torch.get_default_device()), lambda: torch.set_default_device(None)
+
+
+def autocast_flag(world: World) -> Left:
+    def f(x):
+        torch.set_autocast_enabled("cpu", True)
+        return x * 2
+
+    return (
+        f,
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda: torch.set_autocast_enabled("cpu", False),
+    )
+
+
+def autocast_dtype(world: World) -> Left:
+    def f(x):
+        torch.set_autocast_dtype("cpu", torch.float16)
+        return x * 2
+
+    return (
+        f,
+        lambda: str(torch.get_autocast_dtype("cpu")),
+        lambda: torch.set_autocast_dtype("cpu", torch.bfloat16),
+    )
+
+
+def cudnn_flag(world: World) -> Left:
+
+    def f(x):
+        torch.backends.cudnn.benchmark = True
+        return x * 2
+
+    return (
+        f,
+        lambda: torch.backends.cudnn.benchmark,
+        lambda: setattr(torch.backends.cudnn, "benchmark", False),
+    )
+
+
+def num_threads_set(world: World) -> Left:
+    def f(x):
+        torch.set_num_threads(3)
+        return x * 2
+
+    return f, torch.get_num_threads, lambda: torch.set_num_threads(2)
+
+
+def anomaly(world: World) -> Left:
+    def f(x):
+        torch.autograd.set_detect_anomaly(True)
+        return x * 2
+
+    return f, torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(False)
+
+
+def recursion_set(world: World) -> Left:
+    sys.getrecursionlimit()
+
+    def f(x):
+        sys.setrecursionlimit(2345)
+        return x * 2
+
+    return f, sys.getrecursionlimit, lambda: sys.setrecursionlimit(1000)
+
+
+def logger_level(world: World) -> Left:
+    lg = logging.getLogger("zzl")
+
+    def f(x):
+        lg.setLevel(10)
+        return x * 2
+
+    return f, lambda: lg.level, lambda: lg.setLevel(0)
+
+
+def validate_args_set(world: World) -> Left:
+    from torch.distributions import Distribution
+
+    old = Distribution._validate_args
+
+    def f(x):
+        Distribution.set_default_validate_args(not old)
+        return x * 2
+
+    return (
+        f,
+        lambda: Distribution._validate_args,
+        lambda: Distribution.set_default_validate_args(old),
+    )
+
+
+def tensor_attr_class_patch(world: World) -> Left:
+    def f(x):
+        torch.Tensor.zzpatch = lambda s: s
+        return x * 2
+
+    return (
+        f,
+        lambda: hasattr(torch.Tensor, "zzpatch"),
+        lambda: hasattr(torch.Tensor, "zzpatch") and delattr(torch.Tensor, "zzpatch"),
+    )
+
+
+def decimal_prec(world: World) -> Left:
+    def f(x):
+        decimal.getcontext().prec = 5
+        return x * 2
+
+    return f, lambda: decimal.getcontext().prec, lambda: setattr(decimal.getcontext(), "prec", 28)
+
+
+def gc_disable(world: World) -> Left:
+    def f(x):
+        gc.disable()
+        return x * 2
+
+    return f, gc.isenabled, gc.enable
+
+
+MAKERS: tuple[Callable[[World], Left], ...] = (
+    class_attr_assigned,
+    class_attr_new,
+    class_attr_by_cls,
+    class_attr_by_type,
+    class_attr_base_shadowed,
+    class_attr_tensor,
+    class_setattr,
+    event_set,
+    event_clear,
+    function_attr,
+    default_dtype,
+    grad_enabled,
+    det_algos,
+    matmul_precision,
+    default_device,
+    autocast_flag,
+    autocast_dtype,
+    cudnn_flag,
+    num_threads_set,
+    anomaly,
+    recursion_set,
+    logger_level,
+    validate_args_set,
+    tensor_attr_class_patch,
+    decimal_prec,
+    gc_disable,
+)
+
+
+@rows({maker.__name__: maker for maker in MAKERS})
+def left(world: World, make: Callable[[World], Left]) -> Program:
+    """Put back after each call, it is there again after the next."""
+    function, read, put_back = make(world)
+    step = world.compile(function if world.changes else lambda x: x * 2)
+    x = world.batch(0, (4,))
+    try:
+        for _ in range(4):
+            out = step(x)
+            seen = read()
+            put_back()
+            yield out, seen
+    finally:
+        put_back()

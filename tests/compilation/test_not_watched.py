@@ -1,0 +1,171 @@
+"""What docs/compile.md says that isn't watched: what happens, and whether the audit finds it; and
+work in threads and queues, which is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_dtensor as xd
+
+
+def values(step: Callable[..., Any], change: Callable[[], Any], *args: Any) -> list[float]:
+    x = torch.ones(2, device="xla")
+    before = step(x, *args)[0].item()
+    change()
+    return [before, step(x, *args)[0].item()]
+
+
+def stale_for_the_audit(function: Callable[..., Any], change: Callable[[], Any]) -> None:
+    step = xd.compile(function, audit=1)
+    x = torch.ones(2, device="xla")
+    step(x)
+    change()
+    with pytest.raises(xd.StaleStepError):
+        step(x)
+
+
+def test_files(tmp_path: Path) -> None:
+    file = tmp_path / "scale"
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * float(file.read_text())
+
+    file.write_text("2")
+    assert values(xd.compile(function), lambda: file.write_text("3")) == [2, 2]
+    file.write_text("2")
+    stale_for_the_audit(function, lambda: file.write_text("3"))
+
+
+def test_how_full_a_queue_is() -> None:
+    waiting: queue.Queue[int] = queue.Queue()
+    waiting.put(1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * waiting.qsize()
+
+    assert values(xd.compile(function), lambda: waiting.put(2)) == [1, 1]
+    stale_for_the_audit(function, lambda: waiting.put(3))
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_one_of_many_elements(kind: Any) -> None:
+    many: Any = [1.0] * 20_000 if kind is list else dict.fromkeys(range(20_000), 1.0)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * many[7]
+
+    assert values(xd.compile(function), lambda: many.__setitem__(7, 5.0)) == [1, 1]
+    stale_for_the_audit(function, lambda: many.__setitem__(7, 6.0))
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_many_elements_that_all_change(kind: Any) -> None:
+    """As a table that is loaded anew: that is seen."""
+    many: Any = [1.0] * 20_000 if kind is list else dict.fromkeys(range(20_000), 1.0)
+
+    def change() -> None:
+        for i in range(20_000):
+            many[i] = 5.0
+
+    assert values(xd.compile(lambda x: x * many[7]), change) == [1, 5]
+
+
+def test_the_type_of_a_number_by_another_name() -> None:
+    Number = float
+    step = xd.compile(lambda x, n: x * n * (2 if type(n) is Number else 3))
+    x = torch.ones(2, device="xla")
+    assert [step(x, float(n))[0].item() for n in (1, 2)] == [2, 6]  # 2 and 4 in torch
+
+
+def test_a_weak_reference() -> None:
+    """What a step refers to stays alive, be it weakly."""
+
+    class Thing:
+        pass
+
+    things = [Thing()]
+    reference = weakref.ref(things[0])
+    step = xd.compile(lambda x: x * (2 if reference() is not None else 3))
+    assert values(step, things.clear) == [2, 2]
+
+
+def in_a_thread(x: torch.Tensor) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(x * 2))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def in_a_pool(x: torch.Tensor) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: x * 2).result()
+
+
+def through_asyncio(x: torch.Tensor) -> torch.Tensor:
+    return asyncio.run(asyncio.to_thread(lambda: x * 2))
+
+
+def caught(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return in_a_thread(x)
+    except RuntimeError:
+        return x
+
+
+@pytest.mark.parametrize("function", [in_a_thread, in_a_pool, through_asyncio, caught])
+def test_threads_are_refused(function: Any) -> None:
+    with pytest.raises(xd.DataDependentError, match=r"starts a thread|ThreadPoolExecutor"):
+        xd.compile(function)(torch.ones(2, device="xla"))
+
+
+@pytest.mark.parametrize("kind", [queue.Queue, queue.SimpleQueue])
+def test_a_worker_of_before_computes(kind: Any) -> None:
+    """In a thread that ran before the step: what it gives back is none of the step's."""
+    scale = torch.full((2,), 2.0, device="xla")
+    asked, answered = kind(), kind()
+
+    def work() -> None:
+        while asked.get():
+            answered.put(scale * 2)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        asked.put(True)
+        return x + answered.get()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with pytest.raises(xd.DataDependentError, match=r"Queue|while it was traced"):
+            xd.compile(function)(torch.ones(2, device="xla"))
+    finally:
+        asked.put(False)
+        thread.join()
+
+
+def test_coroutines_of_one_thread() -> None:
+    scale = [2.0]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        async def part() -> torch.Tensor:
+            await asyncio.sleep(0)
+            return x * scale[0]
+
+        async def both() -> torch.Tensor:
+            one, other = await asyncio.gather(part(), part())
+            return one + other
+
+        return asyncio.run(both())
+
+    step = xd.compile(function)
+    assert values(step, lambda: scale.__setitem__(0, 3.0)) == [4, 6]

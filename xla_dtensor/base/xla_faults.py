@@ -1,0 +1,309 @@
+"""The faults of XLA's partitioner and compilers that the package keeps from its users.
+
+One row says what is wrong, when, what is done instead, and which test of plain JAX shows that it is
+still so: such a test is expected to fail (``strict``), so when XLA mends the fault it says that the
+row, and what the row names, can go. Faults that end the process, or need devices that aren't here,
+say so in place of a test.
+
+Who has to choose asks here: which pins an operation gets (`pinned`), from how many axes and dims on
+values go by way of others (`MOVES`), for which platforms a function is another (`Fault.platforms`).
+Where a lowering is always another one, the row is the reason for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Set
+from dataclasses import dataclass
+
+ANY = sys.maxsize
+_MISCOMPILE = "tests/compilation/test_xla_miscompile.py::"
+_HERE = "tests/base/test_xla_faults.py::"
+
+
+class Grip(enum.Enum):
+    """How firmly a sharding is asked for: not at all, so that dims keep the axes that they have and
+    may get others (`dispatch/pin.py`), or exactly."""
+
+    FREE = enum.auto()
+    HELD = enum.auto()
+    EXACT = enum.auto()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How a sharding is asked for: by itself, and in a program that takes no axes apart."""
+
+    grip: Grip
+    loose: Grip
+
+
+ALWAYS = Ask(Grip.EXACT, Grip.EXACT)
+PIN = Ask(Grip.EXACT, Grip.FREE)
+PIN_BATCHES = Ask(Grip.EXACT, Grip.HELD)
+HOLD = Ask(Grip.HELD, Grip.HELD)
+OFFER = Ask(Grip.FREE, Grip.FREE)
+"""Asked for only where XLA doesn't compile the program otherwise."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """The layouts of an operation's rule are asked of XLA.
+
+    Attributes:
+        results, leaves: how.
+        out: how whole tensors are asked for by an ``out=`` overload, of which rules know nothing;
+            None if they aren't.
+        in_place: how what an operation writes is asked for, whole, if nothing else of it is; None
+            if it is like any other operation of its kind.
+        dims: only the first ones keep their axes; None of all.
+        moving: only operations that have to move a tensor.
+    """
+
+    results: Ask
+    leaves: Ask
+    out: Ask | None = None
+    in_place: Ask | None = None
+    dims: int | None = None
+    moving: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of XLA.
+
+    Attributes:
+        what: what it does, in a sentence.
+        remedy: the file, and what in it, that does it otherwise.
+        proof: the test of plain JAX that shows it, or why there is none.
+        kinds: of operations that have it, as `lowering/kinds.py:Kind` calls them; empty for all.
+        axes: the least and most mesh axes (of more than one device).
+        dims: the least dims of a tensor.
+        summed: only of tensors that are parts of a sum.
+        platforms: JAX's names of the backends that have it; empty for all.
+        pinned: the remedy is to ask for shardings.
+    """
+
+    what: str
+    remedy: str
+    proof: str
+    kinds: tuple[str, ...] = ()
+    axes: tuple[int, int] = (1, ANY)
+    dims: int = 0
+    summed: bool = False
+    platforms: tuple[str, ...] = ()
+    pinned: Pinned | None = None
+
+
+# --- the partitioner, which all backends share: shardings that it must be told --------------------
+
+_PINS = "dispatch/result_placements.py:pins"
+
+CONVOLUTIONS = Fault(
+    "Convolutions over sharded positions have wrong numbers, weight gradients above all.",
+    _PINS,
+    _HERE + "test_convolutions",
+    kinds=("CONVOLUTION",),
+    # [batch or out channels, in channels, positions...]
+    pinned=Pinned(ALWAYS, ALWAYS, out=ALWAYS, dims=2),
+)
+TRANSFORMS = Fault(
+    "A Fourier transform along a sharded dim doesn't compile, or ends the process.",
+    _PINS,
+    _HERE + "test_transforms",
+    kinds=("TRANSFORM",),
+    pinned=Pinned(ALWAYS, ALWAYS, out=ALWAYS),
+)
+SUMMED_GATHERS = Fault(
+    "Gathers whose indices are sharded by one axis, with a sum (here: the same) on another, don't "
+    "compile (Slice dim size 3 greater than dynamic slice dimension: 2).",
+    _PINS,
+    "seen in compiled steps alone: tests/lowering/test_partitioning.py",
+    kinds=("GATHER",),
+    summed=True,
+    pinned=Pinned(ALWAYS, ALWAYS, out=ALWAYS),
+)
+BATCHES = Fault(
+    "On two axes of different sizes a product in batches has the wrong batches if its result is "
+    "wanted with the contraction's axis on the batch dim, and the batch's elsewhere.",
+    _PINS,
+    _MISCOMPILE + "test_xla_itself_on_two_axes",
+    kinds=("BATCHED",),
+    axes=(2, 2),
+    # Where it is written to it need not lie as the product does by itself.
+    pinned=Pinned(HOLD, OFFER, out=PIN, in_place=PIN),
+)
+UNCOMPILED = Fault(
+    "Some programs with products and gathers on two axes don't compile (Cannot infer shape for dot "
+    "operation) unless all of these are as their rules say.",
+    "compilation/lowered.py:Lowered._attempt",
+    "seen in programs of several operations alone: tests/compilation/random_products.py",
+    kinds=("PRODUCT", "GATHER"),
+    axes=(2, 2),
+    pinned=Pinned(OFFER, OFFER, in_place=OFFER),
+)
+BATCHES_IN_SPACE = Fault(
+    "Products in batches have both faults of products on three axes and of batches on two, which "
+    "is what a program has that takes no axes apart.",
+    _PINS,
+    _MISCOMPILE + "test_xla_itself",
+    kinds=("BATCHED",),
+    axes=(3, ANY),
+    pinned=Pinned(PIN_BATCHES, PIN, out=PIN),
+)
+PRODUCTS = Fault(
+    "On three axes the blocks of a product or gather are computed in one device order and labelled "
+    "in another. Never, in thousands of random cases, with operands and result pinned to one "
+    "assignment of axes, which is what a rule gives; nor in a step that takes no axes apart.",
+    _PINS,
+    _MISCOMPILE + "test_xla_itself",
+    kinds=("PRODUCT", "GATHER"),
+    axes=(3, ANY),
+    pinned=Pinned(PIN, PIN, out=PIN),
+)
+MOVES = Fault(
+    "Where two or more axes of three go from dims of a tensor of four to others at once, the "
+    "partitioner may divide by zero, which ends the process. Left to itself it may bring any "
+    "operand of an operation to any other's place.",
+    "mesh/waypoints.py:waypoints",
+    "it ends the process, with 12 or 16 devices",
+    axes=(3, ANY),
+    dims=4,
+    pinned=Pinned(PIN, PIN, moving=True),
+)
+
+PINNED = (
+    CONVOLUTIONS,
+    TRANSFORMS,
+    SUMMED_GATHERS,
+    BATCHES,
+    UNCOMPILED,
+    BATCHES_IN_SPACE,
+    PRODUCTS,
+    MOVES,
+)
+"""In order: the first that applies decides."""
+
+
+def pinned(kinds: Set[str], axes: int, dims: int, summed: bool) -> Pinned | None:
+    """How shardings are asked for around an operation; None if XLA needn't be told.
+
+    Args:
+        kinds: the operation's, by name.
+        axes: of the mesh, of more than one device.
+        dims: the most that one of its tensors has.
+        summed: whether one of its tensors is parts of a sum.
+    """
+    for fault in PINNED:
+        least, most = fault.axes
+        concerned = not fault.kinds or not kinds.isdisjoint(fault.kinds)
+        enough = least <= axes <= most and dims >= fault.dims
+        if concerned and enough and (summed or not fault.summed):
+            return fault.pinned
+    return None
+
+
+# --- the partitioner: what is lowered otherwise, or hidden from it --------------------------------
+
+STRIDES = Fault(
+    "Padding between elements, as in the gradient of a strided slice, gives shards copies of their "
+    "neighbours or doesn't compile; nor does a strided slice of one element.",
+    "lowering/strided.py:strided_slice",
+    _HERE + "test_padding_between_elements",
+)
+BATCHED_SCATTERS = Fault(
+    "A scatter along one dim in batches over others has wrong numbers.",
+    "lowering/scatter.py:write_each",
+    "random cases: tests/lowering/test_partitioning.py",
+)
+UNEVEN_SCATTERS = Fault(
+    "What pads index tensors that are sharded unevenly writes, too: anything to position 0.",
+    "lowering/scatter.py:write",
+    _HERE + "test_scatters_of_uneven_shards",
+)
+COMPLEX_SCATTERS = Fault(
+    "A scatter that has to pad a complex operand ends the process.",
+    "lowering/scatter.py:write",
+    "it ends the process",
+)
+WINDOWS = Fault(
+    "The scatter that transposing `unfold` gives ends the process in some layouts.",
+    "lowering/view.py:unfold_backward",
+    "it ends the process",
+)
+GROUPED_WEIGHTS = Fault(
+    "The gradient of a grouped convolution's weight, a convolution with groups of the batch, "
+    "counts shards of the batch several times.",
+    "lowering/convolution.py:_grouped_weight_grad",
+    _HERE + "test_gradients_of_grouped_weights",
+)
+LOST_ORDERS = Fault(
+    "Of a value that a broadcast has made (`x.repeat(2, 1)`), sharded over axes a and b of one dim "
+    "and asked for over b alone, it gathers over a and takes the rows for those of b.",
+    "movement/relayout.py:_held",
+    _HERE + "test_the_order_of_axes",
+)
+PADDED_OPERANDS = Fault(
+    "Behind a padded operand of a call on shards it sees the one that isn't, and mixes up their "
+    "shapes (Expected instruction to have shape equal to ...).",
+    "dispatch/cut.py:Cut",
+    "seen in programs of several operations alone: tests/dispatch/test_sliced.py",
+)
+
+# --- one backend's compiler (`lowering/guards.py`) ------------------------------------------------
+
+_GUARD = "lowering/guards.py:Guard"
+_TPU = "it needs a TPU's compiler"
+
+ROW_MAJOR_TRANSFORMS = Fault(
+    "The layout of a Fourier transform is left open, and the CPU's kernel refuses what layout "
+    "assignment then chooses. The TPU's compiler has no layout constraints on complex numbers.",
+    _GUARD,
+    _HERE + "test_layouts_of_transforms",
+    platforms=("cpu",),
+)
+NORMAL_IN_DOUBLE = Fault(
+    "Single-precision erf_inv rounds differently in the CPU's vectorised and scalar loops, so that "
+    "a random number would depend on the tensor's layout.",
+    _GUARD,
+    "which processors do is not known: tests/lowering/test_random.py",
+    platforms=("cpu",),
+)
+FACTORISATIONS_IN_32_BITS = Fault(
+    "JAX writes the TPU's singular values, and eigenvalues of large matrices, as loops that carry "
+    "a 64-bit number if 64-bit types are on, and libtpu can't rewrite those.",
+    _GUARD,
+    _TPU,
+    platforms=("tpu",),
+)
+RAGGED_PRODUCTS = Fault(
+    "JAX takes the CPU's ragged products apart into one of all rows per group.",
+    _GUARD,
+    "it is slow, not wrong",
+    platforms=("cpu",),
+)
+MANY_RAGGED_PRODUCTS = Fault(
+    "As RAGGED_PRODUCTS; and of 16 groups in float32 the TPU's compiler runs out of its cores' "
+    "memory (libtpu 0.0.52).",
+    _GUARD,
+    _TPU,
+    platforms=("cpu", "tpu"),
+)
+SUMS_IN_FLOAT32 = Fault(
+    "The CPU's backend adds up what devices have of 16-bit numbers in 32 bits, so that a product "
+    "which gives float32 moves no more there, and depends less on how many devices share it.",
+    _GUARD,
+    "it is slow, not wrong",
+    platforms=("cpu",),
+)
+SCATTERED_COLUMNS = Fault(
+    "The TPU's compiler gives each device all of a sum of 16-bit numbers of which the device then "
+    "keeps 128 columns. Of any other width it makes a reduce-scatter.",
+    _GUARD,
+    _TPU,
+    platforms=("tpu",),
+)
+
+FAULTS = {name: value for name, value in globals().items() if isinstance(value, Fault)}
+"""All rows by name."""

@@ -1,0 +1,281 @@
+"""All that a step's Python asks for in one call, and the program that it is compiled to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xla_dtensor.compilation.input_layouts import takes_no_axes_apart
+from xla_dtensor.compilation.inputs import Losses, check_alive, refuse_deleted
+from xla_dtensor.dispatch import lazy, pin
+from xla_dtensor.dispatch.batch import Batch, Waiting
+from xla_dtensor.dispatch.batch_program import (
+    ARRAY,
+    BARRIER,
+    KINDS,
+    VALUE,
+    Entry,
+    Outputs,
+    computation,
+    out_shardings,
+)
+from xla_dtensor.dispatch.call import Call, filled_with
+from xla_dtensor.dispatch.plan import Plan
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.storage import Pending, Storage
+from xla_dtensor.mesh import Frame
+from xla_dtensor.runtime import arrays
+from xla_dtensor.runtime.jax_runtime import code_bytes
+
+
+class Program:
+    """What a sequence of operations was compiled to.
+
+    Attributes:
+        outputs: what it computes: first what takes the place of the arrays that it takes over, in
+            their order.
+        place_of: where each is among them.
+    """
+
+    def __init__(
+        self,
+        recorded: StepBatch,
+        entries: tuple[Entry, ...],
+        wanted: Outputs,
+        options: dict[str, Any] | None,
+    ) -> None:
+        self._entries, self._lines = entries, recorded.lines
+        replaced = recorded.overwritten(wanted)
+        self._taken = [array for array, _ in replaced]
+        taken = set(self._taken)
+        self._kept = [i for i in range(len(recorded.arrays)) if i not in taken]
+        self._wanted = wanted
+        self.outputs = tuple(dict.fromkeys((*(output for _, output in replaced), *wanted)))
+        self.place_of = {output: i for i, output in enumerate(self.outputs)}
+        compute = computation(entries, self.outputs)
+        order = sorted(range(len(recorded.arrays)), key=[*self._taken, *self._kept].__getitem__)
+
+        def step(taken: list[Any], kept: list[Any], numbers: list[Any]) -> list[Any]:
+            arrays = [*taken, *kept]
+            return compute([arrays[i] for i in order], numbers)
+
+        inputs = self._inputs(recorded)
+        shardings = out_shardings(self.outputs)
+
+        def lowered() -> Any:
+            # Another function each time, or JAX would give the same text again.
+            jitted = jax.jit(functools.partial(step), donate_argnums=0, **shardings)
+            return jitted.trace(*inputs)
+
+        with jax.enable_x64(True):
+            traced = lowered()
+            wanted_shardings = shardings.get("out_shardings", ())
+            is_loose = pin.allowed and takes_no_axes_apart(
+                traced.jaxpr.jaxpr, recorded.frame, inputs, wanted_shardings
+            )
+            with pin.loose() if is_loose else contextlib.nullcontext():
+                program = traced.lower()
+            try:
+                self.compiled = program.compile(options)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" in str(error):
+                    raise
+                with pin.tight():
+                    self.compiled = lowered().lower().compile(options)
+
+    def computes(self, wanted: Outputs) -> bool:
+        """Whether it gives all that is wanted."""
+        return wanted == self._wanted or self.place_of.keys() >= set(wanted)
+
+    def __call__(self, recorded: StepBatch) -> list[Any]:
+        """Launch it."""
+        inputs = self._inputs(recorded)
+        with jax.enable_x64(True):
+            if Losses.seen:
+                refuse_deleted((*inputs[0], *inputs[1]))
+            try:
+                results: list[Any] = self.compiled(*inputs)
+            except BaseException as error:
+                check_alive(inputs[0], error)
+                raise
+        return results
+
+    def _inputs(self, recorded: StepBatch) -> tuple[list[Any], list[Any], list[Any]]:
+        arrays = recorded.arrays
+        taken = [
+            jnp.copy(arrays[i]) if lazy.is_wanted(arrays[i], recorded) else arrays[i]
+            for i in self._taken
+        ]
+        return taken, [arrays[i] for i in self._kept], recorded.numbers()
+
+    def difference(self, later: Program) -> str:
+        """Where another program's operations begin to be others."""
+        pairs = itertools.zip_longest(self._entries, later._entries)
+        for i, (mine, others) in enumerate(pairs):
+            if mine != others:
+                before, now = (e and e.operation.name for e in (mine, others))
+                line = self._lines[i]() if mine is not None else ""
+                return f"operation {i + 1}: from {before} to {now}{line}"
+        return "the values that the step leaves behind are others"
+
+    def size(self) -> int:
+        """Its bytes."""
+        return code_bytes(self.compiled) or 0
+
+
+def _unknown() -> str:
+    return ""
+
+
+class StepBatch(lazy.Lazy):
+    """What one call writes down; nothing is launched before a value is read, or the call is over.
+
+    Args:
+        program_of: finds or compiles the program of what has been written down.
+        notes_lines: whether to note where in the user's code operations are, which costs as much as
+            half of writing them down.
+    """
+
+    is_step = True
+
+    def __init__(
+        self, program_of: Callable[[StepBatch], Program], notes_lines: bool = False
+    ) -> None:
+        self._program_of, self._notes_lines = program_of, notes_lines
+        self._optimizers = 0
+        self._recomputing: list[tuple[int, int | None, dict[int, int]]] = []
+        super().__init__()
+
+    def _start(self) -> None:
+        super()._start()
+        # What was computed so far are arrays now.
+        self._recomputing = [(0, None, {}) for _ in self._recomputing]
+
+    def _write_down(self, entry: Entry) -> list[Pending]:
+        if self._notes_lines:
+            return super()._write_down(entry)
+        self._lines.append(_unknown)
+        return Batch._write_down(self, entry)
+
+    _array = Batch._array  # the bytes of its inputs end no step
+
+    def add(self, plan: Plan, call: Call) -> list[Any]:
+        """Write a call down; state that an optimizer makes in its first step is there at once, so
+        that this step's program is that of all later ones, which have it as an input."""
+        if self._optimizers:
+            filled = filled_with(call)
+            form = plan.result_forms[0] if plan.result_forms else None
+            if isinstance(filled, int | float) and form is not None and not form.varying:
+                placed = form.placed(self._frame)
+                return [arrays.full(placed.array_shape, filled, placed.jax_dtype, placed.sharding)]
+        return super().add(plan, call)
+
+    @contextlib.contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """A block in which an optimizer makes its step."""
+        self._optimizers += 1
+        try:
+            yield
+        finally:
+            self._optimizers -= 1
+
+    # --- recomputation ------------------------------------------------------------------------
+
+    def begin_recomputation(self) -> None:
+        """What the block reads from outside goes through a barrier from here on, or XLA would find
+        that all of it has been computed before, and keep that alive."""
+        latest = self._pending[-1].code if self._pending else None
+        self._recomputing.append((self._values, latest, {}))
+        self._operand, self._stored = self._operand_again, self._stored_again  # type: ignore
+
+    def end_recomputation(self) -> None:
+        """The block is over."""
+        self._recomputing.pop()
+        if not self._recomputing:
+            del self._operand, self._stored
+
+    def _operand_again(self, source: Any) -> int:
+        return self._barred(super()._operand(source))
+
+    def _stored_again(self, storage: Storage) -> int:
+        return self._barred(super()._stored(storage))
+
+    def _barred(self, code: int) -> int:
+        first, latest, known = self._recomputing[-1]
+        index, kind = divmod(code, KINDS)
+        if kind != ARRAY and (kind != VALUE or index >= first):
+            return code
+        if code not in known:
+            # Tied to the newest value of the backward pass: not to be computed before it.
+            operands = (code,) if latest is None else (code, latest)
+            (behind,) = self._write_down(Entry(BARRIER, operands))
+            known[code] = behind.code
+        return known[code]
+
+    def cut(self) -> None:
+        """A step's operations stay together, however many they are."""
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self._entries
+
+    @property
+    def arrays(self) -> list[Any]:
+        return self._arrays
+
+    @property
+    def lines(self) -> list[Callable[[], str]]:
+        return self._lines
+
+    @property
+    def frame(self) -> Frame | None:
+        return self._frame
+
+    def numbers(self) -> list[Any]:
+        return self._numbers.packed()
+
+    def wanted(self) -> Outputs:
+        """What storages wait for."""
+        self._found = self._waiting()
+        return tuple((one.pending.index, one.form) for one in self._found)
+
+    def overwritten(self, wanted: Outputs) -> list[tuple[int, tuple[int, Form]]]:
+        """The arrays that nobody will look at any more, each with what takes its place."""
+        found = []
+        outputs = dict(wanted)
+        for reference, value, form, _ in self._replaced.values():
+            storage = reference()
+            if storage is None:
+                continue
+            index = self._array_indices.get(id(value))
+            new = storage.value
+            if (
+                index is not None
+                and new.__class__ is Pending
+                and outputs.get(new.index) is form
+                and value.size > 1  # step counts: many storages may have one array
+            ):
+                found.append((index, (new.index, form)))
+        return found
+
+    def _launch(self) -> list[tuple[Waiting, Form, Any]]:
+        if not self._waiting():
+            return []
+        try:
+            with self._outside_of_traces():
+                program = self._program_of(self)
+                results = program(self)
+        except Exception:
+            if any(array.is_deleted() for array in self._arrays if isinstance(array, jax.Array)):
+                raise
+            return self._one_by_one(self._waiting())
+        place_of = program.place_of
+        return [
+            (one, one.form, results[place_of[one.pending.index, one.form]]) for one in self._found
+        ]

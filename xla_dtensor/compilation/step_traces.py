@@ -1,0 +1,232 @@
+"""The traces of a compiled step: when its Python runs again, with what as inputs, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation import totals
+from xla_dtensor.compilation.arguments import Arguments, ReadsMore
+from xla_dtensor.compilation.attempts import Attempt, trace
+from xla_dtensor.compilation.buckets import (
+    BucketedArguments,
+    Padding,
+    check_lengths,
+    cuts_of,
+    refuse_writes,
+    shapes_of,
+)
+from xla_dtensor.compilation.decided import ManyTraces
+from xla_dtensor.compilation.effects import counter_refused, is_counted_on
+from xla_dtensor.compilation.family import Family
+from xla_dtensor.compilation.looking import tracing
+from xla_dtensor.compilation.numbers import Changed, Decision
+from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.traced import Traced
+from xla_dtensor.errors import DataDependentError
+
+logger = logging.getLogger("xla_dtensor")
+
+
+class StepTraces:
+    """How a step comes to its programs; see `CompiledStep`."""
+
+    traces: int
+    compilations: int
+    recompilations: list[str]
+    _function: Callable[..., Any]
+    _options: dict[str, Any] | None
+    _checks: Any
+    _buckets: BucketedArguments | None
+    _families: Cache[Any, Family]
+    _executables: Cache[Any, Any]
+    _last: tuple[Arguments, Program] | None
+    _carried: frozenset[str]
+    _counted: frozenset[str]
+    _not_carried: dict[str, Exception]
+    _many: ManyTraces
+    _reads: frozenset[str] | None
+    _call: Callable[[Arguments], Any]
+
+    def _trace(
+        self, arguments: Arguments, family: Family, missed: tuple[str, Program] | None
+    ) -> Any:
+        """Make a program and run it; ``missed`` says why the first one that there was doesn't fit,
+        and what of Python's has changed."""
+        path: str | None = None
+        decided: Decision | None = None
+        if missed is None:
+            why = self._explain(arguments, family)
+            if family.programs:
+                family.varies(arguments)
+        else:
+            why, program = missed
+            decided = program.decided
+            path = program.changed_path
+            changed = program.changed_numbers - self._not_carried.keys()
+            self._carried, self._counted = self._carried | changed, self._counted | changed
+        with tracing, self._checks:
+            try:
+                traced = self._traced_with_cuts(arguments, family, path)
+            except ReadsMore as more:
+                self._read(more.reads)
+                again = self._arguments(arguments.args, arguments.kwargs, arguments.padding)
+                return self._call(again)
+            self._read(traced.watch.names_read)
+        call = traced.take_call()
+        made: Program | None = None
+        try:
+            made = program = Program(traced, call, self._executables, self._options)
+            result = program.run(call)
+        except BaseException as error:
+            if made is None or not program.launched:
+                traced.undo(error)
+            else:  # a scheduler's step: the program has done what it had to
+                self._keep(program, call, family)
+            if isinstance(error, Changed):
+                raise DataDependentError(
+                    f"the step changes a number that it takes as an input ({error}): do that "
+                    "outside of the compiled step"
+                ) from error
+            raise
+        family.last = dict(arguments.numbers)
+        self.traces += 1
+        totals.add("traces")
+        if program.newly_compiled:
+            self.compilations += 1
+            totals.add("compilations")
+            if why is not None:
+                self.recompilations.append(why)
+                totals.add("recompilations")
+                logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
+        self._keep(program, call, family)
+        told = self._many.message(why, decided)
+        if told is not None:
+            logger.warning("xla_dtensor: %s %s", self._name(), told)
+        return result
+
+    def _read(self, names: frozenset[str] | None) -> None:
+        """Its code is known to read attributes of these names; None for any."""
+        known = self._reads
+        self._reads = None if names is None or known is None else names | known
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], padding: Padding | None = None
+    ) -> Arguments:
+        arguments = Arguments(args, kwargs, self._reads)
+        arguments.padding = padding
+        return arguments
+
+    def _keep(self, program: Program, call: Arguments, family: Family) -> None:
+        family.keep(program, call)
+        for other in self._families.values():
+            for programs in other.programs.values():
+                programs.succeeded(program)
+        self._last = call, program
+
+    def _traced_with_cuts(self, arguments: Arguments, family: Family, path: str | None) -> Traced:
+        """The same, and of a step whose arguments are padded, what of its results is cut back."""
+        traced, padding = self._traced(arguments, family, path), arguments.padding
+        if padding is None:
+            return traced
+        try:
+            refuse_writes(traced, arguments)
+            shapes, others = shapes_of(traced, arguments), None
+            if not padding.is_named() and any(shapes):
+                traced.undo()
+                others = self._other_shapes(padding)
+                traced = self._traced(arguments, family, path)
+            traced.cuts = cuts_of(padding, shapes, others)
+            check_lengths(traced.cuts, padding)
+        except BaseException as error:
+            traced.undo(error)
+            raise
+        return traced
+
+    def _other_shapes(self, padding: Padding) -> list[tuple[int, ...] | None]:
+        """The shapes of the results for other sizes of the same buckets."""
+        assert self._buckets is not None
+        args, kwargs, _ = self._buckets.padded(*padding.given, other=True)
+        other = self._arguments(args, kwargs)
+        traced, _ = trace(self._function, other, other.lengths, self._carried)
+        traced.undo()
+        return shapes_of(traced, other)
+
+    def _traced(self, arguments: Arguments, family: Family, path: str | None) -> Traced:
+        """A trace that takes what the step keeps and replaces from where it is in each call; with
+        numbers as inputs if the step's Python can do with that.
+
+        Raises:
+            DataDependentError: it changes in each call what the next one would have to be traced
+                for.
+        """
+        tried: set[str] = set()
+        while True:
+            attempt = Attempt()
+            try:
+                traced = self._trace_once(arguments, family)
+            except Exception as error:
+                suspects = (tried or self._counted) & self._carried
+                if not suspects or attempt.is_final(error):
+                    raise
+                self._carried -= suspects
+                try:
+                    self._trace_once(arguments, family).undo()
+                except BaseException:
+                    self._carried |= suspects  # it is the step that raises
+                    raise
+                # The step's Python can't do with numbers that are inputs.
+                self._not_carried |= dict.fromkeys(suspects, error)
+                tried = set()
+                continue
+            last, carried = family.latest(), traced.names_of_carried
+            earlier = () if last is None else last.effects
+            again = [e for e in traced.effects if is_counted_on(e, carried, earlier)]
+            counted = {label for effect in again for label in effect.labels()} & traced.counted
+            found = (traced.replaced | counted) - self._not_carried.keys() - self._carried
+            if found:
+                traced.undo()
+                self._carried |= found
+                tried |= found & counted
+                self._counted |= found & counted
+                continue
+            again = [e for e in again if path is not None and path.startswith(e.place.path)]
+            if not again:
+                return traced
+            traced.undo()
+            failed = [self._not_carried.get(label) for label in again[0].labels()]
+            raise counter_refused(again[0]) from next(filter(None, failed), None)
+
+    def _trace_once(self, arguments: Arguments, family: Family) -> Traced:
+        traced, error = trace(
+            self._function, arguments, family.dynamic, self._carried, family.positions
+        )
+        family.positions = traced.trace.positions is not None
+        if error is not None:
+            logger.info("%s: its numbers stay constants: %s", self._name(), error)
+            family.keep_static(error, family.dynamic & traced.dynamic)
+        return traced
+
+    def _explain(self, arguments: Arguments, family: Family) -> str | None:
+        """Why there is no program for such arguments."""
+        if self._last is None:
+            return None
+        before = self._last[0]
+        if family.last is not None:
+            for i, name in arguments.names_of_numbers().items():
+                if i in family.last and exact(family.last[i]) != exact(arguments.numbers[i]):
+                    change = f"from {family.last[i]!r} to {arguments.numbers[i]!r}"
+                    return f"{name}: {change}{family.why_static}"
+        last = self._last[1].traced.carried
+        return (arguments.carrying(last) or arguments).difference(before)
+
+    def _name(self) -> str:
+        return name_of(self._function)
+
+
+def name_of(function: Any) -> str:
+    """What messages call a function."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

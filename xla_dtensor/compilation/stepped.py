@@ -1,0 +1,192 @@
+"""An optimizer while a step is traced: its groups and its state as they were, and what the step has
+made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from xla_dtensor.compilation.hyperparameters import as_input, is_input, same_number
+from xla_dtensor.compilation.trace import StepTrace
+from xla_dtensor.errors import DataDependentError
+
+# What is told of each number that Python finds in a param group: (the group's id, the key), and it.
+Planted = Callable[[tuple[int, str], Any], None]
+
+
+class ReadState:
+    """An optimizer whose ``state`` the step's own code reads, though it doesn't step it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class SteppedOptimizer:
+    """An optimizer that a step is known to reach, while it is traced; one whose ``step`` runs in it
+    also later on.
+
+    Attributes:
+        optimizer: the optimizer.
+        name: how to call it in messages; two of one class are told apart.
+        numbers: per param group the keys whose numbers are inputs of the program.
+        assigned: per param group the keys that the step has assigned before it steps.
+        state: its state before the trace.
+        shared: step counts in it that are on the devices from now on: (a state's ``id``, the key).
+        groups: the param groups' values before the trace.
+    """
+
+    def __init__(self, optimizer: Optimizer, name: str) -> None:
+        self.optimizer = optimizer
+        self.name = name
+        self.state = {p: (s, dict(s)) for p, s in optimizer.state.items()}
+        self.groups = [dict(group) for group in optimizer.param_groups]
+        self._dicts = list(optimizer.param_groups)
+        self._members = [list(group["params"]) for group in self._dicts]
+        # What stands in the groups for the numbers.
+        self._given: list[dict[str, Any]] = [{} for _ in self._dicts]
+        self.numbers: list[set[str]] = [set() for _ in self._dicts]
+        self.assigned: list[set[str]] = [set() for _ in self._dicts]
+        self.shared: set[tuple[int, str]] = set()
+
+    def give_numbers(self, trace: StepTrace, given_to: Planted) -> None:
+        """Let Python find numbers of the trace in the groups, where the step has left what was
+        there."""
+        for index, (group, before) in enumerate(zip(self._dicts, self.groups, strict=True)):
+            given = self._given[index]
+            for key, value in group.items():
+                if key in given or key == "params":
+                    continue
+                if key not in before:
+                    continue  # the next call finds it there, and may do something else
+                if value is not before[key]:
+                    self.assigned[index].add(key)
+                elif is_input(key, value):
+                    name = f"{self.name}.param_groups[{index}][{key!r}]"
+                    given[key] = as_input(trace, self.optimizer, index, key, value, name)
+            for key in given.keys() - self.numbers[index]:
+                group[key] = given[key]
+                given_to((id(group), key), given[key])
+            self.numbers[index] |= given.keys()
+
+    def take_numbers(self) -> None:
+        """Put the values of before in place of those numbers."""
+        for group, given, before in zip(self._dicts, self._given, self.groups, strict=True):
+            for key, number in given.items():
+                if group.get(key) is number:
+                    group[key] = before[key]
+            given.clear()
+
+    def undo(self) -> None:
+        """Give the optimizer the state and the groups that it had before the trace."""
+        self.optimizer.state.clear()
+        for parameter, (state, content) in self.state.items():
+            state.clear()
+            state.update(content)
+            self.optimizer.state[parameter] = state
+        groups = self.optimizer.param_groups
+        if list(map(id, groups)) != list(map(id, self._dicts)):
+            groups[:] = self._dicts
+        for group, before, members in zip(self._dicts, self.groups, self._members, strict=True):
+            if list(map(id, group.values())) != list(map(id, before.values())):
+                group.clear()
+                group.update(before)
+            if list(map(id, group["params"])) != list(map(id, members)):
+                group["params"][:] = members
+
+    def made_state(self) -> bool:
+        """Whether the step has filled state that wasn't there."""
+        return any(
+            key not in self.state.get(p, ({}, {}))[1]
+            for p, state in self.optimizer.state.items()
+            for key in state
+        )
+
+    def replaced_state(self) -> bool:
+        """Whether it has put something else in place of state that was there, or removed it."""
+        now = self.optimizer.state
+        return any(
+            now.get(p, {}).get(key) is not value and (id(state), key) not in self.shared
+            for p, (state, content) in self.state.items()
+            for key, value in content.items()
+        )
+
+    def is_steady(self) -> bool:
+        """Whether a step that finds the state of the first one computes the same.
+
+        True of torch's own, which fill their state and go on as ever; but the fused SGD is told
+        which step is the first one, and Adafactor makes its step counts on the CPU. Of others
+        nobody knows, until the step is traced again. (What the trace has computed, a gradient taken
+        as momentum, has it traced again in any case.)
+        """
+        cls = users_class(self.optimizer)
+        if cls is torch.optim.SGD and any(g["fused"] for g in self.optimizer.param_groups):
+            return False
+        return self.is_torchs() and cls is not torch.optim.Adafactor
+
+    def is_torchs(self) -> bool:
+        """Whether torch defines it."""
+        return f"{users_class(self.optimizer).__module__}.".startswith("torch.optim.")
+
+    def check(self, settable: set[tuple[int, str]]) -> None:
+        """Refuse what the step's Python has done to the groups, which would happen once.
+
+        Args:
+            settable: entries of param groups (their ``id``, the key) of which each call repeats
+                what has been done to them.
+
+        Raises:
+            DataDependentError: there are other groups, members or hyperparameters.
+        """
+        once = "which would happen when the step is traced, not in every call: do it outside of it"
+        if list(map(id, self.optimizer.param_groups)) != list(map(id, self._dicts)):
+            raise DataDependentError(
+                f"the step adds, removes or replaces param groups of {self.name}, {once}"
+            )
+        for index, (before, group) in enumerate(zip(self.groups, self._dicts, strict=True)):
+            where, given = f"{self.name}.param_groups[{index}]", self._given[index]
+            if list(map(id, group["params"])) != list(map(id, self._members[index])):
+                raise DataDependentError(f"the step changes the members of {where}, {once}")
+            for key in {**before, **group}:
+                was, now = given.get(key, before.get(key)), group.get(key)
+                if was is now or key in _APART or (id(group), key) in settable:
+                    continue
+                if isinstance(now, torch.SymFloat | torch.SymInt) or not same_number(was, now):
+                    raise DataDependentError(
+                        f"the step changes {where}[{key!r}] from {was!r} to {now!r}, {once}"
+                    )
+
+    def check_state(self, settable: set[tuple[int, str]]) -> None:
+        """Refuse numbers in the state that the step's Python counts, where each call can't.
+
+        Args:
+            settable: as in `check`, of entries in the state.
+
+        Raises:
+            DataDependentError: there is one.
+        """
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                if not isinstance(value, int | float) or isinstance(value, bool):
+                    continue
+                before = self.state.get(parameter, ({}, {}))[1].get(key)
+                # What hasn't been there is left there, and found by the next call.
+                if before is None or before is value or (id(state), key) in settable:
+                    continue
+                raise DataDependentError(
+                    f"{self.name} counts a Python number, {key!r} = {value!r}, in its state, which "
+                    "would count the traces, not the calls: keep it as a tensor (torch.tensor(0.0, "
+                    "device=parameter.device)), or call its step() outside of the compiled step"
+                )
+
+
+# What is compared member by member, and what a trace sets.
+_APART = ("params", "capturable")
+
+
+def users_class(optimizer: Optimizer) -> type[Optimizer]:
+    """The optimizer's class; of one that the package has wrapped (Horovod's), the one wrapped."""
+    classes: Any = type(optimizer).__mro__
+    return next(cls for cls in classes if not cls.__module__.startswith("xla_dtensor."))
