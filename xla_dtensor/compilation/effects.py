@@ -132,6 +132,10 @@ class Surroundings:
     Args:
         watch: what the step can reach.
         arguments: of the call. What of them the watch finds elsewhere is the same in each call.
+
+    Attributes:
+        planted: is told that a value has been put into a place (its container, the key) for the
+            step to find.
     """
 
     def __init__(self, watch: Watch, arguments: Arguments) -> None:
@@ -146,6 +150,8 @@ class Surroundings:
         self._there |= {id(value) for value, _ in (*watch.arrays, *watch.consumed)}
         self._arguments = arguments
         self._planted: dict[tuple[int, Any], Any] = {}
+        # Of the dict alone, as an optimizer's hooks keep it: they mustn't keep the arguments alive.
+        self.planted = self._planted.__setitem__
 
     def plant(self, carried: Carried, value: Any) -> None:
         """Let the step find ``value`` in a place. If it is there at the end, nothing is changed."""
@@ -155,10 +161,6 @@ class Surroundings:
         """The same."""
         self.planted((place.container, key), value)
         place.put({key: value})
-
-    def planted(self, where: tuple[int, Any], value: Any) -> None:
-        """``value`` has been put into a place (its container, the key) for the step to find."""
-        self._planted[where] = value
 
     def holds(self, value: Any) -> bool:
         """Whether a list or a dict was there before the step, the same one in each call, or is an
