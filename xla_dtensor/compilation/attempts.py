@@ -43,7 +43,7 @@ def trace(
     ways: list[tuple[frozenset[int], Positions | None]] = [(dynamic, at)]
     if at is not None:
         ways.append((dynamic, None))
-    leaves = frozenset(i for i in dynamic if i >= 0)  # without those in dataclasses
+    leaves = dynamic - arguments.fields
     if leaves != dynamic and leaves:
         ways.append((leaves, None))
     if dynamic:

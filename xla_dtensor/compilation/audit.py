@@ -9,7 +9,7 @@ from typing import Any
 from jax._src import source_info_util
 
 from xla_dtensor.base.source_line import is_users
-from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import trace
 from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.jaxpr_text import text_of
@@ -25,7 +25,13 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
         StaleStepError: they differ.
     """
     positions = traced.trace.positions is not None
-    again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried, positions)
+    try:
+        again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried, positions)
+    except ReadsMore as more:
+        raise StaleStepError(
+            f"the compiled step {name} is stale: its Python reads attributes of its arguments that "
+            "it didn't read when it was traced. Nothing has been computed in this call."
+        ) from more
     again.undo()
     mine, now = _signature(traced), _signature(again)
     for what, before in mine.items():

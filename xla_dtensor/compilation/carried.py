@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.compilation.objects import attributes_of, is_record
+from xla_dtensor.compilation.kinds import fields_of
+from xla_dtensor.compilation.objects import is_record
 from xla_dtensor.compilation.places import MISSING, Place
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -65,7 +66,7 @@ def is_state(value: Any, symbolic: bool = False) -> bool:
     elif cls in (list, tuple) or (issubclass(cls, tuple) and hasattr(cls, "_fields")):
         inner = value
     elif is_record(value):
-        inner = (attributes_of(value) or {"": object}).values()
+        inner = fields_of(value).values()
     else:
         return False
     return all(is_state(part, symbolic) for part in inner)
@@ -90,7 +91,7 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, list | tuple):
         return [(f"[{i}]", inner) for i, inner in enumerate(value)]
     if is_record(value):
-        return [(f".{name}", inner) for name, inner in (attributes_of(value) or {}).items()]
+        return [(f".{name}", inner) for name, inner in fields_of(value).items()]
     return []
 
 

@@ -17,9 +17,17 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.found import is_atom, same_atom
-from xla_dtensor.compilation.places import MISSING, Elements, Entries, Place, Slots
+from xla_dtensor.compilation.places import (
+    MISSING,
+    Attributes,
+    Elements,
+    Entries,
+    Place,
+    Slots,
+)
 from xla_dtensor.compilation.watch import Watch
 from xla_dtensor.errors import DataDependentError
 
@@ -30,12 +38,19 @@ class Effect:
     Attributes:
         place: where.
         before, after: what it held and holds, by key; only what is not the same.
+        argument: which of the arguments' places it is (`Arguments.places`); None: of none.
     """
 
-    __slots__ = ("_keys", "after", "before", "place")
+    __slots__ = ("_keys", "after", "argument", "before", "place")
 
-    def __init__(self, place: Place, before: dict[Any, Any], after: dict[Any, Any]) -> None:
-        self.place = place
+    def __init__(
+        self,
+        place: Place,
+        before: dict[Any, Any],
+        after: dict[Any, Any],
+        argument: int | None = None,
+    ) -> None:
+        self.place, self.argument = place, argument
         self.before, self.after = _different(before, after)
         # Of a list or a dict with other keys than before, or in another order: all of them.
         self._keys = None if list(before) == list(after) else list(after)
@@ -48,7 +63,7 @@ class Effect:
 
     def changed(self) -> set[Any]:
         """What has changed, by identity: a list or a dict as a whole, an attribute."""
-        if isinstance(self.place, Entries | Slots):
+        if isinstance(self.place, _BY_NAME):
             return {(self.place.container, key) for key in {**self.before, **self.after}}
         return {self.place.container}
 
@@ -58,7 +73,7 @@ class Effect:
 
     def grows(self) -> bool:
         """Whether a list or a dict has got other keys, or lost some."""
-        return self._keys is not None and not isinstance(self.place, Entries | Slots)
+        return self._keys is not None and not isinstance(self.place, _BY_NAME)
 
     def text(self) -> str:
         """From what to what."""
@@ -66,18 +81,35 @@ class Effect:
         before, after = self.before.get(key, MISSING), self.after.get(key, MISSING)
         return f"{self.place.label(key)} from {_short(before)} to {_short(after)}"
 
-    def repeat(self, made: Callable[[Any], Any]) -> None:
+    def repeat(self, made: Callable[[Any], Any], arguments: Arguments) -> None:
         """Change the place as the step has: ``made`` of each value is put there."""
+        place = self.place if self.argument is None else arguments.places()[self.argument]
         changes = {key: made(value) for key, value in self.after.items()}
-        if self._keys is None or isinstance(self.place, Entries | Slots):
-            self.place.put(changes)
+        if self._keys is None or isinstance(place, _BY_NAME):
+            place.put(changes)
             return
-        now = self.place.content()
-        self.place.replace({k: changes[k] if k in changes else now[k] for k in self._keys})
+        now = place.content()
+        place.replace({k: changes[k] if k in changes else now[k] for k in self._keys})
+
+    def let_go(self) -> None:
+        """Of an argument, which is another one in each call."""
+        if self.argument is not None:
+            self.place.owner, self.before = None, dict.fromkeys(self.before)
 
     def convert(self, convert: Callable[[Any], Any]) -> None:
         """Keep ``convert`` of each value in place of it."""
         self.after = {key: convert(value) for key, value in self.after.items()}
+
+
+class _Anything:
+    """Stands for what a place held that was something else for the time of the trace."""
+
+    def __repr__(self) -> str:
+        return "something"
+
+
+_ANYTHING = _Anything()
+_BY_NAME = Entries | Slots | Attributes
 
 
 def _different(
@@ -99,43 +131,57 @@ class Surroundings:
 
     Args:
         watch: what the step can reach.
+        arguments: of the call. What of them the watch finds elsewhere is the same in each call.
+
+    Attributes:
+        planted: is told that a value has been put into a place (its container, the key) for the
+            step to find.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._before = [(place, place.content()) for place in watch.places]
+    def __init__(self, watch: Watch, arguments: Arguments) -> None:
+        found: list[tuple[Place, int | None]] = [(place, None) for place in watch.places]
+        known = {place.container for place in watch.places}
+        given = enumerate(arguments.places())
+        found += [(place, i) for i, place in given if place.container not in known]
+        self._before = [(place, place.content(), argument) for place, argument in found]
         self._watch = watch
         self._threads = len(sys._current_frames())
-        self._owners = {id(place.owner) for place in watch.places}
+        self._there = {id(place.owner) for place, _ in found} - watch.inside
+        self._there |= {id(value) for value, _ in (*watch.arrays, *watch.consumed)}
+        self._arguments = arguments
         self._planted: dict[tuple[int, Any], Any] = {}
+        # Of the dict alone, as an optimizer's hooks keep it: they mustn't keep the arguments alive.
+        self.planted = self._planted.__setitem__
 
     def plant(self, carried: Carried, value: Any) -> None:
         """Let the step find ``value`` in a place. If it is there at the end, nothing is changed."""
-        self.planted(carried.where(), value)
-        carried.place.put({carried.key: value})
+        self.put(carried.place, carried.key, value)
 
-    def planted(self, where: tuple[int, Any], value: Any) -> None:
-        """``value`` has been put into a place (its container, the key) for the step to find."""
-        self._planted[where] = value
+    def put(self, place: Place, key: Any, value: Any) -> None:
+        """The same."""
+        self.planted((place.container, key), value)
+        place.put({key: value})
 
     def holds(self, value: Any) -> bool:
-        """Whether a list or a dict was there before the step."""
-        return id(value) in self._owners
+        """Whether a list or a dict was there before the step, the same one in each call, or is an
+        argument."""
+        return id(value) in self._there or self._arguments.position(value) is not None
 
     def effects(self) -> list[Effect]:
         """What has changed by now."""
         found = []
-        for place, before in self._before:
+        for place, before, argument in self._before:
             now = place.content()
             if not self._planted and _is_untouched(before, now):
                 continue  # most of them
             after = self._but_for_planted(place, before, now)
             after |= self._of_other_threads(place, before, after)
-            before = before | dict.fromkeys(self._assigned(place) & before.keys(), MISSING)
+            before = before | dict.fromkeys(self._assigned(place) & before.keys(), _ANYTHING)
             if before.keys() == after.keys() and all(
                 a is b or _same(a, b) for a, b in zip(before.values(), after.values(), strict=True)
             ):
                 continue
-            found.append(Effect(place, before, after))
+            found.append(Effect(place, before, after, argument))
         return found
 
     def _but_for_planted(
@@ -158,7 +204,7 @@ class Surroundings:
 
     def restore(self) -> None:
         """Put everything back."""
-        for place, before in self._before:
+        for place, before, _ in self._before:
             after = place.content()
             after |= self._of_other_threads(place, before, after)
             if list(before) != list(after):
@@ -207,7 +253,7 @@ def check_replayable(effect: Effect, is_new: Callable[[Any], bool]) -> None:
     Raises:
         DataDependentError: a list or set takes up tensors in every call.
     """
-    if isinstance(effect.place, Elements):
+    if isinstance(effect.place, Elements) and effect.argument is None:
         new = [v for v in effect.after.values() if isinstance(v, torch.Tensor) and is_new(v)]
         if new and _grows(effect):
             raise DataDependentError(

@@ -105,12 +105,13 @@ class Family:
         while len(self.programs) > KINDS:
             del self.programs[next(iter(self.programs))]
 
-    def varies(self, numbers: dict[int, int | float]) -> None:
+    def varies(self, arguments: Arguments) -> None:
         """Programs exist, but not for these numbers: from now on those that differ are inputs."""
         if self.last is None or self._static:
             return
-        known = {i: n for i, n in numbers.items() if i >= 0 or not self._static_fields}
-        differ = {i for i, n in known.items() if exact(n) != exact(self.last[i])}
+        static = arguments.fields if self._static_fields else frozenset()
+        numbers = {i: n for i, n in arguments.numbers.items() if i not in static}
+        differ = {i for i, n in numbers.items() if exact(n) != exact(self.last[i])}
         if differ - self.dynamic:
             self.dynamic |= differ
             self.programs.clear()

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation.identities import Same
 from xla_dtensor.compilation.places import MISSING
 
 # Compared by value.
@@ -109,7 +110,18 @@ class Found:
 
 
 def content_of(value: Any) -> tuple[Any, ...]:
-    """The content of an array or a buffer, to be compared."""
+    """The content of an array or a buffer, to be compared: of one that holds objects, which."""
+    if isinstance(value, np.ma.MaskedArray):
+        text = f"{value.dtype} {list(value.shape)}, masked"
+        mask = np.ma.getmaskarray(value).tobytes()
+        return "ndarray", text, value.data.tobytes(), mask, repr(value.fill_value)
     if isinstance(value, np.ndarray):
-        return "ndarray", f"{value.dtype} {list(value.shape)}", value.tobytes()
+        text = f"{value.dtype} {list(value.shape)}"
+        if value.dtype.hasobject:
+            return "ndarray", text, tuple(map(_content_of_one, value.ravel().tolist()))
+        return "ndarray", text, value.tobytes()
     return type(value).__name__, f"{len(value)} elements", bytes(value)
+
+
+def _content_of_one(value: Any) -> Any:
+    return exact(value) if is_atom(value) and not isinstance(value, slice) else Same(value)

@@ -47,6 +47,14 @@ class Guarded(Lowered):
             for index in self._traced.free_arguments:
                 if id(arguments.tensors[index]._storage_) in own:
                     return "an argument, which is a tensor that the step uses anyway"
+        met, before = self.watch.met(arguments), self._traced.met
+        objects = arguments.objects() if self._traced.asked else ()
+        if any(objects[i] is not value for i, value in self._traced.asked):
+            return "the id() of an argument, which is another object"
+        if (met or before) and not (
+            len(met) == len(before) and all(map(operator.is_, met, before))
+        ):
+            return "which arguments are objects that the step finds elsewhere"
         difference = self._donated.mismatch(self, arguments)
         difference = difference or self._kept.mismatch(self, arguments)
         if difference is not None:

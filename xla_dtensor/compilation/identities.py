@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import array
 import ctypes
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
@@ -29,3 +30,45 @@ def _is_cpython(probe: tuple[Any, ...] = (None, 1, "x", object())) -> bool:
 identities = of_tuple if _is_cpython() else by_id
 """The identities of ``objects`` in order, as bytes: equal to another's if all of them are the very
 same objects. Only objects that somebody keeps can be compared, since an address is used again."""
+
+
+class Same:
+    """A part of a key that is equal only to that of the same object. It doesn't keep the object
+    alive, if that can be referred to weakly: what is gone is equal to nothing."""
+
+    __slots__ = ("_hash", "_object")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._object: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._object = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return False
+        value = self._object()
+        return value is not None and value is other._object()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return repr(self._object())
+
+
+def aliases(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Which of the tensors share memory (a write to one is a write to the other), and which of
+    those are one object; empty if none do."""
+    if len(tensors) < 2:
+        return ()
+    storages = [id(getattr(t, "_storage_", t)) for t in tensors]
+    if len(set(storages)) == len(storages):
+        return ()
+    first: dict[int, int] = {}
+    same: dict[int, int] = {}
+    return (
+        tuple(first.setdefault(storage, i) for i, storage in enumerate(storages)),
+        tuple(same.setdefault(id(t), i) for i, t in enumerate(tensors)),
+    )

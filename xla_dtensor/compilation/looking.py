@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import trace
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.dispatch import lazy
@@ -28,9 +28,13 @@ def looked_at(step: Any, args: Any, kwargs: Any, look: Callable[[Program], Any])
         look: is given the `Program`.
     """
     lazy.flush_all()
-    arguments = Arguments(args, kwargs)
+    arguments = Arguments(args, kwargs, step._reads)
     with step._lock, tracing, step._checks:
-        traced, _ = trace(step._function, arguments, arguments.lengths, step._carried)
+        try:
+            traced, _ = trace(step._function, arguments, arguments.lengths, step._carried)
+        except ReadsMore as more:
+            arguments = Arguments(args, kwargs, more.reads)
+            traced, _ = trace(step._function, arguments, arguments.lengths, step._carried)
         try:
             return look(Program(traced, traced.take_call(), None, step._options))
         finally:

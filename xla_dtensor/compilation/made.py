@@ -15,6 +15,7 @@ from xla_dtensor.compilation.recipes import (
     Computed,
     Existing,
     GivenBack,
+    GivenContainer,
     Gradient,
     Host,
     Seen,
@@ -74,6 +75,9 @@ class Made:
         for i, tensor in enumerate(self._arguments.tensors):
             if tensor is value:
                 return GivenBack(i)
+        position = self._arguments.position(value)
+        if position is not None:
+            return GivenContainer(position)
         if isinstance(value, torch.SymFloat | torch.SymInt):
             if not is_number(value):  # nobody knows it: this raises
                 value.node.guard_float("", 0)

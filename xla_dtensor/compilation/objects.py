@@ -1,8 +1,8 @@
-"""Objects that torch's pytree can't take apart: dataclasses, and what else a step makes.
+"""What a step gives away, taken apart: its results, and what it leaves in attributes and the like.
 
-They are taken apart into their attributes, so that a step may return them, leave them in an
-attribute, or find its state in them: each call makes a new one of the same class around its
-tensors, without calling ``__init__``.
+Each call makes it anew around its own tensors: lists and dicts, and what else the step has made
+(dataclasses and other objects, without calling ``__init__``; functions, iterators). One object that
+is there twice is one in each call, and may be a part of itself.
 """
 
 from __future__ import annotations
@@ -13,43 +13,101 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.garbage import NewObjects
-from xla_dtensor.compilation.reflection import slots_of
+from xla_dtensor.compilation.kind import Kind
+from xla_dtensor.compilation.kinds import (
+    BUFFER,
+    DATACLASS,
+    PLAIN_DICT,
+    PLAIN_LIST,
+    RECORD,
+    REGISTERED,
+    TAGGED,
+    TUPLE,
+    kind_of,
+)
+from xla_dtensor.compilation.kinds_of_code import GENERATOR, ITERATOR, ITERATORS
+from xla_dtensor.compilation.places import Attributes
 
-
-class Opened:
-    """An object by its attributes, in torch's pytree. Unflattening gives another object."""
-
-    __slots__ = ("attributes", "cls")
-
-    def __init__(self, cls: type, attributes: dict[str, Any]) -> None:
-        self.cls, self.attributes = cls, attributes
-
-
-def _flatten(opened: Opened) -> tuple[list[Any], Any]:
-    return list(opened.attributes.values()), (opened.cls, tuple(opened.attributes))
-
-
-def _unflatten(values: Any, context: Any) -> Any:
-    cls, names = context
-    made = cls.__new__(cls)
-    own = getattr(made, "__dict__", None)
-    for name, value in zip(names, values, strict=True):
-        if own is None:
-            object.__setattr__(made, name, value)
-        else:
-            own[name] = value
-    return made
-
-
-pytree.register_pytree_node(Opened, _flatten, _unflatten)
-
+_OPENED = (TUPLE, PLAIN_LIST, PLAIN_DICT, REGISTERED)
 _KEPT = (torch.Tensor, nn.Module, Optimizer, type, types.ModuleType)
+
+
+class Tree:
+    """How objects are made of others: nodes, which refer to nodes by number and to leaves by its
+    complement.
+
+    Attributes:
+        nodes: of each its kind, what else makes it, and what it consists of.
+        root: the whole.
+    """
+
+    __slots__ = ("nodes", "root")
+
+    def __init__(self) -> None:
+        self.nodes: list[tuple[Kind, Any, tuple[int, ...]]] = []
+        self.root = 0
+
+    def is_leaf(self) -> bool:
+        """Whether it consists of one leaf."""
+        return self.root < 0
+
+    def build(self, leaves: list[Any]) -> Any:
+        """The objects anew, around these leaves."""
+        return leaves[~self.root] if self.root < 0 else self._build(self.root, leaves, {})
+
+    # No closure: one that calls itself would keep a call's results until the next collection.
+    def _build(self, number: int, leaves: list[Any], made: dict[int, Any]) -> Any:
+        if number < 0:
+            return leaves[~number]
+        if number in made:
+            return made[number]
+        kind, data, parts = self.nodes[number]
+        needed = [self._build(part, leaves, made) for part in parts[: kind.needs]]
+        made[number] = found = kind.make(data, needed)
+        if kind.needs is not None:
+            rest = [self._build(part, leaves, made) for part in parts[kind.needs :]]
+            kind.fill(found, data, needed + rest)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Tree) or self.root != other.root:
+            return False
+        mine, theirs = (
+            [(kind, kind.key(data), parts) for kind, data, parts in tree.nodes]
+            for tree in (self, other)
+        )
+        return mine == theirs
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Flat:
+    """What is known while something is taken apart."""
+
+    def __init__(self) -> None:
+        self.tree = Tree()
+        self.leaves: list[Any] = []
+        self.seen: dict[int, int] = {}
+        self.alive: list[Any] = []  # what is known by its id
+
+    def leaf(self, value: Any) -> int:
+        """Another leaf; what stands for it in the tree."""
+        self.leaves.append(value)
+        return ~(len(self.leaves) - 1)
+
+
+def is_record(value: Any) -> bool:
+    """Whether an object is its fields and no more: of a dataclass, or a ``SimpleNamespace``."""
+    return type(value) is types.SimpleNamespace or (
+        dataclasses.is_dataclass(value) and _has_attributes(value)
+    )
 
 
 def _has_attributes(value: Any) -> bool:
@@ -60,102 +118,67 @@ def _has_attributes(value: Any) -> bool:
     return not cls.__module__.startswith("xla_dtensor.")
 
 
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object; None where they aren't all that it is."""
-    own = getattr(value, "__dict__", None)
-    slots = [s for base in type(value).__mro__ for s in slots_of(base)]
-    if own is None:
-        return {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return None if slots or not isinstance(own, dict) else dict(own)
-
-
-def is_record(value: Any) -> bool:
-    """Whether an object is its fields and no more: of a dataclass, or a ``SimpleNamespace``."""
-    return type(value) is types.SimpleNamespace or (
-        dataclasses.is_dataclass(value) and _has_attributes(value)
-    )
-
-
-def opened_record(value: Any) -> Any:
-    """A state with the records in it opened."""
-    if is_record(value):
-        own = attributes_of(value)
-        if own is not None:
-            return Opened(type(value), {k: opened_record(v) for k, v in own.items()})
-    if type(value) is dict:
-        return {key: opened_record(inner) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(opened_record, value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(opened_record, value))
-    return value
-
-
 class MadeObjects:
     """The objects that a step has made, to be made again in each call.
 
     Args:
         new: the block in which the step ran.
+        kept: whether an object is one that was there before: an argument, a list outside.
+        is_own: whether a tensor is one that the step has made.
     """
 
-    def __init__(self, new: NewObjects) -> None:
-        self._new = new
+    def __init__(
+        self, new: NewObjects, kept: Callable[[Any], bool], is_own: Callable[[Any], bool]
+    ) -> None:
+        self._new, self._kept, self._is_own = new, kept, is_own
         self._made: set[int] | None = None
+        self._asked = False
 
-    def flatten(self, value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-        """``pytree.tree_flatten``, with objects that the step has made opened.
+    def flatten(self, value: Any) -> tuple[list[Any], Tree]:
+        """The leaves of what a step gives away, and how to make it of others."""
+        flat = _Flat()
+        flat.tree.root = self._take(value, flat)
+        return flat.leaves, flat.tree
 
-        Args:
-            is_leaf: what isn't taken apart.
-        """
-        seen: dict[int, int] = {}
-        self._count(value, is_leaf, seen)
-        # One that is there twice, or in itself, would come to be two.
-        once = {key for key, count in seen.items() if count == 1}
-        return pytree.tree_flatten(self._opened(value, is_leaf, once), is_leaf=is_leaf)
+    def _take(self, value: Any, flat: _Flat) -> int:
+        known = flat.seen.get(id(value))
+        if known is not None:
+            return known
+        kind, nodes = self._kind(value), flat.tree.nodes
+        if kind is None:
+            return flat.leaf(value)
+        number = flat.seen[id(value)] = len(nodes)
+        flat.alive.append(value)
+        data, parts = kind.split(value)
+        nodes.append((kind, data, ()))
+        first = [flat.leaf(parts.pop(0))] if kind is TAGGED else []
+        nodes[number] = kind, data, (*first, *(self._take(part, flat) for part in parts))
+        return number
 
-    def _count(self, value: Any, is_leaf: Any, seen: dict[int, int]) -> None:
-        for leaf in pytree.tree_leaves(value, is_leaf=is_leaf):
-            if not self._is_made(leaf):
-                continue
-            seen[id(leaf)] = seen.get(id(leaf), 0) + 1
-            if seen[id(leaf)] == 1:
-                for inner in (attributes_of(leaf) or {}).values():
-                    self._count(inner, self._kept_or(is_leaf), seen)
-
-    def _opened(self, value: Any, is_leaf: Any, once: set[int]) -> Any:
-        def opened(leaf: Any) -> Any:
-            if id(leaf) not in once:
-                return leaf
-            own = attributes_of(leaf)
-            if own is None:
-                return leaf
-            inside = self._kept_or(is_leaf)
-            return Opened(type(leaf), {k: self._opened(v, inside, once) for k, v in own.items()})
-
-        if not once:
-            return value
-        return pytree.tree_map(opened, value, is_leaf=is_leaf)
-
-    def _kept_or(self, is_leaf: Any) -> Callable[[Any], bool]:
-        """What isn't taken apart inside of an object: a list that was there before the step."""
-
-        def kept(value: Any) -> bool:
-            if isinstance(value, list | dict) and gc.is_tracked(value):
-                made = self._ids()
-                if made is None or id(value) not in made:
-                    return True
-            return is_leaf is not None and is_leaf(value)
-
-        return kept
+    def _kind(self, value: Any) -> Kind | None:
+        """How an object is taken apart; None for a leaf."""
+        cls = type(value)
+        if issubclass(cls, torch.Tensor):
+            return TAGGED if Attributes(value, "").content() and self._is_own(value) else None
+        kind = kind_of(value)
+        if self._kept(value) or (kind is None and is_atom(value)):
+            return None
+        if kind in _OPENED:
+            return kind
+        if issubclass(cls, np.ndarray | bytearray):
+            return kind or BUFFER
+        untracked = issubclass(cls, ITERATORS) and not gc.is_tracked(value)  # of a range
+        if not untracked and not self._is_made(value):
+            return None
+        if cls is types.GeneratorType:
+            return GENERATOR
+        if issubclass(cls, ITERATORS):
+            return ITERATOR
+        if kind in (RECORD, DATACLASS) or (kind is None and cls is not types.FunctionType):
+            return RECORD if _has_attributes(value) else None
+        return kind
 
     def _is_made(self, value: Any) -> bool:
-        if not _has_attributes(value):
-            return False
-        made = self._ids()
-        return made is not None and id(value) in made
-
-    def _ids(self) -> set[int] | None:
-        if self._made is None:
-            self._made = self._new.made()
-        return self._made
+        if not self._asked:
+            self._asked, self._made = True, self._new.made()
+        return self._made is not None and id(value) in self._made

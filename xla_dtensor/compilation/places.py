@@ -10,6 +10,9 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from xla_dtensor.compilation.reflection import dict_of
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+
 
 class _Missing:
     def __repr__(self) -> str:
@@ -316,6 +319,38 @@ class Items(Place):
         if self.carried:
             return [keys], _all_but(self.owner, keys, self.carried)
         return ([keys, values] if self.with_keys else [values]), []
+
+
+class Attributes(Place):
+    """All of an object's own attributes but those that the package keeps on tensors."""
+
+    __slots__ = ()
+
+    def __init__(self, value: Any, path: str) -> None:
+        own = dict_of(value)
+        super().__init__({} if own is None else own, path, guarded=False)
+
+    def content(self) -> dict[Any, Any]:
+        own = self.owner
+        return {k: own[k] for k in own if k not in OWN_ATTRIBUTES}
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        for name in self.content().keys() - content.keys():
+            del self.owner[name]
+        self.put(content)
+
+    def put(self, changes: dict[Any, Any]) -> None:
+        for name, value in changes.items():
+            if value is not MISSING:
+                self.owner[name] = value
+            else:
+                self.owner.pop(name, None)
+
+    def at(self, key: Any) -> Any:
+        return self.owner.get(key, MISSING)
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
 
 
 def _all_but(

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import torch
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import events, interrupts, rng
 from xla_dtensor.compilation.arguments import Arguments
@@ -70,7 +69,7 @@ class Program(WriteBack):
             results = cut_back(results, self._traced.cuts, run.arguments.padding)
         if self._traced.judges:
             self._judge(run)
-        return pytree.tree_unflatten(results, self._traced.result_tree)
+        return self._traced.result_tree.build(results)
 
     def _run_with_history(self, history: History, run: Run) -> None:
         """Execute the program as a node of the caller's history."""

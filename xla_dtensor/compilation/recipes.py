@@ -127,6 +127,15 @@ class GivenBack:
         self.index = index
 
 
+class GivenContainer:
+    """A result that is one of the lists, dicts and the like among the arguments."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
 class Gradient:
     """A result that is the gradient which a leaf has after the call."""
 

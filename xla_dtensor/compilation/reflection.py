@@ -86,6 +86,11 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     return own if isinstance(own, dict) else None
 
 
+def referents(value: Any) -> list[Any]:
+    """What an object of C refers to: the dict of a view."""
+    return gc.get_referents(value)
+
+
 def cache_of(cached: Any) -> tuple[dict[Any, Any], list[Any]]:
     """What a function under ``functools.cache`` or ``lru_cache`` has kept: by key, as its C code
     holds it, and the keys and results themselves."""

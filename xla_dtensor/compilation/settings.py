@@ -1,6 +1,6 @@
 """Settings of torch and Python that functions in C keep: what is read and set by calling them.
 
-Those that change what every step computes are in the key of programs (`arguments.global_state`);
+Those that change what every step computes are in the key of programs (`global_state.py`);
 here is how to set them again. The others are compared where the step's code names what reads them.
 """
 

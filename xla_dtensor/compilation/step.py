@@ -1,15 +1,15 @@
-"""``xla_dtensor.compile``: a training step as one XLA program."""
+"""A compiled step: which program a call runs, and how its user asks about it."""
 
 from __future__ import annotations
 
+import copy
 import functools
-import inspect
 import operator
-import os
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import Any
 
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
@@ -20,128 +20,14 @@ from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.looking import called_without_data, looked_at, tracing
 from xla_dtensor.compilation.program import Program
-from xla_dtensor.compilation.replayed import ReplayedStep
-from xla_dtensor.compilation.step_traces import StepTraces, name_of
+from xla_dtensor.compilation.step_traces import StepTraces
+from xla_dtensor.compilation.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.runtime import abstract
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
 PROGRAMS = 256
-
-AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
-
-
-@overload
-def compile(
-    function: Callable[..., Any],
-    *,
-    compiler_options: dict[str, Any] | None = None,
-    audit: int | None = None,
-    checks: bool | None = None,
-    watch: Literal["auto"] = "auto",
-    buckets: Mapping[str, Any] | None = None,
-) -> CompiledStep: ...
-
-
-@overload
-def compile(
-    function: Callable[..., Any],
-    *,
-    compiler_options: dict[str, Any] | None = None,
-    watch: Literal["replay"],
-) -> ReplayedStep: ...
-
-
-def compile(
-    function: Callable[..., Any],
-    *,
-    compiler_options: dict[str, Any] | None = None,
-    audit: int | None = None,
-    checks: bool | None = None,
-    watch: Literal["auto", "replay"] = "auto",
-    buckets: Mapping[str, Any] | None = None,
-) -> CompiledStep | ReplayedStep:
-    """Make ``function``, a training step in ordinary torch code, run as one XLA program.
-
-    The first call traces it: forward, backward, clipping, ``optimizer.step()``. Tensors that it
-    uses are found by identity, wherever its Python has them from, and become inputs (donated where
-    it overwrites them); those that it leaves behind (``.grad``, optimizer state) become outputs.
-    What else its Python reads is watched: later calls run the program, or trace again what has
-    changed and say so in ``recompilations``. The whole contract is in ``docs/compile.md``.
-
-    The Python in ``function`` runs when it is traced, and not in every call, as under ``jax.jit``.
-    A result with a history under torch has one here: its backward pass is a second program.
-    Threads may share a step: its calls come one after another, and one trace runs at a time.
-
-    Args:
-        function: the step; a method, too (``@xd.compile`` in a class).
-        compiler_options: passed to XLA's compiler, by name, as ``jax.jit``'s are.
-        audit: in every ``audit``-th call, run the step's Python again and compare what it would do
-            with the program. Default: the environment variable ``XLA_DTENSOR_AUDIT``, or never.
-        checks: look for indices out of range, and raise after the call that had one; a call then
-            waits for the devices. Default: whether ``XLA_DTENSOR_CHECKS`` is ``all``.
-        watch: how a call knows that its program still is the step. ``"auto"``: what the Python
-            reads is compared, and it doesn't run. ``"replay"``: it runs in every call, while the
-            devices compute the step before, and what it asks for is compared: some ten
-            microseconds an operation, and nothing that could be overlooked.
-        buckets: which arguments are padded, by the names of the function's parameters, and to what:
-            sizes by dim, ``{"tokens": {1: (512, 1024, 2048)}}``, or `Buckets`, or several. The
-            function is given the true length (of ``tokens`` as ``n_tokens``, if it has such a
-            parameter), and its results are cut back to it.
-
-    Returns:
-        the `CompiledStep`, or with ``watch="replay"`` the `ReplayedStep`, called like ``function``.
-
-    Raises:
-        TypeError: ``function`` can't be called, or is a generator or a coroutine; it has no
-            parameter of a name in ``buckets``.
-        ValueError: ``audit`` is no number of calls; ``watch`` is something else; ``audit``,
-            ``checks`` or ``buckets`` of a replayed step; (when called) an argument is longer than
-            its largest bucket, or it isn't known what of a result is padding.
-        DataDependentError: (when called) the step needs a value in Python, or can't be one program.
-        MeshMismatchError: (when called) it uses tensors on different sets of devices.
-        StaleStepError: (when called) an audit has found a difference.
-
-    Example::
-
-        import torch, xla_dtensor as xd
-
-        model = torch.nn.Linear(16, 4).to("xla")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        @xd.compile
-        def step(x):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-        losses = [step(torch.ones(8, 16, device="xla")).item() for _ in range(3)]
-        assert losses[2] < losses[0] and step.compilations == 1
-    """
-    if not callable(function):
-        raise TypeError(f"xd.compile takes a function (the step), not {function!r}")
-    code = inspect.unwrap(function)
-    if inspect.isgeneratorfunction(code) or inspect.iscoroutinefunction(code):
-        raise TypeError(
-            f"xd.compile: {name_of(function)} is a generator or a coroutine, whose Python goes on "
-            "when its caller asks; a step is one program: let it return its results"
-        )
-    if watch == "replay":
-        if audit or checks is not None or buckets is not None:
-            raise ValueError(
-                'xd.compile(watch="replay") takes no audit= (its Python runs in every call), no '
-                "checks= (indices are looked at as in eager code: xd.check_indices) and no buckets="
-            )
-        return ReplayedStep(function, compiler_options)
-    if watch != "auto":
-        raise ValueError(f'watch={watch!r}: it is "auto" or "replay"')
-    if audit is None:
-        audit = int(os.environ.get(AUDIT_VARIABLE, "0"))
-    if isinstance(audit, bool) or audit < 0:
-        raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
-    checks = assertions.switch.compiled if checks is None else checks
-    return CompiledStep(function, compiler_options, audit, checks, buckets)
 
 
 class CompiledStep(StepTraces):
@@ -172,6 +58,7 @@ class CompiledStep(StepTraces):
         self._function = function
         self._options = compiler_options
         self._audit = audit
+        self._asked = compiler_options, audit, checks, buckets
         self._checks = assertions.asking(checks)
         self._buckets = None if buckets is None else BucketedArguments(function, buckets)
         self._calls = 0
@@ -184,6 +71,10 @@ class CompiledStep(StepTraces):
         # What it keeps outside of itself and replaces in each call, as messages call it; numbers.
         self._carried: frozenset[str] = frozenset()
         self._counted: frozenset[str] = frozenset()
+        # The names of attributes that its code reads, so far; None: it may read any.
+        self._reads: frozenset[str] | None = frozenset()
+        # How much it takes from iterators among its arguments.
+        self._streams: dict[Any, list[tuple[int, bool]]] = {}
         # What of it can't be taken from there, and why.
         self._not_carried: dict[str, Exception] = {}
         self.clear_cache()
@@ -207,9 +98,10 @@ class CompiledStep(StepTraces):
             interrupts.install()
         lazy.flush_all()
         with self._lock:
-            arguments = Arguments(args, kwargs)
-            arguments.padding = padding
-            return self._call(arguments)
+            if has_streams(args, kwargs):
+                made = functools.partial(self._arguments, padding=padding)
+                return call_with_streams(self._call, args, kwargs, made, self._streams)
+            return self._call(self._arguments(args, kwargs, padding))
 
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
@@ -276,6 +168,7 @@ class CompiledStep(StepTraces):
         self._last = None
         self._carried = self._counted = frozenset()
         self._not_carried = {}
+        self._streams = {}
         self._many = ManyTraces()
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
@@ -296,7 +189,7 @@ class CompiledStep(StepTraces):
         """
         if self._buckets is not None:
             args, kwargs, _ = self._buckets.padded(args, kwargs)
-        arguments = Arguments(args, kwargs)
+        arguments = self._arguments(args, kwargs)
         with self._lock:
             family = self._families.get(arguments.key) or Family()
             candidates = list(family.candidates(arguments))
@@ -331,3 +224,27 @@ class CompiledStep(StepTraces):
         if self._calls % self._audit == 0:
             with tracing, self._checks:
                 compare(self._name(), self._function, program.traced, arguments)
+
+    # --- copies -------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
+        """A step of its own of a copy of the function: that of a method is of a copied object."""
+        other = CompiledStep(copy.deepcopy(self._function, memo), *self._asked)
+        memo[id(self)] = other
+        added = {name: value for name, value in vars(self).items() if name not in vars(other)}
+        vars(other).update(copy.deepcopy(added, memo))
+        return other
+
+    def __reduce__(self) -> Any:
+        """By name, where its module has it (``@xd.compile``), else by the function; without
+        programs."""
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for name in getattr(self, "__qualname__", "").split("."):
+            found = getattr(found, name, None)
+        if found is self:
+            return self.__qualname__
+        return _remade, (self._function, *self._asked)
+
+
+def _remade(*parts: Any) -> CompiledStep:
+    return CompiledStep(*parts)

@@ -9,7 +9,7 @@ from typing import Any
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.compilation import totals
-from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import Attempt, trace
 from xla_dtensor.compilation.buckets import (
     BucketedArguments,
@@ -48,6 +48,8 @@ class StepTraces:
     _counted: frozenset[str]
     _not_carried: dict[str, Exception]
     _many: ManyTraces
+    _reads: frozenset[str] | None
+    _call: Callable[[Arguments], Any]
 
     def _trace(
         self, arguments: Arguments, family: Family, missed: tuple[str, Program] | None
@@ -59,7 +61,7 @@ class StepTraces:
         if missed is None:
             why = self._explain(arguments, family)
             if family.programs:
-                family.varies(arguments.numbers)
+                family.varies(arguments)
         else:
             why, program = missed
             decided = program.decided
@@ -67,7 +69,13 @@ class StepTraces:
             changed = program.changed_numbers - self._not_carried.keys()
             self._carried, self._counted = self._carried | changed, self._counted | changed
         with tracing, self._checks:
-            traced = self._traced_with_cuts(arguments, family, path)
+            try:
+                traced = self._traced_with_cuts(arguments, family, path)
+            except ReadsMore as more:
+                self._read(more.reads)
+                again = self._arguments(arguments.args, arguments.kwargs, arguments.padding)
+                return self._call(again)
+            self._read(traced.watch.names_read)
         call = traced.take_call()
         made: Program | None = None
         try:
@@ -100,6 +108,18 @@ class StepTraces:
             logger.warning("xla_dtensor: %s %s", self._name(), told)
         return result
 
+    def _read(self, names: frozenset[str] | None) -> None:
+        """Its code is known to read attributes of these names; None for any."""
+        known = self._reads
+        self._reads = None if names is None or known is None else names | known
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], padding: Padding | None = None
+    ) -> Arguments:
+        arguments = Arguments(args, kwargs, self._reads)
+        arguments.padding = padding
+        return arguments
+
     def _keep(self, program: Program, call: Arguments, family: Family) -> None:
         family.keep(program, call)
         for other in self._families.values():
@@ -130,7 +150,7 @@ class StepTraces:
         """The shapes of the results for other sizes of the same buckets."""
         assert self._buckets is not None
         args, kwargs, _ = self._buckets.padded(*padding.given, other=True)
-        other = Arguments(args, kwargs)
+        other = self._arguments(args, kwargs)
         traced, _ = trace(self._function, other, other.lengths, self._carried)
         traced.undo()
         return shapes_of(traced, other)

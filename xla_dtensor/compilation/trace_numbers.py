@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +16,14 @@ from xla_dtensor.base.keys import exact
 from xla_dtensor.base.source_line import expression_here
 from xla_dtensor.base.traced_number import NumberNode, input_number, is_integer
 from xla_dtensor.compilation.numbers import Decision, Number
+from xla_dtensor.compilation.reflection import is_users_cache
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.forms.form import Form
 from xla_dtensor.runtime import arrays
+
+
+class NumberLeft(Exception):
+    """A symbolic number is still there after the step: in an object that it returns, in a cache."""
 
 
 class TraceNumbers:
@@ -92,3 +100,13 @@ class TraceNumbers:
     def is_counter(self, array: Any) -> bool:
         """Whether several storages may hold ``array``."""
         return id(array) in self._counter_ids
+
+
+def end_numbers(numbers: list[weakref.ref[Any]]) -> None:
+    """What is left of the numbers of a failed trace: their values, and nothing in caches, from
+    which code outside of a step might get one."""
+    if any(number() is not None for number in numbers):
+        for cache in filter(is_users_cache, gc.get_objects()):
+            cache.cache_clear()
+    for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
+        number.node.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,13 @@ from torch.nn.utils import parametrize
 
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
-from xla_dtensor.compilation.arguments import Arguments, active_modes
+from xla_dtensor.compilation.arguments import Arguments
+from xla_dtensor.compilation.asked_ids import AskedIds
 from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.consumed import nothing_consumed
 from xla_dtensor.compilation.effects import Surroundings, in_context_of_its_own
-from xla_dtensor.compilation.fields import NumberLeft
 from xla_dtensor.compilation.garbage import NewObjects
+from xla_dtensor.compilation.global_state import active_modes
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.host_random import none_drawn
@@ -29,12 +29,12 @@ from xla_dtensor.compilation.norms import CumulativeNorms
 from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.recipes import Template
-from xla_dtensor.compilation.reflection import is_users_cache
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
 from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
 from xla_dtensor.compilation.stepped import ReadState
 from xla_dtensor.compilation.threads import none_started
 from xla_dtensor.compilation.trace import StepTrace
+from xla_dtensor.compilation.trace_numbers import NumberLeft, end_numbers
 from xla_dtensor.compilation.traced_effects import TracedEffects
 from xla_dtensor.compilation.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
@@ -64,6 +64,7 @@ class Traced(TracedEffects):
         replaced: places outside of it whose tensors it replaces by others, as messages call them.
         counted: likewise those in which it puts other numbers, strings or ``None``.
         watch: what its Python can read.
+        asked: the arguments whose ``id`` it has asked for, which are these: (which, object).
         carried: the places that its values are taken from like arguments.
         fixed: whether its Python found optimizers' hyperparameters as they were.
         unforeseen: whether it has run code of installed packages that may have changed what the
@@ -99,13 +100,14 @@ class Traced(TracedEffects):
             )
         self._roots: list[tuple[str, Any]] = [
             ("the step", function),
-            *arguments.objects,
-            *arguments.classes(),
+            *arguments.roots(),
             *active_modes(),
         ]
         self.names_of_carried = carried
         self._executed, self.fixed = recorder.executed(), fixed
         watch = Watch(self._roots, carried, self._executed, expecting=True, fixed=fixed)
+        reads = watch.names_read
+        caller.check_reads(reads)
         self.carried = each_once(watch.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
@@ -114,7 +116,7 @@ class Traced(TracedEffects):
         if self.dynamic and watch.asks_types:
             raise NumberLeft("the step asks for the type() of numbers")
         watch.remember_caches()
-        surroundings = Surroundings(watch)
+        surroundings = Surroundings(watch, arguments)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         trace.positions = positions
         self.schedulers = DeferredSchedulers()
@@ -130,21 +132,23 @@ class Traced(TracedEffects):
         )
         self.host = trace.host = HostOperations(trace, arguments)
         self.history: History | None = None
+        given = set(map(id, arguments.tensors))
+        ids = AskedIds(arguments, watch.asks_ids)
 
         def traced() -> list[Any]:
             numbers = self._numbers(trace, arguments)
-            args, kwargs = arguments.with_numbers(numbers)
+            args, kwargs = arguments.for_trace(numbers, surroundings.put, reads)
             for place, value in arguments.with_carried_numbers(self.carried, numbers):
                 surroundings.plant(place, value)
-            planted = arguments.fields.planted(numbers)
             del numbers
             computing = MathOfNumbers()
-            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing, planted:
+            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing, ids:
                 out = _call(function, args, kwargs)
-            if arguments.changed(args, kwargs):
+            if arguments.is_spoilt():
                 raise DataDependentError(
-                    "the step puts something into a list or dict that it was given as an argument, "
-                    "which would happen when it is traced, not in every call; return it instead"
+                    "the step writes to an array that it was given as an argument, or changes an "
+                    "object there that torch's pytree takes apart, which would happen when it is "
+                    "traced, not in every call; return it instead"
                 )
             result = [out]
             del out, args, kwargs
@@ -165,7 +169,11 @@ class Traced(TracedEffects):
                     jax.enable_x64(True),
                     recorder.recording(watch.meets_installed),
                 ):
-                    self._made = MadeObjects(new)
+                    self._made = MadeObjects(
+                        new,
+                        surroundings.holds,
+                        lambda t: id(t) not in watch.tensors and id(t) not in given,
+                    )
                     closed = in_context_of_its_own(jax.make_jaxpr(traced))
                     del self._made
                     if any(number() is not None for number in trace.python_numbers):
@@ -211,6 +219,8 @@ class Traced(TracedEffects):
             same = len(self._roots) == before and not watch.meets_installed
             self.watch = watch if same else self.look_again(watch)
             self.watch.remember_caches()
+            objects = call.objects()
+            self.asked = [(i, objects[i]) for i in sorted(ids.found)]
             self.frame = trace.frame
             self.jaxpr = closed.jaxpr
             self._collect_inputs(trace, arguments, closed.consts)
@@ -238,18 +248,8 @@ class Traced(TracedEffects):
     def _abandon(self, surroundings: Surroundings) -> None:
         self.hooks.undo()
         surroundings.restore()  # nobody keeps a tensor that has no value
-        self._end_numbers()
+        end_numbers(self.trace.python_numbers)
         self.trace.let_go()
-
-    def _end_numbers(self) -> None:
-        """What is left of the numbers of a failed trace: their values, and nothing in caches, from
-        which code outside of a step might get one."""
-        numbers = self.trace.python_numbers
-        if any(number() is not None for number in numbers):
-            for cache in filter(is_users_cache, gc.get_objects()):
-                cache.cache_clear()
-        for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
-            number.node.end()
 
     @interrupts.atomic
     def _undo_trace(self) -> None:
@@ -306,7 +306,7 @@ class Traced(TracedEffects):
         history = History(trace)
         made = Made(self, arguments, watch, history)
         self.effects = surroundings.effects()
-        made.histories([*flat, *self._left_in_places(surroundings)])
+        made.histories([*flat, *self._left_in_places()])
         self.results = list(map(made.result, flat))
         self._effects(surroundings, watch, made)
         self.hooks.take_numbers()

@@ -30,11 +30,11 @@ class TracedEffects(TracedInputs):
     effects: list[Effect]
     _made: MadeObjects
 
-    def _left_in_places(self, surroundings: Surroundings) -> Iterator[Any]:
+    def _left_in_places(self) -> Iterator[Any]:
         """What the step's Python has put somewhere, taken apart."""
         for effect in self.effects:
             for value in effect.after.values():
-                yield from self._made.flatten(value, is_leaf=surroundings.holds)[0]
+                yield from self._made.flatten(value)[0]
 
     def _effects(self, surroundings: Surroundings, watch: Watch, made: Made) -> None:
         """What the step's Python has changed, as what each call makes anew; the changes are
@@ -48,7 +48,7 @@ class TracedEffects(TracedInputs):
         def convert(value: Any) -> Any:
             known = built.get(id(value))
             if known is None:
-                known = built[id(value)] = value, self._built(value, surroundings, made)
+                known = built[id(value)] = value, self._built(value, made)
             return known[1]
 
         for effect in self.effects:
@@ -62,11 +62,13 @@ class TracedEffects(TracedInputs):
             check_replayable(effect, is_new)
             effect.convert(convert)
         surroundings.restore()
+        for effect in self.effects:
+            effect.let_go()
 
-    def _built(self, value: Any, surroundings: Surroundings, made: Made) -> Any:
+    def _built(self, value: Any, made: Made) -> Any:
         """How later calls make what the step leaves somewhere; the value itself where it is the
         same in each."""
-        leaves, tree = self._made.flatten(value, is_leaf=surroundings.holds)
+        leaves, tree = self._made.flatten(value)
         parts = list(map(made.result, leaves))
         if tree.is_leaf() and isinstance(parts[0], Existing):
             return value

@@ -55,6 +55,7 @@ class TracedInputs:
             for storage, i in of_arguments.items()
             if storage in found
         )
+        self.met = self.watch.met(arguments)
         # On the CPU, where reads go by the tensor: one that is in two places is the same in both.
         self.bound_on_host = tuple(
             (i, tensor)

@@ -7,8 +7,6 @@ import builtins
 import contextvars
 import enum
 import functools
-import gc
-import itertools
 import logging
 import operator
 import os
@@ -19,7 +17,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -32,26 +30,19 @@ from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.code_names import Names, is_library, is_library_class
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
+from xla_dtensor.compilation.kinds_of_code import ITERATORS, VIEWS
 from xla_dtensor.compilation.places import Entries, Items, Place, Slots, Variable
 from xla_dtensor.compilation.reflection import (
     code_of,
     dict_of,
     is_strict,
     referent,
+    referents,
 )
 from xla_dtensor.compilation.stepped import SteppedOptimizer
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
-_Iterators: tuple[type, ...] = (
-    types.GeneratorType,
-    *(map, zip, filter, enumerate, itertools.chain, itertools.count, itertools.cycle),
-    *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(set()))),
-)
-_TABLES: tuple[Any, ...] = ({}, OrderedDict())
+_ITERATORS = (types.GeneratorType, *ITERATORS)
 _PLAIN_DATA = frozenset({list, dict, tuple, set})
-_VIEWS = frozenset(
-    type(view) for table in _TABLES for view in (table.keys(), table.values(), table.items())
-)
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # What is in them belongs to all threads, and changes at any time: a logger's, for example.
 _OF_THREADS = (
@@ -243,16 +234,16 @@ class Walk:
                 hooks = getattr(value, name, None)
                 for number, hook in enumerate(hooks.values() if hooks else ()):
                     self._walk(hook, f"{path}.{name}[{number}]")
-            own = vars(value)
-            added = own.keys() - OWN_ATTRIBUTES
-            names = [n for n in own if n in added and self._is_read(n)] if added else []
-            if names or self._asks_for_absent:  # what the user has put on it, or may
-                self._entries(own, names, path, value)
             return
         if isinstance(value, np.ndarray | bytearray | memoryview | array.array):
             content = content_of(value)
             self.arrays.append((value, content))
             self._note(path, "array", content)
+            if cls is not np.ndarray:
+                self._own_parts(value, path)
+            if isinstance(value, np.ndarray) and value.dtype.hasobject:
+                for number, item in enumerate(value.ravel().tolist()):
+                    self._walk(item, f"{path}[{number}]")
             return
         self._walk_parts(value, path)
 
@@ -319,9 +310,9 @@ class Walk:
             self._cell(value, path)
         elif isinstance(value, dict | types.MappingProxyType):
             self._dict(value, path)
-        elif cls in _VIEWS:
+        elif cls in VIEWS:
             self._note(path, cls)
-            for table in gc.get_referents(value):
+            for table in referents(value):
                 self._walk(table, path)
         elif isinstance(value, threading.local):
             self._thread_local(value, path)
@@ -334,7 +325,7 @@ class Walk:
             self._walk(value(), f"{path}()")
         elif isinstance(value, list | tuple | set | frozenset | deque):
             self._sequence(value, path)
-        elif isinstance(value, _Iterators):
+        elif isinstance(value, _ITERATORS):
             self._note(path, "opaque", value)
             self.consumed.append((value, path))
         elif isinstance(value, _OF_THREADS):

@@ -15,7 +15,8 @@ from xla_dtensor.compilation.code_names import (
     is_library,
     names_of,
 )
-from xla_dtensor.compilation.objects import attributes_of, is_record
+from xla_dtensor.compilation.kinds import fields_of
+from xla_dtensor.compilation.objects import is_record
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots, Variable
 from xla_dtensor.compilation.walk import Walk
 
@@ -153,7 +154,7 @@ class WalkCode(Walk):
         elif is_record(value) and hasattr(value, "__dict__"):
             place = Entries(vars(value), vars(value), path, guarded=False)
         elif is_record(value):
-            place = Slots(value, attributes_of(value) or (), path, guarded=False)
+            place = Slots(value, fields_of(value), path, guarded=False)
         else:
             return
         self._place(place)

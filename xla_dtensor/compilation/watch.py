@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.identities import identities
 from xla_dtensor.compilation.places import MISSING, Entries, Place, Slots
@@ -94,6 +95,25 @@ class Watch(WalkObjects):
             for group in optimizer.param_groups:
                 found += group["params"]
         return found
+
+    @property
+    def names_read(self) -> frozenset[str] | None:
+        """The names of attributes that the step's code may read; None for any."""
+        if self._names.any_attribute:
+            return None
+        return frozenset(self._names.attributes | self._library_reads)
+
+    @property
+    def asks_ids(self) -> bool:
+        """Whether the step's code calls ``id``."""
+        return any("id" in names for _, names in self._globals.values())
+
+    def met(self, arguments: Arguments) -> tuple[Any, ...]:
+        """Those of the arguments that the step finds elsewhere, too: it may ask whether they are
+        one object."""
+        given = arguments.objects()
+        known = self.known.intersection(map(id, given))
+        return tuple(x if id(x) in known else None for x in given) if known else ()
 
     def assigned_in(self, place: Place) -> set[str] | None:
         """The names of attributes that the step's code may assign in a place; None for any."""
@@ -178,6 +198,9 @@ class Watch(WalkObjects):
             sized = place.sized()
             if sized is not None:
                 self._mappings.append(sized)
+        self.known = frozenset(
+            (*self.tensors, *map(id, self._typed), *(id(place.owner) for place in self.places))
+        )
         self._lengths = list(map(len, self._mappings))
         self._types = list(map(type, self._typed))
         self._held = tuple(self._current())

@@ -7,16 +7,17 @@ import itertools
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import assertions
 from xla_dtensor.compilation.effects import Effect
 from xla_dtensor.compilation.guarded import Guarded
+from xla_dtensor.compilation.kinds_of_code import Stream
 from xla_dtensor.compilation.recipes import (
     Built,
     Computed,
     Existing,
     GivenBack,
+    GivenContainer,
     Gradient,
     Host,
     Seen,
@@ -123,11 +124,11 @@ class WriteBack(Guarded):
             return value
         if id(value) not in run.made:
             parts = [self._result(part, run) for part in value.parts]
-            run.made[id(value)] = pytree.tree_unflatten(parts, value.tree)
+            run.made[id(value)] = value.tree.build(parts)
         return run.made[id(value)]
 
     def _repeat(self, effect: Effect, run: Run) -> None:
-        effect.repeat(lambda value: self._built(value, run))
+        effect.repeat(lambda value: self._built(value, run), run.arguments)
 
     def _result(self, result: Any, run: Run) -> Any:
         arguments = run.arguments
@@ -154,6 +155,9 @@ class WriteBack(Guarded):
                 return result.tensor.clone()
             read = self._traced.host.reader(result.source)
             return read(arguments, run.prepared.host).clone()
+        if isinstance(result, GivenContainer):
+            found = arguments.containers[result.index]
+            return found.iterator if type(found) is Stream else found
         assert isinstance(result, GivenBack)
         return arguments.tensors[result.index]
 

@@ -31,6 +31,9 @@ REFUSED: dict[str, str] = {
     "effects-drawn_on_the_host-numpy": r"(?i)random",
     "effects-drawn_on_the_host-numpy_generator": r"(?i)generator",
     "effects-prepared_iterator": r"(?i)iterator|loader|next",
+    "objects-arrays_that_the_step_writes_to": r"array",
+    "objects-generator_that_the_step_has_begun": r"generator",
+    "objects-iterator_of_which_less_is_taken": r"iterator",
     # Places that a step keeps and replaces.
     "kept-list_of_states_written_and_replaced": r"states",
     "kept-state_with_its_history": r"history",

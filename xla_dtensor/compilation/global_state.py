@@ -1,0 +1,79 @@
+"""torch's settings, as part of the key of programs, and arguments in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_dtensor.base import sequence_order
+from xla_dtensor.compilation.identities import Same
+from xla_dtensor.mesh import current_mesh
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+
+def text_of(value: Any) -> str:
+    """An argument, in words."""
+    if isinstance(value, XLAShardedTensor | XLATensor):
+        form = value._form
+        text = f"{list(form.shape)} {form.dtype}"
+        if form.placements is not None:
+            text += f" {list(form.placements)}"
+        return text + (", requires_grad" if value.requires_grad else "")
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.dtype} on {value.device}"
+    text = repr(value)
+    return text if len(text) < 100 else f"{text[:97]}..."
+
+
+STATE = (
+    *("torch.is_grad_enabled()", "torch.is_inference_mode_enabled()", "torch.get_default_dtype()"),
+    *("torch.get_float32_matmul_precision()", "torch.are_deterministic_algorithms_enabled()"),
+    *("torch.is_anomaly_enabled()", "torch.is_anomaly_check_nan_enabled()"),
+    *("autocast on xla", "autocast on the CPU", "autocast's dtype on xla", "its dtype on the CPU"),
+    *("torch.get_default_device()", "saved-tensor hooks", "torch's modes", "__torch_function__"),
+    *("the order of sequences in context_parallel", "the current mesh"),
+)
+
+
+def global_state() -> tuple[Any, ...]:
+    """torch's settings of this moment that change what a step computes."""
+    on_xla, on_cpu = torch.is_autocast_enabled("xla"), torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_anomaly_check_nan_enabled(),
+        on_xla,
+        on_cpu,
+        torch.get_autocast_dtype("xla") if on_xla else None,
+        torch.get_autocast_dtype("cpu") if on_cpu else None,
+        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        _modes() if _function_modes() or _dispatch_modes() else None,
+        torch._C._is_torch_function_enabled(),
+        sequence_order.current(),
+        current_mesh(),
+    )
+
+
+_function_modes, _dispatch_modes = (
+    torch._C._len_torch_function_stack,
+    torch._C._len_torch_dispatch_stack,
+)
+
+
+def _modes() -> tuple[Same, ...]:
+    """The modes that the user has entered: they see every operation."""
+    return tuple(Same(mode) for _, mode in active_modes())
+
+
+def active_modes() -> list[tuple[str, Any]]:
+    """The modes that are entered, with how to call them."""
+    functions = map(torch._C._get_function_stack_at, range(_function_modes()))
+    dispatches = map(torch._C._get_dispatch_stack_at, range(_dispatch_modes()))
+    return [(f"the mode {type(m).__name__}", m) for m in (*functions, *dispatches)]
