@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -28,11 +29,12 @@ from xla_dtensor.errors import (
     UnsupportedOpError,
 )
 from xla_dtensor.forms.form import Form, sharded_form
-from xla_dtensor.forms.host_values import to_devices
+from xla_dtensor.forms.host_values import from_numpy, to_devices, to_numpy
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.lowering import random
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
+from xla_dtensor.movement import sources
 from xla_dtensor.movement.local_view import from_local
 from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.movement.shared_parameters import share_again, shared_slots
@@ -61,7 +63,11 @@ def distribute_tensor(
         device_mesh: an xla mesh; by default the current one (``with mesh:``).
         placements: one per mesh dim; replicated by default. A ``Partial`` tensor's value, once
             reduced, is ``tensor``.
-        src_data_rank: for torch's signature; one process holds the value, so it has no effect.
+        src_data_rank: of several processes, whose value it is: that of the process with the device
+            of this rank along each mesh dim, by default the first, which is sent to all; with None
+            each process's devices take their shards of its own, and what several of them hold has
+            to be the same. In one process, and in a compiled step (where all have to have the
+            same), it has no effect.
 
     Returns:
         an `XLAShardedTensor` of ``tensor``'s shape, dtype and ``requires_grad``, with these
@@ -73,6 +79,8 @@ def distribute_tensor(
         MeshMismatchError: ``tensor`` is sharded over another mesh.
         PerDeviceValueError: ``tensor`` is another one on each device.
         UnsupportedOpError: ``tensor`` has a sparse layout.
+        DivergenceError: processes have different values, shapes or dtypes where these have to be
+            the same.
 
     Example::
 
@@ -108,10 +116,42 @@ def distribute_tensor(
             "only; distribute tensor.to_dense()"
         )
     if isinstance(tensor, XLATensor) and _varies_outside(tensor, mesh):
-        # Of each group of the mesh's devices it is one value.
-        whole = from_local(tensor.detach(), mesh)
-        dealt = whole.redistribute(placements=placements).detach()
-        return dealt.requires_grad_(tensor.requires_grad)
+        return _dealt_in_groups(tensor, mesh, placements)
+    own = None
+    if sources.is_own(tensor):
+        own = to_numpy(tensor.detach().cpu())
+        if src_data_rank is not None and sources.take(own, mesh, src_data_rank):
+            whole = from_numpy(own).requires_grad_(tensor.requires_grad)
+            return _dealt_in_groups(whole, mesh, placements)
+    return lay_out(tensor, mesh, placements, own, check=src_data_rank is None)
+
+
+def _dealt_in_groups(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> XLAShardedTensor:
+    """Of each group of the mesh's devices it is one value."""
+    whole = from_local(tensor.detach(), mesh)
+    dealt = whole.redistribute(placements=placements).detach()
+    return dealt.requires_grad_(tensor.requires_grad)
+
+
+def lay_out(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    own: np.ndarray | None = None,
+    *,
+    check: bool = False,
+) -> XLAShardedTensor:
+    """`distribute_tensor` of a value that all processes have.
+
+    Args:
+        tensor: no sharded tensor.
+        mesh: an xla mesh.
+        placements: one per mesh dim.
+        own: the value on the host where it may be another one in each process.
+        check: compare what several processes hold of ``own``.
+    """
     form = sharded_form(
         mesh,
         placements,
@@ -120,7 +160,14 @@ def distribute_tensor(
         dtype=tensor.dtype,
         meta=tensor.is_meta,
     )
-    array = None if form.meta else _placed(tensor, form)
+    if form.meta:
+        array = None
+    elif own is not None:
+        if check:
+            sources.check_shared(own, form)
+        array = sources.put_own(own, form)
+    else:
+        array = _placed(tensor, form)
     result = XLAShardedTensor(Storage(array, form), form)
     if tensor.requires_grad:
         result.requires_grad_(True)
@@ -191,7 +238,8 @@ def distribute_module(
 
     Returns:
         ``module``. Its parameters are new objects; make optimizers after it. What several modules
-        share they share afterwards.
+        share they share afterwards. Of several processes all take the parameters and buffers of the
+        first, as `distribute_tensor` does.
 
     Raises:
         RuntimeError: the module was distributed before, or there is no mesh.
