@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -24,26 +23,24 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.dispatch import nowhere
 from xla_dtensor.errors import (
     MeshMismatchError,
-    PerDeviceValueError,
     PlacementError,
     UnsupportedOpError,
 )
 from xla_dtensor.forms.form import Form, sharded_form
-from xla_dtensor.forms.host_values import from_numpy, to_devices, to_numpy
-from xla_dtensor.forms.read import logical_value
+from xla_dtensor.forms.host_values import from_numpy, to_numpy
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.lowering import random
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.movement import sources
+from xla_dtensor.movement.lay_out import lay_out
 from xla_dtensor.movement.local_view import from_local
 from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.movement.shared_parameters import share_again, shared_slots
-from xla_dtensor.runtime import abstract, agreement, arrays
+from xla_dtensor.runtime import abstract, agreement
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import (
     DTENSORS,
     XLAShardedTensor,
-    keep_leaf_gradients_sharded,
 )
 
 
@@ -135,87 +132,10 @@ def _dealt_in_groups(
     return dealt.requires_grad_(tensor.requires_grad)
 
 
-def lay_out(
-    tensor: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    own: np.ndarray | None = None,
-    *,
-    check: bool = False,
-) -> XLAShardedTensor:
-    """`distribute_tensor` of a value that all processes have.
-
-    Args:
-        tensor: no sharded tensor.
-        mesh: an xla mesh.
-        placements: one per mesh dim.
-        own: the value on the host where it may be another one in each process.
-        check: compare what several processes hold of ``own``.
-    """
-    form = sharded_form(
-        mesh,
-        placements,
-        tuple(tensor.shape),
-        _dense_stride(tensor),
-        dtype=tensor.dtype,
-        meta=tensor.is_meta,
-    )
-    if form.meta:
-        array = None
-    elif own is not None:
-        if check:
-            sources.check_shared(own, form)
-        array = sources.put_own(own, form)
-    else:
-        array = _placed(tensor, form)
-    result = XLAShardedTensor(Storage(array, form), form)
-    if tensor.requires_grad:
-        result.requires_grad_(True)
-        keep_leaf_gradients_sharded(result)
-    return result
-
-
 def _varies_outside(tensor: XLATensor, mesh: DeviceMesh) -> bool:
     """Whether the devices' values differ, and those along the dims of ``mesh`` don't."""
     own = {name for names in mesh_dim_axes(mesh) for name in names}
     return bool(tensor.varying) and not own & set(tensor._form.placed(frame_of(mesh)).varying)
-
-
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides, or a copy's if it has gaps or overlaps."""
-    model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return torch.empty_like(model).stride()
-
-
-def _placed(tensor: torch.Tensor, form: Form) -> Any:
-    trace = thread_state.current()
-    if isinstance(tensor, XLATensor):
-        if tensor.varying:
-            raise PerDeviceValueError(
-                f"distribute_tensor: a per-device tensor of shape {list(tensor.shape)} varies "
-                f"along {list(tensor.varying)}, so it isn't one value to deal out. Make it one "
-                "first (xd.collectives.broadcast, all_reduce), or say that the devices hold parts "
-                "of a whole: DTensor.from_local(x, mesh, placements)"
-            )
-        if trace is None and abstract.current() is not None:
-            return nowhere.array(form)
-        value = logical_value(tensor)
-        frame = tensor._form.frame
-        if trace is not None:
-            return constrain(value, form)
-        assert form.frame is not None
-        with jax.enable_x64(True):
-            in_place = frame is not None and frame.device_ids == form.frame.device_ids
-            sharding = form.sharding if in_place else None
-            padder = _makers.get_or_make(
-                ("distribute_tensor", form, sharding),
-                lambda: jax.jit(lambda value: form.physical(value), out_shardings=sharding),
-            )
-            padded = padder(value)
-            return padded if in_place else arrays.put(padded, form.sharding)
-    if trace is not None:
-        return constrain(trace.host_tensor(tensor), form)
-    return to_devices(tensor.detach().cpu(), form)
 
 
 def distribute_module(

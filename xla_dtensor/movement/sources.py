@@ -13,13 +13,13 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.errors import DivergenceError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import from_numpy, padded_slice, to_numpy
-from xla_dtensor.mesh import frame_of, mesh_dim_axes
+from xla_dtensor.mesh import Frame, frame_of, mesh_dim_axes
 from xla_dtensor.runtime import abstract, agreement, arrays, broadcast, processes
 from xla_dtensor.tensors.base import TensorMethods
 
 _INSTEAD = (
     "Seed all processes alike, or let them take one process's: distribute_tensor with "
-    "src_data_rank=0, before it is sharded"
+    "src_data_rank=0 (before fully_shard), DTensor.from_local with run_check=True"
 )
 
 
@@ -108,7 +108,7 @@ def check_shared(value: np.ndarray, form: Form) -> None:
         DivergenceError: they haven't.
     """
     if not agreement.checks_values():
-        return
+        return None
     if _is_rearranged(form):
         # What torch says a device has may lie on another process's.
         return broadcast.check_shared(value, {"as a whole": value}, _INSTEAD)
@@ -128,6 +128,25 @@ def check_shared(value: np.ndarray, form: Form) -> None:
         if processes.index() in holders
     }
     return broadcast.check_shared(value, own, _INSTEAD)
+
+
+def check_beside(value: np.ndarray, frame: Frame, axes: tuple[str, ...]) -> None:
+    """See that processes at the same place along ``axes`` of ``frame``, along which each has a
+    value of its own, have the same value.
+
+    Raises:
+        DivergenceError: they haven't.
+    """
+    if not agreement.checks_values() or set(axes) == set(frame.process_axes):
+        return
+    names = frame.jax_mesh.axis_names
+    at = {
+        tuple(int(index[names.index(name)]) for name in axes)
+        for index, device in np.ndenumerate(frame.jax_mesh.devices)
+        if device.process_index == processes.index()
+    }
+    own = f"at {', '.join(map(str, sorted(at)))} along {', '.join(axes)}"
+    broadcast.check_shared(value, {own: value}, _INSTEAD)
 
 
 def _is_rearranged(form: Form) -> bool:

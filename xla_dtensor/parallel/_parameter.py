@@ -111,8 +111,7 @@ class ManagedParameter:
         if isinstance(value, XLAShardedTensor):
             value = value.redistribute(mesh, placements)
         else:
-            # As under torch, where each rank takes its shard of what it has.
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)  # as torch
         if self._state.offloads:
             value = to_host(value)
         return nn.Parameter(value, requires_grad=parameter.requires_grad)

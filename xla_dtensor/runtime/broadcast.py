@@ -35,7 +35,7 @@ def send(value: np.ndarray, source: int) -> None:
         "All processes have to distribute tensors of the same shapes in the same order, also where "
         "the values are one process's",
     )
-    flat = value.reshape(-1).view(np.uint8)
+    flat = _bytes_of(value)
     is_source = processes.index() == source
     for start in range(0, flat.size, PIECE):
         piece = flat[start : start + PIECE]
@@ -48,6 +48,11 @@ def send(value: np.ndarray, source: int) -> None:
         sent = _summed(own.view(np.uint32))
         if not is_source:
             piece[:] = sent.view(np.uint8)[: piece.size]
+
+
+def _bytes_of(value: np.ndarray) -> np.ndarray:
+    """Its memory, if it is contiguous. Not all dtypes have a ``data``."""
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 def _summed(own: np.ndarray) -> np.ndarray:
@@ -94,7 +99,7 @@ def check_shared(value: np.ndarray, pieces: Mapping[str, np.ndarray], advice: st
         DivergenceError: they differ, or another process does something else.
     """
     what = f"distributes values of its own of shape {list(value.shape)}, {value.dtype}"
-    own = {name: zlib.crc32(np.ascontiguousarray(p).data) for name, p in pieces.items()}
+    own = {name: zlib.crc32(_bytes_of(piece).data) for name, piece in pieces.items()}
     found = [json.loads(text) for text in agreement.texts_of_all(what, json.dumps(own))]
     first: dict[str, int] = {}
     for index, sums in enumerate(found):

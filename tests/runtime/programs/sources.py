@@ -90,6 +90,15 @@ def cases(device: str, own: int) -> Iterator[tuple[str, Callable[[], dict[str, t
             return {"": made.full_tensor() if reduced else made}
 
         yield f"{kind} {layout} {source}", tensor
+    for layout, check in itertools.product(("replicated", "rows", "columns", "both"), (None, 1)):
+        value = made["floats"](torch.Generator().manual_seed(own))
+
+        def local(
+            value: torch.Tensor = value, layout: str = layout, check: Any = check
+        ) -> dict[str, torch.Tensor]:
+            return {"": DTensor.from_local(value, mesh, PLACEMENTS[layout], run_check=bool(check))}
+
+        yield f"from_local {layout} {check}", local
     for name, change in models(mesh, line, device).items():
 
         def module(change: Any = change) -> dict[str, torch.Tensor]:
