@@ -124,6 +124,15 @@ def of_devices(tensor: torch.Tensor, device: str, ids: list[int]) -> dict[int, t
     return {i: tensor.clone() for i in ids}
 
 
+def several_pieces(own: int) -> None:
+    """More than is sent at once."""
+    mesh: Any = init_device_mesh("xla", (2, 2), mesh_dim_names=("a", "b"))
+    first = torch.arange(4_500_001, dtype=torch.int32)  # 18 MB
+    made = distribute_tensor(first + own, mesh, (Shard(0), Replicate()))
+    for shard in made.local_shards:  # type: ignore[attr-defined]
+        assert torch.equal(shard.data, first[shard.index])
+
+
 def main(folder: Path, device: str, count: int) -> None:
     rank = int(os.environ["RANK"])
     refused: Any = ()
@@ -146,6 +155,8 @@ def main(folder: Path, device: str, count: int) -> None:
             found[name] = REFUSED
             continue
         found[name] = {key: of_devices(tensor, device, ids) for key, tensor in tensors.items()}
+    if device == "xla":
+        several_pieces(own)
     torch.save(found, folder / f"{device}.{count}.{rank}.pt")
     print("all of it")
 
