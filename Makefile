@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
+.PHONY: help env train test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -24,11 +24,20 @@ LAUNCH := $(if $(filter-out 1,$(PROCESSES)),-m torch.distributed.run --standalon
 train: env ## train the example on a simulated 2x4 mesh (about two minutes); PROCESSES=2 shares it out
 	$(BIN)/python $(LAUNCH) examples/train_llama/train.py $(ARGS)
 
-test: env ## all tests but the slow ones (eleven to twelve minutes on two quiet cores)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
+# Another processor rounds in another way. Each of these is another one to MKL, to torch's own kernels
+# or to XLA, whose programs have a folder of their own then.
+PROCESSORS := MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default XLA_FLAGS=--xla_cpu_max_isa=AVX2
+PROCESSOR ?=
+AS_PROCESSOR := $(if $(PROCESSOR),env $(word $(PROCESSOR),$(PROCESSORS)) XLA_DTENSOR_CACHE=off \
+  JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax-$(PROCESSOR))
+test: env ## all tests but the slow ones (eleven to twelve minutes on two quiet cores); PROCESSOR=1..4 rounds as another
+	$(AS_PROCESSOR) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
 
 test-slow: env ## the slow tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+
+test-processors: env ## the tests as four other processors round (an hour)
+	for i in 1 2 3 4; do $(MAKE) test PROCESSOR=$$i || exit; done
 
 AUDITED := tests/compilation $(shell grep -rl 'xd\.compile' tests --include='test_*.py' | grep -v '^tests/compilation')
 test-audit: env ## the tests of compiled steps, each call audited (about eight minutes)

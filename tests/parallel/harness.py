@@ -42,6 +42,13 @@ except ImportError:  # torch 2.11, where what ours are asked for has no class ye
         return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
+EPS = 1e-4
+"""For Adam and its kin. Their first steps divide a gradient by its own size, so where one is near
+zero by chance (of the 4,992 here one is, a millionth of the largest) rounding decides the sign of
+the step, and another processor rounds in another way. This is far above what rounding is (4e-10),
+and far below what most gradients are (1e-3)."""
+
+
 class Block(nn.Module):
     def __init__(self, dim: int, hidden: int, out: int) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 from tests.parallel.harness import (
+    EPS,
     Block,
     Model,
     averaged_gradients,
@@ -170,8 +171,8 @@ def test_compiled_steps(kind: str, reshard: bool | int | None) -> None:
     model, root, dims = sharded(kind, reshard_after_forward=reshard)
     expected = reference()
     devices = 8 if "tp" not in kind else 4
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    wanted = torch.optim.AdamW(expected.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPS)
+    wanted = torch.optim.AdamW(expected.parameters(), lr=0.01, eps=EPS)
 
     @xd.compile
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -304,7 +305,7 @@ def test_memory_falls_as_one_over_n(replicas: int) -> None:
         mesh = xd.init_device_mesh("xla", shape, mesh_dim_names=names)
         model = nn.Sequential(nn.Linear(64, 512, bias=False), nn.Linear(512, 64, bias=False))
         xd.fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPS)
 
         @xd.compile
         def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:

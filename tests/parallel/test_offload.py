@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
+from tests.parallel.harness import EPS
 from tests.plan.tpus import needs_libtpu
 from xla_dtensor.errors import MeshError, UnsupportedOpError
 from xla_dtensor.mesh.memories import check_host_memory
@@ -67,7 +68,7 @@ def mesh() -> DeviceMesh:
 def expected() -> list[torch.Tensor]:
     """CPU torch's parameters after three steps on the whole batch."""
     model, x = model_of(), torch.cat(batches())
-    step = train(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    step = train(model, torch.optim.AdamW(model.parameters(), lr=0.1, eps=EPS))
     for _ in range(3):
         step(x)
     return [p.detach() for p in model.parameters()]
@@ -80,7 +81,7 @@ def test_training_is_torchs(
 ) -> None:
     options = {"offload_policy": CPUOffloadPolicy()} if parameters else {}
     model = sharded(mesh, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=EPS)
     if not parameters:
         assert xd.offload_state(xd.offload_state(optimizer)) is optimizer
     step = train(model, optimizer)
@@ -134,7 +135,7 @@ def test_what_is_done_with_one_that_rests(mesh: DeviceMesh) -> None:
 
 def test_states_come_back_where_they_were(mesh: DeviceMesh) -> None:
     model = sharded(mesh, offload_policy=CPUOffloadPolicy())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=EPS)
     train(model, optimizer)(xd.from_device_values(batches(), mesh))
     saved = {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
     other = sharded(mesh, offload_policy=CPUOffloadPolicy())
@@ -171,7 +172,7 @@ def test_a_model_from_meta_and_a_checkpoint(mesh: DeviceMesh, tmp_path: Path) ->
 
 def test_state_that_is_there_moves(mesh: DeviceMesh) -> None:
     model = sharded(mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=EPS)
     step = train(model, optimizer)
     step(xd.from_device_values(batches(), mesh))
     moment = optimizer.state[model[0].weight]["exp_avg"]

@@ -15,6 +15,7 @@ from torch import nn
 
 import xla_dtensor as xd
 import xla_dtensor.compat.torch_xla.distributed.spmd as xs
+from tests.parallel.harness import EPS
 
 STEPS = 6
 
@@ -33,9 +34,9 @@ class Model(nn.Module):
 
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
-    lambda p: torch.optim.AdamW(p, lr=0.02),
+    lambda p: torch.optim.AdamW(p, lr=0.02, eps=EPS),
     lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    lambda p: torch.optim.Adam(p, lr=0.02, foreach=False),
+    lambda p: torch.optim.Adam(p, lr=0.02, eps=EPS, foreach=False),
 ]
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
-from tests.parallel.harness import Model, collectives, full, loss_of, reference, sizes
+from tests.parallel.harness import EPS, Model, collectives, full, loss_of, reference, sizes
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 
@@ -62,8 +62,8 @@ def test_recipe(page: dict[str, Any], recipe: str) -> None:
     parameters = {original(name): p for name, p in model.named_parameters()}
     for name, placements in PLACEMENTS[recipe].items():
         assert list(parameters[f"blocks.0.{name}"].placements) == placements
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    wanted = torch.optim.AdamW(expected.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPS)
+    wanted = torch.optim.AdamW(expected.parameters(), lr=0.01, eps=EPS)
 
     @xd.compile
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import (
 
 import xla_dtensor as xd
 from tests.parallel.harness import (
+    EPS,
     DataParallelMeshDims,
     Model,
     averaged_gradients,
@@ -56,8 +57,8 @@ def test_compiled_steps(mesh: DeviceMesh) -> None:
     """The same steps as CPU torch; one all-reduce per gradient."""
     model, expected = xd.replicate(reference(), device_mesh=mesh), reference()
     assert type(model).__name__ == "DDPModel" and isinstance(model, Model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    wanted = torch.optim.AdamW(expected.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPS)
+    wanted = torch.optim.AdamW(expected.parameters(), lr=0.01, eps=EPS)
 
     @xd.compile
     def step(x: torch.Tensor) -> None:
@@ -117,8 +118,8 @@ def test_meta_device(mesh: DeviceMesh, compiled: bool) -> None:
     model.to_empty(device="xla")
     expected = reference()
     model.load_state_dict(expected.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    wanted = torch.optim.AdamW(expected.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPS)
+    wanted = torch.optim.AdamW(expected.parameters(), lr=0.01, eps=EPS)
 
     def step(inputs: torch.Tensor) -> None:
         loss_of(model(inputs)).backward()

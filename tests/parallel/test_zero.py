@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 from tests.parallel.harness import (
+    EPS,
     averaged_gradients,
     batches,
     check_parameters,
@@ -63,11 +64,11 @@ def train(
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
-    "AdamW one by one": lambda p: torch.optim.AdamW(p, lr=0.05, foreach=False),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05, eps=EPS, weight_decay=0.1),
+    "AdamW one by one": lambda p: torch.optim.AdamW(p, lr=0.05, eps=EPS, foreach=False),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, eps=EPS, centered=True, momentum=0.5),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=EPS),
 }
 
 
@@ -93,8 +94,8 @@ def test_eager(name: str, stage: int, mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_compiled(stage: int, mesh: DeviceMesh) -> None:
     model, expected = on_mesh(mesh), reference()
-    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05), mesh, stage=stage)
-    wanted = torch.optim.AdamW(expected.parameters(), lr=0.05)
+    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), mesh, stage=stage)
+    wanted = torch.optim.AdamW(expected.parameters(), lr=0.05, eps=EPS)
 
     @xd.compile
     def step(x: Any) -> None:
@@ -124,7 +125,7 @@ def bytes_of_arguments(stage: int, mesh: DeviceMesh) -> tuple[int, int, int]:
     """Of a compiled step that keeps its gradients: bytes that it is given per device, of
     parameters, and of the batch."""
     model = xd.distribute_module(nn.Linear(256, 128, bias=False), mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS)
     if stage:
         xd.zero(optimizer, mesh, stage=stage)
 
@@ -170,8 +171,8 @@ def test_per_device_batches(mesh: DeviceMesh) -> None:
     grid = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("dp", "tp"))
     for run in (lambda step: step, xd.compile):
         model, expected = xd.replicate(reference(), mesh=grid["dp"]), reference()
-        optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05), grid["dp"])
-        wanted = torch.optim.AdamW(expected.parameters(), lr=0.05)
+        optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), grid["dp"])
+        wanted = torch.optim.AdamW(expected.parameters(), lr=0.05, eps=EPS)
         for seed in range(2):
             inputs = batches(4, seed=seed)
             train(model, optimizer, run, [per_device(inputs, grid, ["dp"])], clip=False)
@@ -196,12 +197,14 @@ def test_over_tensor_parallelism(stage: int) -> None:
             module.register_parameter(key, nn.Parameter(placed))
 
     model = xd.distribute_module(copy.deepcopy(expected), grid, partition)
-    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05), grid["dp"], stage=stage)
+    optimizer = xd.zero(
+        torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), grid["dp"], stage=stage
+    )
     data = [batch(grid, seed) for seed in range(2)]
     train(model, optimizer, xd.compile, [x for _, x in data])
     train(
         expected,
-        torch.optim.AdamW(expected.parameters(), lr=0.05),
+        torch.optim.AdamW(expected.parameters(), lr=0.05, eps=EPS),
         lambda step: step,
         [v for v, _ in data],
     )
@@ -220,11 +223,11 @@ def test_over_torchs_tensor_parallel_styles() -> None:
     model = copy.deepcopy(expected).to("xla")
     parallelize_module(model, grid["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     xd.replicate(model, mesh=grid["dp"])
-    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05), grid["dp"])
+    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), grid["dp"])
     inputs = batches(2)
     train(model, optimizer, lambda step: step, [per_device(inputs, grid, ["dp"])], clip=False)
     averaged_gradients(expected, inputs)
-    torch.optim.AdamW(expected.parameters(), lr=0.05).step()
+    torch.optim.AdamW(expected.parameters(), lr=0.05, eps=EPS).step()
     check_parameters(model, expected)
     state = optimizer.state[model[0].weight]["exp_avg"]
     assert state.device_mesh.shape == (2, 4) and len(state.placements) == 2
@@ -256,12 +259,12 @@ def test_schedules_closures_and_accumulation(mesh: DeviceMesh) -> None:
 
 def test_a_state_that_is_loaded_is_sharded(mesh: DeviceMesh) -> None:
     model, expected = on_mesh(mesh), reference()
-    plain = torch.optim.AdamW(expected.parameters(), lr=0.05)
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.05, eps=EPS)
     value, x = batch(mesh, 0)
     train(expected, plain, lambda step: step, [value])
     xd_state = copy.deepcopy(plain.state_dict())
     model.load_state_dict(expected.state_dict())
-    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05), mesh)
+    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), mesh)
     optimizer.load_state_dict(xd_state)
     train(model, optimizer, lambda step: step, [x])
     train(expected, plain, lambda step: step, [value])
@@ -278,7 +281,7 @@ def test_a_step_that_fails_leaves_everything_as_it_was(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = on_mesh(mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS)
 
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError
@@ -322,8 +325,10 @@ def test_what_hooks_of_the_step_change(stage: int, run: Any, mesh: DeviceMesh) -
     x, sharded = batch(mesh, 0)
     for name, hook in HOOKS.items():
         model, expected = on_mesh(mesh), reference()
-        optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05), mesh, stage=stage)
-        on_cpu = torch.optim.AdamW(expected.parameters(), lr=0.05)
+        optimizer = xd.zero(
+            torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), mesh, stage=stage
+        )
+        on_cpu = torch.optim.AdamW(expected.parameters(), lr=0.05, eps=EPS)
         for one in (optimizer, on_cpu):  # also gradients before a step
             one.register_step_pre_hook(clip)
             one.register_step_post_hook(hook)
@@ -465,7 +470,7 @@ def test_errors(mesh: DeviceMesh) -> None:
 def test_a_group_that_comes_later(mesh: DeviceMesh) -> None:
     model = on_mesh(mesh)
     first, *rest = model.parameters()
-    optimizer = xd.zero(torch.optim.AdamW([first], lr=0.05), mesh, stage=2)
+    optimizer = xd.zero(torch.optim.AdamW([first], lr=0.05, eps=EPS), mesh, stage=2)
     optimizer.add_param_group({"params": rest})
     for _ in range(2):
         loss_of(model(batch(mesh, 0)[1])).backward()

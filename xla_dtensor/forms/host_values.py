@@ -72,11 +72,11 @@ def to_devices(tensor: torch.Tensor, form: Form) -> Any:
             return arrays.put(value, form.sharding)
         arrays.check_equal(value)
         return arrays.put_shards(
-            form.padded_shape, form.sharding, lambda index: _padded_slice(value, index)
+            form.padded_shape, form.sharding, lambda index: padded_slice(value, index)
         )
 
 
-def _padded_slice(value: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+def padded_slice(value: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
     """``value[index]``, where the index may reach beyond ``value``: zeros there."""
     out_shape, inside = [], []
     for size, part in zip(value.shape, index, strict=True):

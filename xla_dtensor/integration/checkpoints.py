@@ -59,9 +59,10 @@ def _save(original: Any, args: Any, kwargs: Any) -> Any:
     from xla_dtensor.checkpoint import stand_ins, writing
 
     given = _bound(original, args, kwargs)
-    _have_processes(given, "storage_writer")
     state = given.arguments["state_dict"]
-    if stand_ins.has_ours(state):
+    ours = stand_ins.has_ours(state)
+    _have_processes(given, "storage_writer", ours)
+    if ours:
         storage = given.arguments["storage_writer"]
         # Of several shards of one name in a file, torch's writer of safetensors files keeps one.
         one_each = getattr(storage, "serialization_format", None) == _safetensors()
@@ -72,15 +73,21 @@ def _save(original: Any, args: Any, kwargs: Any) -> Any:
     return _run(original, given)
 
 
-def _have_processes(given: Any, storage: str) -> None:
-    """Let all processes save or load together, though torch knows of no others."""
+def _have_processes(given: Any, storage: str, ours: bool) -> None:
+    """Let all processes save or load together, though torch knows of no others; and a process alone
+    that torch takes for one of several."""
     from torch import distributed
 
     from xla_dtensor.checkpoint import together
     from xla_dtensor.runtime import processes
 
-    asked = given.arguments.get("process_group"), distributed.is_initialized()
-    if processes.several() and not any(asked):
+    group = given.arguments.get("process_group")
+    asked = group, distributed.is_initialized()
+    if ours and asked[1] and not processes.several() and distributed.get_backend(group) == "fake":
+        # The ranks that it pretends to are this process's devices, of which it has all shards:
+        # asked for their plans, each would be this one's, and their files nobody's.
+        given.arguments |= {"process_group": None, "no_dist": True, "coordinator_rank": 0}
+    elif processes.several() and not any(asked):
         place = getattr(given.arguments[storage], "checkpoint_id", "")
         given.arguments["process_group"] = together.of_call(storage, str(place))
         given.arguments["no_dist"] = False
@@ -111,9 +118,10 @@ def _load(original: Any, args: Any, kwargs: Any) -> Any:
     from xla_dtensor.checkpoint import stand_ins
 
     given = _bound(original, args, kwargs)
-    _have_processes(given, "storage_reader")
     state = given.arguments["state_dict"]
-    if not stand_ins.has_ours(state):
+    ours = stand_ins.has_ours(state)
+    _have_processes(given, "storage_reader", ours)
+    if not ours:
         return original(*given.args, **given.kwargs)
     from xla_dtensor.checkpoint import loading
 

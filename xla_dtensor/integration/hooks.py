@@ -6,6 +6,7 @@ Checked on torch 2.13.0.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from typing import Any
@@ -45,6 +46,7 @@ from xla_dtensor.integration import (
     transformers,
 )
 from xla_dtensor.integration.on_import import on_import
+from xla_dtensor.integration.take_over import take_over
 from xla_dtensor.runtime.jax_runtime import keep_quiet
 from xla_dtensor.tensors import backend
 
@@ -225,10 +227,12 @@ def _hook_distribute() -> None:
     spmd = types.ModuleType(name)
     spmd.__doc__ = "Provided by xla_dtensor for torch.distributed.tensor."
 
-    def xla_distribute_tensor(tensor: Any, device_mesh: Any, placements: Any = None) -> Any:
+    def xla_distribute_tensor(
+        tensor: Any, device_mesh: Any, placements: Any = None, *, src_data_rank: int | None = 0
+    ) -> Any:
         from xla_dtensor.movement.factories import distribute_tensor
 
-        return distribute_tensor(tensor, device_mesh, placements)
+        return distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
 
     def xla_distribute_module(
         module: Any,
@@ -244,6 +248,26 @@ def _hook_distribute() -> None:
     spmd.xla_distribute_tensor = xla_distribute_tensor  # type: ignore[attr-defined]
     spmd.xla_distribute_module = xla_distribute_module  # type: ignore[attr-defined]
     sys.modules[name] = spmd
+
+    # torch doesn't tell the function that it calls out to whose value it is.
+    from torch.distributed.tensor import _api
+
+    signature = inspect.signature(_api.distribute_tensor)
+
+    def with_source(original: Any, args: Any, kwargs: Any) -> Any:
+        source = kwargs.get("src_data_rank", 0)
+        if source != 0:
+            given = signature.bind(*args, **kwargs).arguments
+            mesh = given.get("device_mesh")
+            mesh = mesh or torch_device_mesh._mesh_resources.get_current_mesh()
+            if mesh.device_type == "xla":
+                placements = given.get("placements")
+                return xla_distribute_tensor(
+                    given["tensor"], mesh, placements, src_data_rank=source
+                )
+        return original(*args, **kwargs)
+
+    take_over(_api.distribute_tensor, with_source)
 
 
 def _hook_factories() -> None:

@@ -23,25 +23,24 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.dispatch import nowhere
 from xla_dtensor.errors import (
     MeshMismatchError,
-    PerDeviceValueError,
     PlacementError,
     UnsupportedOpError,
 )
 from xla_dtensor.forms.form import Form, sharded_form
-from xla_dtensor.forms.host_values import to_devices
-from xla_dtensor.forms.read import logical_value
+from xla_dtensor.forms.host_values import from_numpy, to_numpy
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.lowering import random
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
+from xla_dtensor.movement import sources
+from xla_dtensor.movement.lay_out import lay_out
 from xla_dtensor.movement.local_view import from_local
 from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.movement.shared_parameters import share_again, shared_slots
-from xla_dtensor.runtime import abstract, agreement, arrays
+from xla_dtensor.runtime import abstract, agreement
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import (
     DTENSORS,
     XLAShardedTensor,
-    keep_leaf_gradients_sharded,
 )
 
 
@@ -61,7 +60,11 @@ def distribute_tensor(
         device_mesh: an xla mesh; by default the current one (``with mesh:``).
         placements: one per mesh dim; replicated by default. A ``Partial`` tensor's value, once
             reduced, is ``tensor``.
-        src_data_rank: for torch's signature; one process holds the value, so it has no effect.
+        src_data_rank: of several processes, whose value it is: that of the process with the device
+            of this rank along each mesh dim, by default the first, which is sent to all; with None
+            each process's devices take their shards of its own, and what several of them hold has
+            to be the same. In one process, and in a compiled step (where all have to have the
+            same), it has no effect.
 
     Returns:
         an `XLAShardedTensor` of ``tensor``'s shape, dtype and ``requires_grad``, with these
@@ -73,6 +76,8 @@ def distribute_tensor(
         MeshMismatchError: ``tensor`` is sharded over another mesh.
         PerDeviceValueError: ``tensor`` is another one on each device.
         UnsupportedOpError: ``tensor`` has a sparse layout.
+        DivergenceError: processes have different values, shapes or dtypes where these have to be
+            the same.
 
     Example::
 
@@ -108,67 +113,29 @@ def distribute_tensor(
             "only; distribute tensor.to_dense()"
         )
     if isinstance(tensor, XLATensor) and _varies_outside(tensor, mesh):
-        # Of each group of the mesh's devices it is one value.
-        whole = from_local(tensor.detach(), mesh)
-        dealt = whole.redistribute(placements=placements).detach()
-        return dealt.requires_grad_(tensor.requires_grad)
-    form = sharded_form(
-        mesh,
-        placements,
-        tuple(tensor.shape),
-        _dense_stride(tensor),
-        dtype=tensor.dtype,
-        meta=tensor.is_meta,
-    )
-    array = None if form.meta else _placed(tensor, form)
-    result = XLAShardedTensor(Storage(array, form), form)
-    if tensor.requires_grad:
-        result.requires_grad_(True)
-        keep_leaf_gradients_sharded(result)
-    return result
+        return _dealt_in_groups(tensor, mesh, placements)
+    own = None
+    if sources.is_own(tensor):
+        own = to_numpy(tensor.detach().cpu())
+        if src_data_rank is not None and sources.take(own, mesh, src_data_rank):
+            whole = from_numpy(own).requires_grad_(tensor.requires_grad)
+            return _dealt_in_groups(whole, mesh, placements)
+    return lay_out(tensor, mesh, placements, own, check=src_data_rank is None)
+
+
+def _dealt_in_groups(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> XLAShardedTensor:
+    """Of each group of the mesh's devices it is one value."""
+    whole = from_local(tensor.detach(), mesh)
+    dealt = whole.redistribute(placements=placements).detach()
+    return dealt.requires_grad_(tensor.requires_grad)
 
 
 def _varies_outside(tensor: XLATensor, mesh: DeviceMesh) -> bool:
     """Whether the devices' values differ, and those along the dims of ``mesh`` don't."""
     own = {name for names in mesh_dim_axes(mesh) for name in names}
     return bool(tensor.varying) and not own & set(tensor._form.placed(frame_of(mesh)).varying)
-
-
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides, or a copy's if it has gaps or overlaps."""
-    model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return torch.empty_like(model).stride()
-
-
-def _placed(tensor: torch.Tensor, form: Form) -> Any:
-    trace = thread_state.current()
-    if isinstance(tensor, XLATensor):
-        if tensor.varying:
-            raise PerDeviceValueError(
-                f"distribute_tensor: a per-device tensor of shape {list(tensor.shape)} varies "
-                f"along {list(tensor.varying)}, so it isn't one value to deal out. Make it one "
-                "first (xd.collectives.broadcast, all_reduce), or say that the devices hold parts "
-                "of a whole: DTensor.from_local(x, mesh, placements)"
-            )
-        if trace is None and abstract.current() is not None:
-            return nowhere.array(form)
-        value = logical_value(tensor)
-        frame = tensor._form.frame
-        if trace is not None:
-            return constrain(value, form)
-        assert form.frame is not None
-        with jax.enable_x64(True):
-            in_place = frame is not None and frame.device_ids == form.frame.device_ids
-            sharding = form.sharding if in_place else None
-            padder = _makers.get_or_make(
-                ("distribute_tensor", form, sharding),
-                lambda: jax.jit(lambda value: form.physical(value), out_shardings=sharding),
-            )
-            padded = padder(value)
-            return padded if in_place else arrays.put(padded, form.sharding)
-    if trace is not None:
-        return constrain(trace.host_tensor(tensor), form)
-    return to_devices(tensor.detach().cpu(), form)
 
 
 def distribute_module(
@@ -191,7 +158,8 @@ def distribute_module(
 
     Returns:
         ``module``. Its parameters are new objects; make optimizers after it. What several modules
-        share they share afterwards.
+        share they share afterwards. Of several processes all take the parameters and buffers of the
+        first, as `distribute_tensor` does.
 
     Raises:
         RuntimeError: the module was distributed before, or there is no mesh.

@@ -11,7 +11,8 @@ from xla_dtensor.dispatch.moves import refuse_varying, to_cpu
 from xla_dtensor.dispatch.ops import handles, info_of
 from xla_dtensor.dispatch.out_arguments import into
 from xla_dtensor.forms.read import constant_recipe
-from xla_dtensor.movement.factories import distribute_tensor
+from xla_dtensor.movement.factories import replicated
+from xla_dtensor.movement.lay_out import lay_out
 from xla_dtensor.tensors.indexing import is_mask as _is_mask
 from xla_dtensor.tensors.indexing import is_masked_fill
 from xla_dtensor.tensors.of_form import Ours
@@ -49,7 +50,7 @@ def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def back(tensor: torch.Tensor) -> torch.Tensor:
         if mesh is None:
             return tensor.to("xla")
-        return distribute_tensor(tensor, mesh, None)
+        return lay_out(tensor, mesh, replicated(mesh))
 
     return _map(out, lambda x: back(x) if isinstance(x, torch.Tensor) else x)
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
@@ -20,6 +21,7 @@ from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.mesh.placements import unpartial
+from xla_dtensor.movement import sources
 from xla_dtensor.movement.own_piece import (
     are_equal_along,
     has_own_piece,
@@ -51,13 +53,15 @@ def from_local(
             processes, each one's devices its own).
         placements: how the local tensors make up the sharded one; replicated by default.
         run_check: along mesh dims that replicate, take the value of coordinate 0 for all, as torch
-            does by a broadcast. Without it such a mesh dim refuses a tensor that varies along it.
+            does by a broadcast. Without it such a mesh dim refuses a tensor that varies along it,
+            and one that several processes have each of their own has to be the same in all.
         shape, stride: of the sharded tensor; both or none.
         grad_placements: those of the gradient that flows back, by default ``placements`` with
             ``Replicate`` for ``Partial``.
 
     Raises:
         UnsupportedOpError: the tensor differs between devices that are to hold the same.
+        DivergenceError: processes whose devices are to hold the same have different ones.
         PlacementError: ``shape`` isn't what the local tensors make up.
     """
     if isinstance(local_tensor, DTENSORS):
@@ -279,6 +283,7 @@ def _place(local: XLATensor, mesh: DeviceMesh, placements: Placements, run_check
         apart |= outside
     axes = tuple(name for name in frame.process_axes if name in apart)
     if axes:
+        sources.check_beside(np.asarray(storage.array), frame, axes)
         storage.join(frame, axes)
     else:
         storage.place(frame)

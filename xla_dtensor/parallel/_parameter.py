@@ -111,7 +111,7 @@ class ManagedParameter:
         if isinstance(value, XLAShardedTensor):
             value = value.redistribute(mesh, placements)
         else:
-            value = distribute_tensor(value, mesh, placements)
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)  # as torch
         if self._state.offloads:
             value = to_host(value)
         return nn.Parameter(value, requires_grad=parameter.requires_grad)

@@ -58,7 +58,10 @@ def wrap(self: DistributedDataParallel, arguments: Mapping[str, Any]) -> None:
         )
     parallel = data_parallel(mesh, None, "DistributedDataParallel", shard=False)
     replicate(
-        module, mesh=parallel.mesh, ignored_params={p for n, p in named.items() if n in ignored}
+        module,
+        mesh=parallel.mesh,
+        ignored_params={p for n, p in named.items() if n in ignored},
+        init_sync=arguments.get("init_sync", True),
     )
     nn.Module.__init__(self)
     of_torch: Any = self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.movement.sources import synchronize
 from xla_dtensor.parallel._manage import become, manage
 from xla_dtensor.parallel._mesh import data_parallel
 from xla_dtensor.parallel._state import State
 from xla_dtensor.parallel.module import FSDPModule
+from xla_dtensor.runtime import processes
 
 # What DistributedDataParallel takes that says how to communicate; XLA decides that.
 _OF_COMMUNICATION = frozenset(
@@ -64,7 +67,9 @@ def replicate(
         ignored_modules: modules whose parameters are left alone.
         mesh: of one dim; by default the current mesh, else all devices. Also as ``device_mesh``.
         mp_policy, offload_policy, ignored_params, dp_mesh_dims: as for `fully_shard`.
-        kwargs: those of ``DistributedDataParallel`` that say how to communicate have no effect.
+        kwargs: those of ``DistributedDataParallel`` that say how to communicate have no effect, but
+            for ``init_sync``: unless it is False, all processes take the first one's parameters and
+            buffers.
 
     Returns:
         ``module``, now a `ReplicateModule`.
@@ -110,11 +115,25 @@ def replicate(
     for one in ignored_modules or ():
         ignored |= set(one.parameters())
     parallel = data_parallel(mesh or device_mesh, dp_mesh_dims, "replicate", shard=False)
+    if kwargs.get("init_sync", True) and processes.several():
+        synchronize(_own_tensors(modules, ignored), parallel.mesh)
     state = manage(replicate, module, parallel, mp_policy, ignored, None, "replicate")
     state.reshard_after_forward = False
     state.local_gradients = True
     become(state.modules, ReplicateModule, "DDP")
     return module
+
+
+def _own_tensors(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[torch.Tensor]:
+    """The parameters and buffers that torch synchronizes."""
+    found: dict[int, torch.Tensor] = {}
+    left_alone = {id(parameter) for parameter in ignored}
+    for module in modules:
+        names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if name not in names and id(tensor) not in left_alone:
+                found[id(tensor)] = tensor
+    return list(found.values())
 
 
 class ReplicateModule(FSDPModule):

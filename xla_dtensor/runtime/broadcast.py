@@ -1,0 +1,113 @@
+"""A value of one process on the hosts of all, sent over the devices, and where values of several
+have to agree."""
+
+from __future__ import annotations
+
+import functools
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from xla_dtensor.errors import DivergenceError
+from xla_dtensor.runtime import agreement, processes, whereabouts
+
+PIECE = 1 << 24
+"""Bytes that are sent at once: what this takes on each side, whatever the value's size."""
+
+_SMALLEST, _STEP = 1 << 12, 8  # a program for each of a few lengths, not for each value's
+
+
+def send(value: np.ndarray, source: int) -> None:
+    """Overwrite ``value``, in every other process, with that of process ``source``; all call it.
+
+    Args:
+        value: of the same shape and dtype in all, contiguous.
+        source: a process's number.
+
+    Raises:
+        DivergenceError: another process does something else, or has another shape or dtype.
+    """
+    agreement.agree(
+        f"distributes process {source}'s value of shape {list(value.shape)}, {value.dtype}",
+        "All processes have to distribute tensors of the same shapes in the same order, also where "
+        "the values are one process's",
+    )
+    flat = _bytes_of(value)
+    is_source = processes.index() == source
+    for start in range(0, flat.size, PIECE):
+        piece = flat[start : start + PIECE]
+        size = _SMALLEST
+        while size < piece.size:
+            size *= _STEP
+        own = np.zeros(size, np.uint8)
+        if is_source:
+            own[: piece.size] = piece
+        sent = _summed(own.view(np.uint32))
+        if not is_source:
+            piece[:] = sent.view(np.uint8)[: piece.size]
+
+
+def _bytes_of(value: np.ndarray) -> np.ndarray:
+    """Its memory, if it is contiguous. Not all dtypes have a ``data``."""
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _summed(own: np.ndarray) -> np.ndarray:
+    """The sum over the processes: all but one give zeros, so it is what that one gives, exactly."""
+    import jax
+
+    device, sharding, program = _program(own.size)
+    part = jax.device_put(own[None], device)
+    shape = (processes.count(), own.size)
+    summed = program(jax.make_array_from_single_device_arrays(shape, sharding, [part]))
+    with whereabouts.reading():
+        return np.asarray(summed)
+
+
+@functools.cache
+def _program(size: int) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """For values of ``size`` words: this process's device, the sharding, and what adds up."""
+    import jax
+
+    first: dict[int, Any] = {}
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        first.setdefault(device.process_index, device)
+    devices = np.array([first[i] for i in sorted(first)], dtype=object)
+    mesh = jax.sharding.Mesh(devices, ("process",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("process"))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def added(parts: Any) -> Any:
+        return parts.sum(axis=0, dtype=np.uint32)
+
+    return first[jax.process_index()], sharding, jax.jit(added, out_shardings=replicated)
+
+
+def check_shared(value: np.ndarray, pieces: Mapping[str, np.ndarray], advice: str) -> None:
+    """See that processes that hold the same piece of a value have the same elements in it; all call
+    it.
+
+    Args:
+        value: this process's.
+        pieces: those of it that others hold, too, by what to call them.
+        advice: what to do where they differ.
+
+    Raises:
+        DivergenceError: they differ, or another process does something else.
+    """
+    what = f"distributes values of its own of shape {list(value.shape)}, {value.dtype}"
+    own = {name: zlib.crc32(_bytes_of(piece).data) for name, piece in pieces.items()}
+    found = [json.loads(text) for text in agreement.texts_of_all(what, json.dumps(own))]
+    first: dict[str, int] = {}
+    for index, sums in enumerate(found):
+        for name, checksum in sums.items():
+            other = first.setdefault(name, index)
+            if found[other][name] != checksum:
+                raise DivergenceError(
+                    f"{processes.known(other)} and {processes.known(index)} have different values "
+                    f"of a tensor of shape {list(value.shape)}, {value.dtype}, and both hold it, "
+                    f"{name}. {advice}"
+                )
