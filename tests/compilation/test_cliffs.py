@@ -260,7 +260,7 @@ PLACES: dict[str, Function] = {
     "dataclass_in_another": argument(
         lambda x, d: x * d["a"].scale.scale + d["a"].shift, lambda i: {"a": Frozen(Settings(i), i)}
     ),
-    "iterator": argument(lambda x, ns: x * next(ns) + next(ns), lambda i: iter([i, i, i])),
+    "iterator": argument(lambda x, ns: x * next(ns) + next(ns), lambda i: iter([i] * 4)),
     "replaced_dataclass": argument(
         lambda x, d: x * dataclasses.replace(d, shift=3).scale, lambda i: Settings(i, 4)
     ),
