@@ -33,6 +33,8 @@ class Worker:
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """What came of a program; where the process died over it, that."""
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()  # it has died between two programs
         process = self._start()
         assert process.stdin is not None
         process.stdin.write(json.dumps(request) + "\n")

@@ -25,7 +25,7 @@ COARSE = 0.06  # where bfloat16 has been on the way
 
 
 # Findings that wait for their remedy, and what isn't drawn until then. Empty is what it should be.
-EXCLUDED = {"F2": "writes to memory that has a view of overlapping windows"}
+EXCLUDED: dict[str, str] = {}
 
 
 class UnsuitableError(Exception):
@@ -251,7 +251,7 @@ class Draw:
         return name
 
     def overlapping(self, name: str) -> None:
-        """A view of windows, which may overlap: then its memory isn't written to."""
+        """A view that may have an element several times: then its memory isn't written to."""
         if "F2" not in EXCLUDED:
             return
         value = self.wide[name]

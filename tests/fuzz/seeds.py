@@ -19,6 +19,7 @@ def draw(seed: int, mesh: str | None = None) -> Program:
         seed: any number.
         mesh: the mesh in place of the one that the seed draws.
     """
+    DRAWS.start(None)  # not those that another program has left
     for attempt in range(50):
         rng = random.Random(f"fuzz {seed} {attempt}")
         drawn = Draw(f"program {seed} {attempt}", mesh or MESHES[rng.randrange(len(MESHES))])
@@ -49,7 +50,6 @@ def draw(seed: int, mesh: str | None = None) -> Program:
 def suits(program: Program) -> bool:
     """CPU torch runs it, and what it gives are numbers."""
     try:
-        DRAWS.start(None)
         run = on_cpu(program, wide=True)
         on_cpu(program)
     except RuntimeError:

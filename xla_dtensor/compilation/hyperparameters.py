@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.base.python_numbers import is_pythons, like_a_number
-from xla_dtensor.base.traced_number import valueless_number
+from xla_dtensor.base.valueless_number import valueless_number
 from xla_dtensor.compilation.doubles import plain
 from xla_dtensor.compilation.numbers import Changed
 from xla_dtensor.forms.form import device_form

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import jax
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.dispatch import pin
 from xla_dtensor.mesh import Frame
+
+T = TypeVar("T")
 
 
 def layouts(inputs: Any) -> tuple[Any, ...]:
@@ -37,7 +40,36 @@ def takes_no_axes_apart(
     Args:
         outputs: the shardings of its outputs.
     """
-    if frame is None:
+    if frame is None or not pin.allowed:
         return False
     known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
     return pin.may_be_loose(jaxpr, frame.jax_mesh, [*known, *outputs])
+
+
+class Pinning:
+    """How a program's pins are lowered (`dispatch/pin.py`), as a context to lower it in: as they
+    say, loosely, or, where XLA fails on that, all of them exactly."""
+
+    def __init__(self) -> None:
+        self._context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self._context()
+
+    def loosen(self, jaxpr: Any, frame: Frame | None, inputs: Any, outputs: Iterable[Any]) -> None:
+        """Lower loosely if the program can do with that (`takes_no_axes_apart`)."""
+        if takes_no_axes_apart(jaxpr, frame, inputs, outputs):
+            self._context = pin.loose
+
+    def attempt(self, run: Callable[[], T], with_all_pins: Callable[[], T]) -> T:
+        """What ``run`` gives, or, if XLA fails, the other, which lowers anew
+        (`base/xla_faults.py:UNCOMPILED`)."""
+        try:
+            with self():
+                return run()
+        except jax.errors.JaxRuntimeError as error:
+            if self._context is pin.tight or "RESOURCE_EXHAUSTED" in str(error):
+                raise
+        self._context = pin.tight
+        with self():
+            return with_all_pins()

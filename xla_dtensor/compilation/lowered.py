@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +18,7 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.garbage import Seldom
 from xla_dtensor.compilation.gradients import Layout
-from xla_dtensor.compilation.input_layouts import layouts, shardings_of, takes_no_axes_apart
+from xla_dtensor.compilation.input_layouts import Pinning, layouts, shardings_of
 from xla_dtensor.compilation.inputs import Arrays, outputs_in_order
 from xla_dtensor.compilation.node import OnHost, Read
 from xla_dtensor.compilation.numbers import Decision, values_of
@@ -28,7 +27,6 @@ from xla_dtensor.compilation.recipes import Source
 from xla_dtensor.compilation.run import Prepared
 from xla_dtensor.compilation.split import Split, reordered
 from xla_dtensor.compilation.traced import Traced
-from xla_dtensor.dispatch import pin
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
@@ -56,7 +54,7 @@ class Lowered:
         self.changed_path: str | None = None
         self.changed_numbers: frozenset[str] = frozenset()
         self.decided: Decision | None = None
-        self.lowering: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.lowering = Pinning()
         self.launched = False
         self._anchor: Callable[[], Storage | None] = lambda: None
         trace = traced.trace
@@ -251,8 +249,7 @@ class Lowered:
             if self._frame is not None and any(form.memory for form in self._forms):
                 jit_options["in_shardings"] = shardings_of(inputs, self._frame.replicated)
             wanted = map(self._sharding, self._forms)
-            if pin.allowed and takes_no_axes_apart(self._jaxpr, self._frame, inputs, wanted):
-                self.lowering = pin.loose
+            self.lowering.loosen(self._jaxpr, self._frame, inputs, wanted)
 
             def lower() -> Any:
                 with self.lowering(), Seldom():
@@ -279,30 +276,11 @@ class Lowered:
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {self._frame}{seed}"
                     )
-                compiled = self._attempt(
+                compiled = self.lowering.attempt(
                     lambda: lowered.compile(options), lambda: lower().compile(options)
                 )
                 executables.put(key, compiled)
             self.compiled = compiled
-
-    def _attempt(self, run: Callable[[], T], with_all_pins: Callable[[], T]) -> T:
-        """What ``run`` gives, or, if XLA fails, the other, which lowers anew
-        (`base/xla_faults.py:UNCOMPILED`)."""
-        try:
-            with self.lowering():
-                return run()
-        except jax.errors.JaxRuntimeError as error:
-            if not self.pins_may_help(error):
-                raise
-        with self.lowering():
-            return with_all_pins()
-
-    def pins_may_help(self, error: Exception) -> bool:
-        """Whether XLA failed on a program without all pins, which has them from now on."""
-        if self.lowering is pin.tight or "RESOURCE_EXHAUSTED" in str(error):
-            return False
-        self.lowering = pin.tight
-        return True
 
     def _sharding(self, form: Form) -> Any:
         if form.sharding is not None or self._frame is None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.modes import unseen
-from xla_dtensor.base.traced_number import absent_number
+from xla_dtensor.base.valueless_number import absent_number
 from xla_dtensor.compilation.hyperparameters import for_formula, item_of
 from xla_dtensor.compilation.schedulers import DeferredSchedulers, set_by
 from xla_dtensor.compilation.stepped import Planted, SteppedOptimizer

@@ -171,7 +171,7 @@ class Program(WriteBack):
                 self._backward = self._make_backward()
                 return self._backward(inputs)
 
-            results = iter(self._attempt(lambda: self._backward(inputs), anew))
+            results = iter(self.lowering.attempt(lambda: self._backward(inputs), anew))
         if events.observer is not None:
             text = self._backward_text(inputs)
             events.observer.launched(self, "backward", text)

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_dtensor.compilation.input_layouts import takes_no_axes_apart
+from xla_dtensor.compilation.input_layouts import Pinning
 from xla_dtensor.compilation.inputs import Losses, check_alive, refuse_deleted
-from xla_dtensor.dispatch import lazy, pin
+from xla_dtensor.dispatch import lazy
 from xla_dtensor.dispatch.batch import Batch, Waiting
 from xla_dtensor.dispatch.batch_program import (
     ARRAY,
@@ -68,26 +68,18 @@ class Program:
         inputs = self._inputs(recorded)
         shardings = out_shardings(self.outputs)
 
-        def lowered() -> Any:
+        def traced() -> Any:
             # Another function each time, or JAX would give the same text again.
-            jitted = jax.jit(functools.partial(step), donate_argnums=0, **shardings)
-            return jitted.trace(*inputs)
+            return jax.jit(functools.partial(step), donate_argnums=0, **shardings).trace(*inputs)
 
+        pinning = Pinning()
         with jax.enable_x64(True):
-            traced = lowered()
+            first = traced()
             wanted_shardings = shardings.get("out_shardings", ())
-            is_loose = pin.allowed and takes_no_axes_apart(
-                traced.jaxpr.jaxpr, recorded.frame, inputs, wanted_shardings
+            pinning.loosen(first.jaxpr.jaxpr, recorded.frame, inputs, wanted_shardings)
+            self.compiled = pinning.attempt(
+                lambda: first.lower().compile(options), lambda: traced().lower().compile(options)
             )
-            with pin.loose() if is_loose else contextlib.nullcontext():
-                program = traced.lower()
-            try:
-                self.compiled = program.compile(options)
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" in str(error):
-                    raise
-                with pin.tight():
-                    self.compiled = lowered().lower().compile(options)
 
     def computes(self, wanted: Outputs) -> bool:
         """Whether it gives all that is wanted."""

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from xla_dtensor.base import rng, thread_state
 from xla_dtensor.base.modes import unseen
 from xla_dtensor.base.source_line import user_line
-from xla_dtensor.base.traced_number import valueless_number
+from xla_dtensor.base.valueless_number import valueless_number
 from xla_dtensor.compilation import captured as outside_storages
 from xla_dtensor.compilation import module_scopes
 from xla_dtensor.compilation.captured import Captured

@@ -12,7 +12,7 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.source_line import user_line
-from xla_dtensor.base.traced_number import symbolic_number
+from xla_dtensor.base.valueless_number import symbolic_number
 from xla_dtensor.dispatch.alike import once_for_alike
 from xla_dtensor.dispatch.ops import OpInfo
 from xla_dtensor.errors import UnsupportedOpError

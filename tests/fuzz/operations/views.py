@@ -119,7 +119,8 @@ def expanded(d: Draw) -> None:
     if d.chance(0.5):
         shape.insert(0, d.choice((2, 3, 4, 5)))
     call = f"torch.broadcast_to({name}, {shape})" if d.chance(0.3) else f"{name}.expand({shape})"
-    d.let(call, moves=True)
+    (new,) = d.let(call, moves=True)
+    d.overlapping(new)
 
 
 @operation(1.5)
