@@ -157,6 +157,12 @@ class Settings:
     shift: int = 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    scale: float
+    shift: int = 1
+
+
 class Holder:
     scale: float = 1.0
 
@@ -250,6 +256,11 @@ PLACES: dict[str, Function] = {
     "module": of_a_module,
     "captured_dataclass": of_a_captured_dataclass,
     "dataclass": argument(lambda x, d: x * d.scale + d.shift, lambda i: Settings(i, i)),
+    "frozen_dataclass": argument(lambda x, d: x * d.scale + d.shift, lambda i: Frozen(i, i)),
+    "dataclass_in_another": argument(
+        lambda x, d: x * d["a"].scale.scale + d["a"].shift, lambda i: {"a": Frozen(Settings(i), i)}
+    ),
+    "iterator": argument(lambda x, ns: x * next(ns) + next(ns), lambda i: iter([i] * 4)),
     "replaced_dataclass": argument(
         lambda x, d: x * dataclasses.replace(d, shift=3).scale, lambda i: Settings(i, 4)
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,16 @@ def test_steps_pickled() -> None:
     trainer = pickle.loads(pickle.dumps(Trainer()))
     trainer.scale = 4.0
     assert trainer.own(x).tolist() == trainer.of_class(x).tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("settings", [{"buckets": {"x": {0: (4, 8)}}}, {"watch": "replay"}])
+def test_settings_of_copies(settings: dict[str, Any]) -> None:
+    step = xd.compile(tripled, **settings)
+    xs = [torch.ones(n, device="xla") for n in (1, 2, 3)]
+    for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        assert [other(x).tolist() for x in xs] == [[3.0], [3.0] * 2, [3.0] * 3]
+        assert type(other) is type(step) and step.traces == 0
+        assert other.compilations == (1 if "buckets" in settings else 3)
 
 
 def test_what_cannot_be_pickled_is_named() -> None:

@@ -30,7 +30,7 @@ from xla_dtensor.compilation.kinds import (
 )
 from xla_dtensor.compilation.kinds_of_code import Stream, without_cells
 from xla_dtensor.compilation.outside import hooks_of
-from xla_dtensor.compilation.places import Attributes, Place
+from xla_dtensor.compilation.places import UNREAD, Attributes, Place
 from xla_dtensor.compilation.reflection import dict_of, is_strict
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 from xla_dtensor.tensors.device_tensor import XLATensor
@@ -138,8 +138,7 @@ class Arguments:
     def _number(self, value: Any) -> Any:
         position = len(self.values)
         if type(value) is Length:
-            self.lengths |= {position}
-            value = int(value)
+            self.lengths, value = self.lengths | {position}, int(value)
         self.numbers[position] = value
         if self._in_record:
             self.fields |= {position}
@@ -280,8 +279,8 @@ class Arguments:
         for tensor in self.tensors if reads is not None else ():
             place = Attributes(tensor, "an argument")
             for name in place.content().keys() - (reads or frozenset()):
-                plant(place, name, _UNREAD)
-        self._positions, self._kept, self._rebuilt = self._index, {}, []
+                plant(place, name, UNREAD)
+        self.end_trace()
         has_streams = any(type(value) is Stream for value in self.containers)
         if not numbers and not self._cut and not has_streams:
             return self.args, self.kwargs
@@ -306,6 +305,10 @@ class Arguments:
         others = [new for value, new in done.values() if new is not value]
         self._rebuilt = [(new, ids_of_parts(new)) for new in others]
         return args, kwargs
+
+    def end_trace(self) -> None:
+        """Let go of what was made for it: iterators hold numbers that end with it."""
+        self._positions, self._kept, self._rebuilt = self._index, {}, []
 
     def check_reads(self, reads: frozenset[str] | None) -> None:
         """Raise `ReadsMore` if the step reads attributes of these tensors that aren't in their key,
@@ -395,6 +398,3 @@ class ReadsMore(BaseException):
 
     def __init__(self, reads: frozenset[str] | None) -> None:
         self.reads = reads
-
-
-_UNREAD = object()  # stands for the value of an attribute that the step's code doesn't read

@@ -21,6 +21,8 @@ class _Missing:
 
 MISSING: Any = _Missing()
 """Stands for the value of a name that isn't there."""
+UNREAD: Any = object()
+"""Stands for the value of an attribute that the step's code doesn't read."""
 
 
 class Place:
@@ -170,12 +172,14 @@ class Slots(Place):
         return found
 
     def replace(self, content: dict[Any, Any]) -> None:
+        # A frozen dataclass would refuse it, and other classes' own methods would do more.
+        how: Any = type if isinstance(self.owner, type) else object
         for name, value in content.items():
             if value is MISSING:
                 if self.content()[name] is not MISSING:
-                    delattr(self.owner, name)
+                    how.__delattr__(self.owner, name)
             else:
-                setattr(self.owner, name, value)
+                how.__setattr__(self.owner, name, value)
 
     def label(self, key: Any) -> str:
         return self.shown if self.shown is not None else f"{self.path}.{key}"

@@ -18,6 +18,7 @@ from typing import Any
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation import totals
+from xla_dtensor.compilation.copied import Copied
 from xla_dtensor.compilation.garbage import Seldom
 from xla_dtensor.compilation.looking import called_without_data
 from xla_dtensor.compilation.step_batch import Program, StepBatch
@@ -34,7 +35,7 @@ SEQUENCES = 256  # of operations whose programs are kept
 OFTEN = 3
 
 
-class ReplayedStep:
+class ReplayedStep(Copied):
     """A step whose Python runs in every call and only writes operations down, which one program
     computes; `compile` makes it with ``watch="replay"``. Call it like the function.
 
@@ -61,6 +62,7 @@ class ReplayedStep:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._options = compiler_options
+        self._asked = (compiler_options,)
         name = f"replayed step {self._name()}"
         self._programs: Cache[Any, list[Program]] = Cache(
             f"{name}: programs", SEQUENCES, size=lambda some: sum(map(Program.size, some))

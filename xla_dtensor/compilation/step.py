@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
-import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -16,6 +14,7 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.buckets import BucketedArguments, check_lengths
+from xla_dtensor.compilation.copied import Copied
 from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.looking import called_without_data, looked_at, tracing
@@ -30,7 +29,7 @@ from xla_dtensor.runtime.jax_runtime import code_bytes
 PROGRAMS = 256
 
 
-class CompiledStep(StepTraces):
+class CompiledStep(Copied, StepTraces):
     """A compiled step, which `compile` makes; call it like the function.
 
     Attributes:
@@ -224,27 +223,3 @@ class CompiledStep(StepTraces):
         if self._calls % self._audit == 0:
             with tracing, self._checks:
                 compare(self._name(), self._function, program.traced, arguments)
-
-    # --- copies -------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledStep:
-        """A step of its own of a copy of the function: that of a method is of a copied object."""
-        other = CompiledStep(copy.deepcopy(self._function, memo), *self._asked)
-        memo[id(self)] = other
-        added = {name: value for name, value in vars(self).items() if name not in vars(other)}
-        vars(other).update(copy.deepcopy(added, memo))
-        return other
-
-    def __reduce__(self) -> Any:
-        """By name, where its module has it (``@xd.compile``), else by the function; without
-        programs."""
-        found: Any = sys.modules.get(getattr(self, "__module__", ""))
-        for name in getattr(self, "__qualname__", "").split("."):
-            found = getattr(found, name, None)
-        if found is self:
-            return self.__qualname__
-        return _remade, (self._function, *self._asked)
-
-
-def _remade(*parts: Any) -> CompiledStep:
-    return CompiledStep(*parts)

@@ -176,6 +176,7 @@ class Traced(TracedEffects):
                     )
                     closed = in_context_of_its_own(jax.make_jaxpr(traced))
                     del self._made
+                    arguments.end_trace()
                     if any(number() is not None for number in trace.python_numbers):
                         raise NumberLeft("the step leaves a number where it isn't seen")
             finally:
