@@ -414,6 +414,21 @@ def test_an_operation_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal((z + 1).cpu(), torch.full((4,), 2.0))
 
 
+def test_what_has_no_value_is_no_operand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of the next batch have the numbers that those of the failed one had."""
+    _fails(monkeypatch, "aten::atan2.default")
+    x = torch.ones(4).to("xla")
+    bad = torch.atan2(x, x)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory"):
+        bad.cpu()
+    other = x * 100
+    with pytest.raises(RuntimeError, match="has no value"):
+        bad + 1
+    with pytest.raises(RuntimeError, match="has no value"):
+        bad.add_(1)
+    assert torch.equal(other.cpu(), torch.full((4,), 100.0))
+
+
 def test_what_was_written_in_between_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed write leaves what was there before it, whoever wrote that."""
     _fails(monkeypatch, "aten::atan2.default")

@@ -370,7 +370,7 @@ class Batch:
             if self._all_or_nothing or (present.__class__ is Pending and present.batch is self):
                 storage.put_back(value, form)
         for pending in self._pending:  # what the batch has made has no earlier value
-            pending.error = error
+            pending.fail(error)
         self._replaced.clear()
         self._start()
         if self._all_or_nothing:

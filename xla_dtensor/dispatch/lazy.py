@@ -182,7 +182,7 @@ class Lazy(Batch):
         if known is not None:
             storage.put_back(*known[1:3])
         else:
-            waiting.pending.error = failure.error
+            waiting.pending.fail(failure.error)
 
     def _launch(self) -> list[tuple[Waiting, Form, Any]]:
         waiting = self._waiting()

@@ -51,6 +51,12 @@ class Pending:
         self.storage = lambda: None
         self.error = None
 
+    def fail(self, error: BaseException) -> None:
+        """There will be no array. The batch goes on, and must not take this for one of the values
+        that it computes next, which have the same numbers."""
+        self.error = error
+        self.batch = None
+
 
 # One counter for all storages: a tensor can move to another one (`x.data = y`), and what was
 # computed from the first must not pass for the second's.
@@ -287,7 +293,7 @@ class Storage:
     def give_up(self, error: BaseException) -> None:
         """There will be no value, because of ``error``."""
         pending = Pending(None, 0)
-        pending.error = error
+        pending.fail(error)
         self.array = pending
 
     def introduce(self, tensor: Any) -> None:
