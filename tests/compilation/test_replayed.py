@@ -5,7 +5,9 @@ What changes between two calls is in the table (`test_changes.py`), which runs i
 
 from __future__ import annotations
 
+import functools
 import gc
+import io
 import signal
 import threading
 import weakref
@@ -325,6 +327,58 @@ def test_threads(mesh_2x4: DeviceMesh) -> None:
     assert not failures, failures
     assert torch.equal(own[1].full_tensor().cpu(), torch.full((8, 4), 20.0))
     assert torch.equal(x.full_tensor().cpu(), torch.zeros(8, 4))
+
+
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "to the host": lambda w: w.cpu(),
+    "an element": lambda w: w[3, 3].cpu(),
+    "an operation": lambda w: (w * 2 + 1).sum().cpu(),
+    "a checkpoint": lambda w: torch.save(w, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("eager", ["lazy", "strict"])
+@pytest.mark.parametrize("watch", ["auto", "replay"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_another_thread_looks_at_what_is_taken_over(
+    look: str, watch: Any, eager: str, request: pytest.FixtureRequest
+) -> None:
+    """A thread that looks at parameters (saves them, evaluates) sees them before a step or after
+    it, and disturbs no step."""
+    if eager == "strict":
+        request.getfixturevalue("strict_eager")
+    weight = torch.zeros(256, 256).to("xla")
+
+    @functools.partial(xd.compile, watch=watch)
+    def step() -> None:
+        weight.add_(1)
+
+    step()
+    LOOKS[look](weight)
+    done, failures = threading.Event(), []
+
+    def train() -> None:
+        try:
+            while not done.is_set():
+                step()
+                steps.append(1)
+        except BaseException as error:
+            failures.append(error)
+
+    steps = [1]
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        for _ in range(30):
+            LOOKS[look](weight)
+            seen = weight.cpu()
+            assert torch.equal(seen, seen[:1, :1].expand(256, 256))
+    finally:
+        done.set()
+        trainer.join()
+    assert not failures, failures
+    assert len(steps) > 1
+    assert torch.equal(weight.cpu(), torch.full((256, 256), float(len(steps))))
 
 
 def test_threads_started_in_the_step(mesh_2x4: DeviceMesh) -> None:

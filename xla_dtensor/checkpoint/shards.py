@@ -20,7 +20,7 @@ from xla_dtensor.base import assertions, interrupts, thread_state
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import from_numpy, viewed_by_numpy
-from xla_dtensor.forms.read import read
+from xla_dtensor.forms.read import reading
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.of_form import Ours, new_tensor
 
@@ -112,14 +112,16 @@ def host_value(tensor: Ours, own: Own, chunk: Chunk) -> torch.Tensor:
     assertions.look()
     if 0 in own.size:
         return torch.empty(own.size, dtype=tensor.dtype)
-    array = read(tensor)
     devices = own.chunks[chunk]
-    if devices:
-        # Another array of the same buffer: JAX keeps what it has copied to the host with the array.
-        shards = {shard.device: shard.data for shard in array.addressable_shards}
-        data = shards[devices[0]]
-        array = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-    return from_numpy(np.asarray(array)[tuple(slice(0, n) for n in chunk.sizes)])
+    with reading(tensor) as array:
+        part = array
+        if devices:
+            # Another array of the same buffer: JAX keeps what it has copied to the host with the
+            # array.
+            shards = {shard.device: shard.data for shard in array.addressable_shards}
+            data = shards[devices[0]]
+            part = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+        return from_numpy(np.asarray(part)[tuple(slice(0, n) for n in chunk.sizes)])
 
 
 class Landing:

@@ -20,6 +20,8 @@ from xla_dtensor.compilation.node import Call, Kept, OnHost, Read, WithHistory, 
 from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.run import Prepared, Run
 from xla_dtensor.compilation.write_back import WriteBack
+from xla_dtensor.dispatch import lazy
+from xla_dtensor.forms.sharing import launching
 from xla_dtensor.runtime import agreement
 from xla_dtensor.tensors.of_form import new_tensor
 
@@ -98,8 +100,13 @@ class Program(WriteBack):
 
     def _execute(self, run: Run, history: bool = False) -> list[Any]:
         """Launch, and write to what was there before; the backward pass's residuals."""
+        with launching():
+            return self._execute_alone(run, history)
+
+    def _execute_alone(self, run: Run, history: bool) -> list[Any]:
         with jax.enable_x64(True):
-            inputs = self._gather(run.arguments, run.prepared)
+            donated, *others = self._gather(run.arguments, run.prepared)
+            inputs = (lazy.to_take_over(donated), *others)
             try:
                 if self._frame is not None and agreement.every_launch():
                     numbers = zlib.crc32(inputs[3].tobytes())

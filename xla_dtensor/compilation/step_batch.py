@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from xla_dtensor.compilation.input_layouts import Pinning
 from xla_dtensor.compilation.inputs import Losses, check_alive, refuse_deleted
@@ -100,10 +99,7 @@ class Program:
 
     def _inputs(self, recorded: StepBatch) -> tuple[list[Any], list[Any], list[Any]]:
         arrays = recorded.arrays
-        taken = [
-            jnp.copy(arrays[i]) if lazy.is_wanted(arrays[i], recorded) else arrays[i]
-            for i in self._taken
-        ]
+        taken = lazy.to_take_over([arrays[i] for i in self._taken], recorded)
         return taken, [arrays[i] for i in self._kept], recorded.numbers()
 
     def difference(self, later: Program) -> str:

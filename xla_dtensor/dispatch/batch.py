@@ -14,7 +14,6 @@ what its writes replace until the new values are there.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +41,7 @@ from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.sharing import lock
 from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.forms.views import leave_open
 from xla_dtensor.lowering import changes as lowering_changes
@@ -52,11 +52,6 @@ executables: Cache[Any, Any] = Cache("batches", 256)
 """By the operations and their operands, and the values wanted."""
 lowering_changes.listen(executables.clear)
 rules.changes.listen(executables.clear)
-
-
-# One for all batches, not one for each: of two threads, each in a batch and reading what the other
-# has written down, neither would ever go on.
-lock = threading.RLock()
 
 
 class writing_down:

@@ -14,7 +14,6 @@ from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.number_functions import number_value
 from xla_dtensor.dispatch import conditions, lazy, nowhere, other_meshes, several_devices
-from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.become import become, check_become, refuse_shared
 from xla_dtensor.dispatch.call import Call, Slot, filled_with
 from xla_dtensor.dispatch.joining import join
@@ -27,6 +26,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import constant_recipe, read
+from xla_dtensor.forms.sharing import launching, lock
 from xla_dtensor.forms.views import leave_open
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering import (
@@ -146,7 +146,8 @@ def _execute(plan: Plan, call: Call, trace: thread_state.Trace | None) -> Any:
     if batch is None:
         batch = lazy.batch()
         if batch is None:
-            return _perform(plan, call, None, None)
+            with launching():
+                return _perform(plan, call, None, None)
     with lock:
         if plan.only_computes:
             # Nothing to ask and nothing to write: what `_perform` does, for most operations.

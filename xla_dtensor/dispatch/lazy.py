@@ -25,13 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from xla_dtensor import rules
 from xla_dtensor.base import events, interrupts, rng, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.source_line import here
 from xla_dtensor.dispatch import nowhere
-from xla_dtensor.dispatch.batch import Bases, Batch, Codes, Waiting, executables, lock
+from xla_dtensor.dispatch.batch import Bases, Batch, Codes, Waiting, executables
 from xla_dtensor.dispatch.batch_program import (
     ARRAY,
     KINDS,
@@ -47,6 +48,7 @@ from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import read
+from xla_dtensor.forms.sharing import is_looked_at, launching, lock
 from xla_dtensor.forms.storage import Pending
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.mesh import Frame
@@ -339,9 +341,13 @@ def flush_all() -> None:
                     other.run()
 
 
-def is_wanted(array: Any, but_by: Lazy) -> bool:
-    """Whether something that waits reads ``array``, in this or another thread."""
-    return any(other.reads(array) for other in list(_batches) if other is not but_by)
+def to_take_over(arrays: list[Any], by: Lazy | None = None) -> list[Any]:
+    """What a step may take over in place of ``arrays``: copies of those that something reads that
+    waits, in this or another thread, or that a thread looks at. The caller holds `lock`."""
+    waiting = [other for other in list(_batches) if other is not by and len(other)]
+    return [
+        jnp.copy(a) if is_looked_at(a) or any(b.reads(a) for b in waiting) else a for a in arrays
+    ]
 
 
 events.before_waiting.append(flush_all)
@@ -357,5 +363,5 @@ def convert(tensor: Any, conversion: Conversion, form: Form) -> Any:
             result = waiting.convert(tensor, conversion, form)
             waiting.cut()
         return result
-    with jax.enable_x64(True):
+    with launching(), jax.enable_x64(True):
         return new_tensor(conversion.eager(None, [read(tensor)], [])[0], form)

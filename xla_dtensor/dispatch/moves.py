@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import assertions, events, thread_state
-from xla_dtensor.dispatch.batch import lock
 from xla_dtensor.dispatch.conditions import assert_true
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.ops import handles
 from xla_dtensor.errors import PerDeviceValueError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_host
-from xla_dtensor.forms.read import constant_recipe, logical_value, read
+from xla_dtensor.forms.read import constant_recipe, logical_value, read, reading
+from xla_dtensor.forms.sharing import lock
 from xla_dtensor.runtime import arrays, processes
 from xla_dtensor.tensors.of_form import Ours, new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -36,9 +36,9 @@ def to_cpu(tensor: Any) -> torch.Tensor:
         assertions.look()
         form = tensor._form
         arrays.about_to_read(tensor._storage_.array, f"a tensor of shape {list(form.shape)}")
-        array = logical_value(tensor) if form.unreduced else read(tensor)
-        # Padding is cut off here: on the devices that would be a program per shape.
-        value = to_host(fetch(array, form.shape))
+        with reading(tensor, logical_value if form.unreduced else read) as array:
+            # Padding is cut off here: on the devices that would be a program per shape.
+            value = to_host(fetch(array, form.shape))
     else:
         recipe = constant_recipe(tensor)
         if recipe is None:
@@ -54,8 +54,9 @@ def to_cpu(tensor: Any) -> torch.Tensor:
 def _own_value(tensor: Any) -> Any:
     """The value that this process's one device has, on the host."""
     assertions.look()
-    (shard,) = read(tensor).addressable_shards
-    return np.asarray(shard.data).reshape(tensor._form.shape)
+    with reading(tensor) as array:
+        (shard,) = array.addressable_shards
+        return np.asarray(shard.data).reshape(tensor._form.shape)
 
 
 def refuse_varying(form: Form, what: str) -> None:

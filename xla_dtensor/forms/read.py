@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.sharing import launching, looking_at
 from xla_dtensor.forms.views import (
     Step,
     is_at_traced,
@@ -39,9 +42,21 @@ def read(tensor: Any) -> Any:
     cache = tensor._cache
     if cache is not None and cache[0] == storage.version:
         return cache[1]
-    array = read_view(storage.form, steps, tensor._form, storage.array)
-    tensor._cache = (storage.version, array)
+    with launching():
+        array = read_view(storage.form, steps, tensor._form, storage.array)
+        tensor._cache = (storage.version, array)
     return array
+
+
+@contextmanager
+def reading(tensor: Any, read: Callable[[Any], Any] = read) -> Iterator[Any]:
+    """A block that copies the array of ``tensor`` to the host, which ``read`` gives: no compiled
+    step of another thread takes it over meanwhile."""
+    with ExitStack() as stack:
+        with launching():
+            array = read(tensor)
+            stack.enter_context(looking_at(array))
+        yield array
 
 
 def logical_value(tensor: Any) -> Any:

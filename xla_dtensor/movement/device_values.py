@@ -16,7 +16,7 @@ from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_numpy
 from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.pieces import pieces
-from xla_dtensor.forms.read import read
+from xla_dtensor.forms.read import reading
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import frame_of, mesh_dim_axes
 from xla_dtensor.movement.relayout import same_value
@@ -142,12 +142,12 @@ def local_values(tensor: XLATensor) -> list[torch.Tensor]:
         trace.refuse("local_values()")
     assertions.look()
     form = tensor._form
-    array = read(tensor)
-    if form.frame is None:
-        return [from_numpy(arrays.get(array))]
-    return [
-        from_numpy(np.asarray(shard.data).reshape(form.shape)) for _, shard in _own(array, form)
-    ]
+    with reading(tensor) as array:
+        if form.frame is None:
+            return [from_numpy(arrays.get(array))]
+        return [
+            from_numpy(np.asarray(shard.data).reshape(form.shape)) for _, shard in _own(array, form)
+        ]
 
 
 def _own(array: Any, form: Form) -> list[tuple[int, Any]]:
@@ -165,8 +165,11 @@ def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
     if trace is not None:
         trace.refuse("local_shards")
     assertions.look()
-    form = tensor._form
-    array = read(tensor)
+    with reading(tensor) as array:
+        return _shards(array, tensor._form)
+
+
+def _shards(array: Any, form: Form) -> list[LocalShard]:
     if form.unreduced:
         with jax.enable_x64(True):
             (array,) = same_value(form, form.reduced()).eager(None, [array], [])

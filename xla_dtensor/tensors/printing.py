@@ -24,6 +24,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
+from xla_dtensor.forms.sharing import launching
 from xla_dtensor.runtime import arrays
 
 _readers: Cache[tuple[Form, tuple[int, ...]], Any] = Cache("readers of edges", 256)
@@ -113,7 +114,7 @@ def _edges(tensor: Any) -> torch.Tensor:
     )
     assertions.look()  # a value is read
     arrays.about_to_read(tensor._storage_.array, f"a tensor of shape {list(form.shape)}")
-    with jax.enable_x64(True):
+    with launching(), jax.enable_x64(True):
         taken = reader(read(tensor), kept)
     return to_host(fetch(taken, tuple(taken.shape)))
 

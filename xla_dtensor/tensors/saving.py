@@ -13,7 +13,7 @@ from xla_dtensor.base import map_location, thread_state
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import device_form, sharded_form
 from xla_dtensor.forms.host_values import fetch, to_host
-from xla_dtensor.forms.read import read
+from xla_dtensor.forms.read import reading
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.tensors.backend import backend
 
@@ -59,7 +59,8 @@ def _of_all_devices(tensor: Any) -> torch.Tensor:
     if trace is not None:
         trace.refuse("saving a tensor")
     lead = form.array_shape[: len(form.varying)]
-    return to_host(fetch(read(tensor), (*lead, *form.shape)))
+    with reading(tensor) as array:
+        return to_host(fetch(array, (*lead, *form.shape)))
 
 
 def _on_each_device(
