@@ -137,7 +137,7 @@ BATCHES = Fault(
 UNCOMPILED = Fault(
     "Some programs with products and gathers on two axes don't compile (Cannot infer shape for dot "
     "operation) unless all of these are as their rules say.",
-    "compilation/lowered.py:Lowered._attempt",
+    "compilation/input_layouts.py:Pinning.attempt",
     "seen in programs of several operations alone: tests/compilation/random_products.py",
     kinds=("PRODUCT", "GATHER"),
     axes=(2, 2),
