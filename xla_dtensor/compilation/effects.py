@@ -130,7 +130,10 @@ class Surroundings:
                 continue  # most of them
             after = self._but_for_planted(place, before, now)
             after |= self._of_other_threads(place, before, after)
-            before = before | dict.fromkeys(self._assigned(place) & before.keys(), MISSING)
+            assigned = self._assigned(place) & before.keys()
+            before = before | dict.fromkeys(
+                (key for key in assigned if after.get(key, MISSING) is not MISSING), MISSING
+            )
             if before.keys() == after.keys() and all(
                 a is b or _same(a, b) for a, b in zip(before.values(), after.values(), strict=True)
             ):
