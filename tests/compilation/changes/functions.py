@@ -366,6 +366,38 @@ def under_another_name(world: World, case: tuple[Callable, Callable, Callable]) 
     yield results
 
 
+class Doubling(list):
+    def __getitem__(self, position: Any) -> Any:
+        return super().__getitem__(position) * 2
+
+
+class DoublingTable(dict):
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) * 2
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, default) * 3
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value + 1)
+
+
+OWN_CONTAINERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: Doubling([2.0]),
+    "dict": lambda: DoublingTable({0: 2.0}),
+}
+
+
+@rows(OWN_CONTAINERS)
+def numbers_in_a_container_of_ones_own(world: World, make: Callable) -> Program:
+    """What its methods make of the number is the step's doing, in each call once."""
+    held = make()
+    step = world.compile(lambda x: x * held[0])
+    for number in range(4):
+        yield step(world.batch(0))
+        world.change(held.__setitem__, 0, 3.0 + number)
+
+
 class Multiplier:
     def times(self, x: torch.Tensor, scale: float) -> torch.Tensor:
         return x * scale
