@@ -176,7 +176,9 @@ class Surroundings:
                 continue  # most of them
             after = self._but_for_planted(place, before, now)
             after |= self._of_other_threads(place, before, after)
-            before = before | dict.fromkeys(self._assigned(place) & before.keys(), _ANYTHING)
+            assigned = self._assigned(place) & before.keys()
+            kept = (key for key in assigned if after.get(key, MISSING) is not MISSING)
+            before = before | dict.fromkeys(kept, _ANYTHING)
             if before.keys() == after.keys() and all(
                 a is b or _same(a, b) for a, b in zip(before.values(), after.values(), strict=True)
             ):

@@ -260,11 +260,13 @@ class Elements(Place):
             self.owner.update(values)
 
     def put(self, changes: dict[Any, Any]) -> None:
+        cls = class_of_content(self.owner)
         for position, value in changes.items():
-            self.owner[position] = value
+            cls.__setitem__(self.owner, position, value)
 
     def at(self, key: Any) -> Any:
-        return self.owner[key] if key < len(self.owner) else MISSING
+        cls = class_of_content(self.owner)
+        return cls.__getitem__(self.owner, key) if key < cls.__len__(self.owner) else MISSING
 
     def label(self, key: Any) -> str:
         return f"{self.path}[{key}]"
@@ -308,11 +310,12 @@ class Items(Place):
         self.put(content)
 
     def put(self, changes: dict[Any, Any]) -> None:
+        cls = class_of_content(self.owner)
         for key, value in changes.items():  # a Counter's update() adds
-            self.owner[key] = value
+            cls.__setitem__(self.owner, key, value)
 
     def at(self, key: Any) -> Any:
-        return self.owner.get(key, MISSING)
+        return class_of_content(self.owner).get(self.owner, key, MISSING)
 
     def label(self, key: Any) -> str:
         return f"{self.path}[{key!r}]"

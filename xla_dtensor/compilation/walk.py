@@ -62,6 +62,7 @@ class Walk:
 
     # What the classes derived from it know.
     _function: Callable[[types.FunctionType, str], None]
+    _alias: Callable[[str], None]
     _cell: Callable[[types.CellType, str], None]
     _alone: Callable[[Slots | Variable], None]
     _globals_place: Callable[[dict[str, Any], set[str]], None]
@@ -263,7 +264,7 @@ class Walk:
             self._note(path, cls)
             self._walk(value.__func__, path)
             self._walk(value.__self__, f"{path}.__self__")
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, functools.partial | functools.partialmethod):
             self._note(path, cls)
             self._place(Slots(value, ("func", "args", "keywords"), path))
             self._walk(value.func, f"{path}.func")
@@ -274,7 +275,7 @@ class Walk:
         elif isinstance(value, property):
             for function in (value.fget, value.fset, value.fdel):
                 self._walk(function, path)
-        elif isinstance(value, functools.cached_property | functools.partialmethod):
+        elif isinstance(value, functools.cached_property):
             self._walk(value.func, path)
         elif isinstance(value, functools.singledispatchmethod):
             self._walk(value.func, path)
@@ -320,6 +321,8 @@ class Walk:
             self._note(path, "opaque", value.__name__)
             if not isinstance(value.__self__, types.ModuleType | type):
                 self._walk(value.__self__, f"{path}.__self__")
+            else:
+                self._alias(value.__name__)
         elif isinstance(value, weakref.ref):
             self._note(path, "opaque", value)
             self._walk(value(), f"{path}()")

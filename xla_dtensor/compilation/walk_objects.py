@@ -63,11 +63,13 @@ class WalkObjects(WalkOptimizers):
         self._note(path, "module", cls)
         self._typed.append(module)
         own = module.__dict__
+        # ``Sequential.pop()`` gives the module another dict of submodules, a pickle all of them.
+        self.live.append((operator.itemgetter(*_MODULE_PARTS, *_MODULE_HOOKS), own))
         lists_parts = self._asks_for_absent or not _LISTS.isdisjoint(self._names.attributes)
         for part in _MODULE_PARTS:
             inner = own.get(part)
             if inner or (inner is not None and lists_parts):
-                place = Items(inner, path, with_keys=False)
+                place = Items(inner, path)
                 self._place(place)
                 place.carried = self._taken(place, inner)
                 for name, value in inner.items():

@@ -551,3 +551,26 @@ def cpu_tensor_appended(world: World) -> Program:
     step = world.compile(function)
     for i in (1, 2, 1, 2):
         yield step(world.batch(0), i), log
+
+
+LEAVING: dict[str, Callable[[SimpleNamespace], None]] = {
+    "attribute": lambda held: delattr(held, "scale"),
+    "through_vars": lambda held: vars(held).pop("scale"),
+}
+
+
+@rows(LEAVING)
+def number_removed_in_every_call(world: World, remove: Callable) -> Program:
+    """The next calls find another one there, which is an input by then."""
+    held = SimpleNamespace(scale=2.0, kept=1.0)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        scale = held.scale
+        remove(held)
+        return x * scale * held.kept
+
+    step = world.compile(function)
+    for number in range(4):
+        yield step(world.batch(0)), sorted(vars(held))
+        held.scale = 3.0 + number
+        world.change(setattr, held, "kept", 2.0 + number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -318,6 +320,101 @@ def of_a_helper(world: World, case: tuple[Callable, Callable]) -> Program:
     finally:
         _helpers.reset()
     yield results
+
+
+# Builtins and functions of libraries under other names than their own, in a closure: what the code
+# names doesn't say what it reads. (What is called, how the step calls it, the change.)
+ALIASES: dict[str, tuple[Callable, Callable, Callable]] = {
+    "getenv": (
+        os.getenv,
+        lambda function, held: float(function("XLA_DTENSOR_TEST_SCALE")),
+        lambda held: os.environ.update(XLA_DTENSOR_TEST_SCALE="3"),
+    ),
+    "vars": (vars, lambda f, held: f(held)["scale"], lambda held: setattr(held, "scale", 3.0)),
+    "getattr": (
+        getattr,
+        lambda f, held: f(held, "".join(held.letters)),
+        lambda held: setattr(held, "scale", 3.0),
+    ),
+    "initial_seed": (
+        torch.initial_seed,
+        lambda f, held: f() % 10,
+        lambda held: torch.manual_seed(torch.initial_seed() + 1),
+    ),
+    "import_module": (
+        importlib.import_module,
+        lambda f, held: f(".".join(("tests", "compilation", "changes", "_helpers"))).SCALE,
+        lambda held: setattr(_helpers, "SCALE", 3.0),
+    ),
+}
+
+
+@rows(ALIASES)
+def under_another_name(world: World, case: tuple[Callable, Callable, Callable]) -> Program:
+    alias, call, change = case
+    _helpers.reset()
+    torch.manual_seed(4)
+    held = SimpleNamespace(scale=2.0, letters="scale")
+    step = world.compile(lambda x: x * call(alias, held))
+    yield step(world.batch(0))
+    yield step(world.batch(0))
+    world.change(change, held)
+    try:
+        results = step(world.batch(0))
+    finally:
+        _helpers.reset()
+    yield results
+
+
+class Doubling(list):
+    def __getitem__(self, position: Any) -> Any:
+        return super().__getitem__(position) * 2
+
+
+class DoublingTable(dict):
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) * 2
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, default) * 3
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value + 1)
+
+
+OWN_CONTAINERS: dict[str, Callable[[], Any]] = {
+    "list": lambda: Doubling([2.0]),
+    "dict": lambda: DoublingTable({0: 2.0}),
+}
+
+
+@rows(OWN_CONTAINERS)
+def numbers_in_a_container_of_ones_own(world: World, make: Callable) -> Program:
+    """What its methods make of the number is the step's doing, in each call once."""
+    held = make()
+    step = world.compile(lambda x: x * held[0])
+    for number in range(4):
+        yield step(world.batch(0))
+        world.change(held.__setitem__, 0, 3.0 + number)
+
+
+class Multiplier:
+    def times(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * scale
+
+
+@row()
+def partial_method_replaced(world: World) -> Program:
+    class Own(Multiplier):
+        twice = functools.partialmethod(Multiplier.times, scale=2.0)
+
+    own = Own()
+    step = world.compile(lambda x: own.twice(x))
+    yield step(world.batch(0))
+    world.change(setattr, Own, "twice", functools.partialmethod(Own.times, scale=3.0))
+    yield step(world.batch(0))
+    world.change(Own.__dict__["twice"].keywords.update, scale=4.0)
+    yield step(world.batch(0))
 
 
 @dataclasses.dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -733,3 +734,48 @@ def cumulative_norm(world: World) -> Program:
     world.change(model[1].reset_running_stats)
     for i in range(2):
         yield step(world.batch(i)), [b.clone() for b in model.buffers()]
+
+
+def pop_and_append(model: nn.Sequential) -> None:
+    model.pop(-1)
+    model.append(nn.Tanh())
+
+
+def names_exchanged(model: nn.Sequential) -> None:
+    table = dict(model._modules)
+    model._modules.clear()
+    model._modules.update(zip(reversed(table), table.values(), strict=True))
+
+
+# What gives a module other dicts than it had, or the names in them to others.
+TABLES: dict[str, list[Callable[[nn.Sequential], Any]]] = {
+    "submodules_replaced": [
+        lambda m: m.append(nn.ReLU()),
+        lambda m: m.pop(-1),  # the dict that was there at first is as it was, and no longer m's
+        lambda m: m.append(nn.Sigmoid()),
+    ],
+    "popped_and_appended": [pop_and_append, pop_and_append, lambda m: m.append(nn.Sigmoid())],
+    "restored": [lambda m: m.__setstate__(nn.Sequential(nn.ReLU()).__dict__)],
+    "names_exchanged": [names_exchanged],
+    "hooks_replaced": [
+        lambda m: setattr(m, "_forward_hooks", OrderedDict()),
+        lambda m: m.register_forward_hook(lambda module, args, out: out * 2),
+    ],
+}
+
+
+@rows(TABLES)
+def tables_of_a_module(world: World, changes: list[Callable]) -> Program:
+    class Halves(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for name in sorted(self._modules):
+                x = self._modules[name](x)
+            return x
+
+    model = Halves(nn.Hardtanh(-0.5, 0.5), nn.Softshrink(0.2))
+    model.register_forward_hook(lambda module, args, out: out + 1)
+    step = world.compile(lambda x: model(x))
+    yield step(world.batch(0))
+    for change in changes:
+        world.change(change, model)
+        yield step(world.batch(0))
