@@ -162,18 +162,6 @@ def names_of(code: types.CodeType) -> Names:
     return names
 
 
-@functools.lru_cache(maxsize=4096)
-def names_of_alias(name: str) -> Names:
-    """The `Names` in code that calls the builtin, or the library's function, ``name`` by another
-    name, or finds it in a closure: what is asked of it isn't known there."""
-    return Names(
-        attributes={name, *CALLED_BY.get(name, ())},
-        any_attribute=name in _MADE_UP,
-        any_module=name in _MODULES,
-        environment=name in _ENVIRONMENT,
-    )
-
-
 _NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
 _NAMED = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "getattr_static"}
 _MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "getmembers"} | _NAMED
@@ -183,8 +171,6 @@ _ENVIRONMENT = {"environ", "getenv", "expandvars", "expanduser"}
 _TABLES = {"globals", "__globals__", "f_globals"}
 OTHERS_GLOBALS = frozenset({"__globals__", "f_globals"})
 _ANY_GLOBAL = {"eval", "exec"} | _TABLES
-READERS = frozenset(CALLED_BY) | _MADE_UP | _MODULES | _ENVIRONMENT
-"""Functions of Python's that read more than is given to them."""
 
 
 def _is_looked_up(instructions: list[dis.Instruction], position: int) -> bool:

@@ -140,10 +140,6 @@ _named(
 )
 
 
-NAMED = frozenset().union(*(setting.named for setting in SETTINGS.values()))
-"""All names that say that code may read or set one of them."""
-
-
 def guards_of(names: set[str]) -> list[tuple[str, Callable[[], Any]]]:
     """The settings that code with these names may read: (how to call it, what reads it)."""
     return [

@@ -62,7 +62,6 @@ class Walk:
 
     # What the classes derived from it know.
     _function: Callable[[types.FunctionType, str], None]
-    _alias: Callable[[str], None]
     _cell: Callable[[types.CellType, str], None]
     _alone: Callable[[Slots | Variable], None]
     _globals_place: Callable[[dict[str, Any], set[str]], None]
@@ -264,7 +263,7 @@ class Walk:
             self._note(path, cls)
             self._walk(value.__func__, path)
             self._walk(value.__self__, f"{path}.__self__")
-        elif isinstance(value, functools.partial | functools.partialmethod):
+        elif isinstance(value, functools.partial):
             self._note(path, cls)
             self._place(Slots(value, ("func", "args", "keywords"), path))
             self._walk(value.func, f"{path}.func")
@@ -275,7 +274,7 @@ class Walk:
         elif isinstance(value, property):
             for function in (value.fget, value.fset, value.fdel):
                 self._walk(function, path)
-        elif isinstance(value, functools.cached_property):
+        elif isinstance(value, functools.cached_property | functools.partialmethod):
             self._walk(value.func, path)
         elif isinstance(value, functools.singledispatchmethod):
             self._walk(value.func, path)
@@ -321,8 +320,6 @@ class Walk:
             self._note(path, "opaque", value.__name__)
             if not isinstance(value.__self__, types.ModuleType | type):
                 self._walk(value.__self__, f"{path}.__self__")
-            else:
-                self._alias(value.__name__)
         elif isinstance(value, weakref.ref):
             self._note(path, "opaque", value)
             self._walk(value(), f"{path}()")

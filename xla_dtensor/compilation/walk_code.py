@@ -11,16 +11,13 @@ from typing import Any
 from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
     OTHERS_GLOBALS,
-    READERS,
     describe,
     is_library,
     names_of,
-    names_of_alias,
 )
 from xla_dtensor.compilation.kinds import fields_of
 from xla_dtensor.compilation.objects import is_record
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots, Variable
-from xla_dtensor.compilation.settings import NAMED
 from xla_dtensor.compilation.walk import Walk
 
 # What a function has besides its code that isn't in its ``__dict__``.
@@ -65,8 +62,10 @@ class WalkCode(Walk):
                     self._walk(namespace[name], name)
             for name in names.modules:
                 self._imported(name)
-            if names.any_module:
-                self._any_import()
+            if names.any_module and not self._any_module:
+                self._any_module = True
+                for name in list(sys.modules):
+                    self._imported(name)
             for name, default in zip(
                 reversed(code.co_varnames[: code.co_argcount]),
                 reversed(function.__defaults__ or ()),
@@ -85,27 +84,10 @@ class WalkCode(Walk):
                 self._place(place)
                 for name, value in place.content().items():
                     self._walk(value, f"{path}.{name}")
-        else:
-            self._alias(function.__name__)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._cell(cell, name)
         if wrapped is not None:
             self._walk(wrapped, path)
-
-    def _alias(self, name: str) -> None:
-        """A library's function, or a builtin, was found other than by its name."""
-        known = any(name in names for _, names in self._globals.values())
-        if not known and (name in READERS or name in NAMED):
-            names = names_of_alias(name)
-            self._names.update(names)
-            if names.any_module:
-                self._any_import()
-
-    def _any_import(self) -> None:
-        if not self._any_module:
-            self._any_module = True
-            for name in list(sys.modules):
-                self._imported(name)
 
     def _imported(self, name: str) -> None:
         if is_library(name) or name in self.imports:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -315,50 +313,6 @@ def of_a_helper(world: World, case: tuple[Callable, Callable]) -> Program:
     yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(change)
-    try:
-        results = step(world.batch(0))
-    finally:
-        _helpers.reset()
-    yield results
-
-
-# Builtins and functions of libraries under other names than their own, in a closure: what the code
-# names doesn't say what it reads. (What is called, how the step calls it, the change.)
-ALIASES: dict[str, tuple[Callable, Callable, Callable]] = {
-    "getenv": (
-        os.getenv,
-        lambda function, held: float(function("XLA_DTENSOR_TEST_SCALE")),
-        lambda held: os.environ.update(XLA_DTENSOR_TEST_SCALE="3"),
-    ),
-    "vars": (vars, lambda f, held: f(held)["scale"], lambda held: setattr(held, "scale", 3.0)),
-    "getattr": (
-        getattr,
-        lambda f, held: f(held, "".join(held.letters)),
-        lambda held: setattr(held, "scale", 3.0),
-    ),
-    "initial_seed": (
-        torch.initial_seed,
-        lambda f, held: f() % 10,
-        lambda held: torch.manual_seed(torch.initial_seed() + 1),
-    ),
-    "import_module": (
-        importlib.import_module,
-        lambda f, held: f(".".join(("tests", "compilation", "changes", "_helpers"))).SCALE,
-        lambda held: setattr(_helpers, "SCALE", 3.0),
-    ),
-}
-
-
-@rows(ALIASES)
-def under_another_name(world: World, case: tuple[Callable, Callable, Callable]) -> Program:
-    alias, call, change = case
-    _helpers.reset()
-    torch.manual_seed(4)
-    held = SimpleNamespace(scale=2.0, letters="scale")
-    step = world.compile(lambda x: x * call(alias, held))
-    yield step(world.batch(0))
-    yield step(world.batch(0))
-    world.change(change, held)
     try:
         results = step(world.batch(0))
     finally:
