@@ -133,6 +133,10 @@ def names_of(code: types.CodeType) -> Names:
         names.attributes.update(CALLED_BY.get(kind, ()))
         if kind not in _GLOBAL and kind not in _READ:
             continue
+        # `model.eval()` and `model.modules()` are neither the builtin nor `sys.modules`.
+        of_sys = instructions[position - 1].argval == "sys"
+        if kind in _READ and (name in _BUILTIN or (name == "modules" and not of_sys)):
+            continue
         names.attributes.update(CALLED_BY.get(name, ()))
         if name in _MADE_UP:
             names.any_attribute |= name not in _NAMED or not _has_constant(instructions, position)
@@ -162,6 +166,7 @@ def names_of(code: types.CodeType) -> Names:
     return names
 
 
+_BUILTIN = frozenset({"eval", "exec", "dir", "vars", "globals"})
 _NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
 _NAMED = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "getattr_static"}
 _MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "getmembers"} | _NAMED
