@@ -357,20 +357,6 @@ class Multiplier:
         return x * scale
 
 
-@row()
-def partial_method_replaced(world: World) -> Program:
-    class Own(Multiplier):
-        twice = functools.partialmethod(Multiplier.times, scale=2.0)
-
-    own = Own()
-    step = world.compile(lambda x: own.twice(x))
-    yield step(world.batch(0))
-    world.change(setattr, Own, "twice", functools.partialmethod(Own.times, scale=3.0))
-    yield step(world.batch(0))
-    world.change(Own.__dict__["twice"].keywords.update, scale=4.0)
-    yield step(world.batch(0))
-
-
 @dataclasses.dataclass
 class Config:
     scale: float = 2.0
