@@ -48,18 +48,22 @@ def takes_no_axes_apart(
 
 class Pinning:
     """How a program's pins are lowered (`dispatch/pin.py`), as a context to lower it in: as they
-    say, loosely, or, where XLA fails on that, all of them exactly."""
+    say, loosely, or, where XLA fails on that, all of them exactly.
+
+    Attributes:
+        context: which of these it is now.
+    """
 
     def __init__(self) -> None:
-        self._context: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self) -> AbstractContextManager[None]:
-        return self._context()
+        return self.context()
 
     def loosen(self, jaxpr: Any, frame: Frame | None, inputs: Any, outputs: Iterable[Any]) -> None:
         """Lower loosely if the program can do with that (`takes_no_axes_apart`)."""
         if takes_no_axes_apart(jaxpr, frame, inputs, outputs):
-            self._context = pin.loose
+            self.context = pin.loose
 
     def attempt(self, run: Callable[[], T], with_all_pins: Callable[[], T]) -> T:
         """What ``run`` gives, or, if XLA fails, the other, which lowers anew
@@ -68,8 +72,8 @@ class Pinning:
             with self():
                 return run()
         except jax.errors.JaxRuntimeError as error:
-            if self._context is pin.tight or "RESOURCE_EXHAUSTED" in str(error):
+            if self.context is pin.tight or "RESOURCE_EXHAUSTED" in str(error):
                 raise
-        self._context = pin.tight
+        self.context = pin.tight
         with self():
             return with_all_pins()
