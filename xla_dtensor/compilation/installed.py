@@ -39,7 +39,6 @@ class Recorder:
     def __init__(self) -> None:
         self.grown = self.feeds = False
         self._blind = _profiler_at_work()
-        self.grown = False
 
     def executed(self) -> frozenset[types.CodeType] | None:
         """The code that has run so far; None if nobody can tell."""

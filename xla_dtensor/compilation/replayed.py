@@ -22,6 +22,7 @@ from xla_dtensor.compilation.copied import Copied
 from xla_dtensor.compilation.garbage import Seldom
 from xla_dtensor.compilation.looking import called_without_data
 from xla_dtensor.compilation.step_batch import Program, StepBatch
+from xla_dtensor.compilation.step_traces import name_of
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.dispatch.batch import writing_down
 from xla_dtensor.dispatch.batch_program import Entry, Outputs
@@ -72,7 +73,7 @@ class ReplayedStep(Copied):
         self.recompilations: list[str] = []
 
     def _name(self) -> str:
-        return str(getattr(self._function, "__qualname__", None) or type(self._function).__name__)
+        return name_of(self._function)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

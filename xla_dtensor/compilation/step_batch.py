@@ -64,7 +64,7 @@ class Program:
             arrays = [*taken, *kept]
             return compute([arrays[i] for i in order], numbers)
 
-        inputs = self._inputs(recorded)
+        inputs = self._inputs(recorded)  # what compiling looks at; nothing is taken over
         shardings = out_shardings(self.outputs)
 
         def traced() -> Any:
@@ -87,6 +87,7 @@ class Program:
     def __call__(self, recorded: StepBatch) -> list[Any]:
         """Launch it."""
         inputs = self._inputs(recorded)
+        inputs[0][:] = lazy.to_take_over(inputs[0], recorded)
         with jax.enable_x64(True):
             if Losses.seen:
                 refuse_deleted((*inputs[0], *inputs[1]))
@@ -98,9 +99,8 @@ class Program:
         return results
 
     def _inputs(self, recorded: StepBatch) -> tuple[list[Any], list[Any], list[Any]]:
-        arrays = recorded.arrays
-        taken = lazy.to_take_over([arrays[i] for i in self._taken], recorded)
-        return taken, [arrays[i] for i in self._kept], recorded.numbers()
+        taken, kept = ([recorded.arrays[i] for i in some] for some in (self._taken, self._kept))
+        return taken, kept, recorded.numbers()
 
     def difference(self, later: Program) -> str:
         """Where another program's operations begin to be others."""
@@ -229,7 +229,8 @@ class StepBatch(lazy.Lazy):
         return self._numbers.packed()
 
     def wanted(self) -> Outputs:
-        """What storages wait for."""
+        """What storages wait for; `_launch` gives it to those that were found last, since a miss
+        collects garbage and asks again."""
         self._found = self._waiting()
         return tuple((one.pending.index, one.form) for one in self._found)
 

@@ -235,8 +235,7 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
         with writing_down(under_way.batch) if batch else batched():  # type: ignore[union-attr]
             for some, some_args, some_kwargs in _by_devices(params, args, kwargs):
                 _bring_together(some, some_args, some_kwargs)
-                if function.__name__ in _SGDS and thread_state.is_in_step():
-                    begin_momentum(some, *some_args, **some_kwargs)
+                _begin(function, some, *some_args, **some_kwargs)
                 function(some, *some_args, **some_kwargs)
 
     return update
@@ -247,14 +246,19 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if thread_state.current() is not None:
             return _traced(function, params, *args, **kwargs)
-        if function.__name__ in _SGDS and thread_state.is_in_step():
-            begin_momentum(params, *args, **kwargs)
+        _begin(function, params, *args, **kwargs)
         under_way = _current.step
         if under_way is not None and params:
             under_way.go_on_at_once()
         return function(params, *args, **kwargs)
 
     return update
+
+
+def _begin(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Where a step becomes one program, the momentum of SGD is there from its first one on."""
+    if function.__name__ in _SGDS and thread_state.is_in_step():
+        begin_momentum(*args, **kwargs)
 
 
 def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -266,8 +270,7 @@ def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     if adam.at_once(function, kwargs, args[5] if len(args) > 5 else []):
         adam.update(*args, **kwargs)
         return
-    if function.__name__ in _SGDS:
-        begin_momentum(*args, **kwargs)
+    _begin(function, *args, **kwargs)
     names = {"min": smaller, "max": larger}  # Adafactor's
     if isinstance(function, types.FunctionType) and names.keys() & set(function.__code__.co_names):
         function = types.FunctionType(
