@@ -409,6 +409,40 @@ def test_nothing_of_a_call_stays(mesh_2x4: DeviceMesh) -> None:
     assert alive() is None
 
 
+class CountingSgd(torch.optim.Optimizer):
+    """Its state is on the default device, whatever the parameters are on."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if "offset" not in self.state[p]:
+                self.state[p]["offset"] = torch.zeros(3, device="xla")
+            p.sub_(p.grad, alpha=0.1)
+
+
+def test_state_that_lies_nowhere_lies_where_the_step_does(mesh_2x4: DeviceMesh) -> None:
+    q = nn.Parameter(distribute_tensor(numbers(0, 8), mesh_2x4, [Shard(0), Replicate()]))
+    optimizer = CountingSgd([q])
+
+    @replayed
+    def step() -> None:
+        q.square().sum().backward()
+        optimizer.step()
+        q.grad = None
+
+    step()
+    step()
+    offset = optimizer.state[q]["offset"]
+    ones = distribute_tensor(torch.ones(3), mesh_2x4, [Replicate(), Replicate()])
+    assert torch.equal((ones + offset).full_tensor().cpu(), torch.ones(3))
+    with pytest.raises(xd.MeshMismatchError):
+        distribute_tensor(torch.ones(3), xd.init_device_mesh("xla", (4,)), [Replicate()]) + offset
+    torch.testing.assert_close(q.full_tensor().detach().cpu(), numbers(0, 8) * 0.64)
+
+
 def test_the_arguments_of_compile() -> None:
     with pytest.raises(ValueError, match="watch='never'"):
         xd.compile(lambda: None, watch="never")  # type: ignore[call-overload]

@@ -159,9 +159,14 @@ class StepBatch(lazy.Lazy):
         if self._optimizers:
             filled = filled_with(call)
             form = plan.result_forms[0] if plan.result_forms else None
-            if isinstance(filled, int | float) and form is not None and not form.varying:
-                placed = form.placed(self._frame)
-                return [arrays.full(placed.array_shape, filled, placed.jax_dtype, placed.sharding)]
+            # What moves to the mesh's devices with the step's values has another form there.
+            if (
+                isinstance(filled, int | float)
+                and form is not None
+                and not form.varying
+                and form.placed(self._frame) is form
+            ):
+                return [arrays.full(form.array_shape, filled, form.jax_dtype, form.sharding)]
         return super().add(plan, call)
 
     @contextlib.contextmanager
