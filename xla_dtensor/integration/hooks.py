@@ -249,10 +249,12 @@ def _hook_distribute() -> None:
     spmd.xla_distribute_module = xla_distribute_module  # type: ignore[attr-defined]
     sys.modules[name] = spmd
 
-    # torch doesn't tell the function that it calls out to whose value it is.
-    from torch.distributed.tensor import _api
+    on_import("torch.distributed.tensor._api", _take_over_sources)
 
-    signature = inspect.signature(_api.distribute_tensor)
+
+def _take_over_sources(api: Any) -> None:
+    """torch doesn't tell the function that it calls out to whose value it is."""
+    signature = inspect.signature(api.distribute_tensor)
 
     def with_source(original: Any, args: Any, kwargs: Any) -> Any:
         source = kwargs.get("src_data_rank", 0)
@@ -261,13 +263,13 @@ def _hook_distribute() -> None:
             mesh = given.get("device_mesh")
             mesh = mesh or torch_device_mesh._mesh_resources.get_current_mesh()
             if mesh.device_type == "xla":
+                from xla_dtensor.movement.factories import distribute_tensor
+
                 placements = given.get("placements")
-                return xla_distribute_tensor(
-                    given["tensor"], mesh, placements, src_data_rank=source
-                )
+                return distribute_tensor(given["tensor"], mesh, placements, src_data_rank=source)
         return original(*args, **kwargs)
 
-    take_over(_api.distribute_tensor, with_source)
+    take_over(api.distribute_tensor, with_source)
 
 
 def _hook_factories() -> None:
