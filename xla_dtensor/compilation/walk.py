@@ -180,7 +180,7 @@ class Walk:
         self.arrays: list[tuple[Any, Any]] = []
         self.live: list[tuple[Any, Any]] = []
         self.imports: set[str] = set()
-        self._any_module = self._others_globals = False
+        self._any_module = False
         self._builtins: set[str] = set()
         self._stored: dict[int, set[str]] = {}
         self.caches: list[tuple[Any, str]] = []

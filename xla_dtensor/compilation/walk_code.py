@@ -15,7 +15,6 @@ from xla_dtensor.compilation.code_names import (
     is_library,
     names_of,
 )
-from xla_dtensor.compilation.installed import is_installed
 from xla_dtensor.compilation.kinds import fields_of
 from xla_dtensor.compilation.objects import is_record
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots, Variable
@@ -53,10 +52,7 @@ class WalkCode(Walk):
             _, known = self._globals.setdefault(id(namespace), (namespace, set()))
             known |= names.globals
             self._stored.setdefault(id(namespace), set()).update(names.stored)
-            if not is_installed(function.__module__):
-                # A package's code that names them (pytest's) would bring all of everything.
-                self._others_globals |= not OTHERS_GLOBALS.isdisjoint(names.attributes)
-            if names.any_global or self._others_globals:
+            if names.any_global or not OTHERS_GLOBALS.isdisjoint(self._names.attributes):
                 known |= {name for name in namespace if not name.startswith("__")}
             if id(namespace) not in self._placed_globals:
                 # Once a walk: by then earlier walks have said which names matter.
@@ -66,7 +62,7 @@ class WalkCode(Walk):
                     self._walk(namespace[name], name)
             for name in names.modules:
                 self._imported(name)
-            if names.any_module and not self._any_module and not is_installed(function.__module__):
+            if names.any_module and not self._any_module:
                 self._any_module = True
                 for name in list(sys.modules):
                     self._imported(name)
