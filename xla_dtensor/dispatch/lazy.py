@@ -48,7 +48,7 @@ from xla_dtensor.dispatch.call import Call
 from xla_dtensor.dispatch.plan import Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import read
-from xla_dtensor.forms.sharing import is_looked_at, launching, lock
+from xla_dtensor.forms.sharing import launching, lock, looked_at
 from xla_dtensor.forms.storage import Pending
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.mesh import Frame
@@ -345,9 +345,10 @@ def to_take_over(arrays: list[Any], by: Lazy | None = None) -> list[Any]:
     """What a step may take over in place of ``arrays``: copies of those that something reads that
     waits, in this or another thread, or that a thread looks at. The caller holds `lock`."""
     waiting = [other for other in list(_batches) if other is not by and len(other)]
-    return [
-        jnp.copy(a) if is_looked_at(a) or any(b.reads(a) for b in waiting) else a for a in arrays
-    ]
+    seen = looked_at()
+    if not waiting and not seen:  # as in most calls, of hundreds of arrays
+        return arrays
+    return [jnp.copy(a) if id(a) in seen or any(b.reads(a) for b in waiting) else a for a in arrays]
 
 
 events.before_waiting.append(flush_all)
