@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
-from xla_dtensor.base import number_functions, traced_number
+from xla_dtensor.base import number_functions, valueless_number
 
 SCHEDULERS = {
     "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 6),
@@ -277,7 +277,7 @@ def test_the_larger_and_the_smaller_of_numbers(values: tuple[float, float]) -> N
         assert repr(ours(*values)) == repr(pythons(*values))
         for i in range(2):
             given = list(values)
-            given[i] = traced_number.valueless_number(jnp.asarray(values[i]), "x", refuse)
+            given[i] = valueless_number.valueless_number(jnp.asarray(values[i]), "x", refuse)
             found = ours(*given)
             assert repr(float(number_functions.number_value(found))) == repr(pythons(*values))
             for look in (bool, float, repr, lambda x: x > 0 or x):

@@ -308,7 +308,7 @@ def _of_math(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return of_numbers
 
 
-def _plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     return value.node.value if is_number(value) else value
 
 
@@ -317,7 +317,7 @@ class MathOfNumbers:
     can't compute with, and what prints and logs them gets plain ones."""
 
     def __enter__(self) -> None:
-        self._printed = PrintedNumbers(_plain)
+        self._printed = PrintedNumbers(plain_number)
         self._printed.__enter__()
         self._before = {name: getattr(math, name) for name in _MATH if hasattr(math, name)}
         for name, function in self._before.items():

@@ -56,6 +56,8 @@ class Names:
         any_attribute: whether it reads attributes by names that are made up while it runs:
             ``getattr(x, name)``, ``vars(x)``.
         any_global: likewise globals (``globals()[name]``, ``eval(text)``); of its own module.
+        others_globals: likewise those of the Python modules of other functions
+            (``function.__globals__``).
         any_module: likewise Python modules (``import_module(name)``, ``sys.modules[name]``).
         asks_types: whether it compares ``type(n)``, or looks it up, where that may be ``int`` or
             ``float``.
@@ -69,6 +71,7 @@ class Names:
     modules: set[str] = field(default_factory=set)
     any_attribute: bool = False
     any_global: bool = False
+    others_globals: bool = False
     any_module: bool = False
     asks_types: bool = False
     environment: bool = False
@@ -81,6 +84,7 @@ class Names:
         self.modules |= other.modules
         self.any_attribute |= other.any_attribute
         self.any_global |= other.any_global
+        self.others_globals |= other.others_globals
         self.any_module |= other.any_module
         self.asks_types |= other.asks_types
         self.environment |= other.environment
@@ -149,6 +153,7 @@ def names_of(code: types.CodeType) -> Names:
             names.any_global |= known is None
             names.globals |= {known} if known is not None else set()
             names.stored |= {known} if known is not None else set()
+        names.others_globals |= name in _OTHERS_GLOBALS
         if name == "type":
             names.asks_types |= _is_looked_up(instructions, position)
         names.environment |= name in _ENVIRONMENT
@@ -174,7 +179,8 @@ _MADE_UP |= {"getmembers_static"}
 _MODULES = {"import_module", "__import__", "modules", "reload"}
 _ENVIRONMENT = {"environ", "getenv", "expandvars", "expanduser"}
 _TABLES = {"globals", "__globals__", "f_globals"}
-OTHERS_GLOBALS = frozenset({"__globals__", "f_globals"})
+_OTHERS_GLOBALS = {"__globals__", "f_globals"}
+_LOOKS_UP = {"get", "pop", "setdefault"}
 _ANY_GLOBAL = {"eval", "exec"} | _TABLES
 
 
@@ -194,10 +200,13 @@ def _is_looked_up(instructions: list[dis.Instruction], position: int) -> bool:
 
 
 def _constant_behind(instructions: list[dis.Instruction], position: int) -> str | None:
-    """The string that follows a name: in ``import_module("config")``, ``globals()["scale"]``."""
-    for instruction in instructions[position + 1 : position + 6]:
+    """The string that follows a name: in ``import_module("config")``, ``globals()["scale"]``,
+    ``globals().get("scale")``."""
+    for instruction in instructions[position + 1 : position + 8]:
         if instruction.opname == "LOAD_CONST":
             return instruction.argval if isinstance(instruction.argval, str) else None
+        if instruction.opname in _READ and instruction.argval in _LOOKS_UP:
+            continue
         if not instruction.opname.startswith(("PRECALL", "PUSH_NULL", "CACHE", "NOP", "CALL")):
             return None
     return None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.python_numbers import plain_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.found import is_atom, same_atom
@@ -136,6 +137,7 @@ class Surroundings:
     Attributes:
         planted: is told that a value has been put into a place (its container, the key) for the
             step to find.
+        others: the attributes, as messages call them, that another thread has changed meanwhile.
     """
 
     def __init__(self, watch: Watch, arguments: Arguments) -> None:
@@ -144,18 +146,25 @@ class Surroundings:
         given = enumerate(arguments.places())
         found += [(place, i) for i, place in given if place.container not in known]
         self._before = [(place, place.content(), argument) for place, argument in found]
+        self._held = {place.container: content for place, content, _ in self._before}
         self._watch = watch
         self._threads = len(sys._current_frames())
         self._there = {id(place.owner) for place, _ in found} - watch.inside
         self._there |= {id(value) for value, _ in (*watch.arrays, *watch.consumed)}
         self._arguments = arguments
         self._planted: dict[tuple[int, Any], Any] = {}
+        self.others: set[str] = set()
         # Of the dict alone, as an optimizer's hooks keep it: they mustn't keep the arguments alive.
         self.planted = self._planted.__setitem__
 
     def plant(self, carried: Carried, value: Any) -> None:
         """Let the step find ``value`` in a place. If it is there at the end, nothing is changed."""
-        self.put(carried.place, carried.key, value)
+        place, key = carried.place, carried.key
+        before = self._held.get(place.container, {}).get(key, MISSING)
+        if before is not MISSING and place.at(key) is not before:
+            self.others.add(place.label(key))  # since the call has read it
+        else:
+            self.put(place, key, value)
 
     def put(self, place: Place, key: Any, value: Any) -> None:
         """The same."""
@@ -175,8 +184,10 @@ class Surroundings:
             if not self._planted and _is_untouched(before, now):
                 continue  # most of them
             after = self._but_for_planted(place, before, now)
-            after |= self._of_other_threads(place, before, after)
-            assigned = self._assigned(place) & before.keys()
+            others = self._of_other_threads(place, before, after)
+            self.others |= {place.label(k) for k, old in others.items() if after[k] is not old}
+            after |= others
+            assigned = (self._assigned(place) & before.keys()) - others.keys()
             kept = (key for key in assigned if after.get(key, MISSING) is not MISSING)
             before = before | dict.fromkeys(kept, _ANYTHING)
             if before.keys() == after.keys() and all(
@@ -208,7 +219,13 @@ class Surroundings:
         """Put everything back."""
         for place, before, _ in self._before:
             after = place.content()
-            after |= self._of_other_threads(place, before, after)
+            others = self._of_other_threads(place, before, after)
+            for key in [key for where, key in self._planted if where == place.container]:
+                if key in others:  # what another thread has made of it stays, as a number
+                    present = place.at(key)
+                    is_left = present is self._planted[place.container, key]
+                    place.put({key: before[key] if is_left else plain_number(present)})
+            after |= others
             if list(before) != list(after):
                 place.replace(before)
                 continue

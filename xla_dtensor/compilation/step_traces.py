@@ -182,6 +182,13 @@ class StepTraces:
                 self._not_carried |= dict.fromkeys(suspects, error)
                 tried = set()
                 continue
+            for label in traced.of_others - self._not_carried.keys():
+                # For the time of a trace a stand-in would lie there: that thread would count on.
+                self._not_carried[label] = DataDependentError(f"another thread changes {label}")
+            if traced.of_others & self._counted & self._carried:
+                self._carried -= traced.of_others
+                traced.undo()
+                continue
             last, carried = family.latest(), traced.names_of_carried
             earlier = () if last is None else last.effects
             again = [e for e in traced.effects if is_counted_on(e, carried, earlier)]

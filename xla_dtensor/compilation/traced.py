@@ -63,6 +63,7 @@ class Traced(TracedEffects):
         effects: what its Python changed.
         replaced: places outside of it whose tensors it replaces by others, as messages call them.
         counted: likewise those in which it puts other numbers, strings or ``None``.
+        of_others: the places that another thread has changed during the trace, likewise.
         watch: what its Python can read.
         asked: the arguments whose ``id`` it has asked for, which are these: (which, object).
         carried: the places that its values are taken from like arguments.
@@ -307,6 +308,7 @@ class Traced(TracedEffects):
         history = History(trace)
         made = Made(self, arguments, watch, history)
         self.effects = surroundings.effects()
+        self.of_others = surroundings.others
         made.histories([*flat, *self._left_in_places()])
         self.results = list(map(made.result, flat))
         self._effects(surroundings, watch, made)

@@ -10,11 +10,11 @@ from typing import Any
 
 from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
-    OTHERS_GLOBALS,
     describe,
     is_library,
     names_of,
 )
+from xla_dtensor.compilation.installed import is_installed
 from xla_dtensor.compilation.kinds import fields_of
 from xla_dtensor.compilation.objects import is_record
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots, Variable
@@ -46,13 +46,19 @@ class WalkCode(Walk):
         elif not is_library(module):
             names = names_of(code)
             self.asks_types |= names.asks_types
+            # A package that looks for modules or globals by names that it makes up (pytest's and
+            # transformers' loaders do) means its own: following it would bring in everything.
+            follows = not is_installed(module)
+            others_globals = self._names.others_globals
             self._names.update(names)
+            if not follows:
+                self._names.others_globals = others_globals
             self._place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
             namespace = function.__globals__
             _, known = self._globals.setdefault(id(namespace), (namespace, set()))
             known |= names.globals
             self._stored.setdefault(id(namespace), set()).update(names.stored)
-            if names.any_global or not OTHERS_GLOBALS.isdisjoint(self._names.attributes):
+            if names.any_global or self._names.others_globals:
                 known |= {name for name in namespace if not name.startswith("__")}
             if id(namespace) not in self._placed_globals:
                 # Once a walk: by then earlier walks have said which names matter.
@@ -62,10 +68,11 @@ class WalkCode(Walk):
                     self._walk(namespace[name], name)
             for name in names.modules:
                 self._imported(name)
-            if names.any_module and not self._any_module:
+            if names.any_module and follows and not self._any_module:
                 self._any_module = True
                 for name in list(sys.modules):
-                    self._imported(name)
+                    if not is_installed(name):
+                        self._imported(name)
             for name, default in zip(
                 reversed(code.co_varnames[: code.co_argcount]),
                 reversed(function.__defaults__ or ()),

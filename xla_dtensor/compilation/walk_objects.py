@@ -52,6 +52,8 @@ _MODULE_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
 )
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+# What Python's import leaves in a module: through it one gets to everything.
+_OF_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
 _NOT_USERS = _MODULE_OWN | OWN_ATTRIBUTES
 
 
@@ -206,9 +208,11 @@ class WalkObjects(WalkOptimizers):
 
     def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
         names = list(filter(self._is_read, own))
-        if isinstance(own.get("__getattr__"), types.FunctionType):  # a Python module's
-            names.append("__getattr__")
         cls = type(value)
+        if issubclass(cls, types.ModuleType):
+            names = [n for n in names if n not in _OF_IMPORT or n in self._names.attributes]
+            if isinstance(own.get("__getattr__"), types.FunctionType):
+                names.append("__getattr__")
         if cls is types.SimpleNamespace or not any(map(self._of_library, cls.__mro__[:-1])):
             self._plain.add(id(own))
         self._assigned(value, path, names)
