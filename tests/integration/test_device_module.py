@@ -4,8 +4,12 @@ import gc
 import threading
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
+from jax._src import dispatch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -245,3 +249,24 @@ def test_workers_that_use_the_device_raise_and_do_not_hang(use):
         list(loader)
     assert not torch.xla._is_in_bad_fork()
     assert torch.ones(2, device="xla").sum().item() == 2
+
+
+def test_what_could_not_be_computed_is_told_once():
+    """Who keeps the array (the last exception's traceback does) can save a checkpoint later."""
+
+    def fail(x):
+        raise ValueError("of this callback")
+
+    def called(x):
+        return jax.pure_callback(fail, x, x)
+
+    mesh = jax.make_mesh((8,), ("a",))
+    ones = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("a")))
+    kept = jax.jit(jax.shard_map(called, mesh=mesh, in_specs=P("a"), out_specs=P("a")))(ones)
+    with pytest.raises(RuntimeError, match="of this callback"):
+        torch.xla.synchronize()
+    torch.xla.synchronize()
+    torch.xla.Stream().synchronize()
+    with pytest.raises(RuntimeError, match="of this callback"):
+        kept.block_until_ready()
+    dispatch.runtime_tokens.clear()  # or JAX tells it once more when the process exits

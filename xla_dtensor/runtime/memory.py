@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import os
 import threading
+import weakref
 from typing import Any
 
 from xla_dtensor.base import assertions, events, thread_state
@@ -74,13 +75,36 @@ def synchronize() -> None:
     """Wait until the devices have done what was asked of them.
 
     Raises:
-        IndexError, RuntimeError: an index was out of range in what they have done.
+        IndexError, RuntimeError: an index was out of range in what they have done, or an array
+            couldn't be computed; each is told once, however long somebody keeps the array.
     """
     import jax
 
     events.settle()
-    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+    arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
+    try:
+        jax.block_until_ready(arrays)
+    except jax.errors.JaxRuntimeError:
+        new = [error for error in map(_new_failure, arrays) if error is not None]
+        if new:
+            raise new[0] from None
     assertions.look()
+
+
+# Arrays that couldn't be computed, by identity. The last exception's traceback may keep one alive
+# for the rest of the process: a checkpoint that is written later has nothing to do with it.
+_failed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _new_failure(array: Any) -> Exception | None:
+    """Why an array couldn't be computed, if nobody has been told."""
+    try:
+        array.block_until_ready()
+    except RuntimeError as error:
+        told = _failed.get(id(array)) is array
+        _failed[id(array)] = array
+        return None if told else error
+    return None
 
 
 def allocated() -> int:
