@@ -126,6 +126,13 @@ def test_the_order_of_axes() -> None:
     check("2x4", lambda x: jnp.tile(x, (2, 1)), [counted(4, 5)], [P()], P(("a", "b")), P("b"))
 
 
+@still_there
+def test_products_with_masks() -> None:
+    nothing = jax.jit(lambda mask, x: mask.astype(np.float32) * x)
+    found = nothing(np.array([True, False]), np.array([np.inf, np.nan], np.float32))
+    np.testing.assert_equal(found, np.array([np.inf, np.nan], np.float32))
+
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,14 @@ CALLS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 }
 NUMBERS = [2**63, 2**64 - 1, 2**63 - 1, -(2**63), 2**40]
 
+CONVERTED: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    **{name: CALLS[name] for name in ("fill_", "full_like", "masked_fill", "clamp")},
+    "x[0] = n": lambda x, n: x.clone().index_fill_(0, torch.tensor([0], device=x.device), n),
+    "scatter": lambda x, n: x.scatter(0, torch.tensor([0], device=x.device), n),
+    "threshold": lambda x, n: torch.nn.functional.threshold(x, 1, n),
+    "pad": lambda x, n: torch.nn.functional.pad(x, (1, 0), value=n),
+}
+
 
 def outcome(function: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     try:
@@ -61,6 +70,24 @@ def test_numbers_are_what_they_are_on_the_cpu(name: str, dtype: torch.dtype) -> 
             continue
         assert actual is not None, number
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32], ids=str)
+@pytest.mark.parametrize("name", list(CONVERTED))
+def test_numbers_that_the_dtype_does_not_have(name: str, dtype: torch.dtype) -> None:
+    function = CONVERTED[name]
+    start = torch.tensor([3, 0, 1, 2]).to(dtype)
+    refused = 0
+    for number in (200, -100, 300, 2**40, 1e39, -1e39, math.inf, 1j):
+        expected = outcome(lambda number=number: function(start, number))
+        if expected is None:
+            refused += 1
+            with pytest.raises((RuntimeError, TypeError)):
+                function(start.to("xla"), number)
+        else:
+            actual = function(start.to("xla"), number)
+            torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0)
+    assert refused
 
 
 def test_in_compiled_steps() -> None:

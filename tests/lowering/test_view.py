@@ -239,3 +239,25 @@ def test_scatter(name: str, shape: Any, args: Any) -> None:
     with jax.enable_x64(True):
         actual = jax.jit(lambda x, v: lowering.function(x, v, *args))(to_jax(base), to_jax(value))
         check(actual, getattr(torch.ops.aten, name)(base, value, *args))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "args"),
+    [
+        ("slice_scatter", (1, 3), (0, 1, 4, 2)),
+        ("select_scatter", (3,), (0, 4)),
+        ("select_scatter", (3,), (0, -5)),
+        ("select_scatter", (1,), (0, 0)),
+        ("diagonal_scatter", (1,), (-1, 0, 1)),
+        ("as_strided_scatter", (2, 1), ([2, 2], [3, 2], 1)),
+    ],
+)
+def test_scatters_out_of_place_are_refused_as_torch_does(
+    name: str, shape: tuple[int, ...], args: tuple[Any, ...]
+) -> None:
+    base, value = sample((4, 3)), sample(shape)
+    scatter = getattr(torch.ops.aten, name)
+    with pytest.raises((RuntimeError, IndexError)) as theirs:
+        scatter(base, value, *args)
+    with pytest.raises(type(theirs.value), match=r"expected src|out of range"):
+        scatter(base.to("xla"), value.to("xla"), *args)

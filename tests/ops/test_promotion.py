@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import xla_dtensor as xd
 from tests.ops.harness import close
 from xla_dtensor.dispatch.execute import _plans
 
@@ -67,6 +69,31 @@ def test_division(mesh_2x4: DeviceMesh, mode: str | None, dtype: torch.dtype) ->
     close((sharded // other).cpu(), x // y)
     close(torch.fmod(sharded, 4).cpu(), torch.fmod(x, 4))
     close(torch.div(sharded, 2.5, rounding_mode=mode).cpu(), torch.div(x, 2.5, rounding_mode=mode))
+
+
+MASKED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mask * x": lambda mask, x: mask * x,
+    "mask * inf": lambda mask, x: mask * math.inf,
+    "float": lambda mask, x: mask.float() * x,
+    "to": lambda mask, x: x * (mask.to(torch.bfloat16) + 0),
+    "divided": lambda mask, x: mask.float() / (1 / x),
+    "typed": lambda mask, x: mask.type_as(x) * x,
+    "addcmul": lambda mask, x: torch.addcmul(x, mask.float(), x),
+    "einsum": lambda mask, x: torch.einsum("i,i->i", mask.float(), x),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", list(MASKED))
+def test_what_is_not_finite_shows_behind_a_mask(name: str, compiled: bool) -> None:
+    """XLA makes a product with a mask a selection (`base/xla_faults.py:MASKS`)."""
+    function = MASKED[name]
+    mask = torch.tensor([True, False, True, False])
+    x = torch.tensor([math.inf, math.nan, 2.0, -math.inf])
+    run = xd.compile(function) if compiled else function
+    torch.testing.assert_close(
+        run(mask.to("xla"), x.to("xla")).cpu(), function(mask, x), equal_nan=True
+    )
 
 
 def test_precision_of_products(mesh_2x4: DeviceMesh) -> None:

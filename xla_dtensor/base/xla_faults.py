@@ -250,6 +250,12 @@ PADDED_OPERANDS = Fault(
     "dispatch/cut.py:Cut",
     "seen in programs of several operations alone: tests/dispatch/test_sliced.py",
 )
+MASKS = Fault(
+    "A product with a bool that has become a float is made a selection, which gives 0 for NaN and "
+    "infinity behind a 0; on one device, too.",
+    "lowering/promotion.py:converted",
+    _HERE + "test_products_with_masks",
+)
 
 # --- one backend's compiler (`lowering/guards.py`) ------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from xla_dtensor.base import host_memory, rng, thread_state
+from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.generator import stream_of
 from xla_dtensor.base.python_numbers import is_number, like_a_number
 from xla_dtensor.dispatch.ops import DROPPED, OpInfo
@@ -75,6 +76,36 @@ class Call:
             key.append(name)
             self.kwargs[name] = self._take(value, name, key)
         self.key = tuple(key)
+        if info.converted_arguments:
+            self._check_converted()
+
+    def _check_converted(self) -> None:
+        """Raise as torch does for a number that the dtype of the elements doesn't have: 300 for
+        ``uint8``."""
+        info = self.info
+        dtype = self.kwargs.get("dtype")
+        if dtype is None:
+            first = next((form for form in self.forms if isinstance(form, Form)), None)
+            if first is None:
+                return  # a factory, which infers the dtype from the number
+            dtype = to_torch_dtype(first.jax_dtype)
+        given = {**dict(zip(info.argument_names, self.args, strict=False)), **self.kwargs}
+        numbers = [fill(given.get(name), self.leaves) for name in info.converted_arguments]
+        if (
+            info.name.startswith("aten::cl")
+            and not dtype.is_floating_point
+            and float in map(type, numbers)
+        ):
+            dtype = torch.get_default_dtype()  # what clamp gives
+        for number in numbers:
+            kind = type(number)
+            small = kind in (int, float) and -_SMALL <= number < _SMALL
+            if (
+                kind is complex
+                or (kind in (int, float) and not small)
+                or (kind is float and number < 0 and not dtype.is_signed)
+            ):
+                torch.full((), number, dtype=dtype)
 
     def _take(self, value: Any, name: str, key: list[Any]) -> Any:
         cls = type(value)
@@ -207,6 +238,7 @@ def _written(value: Any) -> str:
 
 
 _BOUND = 2**63
+_SMALL = 128  # what each dtype has
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 
 

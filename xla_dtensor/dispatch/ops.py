@@ -46,6 +46,8 @@ class OpInfo:
         dynamic_arguments: names of those whose tensors and numbers are inputs of the executable;
             the others' numbers are part of it.
         symbolic_arguments: of these those whose symbolic numbers are inputs, too.
+        converted_arguments: names of those whose numbers torch converts to the dtype of the
+            elements, and refuses where they aren't in its range.
         returns_mutated: per schema return, the position in ``mutated`` that it aliases, or None.
         returns_lists: per schema return, whether it is a list of tensors.
         is_out: whether the arguments written are ``out=`` ones, which torch resizes.
@@ -67,6 +69,7 @@ class OpInfo:
     argument_names: tuple[str, ...]
     dynamic_arguments: frozenset[str]
     symbolic_arguments: frozenset[str]
+    converted_arguments: tuple[str, ...]
     returns_mutated: tuple[int | None, ...]
     returns_lists: tuple[bool, ...]
     is_out: bool
@@ -81,6 +84,16 @@ class OpInfo:
         return self.name in _IDENTITIES
 
 
+_CONVERTED = {
+    **dict.fromkeys(
+        ("fill", "masked_fill", "index_fill", "constant_pad_nd", "scatter"), ("value",)
+    ),
+    **dict.fromkeys(("full", "full_like", "new_full"), ("fill_value",)),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), ("min", "max")),
+    "hardtanh": ("min_val", "max_val"),
+    "threshold": ("threshold", "value"),
+    "scalar_tensor": ("s",),
+}
 _IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
 _infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
 lowering_changes.listen(_infos.clear)
@@ -129,6 +142,7 @@ def _make(func: Any) -> OpInfo:
         argument_names=tuple(argument.name for argument in schema.arguments),
         dynamic_arguments=frozenset(n for n, t in types.items() if _is_dynamic(t, lowering)),
         symbolic_arguments=frozenset(n for n, t in types.items() if _is_symbolic(t, lowering)),
+        converted_arguments=_CONVERTED.get(schema.name.rpartition("::")[2].rstrip("_"), ()),
         returns_mutated=returns_mutated,
         returns_lists=tuple("List[" in str(r.type) for r in schema.returns),
         is_out=any(map(_is_out, schema.arguments)),

@@ -17,6 +17,7 @@ from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.per_slice import elementwise
 from xla_dtensor.lowering.promotion import (
+    converted,
     is_exactly,
     promote,
     promote_for_math,
@@ -38,7 +39,7 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     """``x`` as ``dtype``; complex to real drops the imaginary part, as in torch."""
     if is_complex(x) and np.dtype(dtype).kind not in "cb":
         x = x.real
-    return x.astype(dtype)
+    return converted(x, dtype)
 
 
 # Unary functions whose results are floating point, whatever the input.

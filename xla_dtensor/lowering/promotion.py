@@ -125,5 +125,13 @@ def math_dtype(dtype: Any) -> np.dtype:
     return np.dtype(np.float32) if small_float else dtype
 
 
+def converted(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` as ``dtype``. XLA takes a bool that has become a float for a mask, and its products
+    for selections, in which NaN and infinity vanish (`base/xla_faults.py:MASKS`)."""
+    if x.dtype == bool and np.dtype(dtype).kind not in "biu":
+        x = x.astype(np.int8)
+    return x.astype(dtype)
+
+
 def _as(dtype: np.dtype, operands: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    return tuple(jnp.asarray(x).astype(dtype) for x in operands)
+    return tuple(converted(jnp.asarray(x), dtype) for x in operands)

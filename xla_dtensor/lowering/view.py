@@ -7,6 +7,7 @@ dynamic-update-slice for a single position (which also stays in place in a donat
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -610,14 +611,34 @@ def _of_patterns(parts: list[jax.Array], dtype: np.dtype) -> jax.Array:
 
 # Functional forms ----------------------------------------------------------------------------
 
-_SCATTERS: dict[str, Callable[..., jax.Array]] = {
-    "slice_scatter": _put_slice,
-    "select_scatter": _put_select,
-    "diagonal_scatter": _put_diagonal,
-    "as_strided_scatter": _put_strided,
+_SCATTERS: dict[str, tuple[Callable[..., jax.Array], Callable[..., torch.Tensor]]] = {
+    "slice_scatter": (_put_slice, torch.ops.aten.slice.Tensor),
+    "select_scatter": (_put_select, torch.select),
+    "diagonal_scatter": (_put_diagonal, torch.diagonal),
+    "as_strided_scatter": (_put_strided, torch.as_strided),
 }
-for _name, _put in _SCATTERS.items():
-    lowers(_name)(_put)
+
+
+def _scatter(
+    put: Callable[..., jax.Array], seen: Callable[..., torch.Tensor]
+) -> Callable[..., jax.Array]:
+    """``put`` for positions and sources that torch takes."""
+
+    @functools.wraps(put)
+    def scatter(base: jax.Array, value: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        size = list(seen(torch.empty(base.shape, device="meta"), *args, **kwargs).shape)
+        if list(value.shape) != size:
+            raise RuntimeError(
+                "expected src to have a size equal to the slice of self. src size = "
+                f"{list(value.shape)}, slice size = {size}"
+            )
+        return put(base, value, *args, **kwargs)
+
+    return scatter
+
+
+for _name, (_put, _seen) in _SCATTERS.items():
+    lowers(_name)(_scatter(_put, _seen))
 
 _COPIES: dict[Callable[..., Any], tuple[str, ...]] = {
     alias: ("alias_copy", "detach_copy", "lift_fresh_copy"),
