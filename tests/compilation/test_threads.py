@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
+from xla_dtensor.base import interrupts
 
 GENERATOR = np.random.default_rng(0)
 PYTHON = random.Random(0)
@@ -156,3 +158,26 @@ def test_a_queue_to_another_thread(x: torch.Tensor) -> None:
             torch.testing.assert_close(step(x).full_tensor().cpu(), torch.arange(8.0) * 2)
     assert step.traces == 1
     assert [*taken, *waiting.queue] == list(range(-1, 20))
+
+
+def test_an_interrupt_in_a_trace_is_no_thread_of_the_steps(x: torch.Tensor) -> None:
+    """One that has to wait for a better place is sent again, by a thread."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts.install()
+
+    @interrupts.atomic
+    def pressed() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        pressed()
+        return x * 2
+
+    step = xd.compile(function)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            step(x)
+            time.sleep(1)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert raised.value.__context__ is None  # where it waited nothing was raised

@@ -303,11 +303,15 @@ for _collection in _collections:
     atomic(_collection._remove)
 
 
+# As it is: a trace replaces it, to refuse what the step's own code starts (compilation/threads.py).
+_start_new_thread = _thread.start_new_thread
+
+
 def _send_again(signum: int) -> None:
     if not _waiting[signum].thread:
         _waiting[signum].thread = True
         # Not threading.Thread, whose locks the interrupted code may hold.
-        _thread.start_new_thread(_send, (signum,))
+        _start_new_thread(_send, (signum,))
 
 
 def _send(signum: int) -> None:
