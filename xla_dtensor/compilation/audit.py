@@ -16,6 +16,7 @@ from xla_dtensor.compilation.jaxpr_text import text_of
 from xla_dtensor.compilation.recipes import Built, Computed
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.errors import StaleStepError
+from xla_dtensor.tensors.of_form import Ours
 
 
 def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: Arguments) -> None:
@@ -33,7 +34,8 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
             "it didn't read when it was traced. Nothing has been computed in this call."
         ) from more
     again.undo()
-    mine, now = _signature(traced), _signature(again)
+    mine, now = (_signature(t, arguments) for t in (traced, again))
+    _add_what_is_there(now["what its Python changes"], traced)
     for what, before in mine.items():
         if before != now[what]:
             raise StaleStepError(
@@ -44,12 +46,18 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
             )
 
 
-def _signature(traced: Traced) -> dict[str, Any]:
+def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
     """What a later trace must have in common with this one, for the program to be the step."""
     trace = traced.trace
+    # One may be a tensor that the step reaches, too: then a trace takes it for that.
+    given = {
+        id(tensor._storage_): i
+        for i, tensor in enumerate(arguments.tensors)
+        if isinstance(tensor, Ours)
+    }
     return {
         "the operations": text_of(traced.jaxpr),
-        "the tensors that it uses": [s.signature() for s in traced.sources],
+        "the tensors that it uses": [s.signature(given) for s in traced.sources],
         "the numbers that it computes with": [number.name for number in trace.numbers],
         "what it decides by numbers": [decision.text for decision in trace.decisions],
         "the layouts of its results": [form.placed(traced.frame) for form in traced.forms],
@@ -58,12 +66,21 @@ def _signature(traced: Traced) -> dict[str, Any]:
             (id(outside.get()), None if t is None else (t.index, t.form.placed(traced.frame)))
             for outside, t in traced.grads
         ],
-        "what its Python changes": [
-            (e.name(), e.place.container, [(key, _left(v)) for key, v in e.after.items()])
+        "what its Python changes": {
+            (e.place.container, e.place.path, key): _left(value)
             for e in traced.effects
-        ],
+            for key, value in e.after.items()
+        },
         "the state that it takes from where it is": [(c.name, c.where()) for c in traced.carried],
     }
+
+
+def _add_what_is_there(changes: dict[Any, Any], traced: Traced) -> None:
+    """What an earlier call has put somewhere, and this one would put there again, is no change."""
+    for effect in traced.effects:
+        for key, value in effect.after.items():
+            if effect.argument is None and is_atom(value) and value is effect.place.at(key):
+                changes.setdefault((effect.place.container, effect.place.path, key), _left(value))
 
 
 def _part(result: Any) -> Any:

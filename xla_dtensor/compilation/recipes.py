@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,11 +40,18 @@ class Source:
             self.storages = ()
             self.writes = [(index, ()) for index, _ in self.writes]
 
-    def signature(self) -> Any:
-        """What tells that two traces' sources are the same."""
+    def signature(self, given: Mapping[int, int]) -> Any:
+        """What tells that two traces' sources are the same.
+
+        Args:
+            given: which argument has a storage, by its ``id``.
+        """
         written = [index for index, _ in self.writes]
         if self.kind == "state":
-            return self.kind, sorted(map(id, self.storages)), written
+            storages = sorted(map(id, self.storages))
+            if len(storages) == 1 and storages[0] in given:
+                return "argument", given[storages[0]], written
+            return self.kind, storages, written
         if self.kind == "constant":
             return self.kind
         if self.kind in ("grad", "host"):

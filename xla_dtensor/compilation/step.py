@@ -76,6 +76,7 @@ class CompiledStep(Copied, StepTraces):
         self._streams: dict[Any, list[tuple[int, bool]]] = {}
         # What of it can't be taken from there, and why.
         self._not_carried: dict[str, Exception] = {}
+        self._left_alone: set[str] = set()
         self.clear_cache()
         self.compilations = 0
         self.traces = 0
@@ -166,7 +167,7 @@ class CompiledStep(Copied, StepTraces):
         self._executables.clear()
         self._last = None
         self._carried = self._counted = frozenset()
-        self._not_carried = {}
+        self._not_carried, self._left_alone = {}, set()
         self._streams = {}
         self._many = ManyTraces()
 

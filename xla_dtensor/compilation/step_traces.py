@@ -47,6 +47,7 @@ class StepTraces:
     _carried: frozenset[str]
     _counted: frozenset[str]
     _not_carried: dict[str, Exception]
+    _left_alone: set[str]
     _many: ManyTraces
     _reads: frozenset[str] | None
     _call: Callable[[Arguments], Any]
@@ -76,6 +77,7 @@ class StepTraces:
                 again = self._arguments(arguments.args, arguments.kwargs, arguments.padding)
                 return self._call(again)
             self._read(traced.watch.names_read)
+        traced.keep(self._left_alone, path)
         call = traced.take_call()
         made: Program | None = None
         try:

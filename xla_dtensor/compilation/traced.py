@@ -63,6 +63,7 @@ class Traced(TracedEffects):
         effects: what its Python changed.
         replaced: places outside of it whose tensors it replaces by others, as messages call them.
         counted: likewise those in which it puts other numbers, strings or ``None``.
+        kept: the attributes that are compared though its Python only assigns them (`Watch.keep`).
         of_others: the places that another thread has changed during the trace, likewise.
         watch: what its Python can read.
         asked: the arguments whose ``id`` it has asked for, which are these: (which, object).
@@ -92,6 +93,7 @@ class Traced(TracedEffects):
             for mine, theirs in zip(arguments.tensors, caller.tensors, strict=True)
             if mine is not theirs
         ]
+        self.kept: frozenset[str] = frozenset()
         self.replaced: set[str] = set()
         self.counted: set[str] = set()
         if parametrize._cache_enabled:
@@ -239,7 +241,17 @@ class Traced(TracedEffects):
     def look_again(self, known: Watch | None = None) -> Watch:
         """What the step's Python can read now."""
         names = self.names_of_carried
-        return Watch(self._roots, names, self._executed, known=known, fixed=self.fixed)
+        watch = Watch(self._roots, names, self._executed, known=known, fixed=self.fixed)
+        watch.keep(self.kept)
+        return watch
+
+    def keep(self, apart: set[str], path: str | None) -> None:
+        """Compare what its Python assigns somewhere, and has left, or put, as it was; not what is
+        set ``apart``, as ``path`` is then: it was something else before, and stayed that, too."""
+        unchanged = self.watch.unchanged({each for e in self.effects for each in e.changed()})
+        apart.update(unchanged & {path})
+        self.kept = unchanged - apart
+        self.watch.keep(self.kept)
 
     def carries(self, watch: Watch) -> bool:
         """Whether ``watch`` takes the values of the same places as this trace."""

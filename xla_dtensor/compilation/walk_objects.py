@@ -89,8 +89,8 @@ class WalkObjects(WalkOptimizers):
         else:
             names = [name for name in own if self._is_read(name) and name not in _MODULE_OWN]
             names += [n for n in ("_forward_hooks", "_forward_pre_hooks") if n not in names]
-            self._assigned(module, path, names)
             self._slots(module, path)
+        self._assigned(module, path, names)
         self._entries(own, names, path, module)
         self._class(cls)
 

@@ -16,7 +16,7 @@ import itertools
 import operator
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -177,6 +177,40 @@ class Watch(WalkObjects):
             if any(now.get(key, MISSING) is not value for key, value in before.items()):
                 return path
         return None
+
+    def unchanged(self, changed: Set[tuple[int, Any]]) -> frozenset[str]:
+        """The attributes, as messages call them, that the step's code assigns somewhere and never
+        reads, but for those that a trace has ``changed`` (container, key)."""
+        return frozenset(
+            place.label(key)
+            for place in self._only_assigned()
+            for key in place.keys
+            if (place.container, key) not in changed and place.at(key) is not MISSING
+        )
+
+    def keep(self, labels: Set[str]) -> None:
+        """Compare these, too. A trace that has left such an attribute as it was has perhaps
+        assigned what was there already: where it is something else, the step has to be asked."""
+        for place in self._only_assigned() if labels else ():
+            kept = place.only([key for key in place.keys if place.label(key) in labels])
+            if not kept.keys:
+                continue
+            self._place(kept)
+            for key, value in kept.content().items():
+                self._note(kept.label(key), "value" if is_atom(value) else "opaque", value)
+        if labels:
+            self._arm()
+
+    def _only_assigned(self) -> list[Entries | Slots]:
+        taken = {carried.where() for carried in self.carried}
+        return [
+            place
+            for place in self.places
+            if isinstance(place, Entries | Slots)
+            and not place.guarded
+            and place.container not in self.inside
+            and taken.isdisjoint((place.container, key) for key in place.keys)
+        ]
 
     # --- comparing ----------------------------------------------------------------------------
 

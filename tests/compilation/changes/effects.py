@@ -20,6 +20,7 @@ from tests.compilation.changes._table import Program, mlp, row, rows
 from tests.compilation.changes._world import World, numbers
 
 COUNT = 0
+FLAG = "on"
 
 
 @row()
@@ -182,6 +183,78 @@ def left_behind(world: World, case: tuple[Callable, Callable]) -> Program:
     step = world.compile(function)
     for i in range(4):
         yield step(world.batch(i)), holder
+
+
+class _Flagged:
+    flag: Any = False
+
+
+OWNERS: dict[str, Callable[[World], Any]] = {
+    "namespace": lambda world: SimpleNamespace(),
+    "object": lambda world: _Flagged(),
+    "class": lambda world: type("Flags", (), {}),
+    "function": lambda world: lambda: None,
+    "module": lambda world: world.module(nn.Linear(6, 4)),
+    "parameter": lambda world: world.parameter(numbers(1, 4, 6)),
+    "tensor": lambda world: world.tensor(numbers(1, 4, 6), None),
+}
+
+
+@rows({f"{name}-{value}": (make, value) for name, make in OWNERS.items() for value in (True, "on")})
+def flag_put_where_it_is(world: World, case: tuple[Callable[[World], Any], Any]) -> Program:
+    """The step only assigns it, and the first time it is there already. The user takes it away."""
+    make, value = case
+    owner = make(world)
+    owner.flag = value
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if world.changes:
+            owner.flag = value
+        return x * 2
+
+    step = world.compile(function)
+    for i, change in enumerate((None, None, "other", "gone", "other", None)):
+        if change == "other":
+            owner.flag = None
+        elif change == "gone" and "flag" in vars(owner):
+            del owner.flag
+        yield step(world.batch(i)), vars(owner).get("flag", "none")
+    world.traced_at_most(3, step)
+
+
+@row()
+def attribute_that_a_branch_would_assign(world: World) -> Program:
+    """What the user puts there stays, and isn't asked about again and again."""
+    owner = SimpleNamespace(number=0)
+
+    def function(x: torch.Tensor, resets: bool) -> torch.Tensor:
+        if resets:
+            owner.number = -1
+        return x * 2
+
+    step = world.compile(function)
+    for i in range(7):
+        owner.number = i * world.changes
+        yield step(world.batch(i), world.changes and i == 5), owner.number
+    world.traced_at_most(3, step)
+
+
+@row()
+def global_put_where_it_is(world: World) -> Program:
+    global FLAG
+    FLAG = "on"
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        global FLAG
+        if world.changes:
+            FLAG = "on"
+        return x * 2
+
+    step = world.compile(function)
+    for i in range(5):
+        if i == 2:
+            FLAG = "off"
+        yield step(world.batch(i)), FLAG
 
 
 @row()
