@@ -220,7 +220,8 @@ class Layers:
         found = []
         for i, form in enumerate(self.forms):
             values = [logical_value(tensors[i]) for tensors in self.tensors]
-            found.append(stack(form, *values))
+            # A parameter of the default device is on all of the step's from its first call on.
+            found.append(stack(form.placed(self.trace.frame), *values))
         return found
 
     def inside(self, slices: list[Any], words: Any) -> Inside:
