@@ -20,7 +20,8 @@ class Guarded(Lowered):
 
     def mismatch(self, arguments: Arguments) -> str | None:
         """Why this program can't run now, or None."""
-        self.changed_path, self.changed_numbers, self.decided = None, frozenset(), None
+        self.changed_path, self.decided = None, None
+        self.changed_numbers = self.changed_paths = frozenset()
         if self.stale is not None:
             return self.stale
         if not self.watch.untouched():
@@ -112,6 +113,9 @@ class Guarded(Lowered):
             return None
         before, after = differences[0]
         self.changed_numbers = changed_numbers(differences)
+        self.changed_paths = frozenset(
+            found.path for pair in differences for found in pair if found is not None
+        )
         self.changed_path = (after or before).path  # type: ignore[union-attr]
         return (
             f"{self.changed_path}: from {before.text() if before else 'nothing'} to "

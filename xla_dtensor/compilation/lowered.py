@@ -52,6 +52,7 @@ class Lowered:
         self.traced = self._traced = traced
         self.effects = traced.effects
         self.changed_path: str | None = None
+        self.changed_paths: frozenset[str] = frozenset()
         self.changed_numbers: frozenset[str] = frozenset()
         self.decided: Decision | None = None
         self.lowering = Pinning()

@@ -58,6 +58,7 @@ class StepTraces:
         """Make a program and run it; ``missed`` says why the first one that there was doesn't fit,
         and what of Python's has changed."""
         path: str | None = None
+        paths: frozenset[str] = frozenset()
         decided: Decision | None = None
         if missed is None:
             why = self._explain(arguments, family)
@@ -66,7 +67,7 @@ class StepTraces:
         else:
             why, program = missed
             decided = program.decided
-            path = program.changed_path
+            path, paths = program.changed_path, program.changed_paths
             changed = program.changed_numbers - self._not_carried.keys()
             self._carried, self._counted = self._carried | changed, self._counted | changed
         with tracing, self._checks:
@@ -77,7 +78,7 @@ class StepTraces:
                 again = self._arguments(arguments.args, arguments.kwargs, arguments.padding)
                 return self._call(again)
             self._read(traced.watch.names_read)
-        traced.keep(self._left_alone, path)
+        traced.keep(self._left_alone, paths)
         call = traced.take_call()
         made: Program | None = None
         try:

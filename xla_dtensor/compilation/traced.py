@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -245,11 +245,11 @@ class Traced(TracedEffects):
         watch.keep(self.kept)
         return watch
 
-    def keep(self, apart: set[str], path: str | None) -> None:
+    def keep(self, apart: set[str], changed: Set[str]) -> None:
         """Compare what its Python assigns somewhere, and has left, or put, as it was; not what is
-        set ``apart``, as ``path`` is then: it was something else before, and stayed that, too."""
+        set ``apart``, as the ``changed`` are: they were something else before, and stayed that."""
         unchanged = self.watch.unchanged({each for e in self.effects for each in e.changed()})
-        apart.update(unchanged & {path})
+        apart.update(unchanged & changed)
         self.kept = unchanged - apart
         self.watch.keep(self.kept)
 

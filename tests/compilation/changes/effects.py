@@ -225,17 +225,18 @@ def flag_put_where_it_is(world: World, case: tuple[Callable[[World], Any], Any])
 @row()
 def attribute_that_a_branch_would_assign(world: World) -> Program:
     """What the user puts there stays, and isn't asked about again and again."""
-    owner = SimpleNamespace(number=0)
+    owner = SimpleNamespace(number=0, name="")
 
     def function(x: torch.Tensor, resets: bool) -> torch.Tensor:
         if resets:
             owner.number = -1
+            owner.name = "reset"
         return x * 2
 
     step = world.compile(function)
     for i in range(7):
-        owner.number = i * world.changes
-        yield step(world.batch(i), world.changes and i == 5), owner.number
+        owner.number, owner.name = i * world.changes, f"call {i}"
+        yield step(world.batch(i), world.changes and i == 5), owner.number, owner.name
     world.traced_at_most(3, step)
 
 
