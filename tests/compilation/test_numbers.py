@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -135,6 +137,9 @@ PLAIN: dict[str, Function] = {
     "clip_grad_norm_inf": lambda x, t: clip(x, t, math.inf),
     "clip_grad_value": clip_values,
     "batch_norm_momentum": running,
+    "copied": lambda x, t: (
+        x * copy.deepcopy([t])[0] * copy.copy(t) * copy.deepcopy({"t": (t,)})["t"][0]
+    ),
     "fill": lambda x, t: (x * 1).fill_(t),
     "full_like": torch.full_like,
     "tensor": lambda x, t: x * torch.tensor(t, device=x.device),
@@ -255,6 +260,13 @@ def test_random_numbers(mesh_2x4: DeviceMesh, name: str) -> None:
 @pytest.mark.parametrize("name", list(INTS))
 def test_ints(mesh_2x4: DeviceMesh, name: str) -> None:
     assert_one_program(INTS[name], mesh_2x4, (17, 18, 22, 25, 26, 29), X)
+
+
+def test_a_pickle_has_the_number(mesh_2x4: DeviceMesh) -> None:
+    x = distribute_tensor(X, mesh_2x4, [Shard(0), Replicate()])
+    step = xd.compile(lambda x, t, i: x * pickle.loads(pickle.dumps((t, [i])))[0])
+    for t, i in ((0.5, 1), (0.25, 2), (0.5, 1)):
+        torch.testing.assert_close(step(x, t, i).full_tensor().cpu(), X * t)
 
 
 DECISIONS: dict[str, tuple[int, Function]] = {

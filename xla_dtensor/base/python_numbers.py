@@ -56,6 +56,15 @@ class Float(torch.SymFloat):
     def __float__(self) -> float:
         return float(_shown(self, sys._getframe(1)))
 
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # as a number's copy is; the node has the whole trace behind it
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _value, (_shown(self, sys._getframe(1)),)
+
     __str__ = __repr__
 
 
@@ -79,7 +88,21 @@ class Int(torch.SymInt):
     def __float__(self) -> float:
         return float(_shown(self, sys._getframe(1)))
 
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # as a number's copy is; the node has the whole trace behind it
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _value, (_shown(self, sys._getframe(1)),)
+
     __str__ = __repr__
+
+
+def _value(number: Any) -> Any:
+    """What a pickle of a symbolic number has of it."""
+    return number
 
 
 def _shown(number: Any, frame: types.FrameType) -> Any:

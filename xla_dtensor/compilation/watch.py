@@ -185,7 +185,9 @@ class Watch(WalkObjects):
             place.label(key)
             for place in self._only_assigned()
             for key in place.keys
-            if (place.container, key) not in changed and place.at(key) is not MISSING
+            if (place.container, key)
+            not in changed | self.settings  # which have guards of their own
+            and place.at(key) is not MISSING
         )
 
     def keep(self, labels: Set[str]) -> None:

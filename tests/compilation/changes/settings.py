@@ -219,7 +219,8 @@ def autocast_dtype(world: World) -> Left:
 
 def cudnn_flag(world: World) -> Left:
     # torch's own test utilities turn it off for the process that imports them.
-    torch.backends.__allow_nonbracketed_mutation_flag = True
+    vars_of_backends = torch.backends.flags_frozen.__globals__
+    vars_of_backends["__allow_nonbracketed_mutation_flag"] = True
 
     def f(x):
         torch.backends.cudnn.benchmark = True
