@@ -365,6 +365,41 @@ def load_state_dict(world: World, case: tuple[type[Optimizer], dict]) -> Program
     yield step(world.batch(4))
 
 
+@rows({make.__name__: make for make in (Adam, RMSprop, NAdam)})
+def all_but_one_frozen(world: World, make: type[Optimizer]) -> Program:
+    """The step counts of all are one array; those of frozen parameters are none of the step's."""
+    model = mlp(world)
+    _, step = trainer(world, model, make, lr=0.05)
+    rest = list(model.parameters())[1:]
+    for round_ in range(2):
+        for frozen in (False, True):
+            world.change(lambda frozen=frozen: [p.requires_grad_(not frozen) for p in rest])
+            for i in range(2):
+                yield step(world.batch(4 * round_ + 2 * frozen + i))
+
+
+@row()
+def step_counts_of_another_step(world: World) -> Program:
+    """One step sets some of the counts that the training step has as one array."""
+    model = mlp(world)
+    optimizer, step = trainer(world, model, Adam)
+    parameters = list(model.parameters())
+
+    def set_back() -> torch.Tensor:
+        for parameter in parameters[:2]:
+            optimizer.state[parameter]["step"].fill_(0)
+        return optimizer.state[parameters[0]]["step"].add_(1) * 2
+
+    set_back = world.compile(set_back)
+    for i in range(3):
+        yield step(world.batch(i))
+        yield step(world.batch(i))
+        if world.changes:
+            yield float(set_back())
+        else:
+            yield 2.0
+
+
 @row()
 def load_state_dict_before_the_first_step(world: World) -> Program:
     model = Two(world)
