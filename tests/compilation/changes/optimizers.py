@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import (
     SGD,
     Adadelta,
+    Adafactor,
     Adagrad,
     Adam,
     Adamax,
@@ -283,7 +284,7 @@ MEMBERS: dict[str, Callable[[Two, Optimizer], Any]] = {
 }
 
 
-@rows({f"{name}-{c.__name__}": (c, f) for name, f in MEMBERS.items() for c in (SGD, Adam)})
+@rows({f"{name}-{c.__name__}": (c, f) for name, f in MEMBERS.items() for c in (SGD, Adam, Adagrad)})
 def members(world: World, case: tuple[type[Optimizer], Callable]) -> Program:
     make, change = case
     model, optimizer, step = half(world, make)
@@ -307,6 +308,23 @@ STATES: dict[str, tuple[type[Optimizer], dict[str, Any], Callable[[Optimizer], A
     "cleared": (Adam, {}, lambda o: o.state.clear()),
     "cleared_of_sgd": (SGD, {"momentum": 0.9}, lambda o: o.state.clear()),
     "cleared_of_one": (Adam, {}, lambda o: o.state.pop(o.param_groups[0]["params"][0])),
+    # Adagrad fills its state when it is made, and once more where there is none.
+    "cleared_of_adagrad": (Adagrad, {}, lambda o: o.state.clear()),
+    "cleared_of_one_of_adagrad": (
+        Adagrad,
+        {},
+        lambda o: o.state.pop(o.param_groups[0]["params"][0]),
+    ),
+    "cleared_of_one_of_adagrad_in_a_loop": (
+        Adagrad,
+        {"foreach": False},
+        lambda o: o.state.pop(o.param_groups[0]["params"][0]),
+    ),
+    "cleared_of_one_of_adafactor": (
+        Adafactor,
+        {},
+        lambda o: o.state.pop(o.param_groups[0]["params"][0]),
+    ),
     "new_dict": (Adam, {}, lambda o: o.__setattr__("state", type(o.state)(dict))),
     "replaced": (
         Adam,
