@@ -164,6 +164,21 @@ def clear(optimizer: Optimizer) -> None:
     optimizer.state.clear()
 
 
+@outside
+def freeze_all_but_the_last(optimizer: Optimizer) -> None:
+    *others, last = parameters(optimizer)
+    last.requires_grad_()
+    for p in others:
+        p.requires_grad_(False)
+
+
+@outside
+def turn_about(optimizer: Optimizer) -> None:
+    """Every second parameter is frozen, or no longer."""
+    for p in parameters(optimizer)[::2]:
+        p.requires_grad_(not p.requires_grad)
+
+
 class Session:
     """A model with its optimizer, and what edits it at the moment.
 

@@ -376,3 +376,31 @@ def test_a_closure_of_an_optimizers_step(mesh_2x4: DeviceMesh, optimizer: str, a
         torch.testing.assert_close(compiled(dx).cpu(), right(x), rtol=1e-4, atol=1e-5)
     assert_same_parameters(reference, model)
     assert compiled.compilations <= 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_adam_with_state_of_another_dtype(
+    mesh_2x4: DeviceMesh, dtype: torch.dtype, compiled: bool
+) -> None:
+    """``model.half()`` leaves the optimizer its moments: torch's error, in compiled steps, too."""
+
+    def step_of(m: nn.Module):
+        opt = torch.optim.Adam(m.parameters())
+
+        def step(x: torch.Tensor) -> None:
+            opt.zero_grad()
+            m(x).pow(2).mean().backward()
+            opt.step()
+
+        return step
+
+    reference, model = twin_models(mesh_2x4)
+    ((x, dx),) = batches(mesh_2x4, 1)
+    right, step = step_of(reference), step_of(model)
+    step = xd.compile(step) if compiled else step
+    for run, m, value in ((right, reference, x), (step, model, dx)):
+        run(value)
+        m.to(dtype)
+        with pytest.raises(RuntimeError, match="expected dtype"):
+            run(value.to(dtype))

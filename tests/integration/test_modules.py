@@ -198,3 +198,58 @@ def test_a_parameter_that_something_holds_is_a_new_one_to_all(hold):
     assert ran == [1]
     after = [p.detach().cpu() for p in model.parameters()]
     assert not any(map(torch.equal, before, after))
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "double": lambda model: model.double(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "parametrized": lambda model: nn.utils.parametrize.register_parametrization(
+        model, "weight", _Doubled()
+    ),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+@pytest.mark.parametrize("how", ["eager", "watched", "replayed"])
+@pytest.mark.parametrize("place", ["xla", "mesh"])
+def test_conversion_while_a_graph_holds_the_parameters(
+    mesh_2x4: DeviceMesh, convert: Callable[[nn.Module], Any], how: str, place: str
+) -> None:
+    """Somebody keeps the last loss, with its history; training goes on as on the CPU."""
+
+    def trained(place: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 4), torch.randn(8, 4)
+        if place != "cpu":
+            model.to("xla")
+            x = x.to("xla")
+        if place == "mesh":
+            xd.distribute_module(model, mesh_2x4)
+            x = distribute_tensor(x, mesh_2x4, [Shard(0), Replicate()])
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean()
+
+        step = function
+        if place != "cpu" and how != "eager":
+            step = xd.compile(function, watch="replay" if how == "replayed" else "auto")
+        losses = [step(x)]
+        convert(model)
+        x = x.to(model.bias.dtype)
+        for _ in range(2):
+            losses.append(step(x))
+            losses[-1].backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad)
+                    p.grad = None
+        return [loss.detach().cpu() for loss in losses]
+
+    for ours, expected in zip(trained(place), trained("cpu"), strict=True):
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(torch.as_tensor(ours), expected)

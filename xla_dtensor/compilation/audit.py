@@ -59,7 +59,8 @@ def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
         "the operations": text_of(traced.jaxpr),
         "the tensors that it uses": [s.signature(given) for s in traced.sources],
         "the numbers that it computes with": [number.name for number in trace.numbers],
-        "what it decides by numbers": [decision.text for decision in trace.decisions],
+        # Not how often: RMSprop asks for its momentum once more for each state that it makes.
+        "what it decides by numbers": {decision.text for decision in trace.decisions},
         "the layouts of its results": [form.placed(traced.frame) for form in traced.forms],
         "what it returns": (traced.result_tree, list(map(_part, traced.results))),
         "the gradients that it leaves": [

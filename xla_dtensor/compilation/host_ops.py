@@ -79,6 +79,10 @@ class HostProgram:
         self.depends |= depends
         return len(self._operations) - 1
 
+    def is_constant(self, operation: int) -> bool:
+        """Whether an operation gives the same in each call."""
+        return not self._operations[operation].depends
+
     def run(self, arguments: Arguments, numbers: list[float]) -> list[Any]:
         """The results of all operations, from what the call is given."""
         results: list[Any] = []
@@ -237,6 +241,13 @@ class HostOperations(TorchDispatchMode):
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether the step has made a CPU tensor."""
         return self._made_here(tensor) is not None
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether a CPU tensor is what the step has made of constants: the same in each call."""
+        made = self._made_here(tensor)
+        if made is None or tensor.is_inference() or tensor._version:
+            return False  # or somebody has written to it since
+        return self.program.is_constant(made.operation)
 
     def _depends(self, tensor: torch.Tensor) -> bool:
         made = self._made_here(tensor)

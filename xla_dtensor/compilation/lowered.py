@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -105,9 +106,10 @@ class Lowered:
         for source in traced.sources:
             used.setdefault(id(source), source)
         self._arrays = [s for s in used.values() if s.kind in ("state", "argument", "grad")]
-        # Not the counters: they are four bytes, and others may hold their array.
-        donated = [s for s in self._arrays if s.writes and len(s.storages) <= 1]
-        kept = [s for s in self._arrays if not (s.writes and len(s.storages) <= 1)]
+        # Not the scalars: they are four bytes, and storages that this program doesn't use may have
+        # their array, too (step counts of frozen parameters).
+        donated = [s for s in self._arrays if s.writes and not _is_scalar(s)]
+        kept = [s for s in self._arrays if not s.writes or _is_scalar(s)]
         self._donated, self._kept = Arrays(donated), Arrays(kept)
         self._hosts = [s for s in used.values() if s.kind == "host"]
         self._uses_words = any(s.kind in ("number", "rng") for s in used.values())
@@ -381,6 +383,10 @@ class Lowered:
         operations = self._random_operations
         words[-4:] = (rng.default.take(operations) if take else rng.words()) if operations else 0
         return words
+
+
+def _is_scalar(source: Source) -> bool:
+    return source.form is not None and math.prod(source.form.array_shape) == 1
 
 
 def _unique(found: list[Decision]) -> list[Decision]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
+from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.modes import unseen
@@ -191,9 +192,30 @@ class OptimizerHooks:
     ) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of one of the functions that torch's optimizers hand their lists to."""
         name = function.__name__
+        args, kwargs = self._with_counters((args, kwargs))
         return [for_formula(self._trace, name, "", x) for x in args], {
             key: for_formula(self._trace, name, key, x) for key, x in kwargs.items()
         }
+
+    def _with_counters(self, arguments: Any) -> Any:
+        """The arguments with step counts on the devices in place of those that the step has made on
+        the CPU, as Adagrad does for a parameter without state, next to others that have one."""
+        lists = [x for x in (*arguments[0], *arguments[1].values()) if isinstance(x, list)]
+        made = [t for some in lists for t in some if t.__class__ is torch.Tensor and not t.ndim]
+        with unseen():
+            moved = {id(t): self._counter(t) for t in made if self._trace.host.is_constant(t)}
+        if not moved:
+            return arguments
+        for stepped in self.stepped.values():
+            for state in stepped.optimizer.state.values():
+                state.update({k: moved[id(v)] for k, v in state.items() if id(v) in moved})
+        return pytree.tree_map(lambda x: moved.get(id(x), x), arguments)
+
+    def _counter(self, tensor: torch.Tensor) -> XLATensor:
+        form = device_form(None, (), dtype=tensor.dtype)
+        storage = self._trace.constant(form, item_of(tensor))
+        assert storage is not None  # in an optimizer's step
+        return XLATensor(storage, form)
 
     def _apart(self, closure: Any) -> Any:
         if not callable(closure):

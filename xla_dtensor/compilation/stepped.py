@@ -3,7 +3,7 @@ made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -98,11 +98,12 @@ class SteppedOptimizer:
 
     def made_state(self) -> bool:
         """Whether the step has filled state that wasn't there."""
-        return any(
-            key not in self.state.get(p, ({}, {}))[1]
-            for p, state in self.optimizer.state.items()
-            for key in state
-        )
+        return any(True for _ in self._made())
+
+    def _made(self) -> Iterator[Any]:
+        for p, state in self.optimizer.state.items():
+            before = self.state.get(p, ({}, {}))[1]
+            yield from (value for key, value in state.items() if key not in before)
 
     def replaced_state(self) -> bool:
         """Whether it has put something else in place of state that was there, or removed it."""
@@ -117,14 +118,14 @@ class SteppedOptimizer:
         """Whether a step that finds the state of the first one computes the same.
 
         True of torch's own, which fill their state and go on as ever; but the fused SGD is told
-        which step is the first one, and Adafactor makes its step counts on the CPU. Of others
-        nobody knows, until the step is traced again. (What the trace has computed, a gradient taken
-        as momentum, has it traced again in any case.)
+        which step is the first one, and what one makes on the CPU is a constant. Of others nobody
+        knows, until the step is traced again. (What the trace has computed, a gradient taken as
+        momentum, has it traced again in any case.)
         """
         cls = users_class(self.optimizer)
         if cls is torch.optim.SGD and any(g["fused"] for g in self.optimizer.param_groups):
             return False
-        return self.is_torchs() and cls is not torch.optim.Adafactor
+        return self.is_torchs() and not any(v.__class__ is torch.Tensor for v in self._made())
 
     def is_torchs(self) -> bool:
         """Whether torch defines it."""

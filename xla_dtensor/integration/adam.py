@@ -6,7 +6,7 @@ of the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from xla_dtensor.tensors.backend import backend
 Update = Callable[..., None]
 
 
-def at_once(function: Update, options: dict[str, Any], steps: list[Any]) -> bool:
+def at_once(function: Update, options: dict[str, Any], lists: Sequence[Any]) -> bool:
     """Whether `update` can stand for one of torch's functions.
 
     Args:
         function: ``_multi_tensor_adam`` or ``_fused_adam``, or another one.
         options: its keyword arguments.
-        steps: how many steps each parameter has had.
+        lists: its other arguments: parameters, gradients, moments, step counts.
     """
     if function.__name__ not in ("_multi_tensor_adam", "_fused_adam"):
         return False
@@ -30,7 +30,10 @@ def at_once(function: Update, options: dict[str, Any], steps: list[Any]) -> bool
         return False
     if any(isinstance(options.get(name), torch.Tensor) for name in ("beta1", "beta2")):
         return False
-    return all(hasattr(step, "_storage_") for step in steps)
+    params, *alike, _, steps = lists[:6]
+    # After ``model.half()`` torch has an error for state of another dtype.
+    same = all(len({t.dtype for t in each}) == 1 for each in zip(params, *alike, strict=True))
+    return same and all(hasattr(step, "_storage_") for step in steps)
 
 
 def update(

@@ -11,10 +11,13 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 
 from xla_dtensor.integration import lazy_modules
 
@@ -62,7 +65,20 @@ def install() -> None:
         return result
 
     nn.Module._apply = apply
+    for using in (torch_module, parametrize):
+        using.is_traceable_wrapper_subclass = _but_ours(using.is_traceable_wrapper_subclass)
     lazy_modules.install()
+
+
+def _but_ours(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """``double()`` or ``register_parametrization`` give our tensors other memory (``.data =``), as
+    plain ones. torch swaps tensors of wrapper classes, which it can't of what a graph holds: of a
+    model whose last loss somebody keeps."""
+
+    def wraps_others(tensor: Any) -> bool:
+        return is_wrapper(tensor) and not hasattr(tensor, "_storage_")
+
+    return wraps_others
 
 
 def _is_ours(*tensors: torch.Tensor) -> bool:

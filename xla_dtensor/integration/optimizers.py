@@ -267,7 +267,7 @@ def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     hooks = getattr(thread_state.current(), "optimizer_hooks", None)
     if hooks is not None:
         args, kwargs = hooks.formula(function, args, kwargs)
-    if adam.at_once(function, kwargs, args[5] if len(args) > 5 else []):
+    if adam.at_once(function, kwargs, args):
         adam.update(*args, **kwargs)
         return
     _begin(function, *args, **kwargs)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import (
     SGD,
     Adadelta,
+    Adafactor,
     Adagrad,
     Adam,
     Adamax,
@@ -283,7 +284,7 @@ MEMBERS: dict[str, Callable[[Two, Optimizer], Any]] = {
 }
 
 
-@rows({f"{name}-{c.__name__}": (c, f) for name, f in MEMBERS.items() for c in (SGD, Adam)})
+@rows({f"{name}-{c.__name__}": (c, f) for name, f in MEMBERS.items() for c in (SGD, Adam, Adagrad)})
 def members(world: World, case: tuple[type[Optimizer], Callable]) -> Program:
     make, change = case
     model, optimizer, step = half(world, make)
@@ -307,6 +308,23 @@ STATES: dict[str, tuple[type[Optimizer], dict[str, Any], Callable[[Optimizer], A
     "cleared": (Adam, {}, lambda o: o.state.clear()),
     "cleared_of_sgd": (SGD, {"momentum": 0.9}, lambda o: o.state.clear()),
     "cleared_of_one": (Adam, {}, lambda o: o.state.pop(o.param_groups[0]["params"][0])),
+    # Adagrad fills its state when it is made, and once more where there is none.
+    "cleared_of_adagrad": (Adagrad, {}, lambda o: o.state.clear()),
+    "cleared_of_one_of_adagrad": (
+        Adagrad,
+        {},
+        lambda o: o.state.pop(o.param_groups[0]["params"][0]),
+    ),
+    "cleared_of_one_of_adagrad_in_a_loop": (
+        Adagrad,
+        {"foreach": False},
+        lambda o: o.state.pop(o.param_groups[0]["params"][0]),
+    ),
+    "cleared_of_one_of_adafactor": (
+        Adafactor,
+        {},
+        lambda o: o.state.pop(o.param_groups[0]["params"][0]),
+    ),
     "new_dict": (Adam, {}, lambda o: o.__setattr__("state", type(o.state)(dict))),
     "replaced": (
         Adam,
@@ -363,6 +381,41 @@ def load_state_dict(world: World, case: tuple[type[Optimizer], dict]) -> Program
     world.change(optimizer.load_state_dict, saved)
     yield step(world.batch(3))
     yield step(world.batch(4))
+
+
+@rows({make.__name__: make for make in (Adam, RMSprop, NAdam)})
+def all_but_one_frozen(world: World, make: type[Optimizer]) -> Program:
+    """The step counts of all are one array; those of frozen parameters are none of the step's."""
+    model = mlp(world)
+    _, step = trainer(world, model, make, lr=0.05)
+    rest = list(model.parameters())[1:]
+    for round_ in range(2):
+        for frozen in (False, True):
+            world.change(lambda frozen=frozen: [p.requires_grad_(not frozen) for p in rest])
+            for i in range(2):
+                yield step(world.batch(4 * round_ + 2 * frozen + i))
+
+
+@row()
+def step_counts_of_another_step(world: World) -> Program:
+    """One step sets some of the counts that the training step has as one array."""
+    model = mlp(world)
+    optimizer, step = trainer(world, model, Adam)
+    parameters = list(model.parameters())
+
+    def set_back() -> torch.Tensor:
+        for parameter in parameters[:2]:
+            optimizer.state[parameter]["step"].fill_(0)
+        return optimizer.state[parameters[0]]["step"].add_(1) * 2
+
+    set_back = world.compile(set_back)
+    for i in range(3):
+        yield step(world.batch(i))
+        yield step(world.batch(i))
+        if world.changes:
+            yield float(set_back())
+        else:
+            yield 2.0
 
 
 @row()
