@@ -179,8 +179,10 @@ class Storage:
             if value.error is not None:
                 raise RuntimeError(
                     f"this tensor of shape {list(self.form.shape)} has no value: it was made by "
-                    "operations that were written down to run together, and running them has "
-                    f"failed ({type(value.error).__name__}: {value.error}); make it again"
+                    "operations that were written down to run together (eagerly, or in a call of "
+                    "a step compiled with watch='replay'), and running them has failed "
+                    f"({type(value.error).__name__}: {value.error}); make it again. A gradient is "
+                    "made again by backward() after optimizer.zero_grad()"
                 ) from value.error
             value.batch.run()
             if self.value is value and value.error is None:
