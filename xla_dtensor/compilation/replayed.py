@@ -141,9 +141,11 @@ class ReplayedStep(Copied):
     def _program_of(self, recorded: StepBatch) -> Program | Refused | None:
         """The program of what was written down, compiled if there is none; None if nothing is
         wanted of it any more."""
+        wanted = recorded.wanted()
+        if not wanted:
+            return None
         entries = tuple(recorded.entries)
         known = self._programs.get(entries) or []
-        wanted = recorded.wanted()
         program = _one_of(known, wanted)
         if program is not None:
             self._notes_lines = isinstance(program, Refused)
@@ -152,7 +154,7 @@ class ReplayedStep(Copied):
         # is no part of the step: a program for each time it may would be many.
         gc.collect()
         if len(recorded) != len(entries):  # destructors have written operations down, or read
-            return self._program_of(recorded) if recorded.wanted() else None
+            return self._program_of(recorded)
         collected = recorded.wanted()
         program = _one_of(known, collected)
         if not isinstance(program, Program) or self._uncollected == OFTEN:

@@ -196,30 +196,32 @@ class StepBatch(lazy.Lazy):
 
     _array = Batch._array  # the bytes of its inputs end no step
 
-    def add(self, plan: Plan, call: Call) -> list[Any]:
+    def _add_in_optimizer(self, plan: Plan, call: Call) -> list[Any]:
         """Write a call down; state that an optimizer makes in its first step is there at once, so
         that this step's program is that of all later ones, which have it as an input."""
-        if self._optimizers:
-            filled = filled_with(call)
-            form = plan.result_forms[0] if plan.result_forms else None
-            # What moves to the mesh's devices with the step's values has another form there.
-            if (
-                isinstance(filled, int | float)
-                and form is not None
-                and not form.varying
-                and form.placed(self._frame) is form
-            ):
-                return [arrays.full(form.array_shape, filled, form.jax_dtype, form.sharding)]
+        filled = filled_with(call)
+        form = plan.result_forms[0] if plan.result_forms else None
+        # What moves to the mesh's devices with the step's values has another form there.
+        if (
+            isinstance(filled, int | float)
+            and form is not None
+            and not form.varying
+            and form.placed(self._frame) is form
+        ):
+            return [arrays.full(form.array_shape, filled, form.jax_dtype, form.sharding)]
         return super().add(plan, call)
 
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
         """A block in which an optimizer makes its step."""
         self._optimizers += 1
+        self.add = self._add_in_optimizer  # type: ignore[method-assign]
         try:
             yield
         finally:
             self._optimizers -= 1
+            if not self._optimizers:
+                del self.add
 
     # --- recomputation ------------------------------------------------------------------------
 
@@ -302,8 +304,6 @@ class StepBatch(lazy.Lazy):
         return found
 
     def _launch(self) -> list[tuple[Waiting, Form, Any]]:
-        if not self._waiting():
-            return []
         program: Program | Refused | None = None
         try:
             with self._outside_of_traces():

@@ -260,16 +260,16 @@ class Storage:
         """
         if self.refuses_writes is not None:
             self.check_write()
-        if array.__class__ is AbstractArray:
-            self._check_loss()
-        trace = thread_state.current()
-        if trace is not None:
-            trace.writing(self)
-        if array.__class__ is Pending:
+        if array.__class__ is Pending:  # no trace writes down
             array.batch.replaces(self)
-            self.array = array
+            array.storage = weakref.ref(self)
         else:
-            self.value = array
+            if array.__class__ is AbstractArray:
+                self._check_loss()
+            trace = thread_state.current()
+            if trace is not None:
+                trace.writing(self)
+        self.value = array
         if form is not self.form:
             self.reform(form)
         self.version = next(_versions)

@@ -328,5 +328,6 @@ def _bring_together(params: Any, args: Any, kwargs: dict[str, Any]) -> None:
     for values in (*args, *kwargs.values()):
         if isinstance(values, list):
             for tensor in values:
-                if hasattr(tensor, "_storage_"):
-                    tensor._storage_.place(frame)
+                storage = getattr(tensor, "_storage_", None)
+                if storage is not None and storage.form.frame is not frame:
+                    storage.place(frame)
