@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
+.PHONY: help env train test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -159,6 +159,9 @@ bench-eager: env ## the time per eager call, next to torch's DTensor and jax.jit
 
 bench-host: env ## the host's time for a compiled call of 600 parameters, next to jax.jit (about five minutes)
 	$(BIN)/python benchmarks/host_overhead.py $(ARGS)
+
+bench-replay: env ## the host's time for a step whose Python runs in every call
+	$(BIN)/python benchmarks/replay.py $(ARGS)
 
 bench-torch: env ## FSDP x TP against torch's DTensor in 8 gloo processes (about two minutes)
 	$(BIN)/python benchmarks/vs_torch_dtensor.py $(ARGS)

@@ -187,3 +187,45 @@ def test_an_interrupt_in_a_trace_is_no_thread_of_the_steps(x: torch.Tensor) -> N
     os.close(writing)
     with os.fdopen(reading) as file:
         assert file.read() == "it goes on"
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "replay"])
+def test_another_thread_trains_while_a_step_is_traced(
+    x: torch.Tensor, mode: str, foreach: bool
+) -> None:
+    """torch's optimizers compute by other formulas while torch's flag says that it compiles."""
+
+    def slow(y: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.3)  # the other thread comes to its optimizer
+        return y * 2
+
+    def train(p: torch.nn.Parameter, of: Callable[[Any], Any], *between: Callable[[], Any]) -> None:
+        optimizer = torch.optim.AdamW([p], lr=0.1, foreach=foreach)
+
+        def step() -> None:
+            p.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = of(step)
+        for act in (lambda: None, *between, lambda: None):
+            act()
+            step()
+
+    def trace() -> None:
+        others.append(threading.Thread(target=lambda: xd.compile(slow)(x.clone())))
+        others[-1].start()
+        time.sleep(0.1)
+
+    others: list[threading.Thread] = []
+    of: Callable[[Any], Any] = lambda step: step
+    if mode == "replay":
+        of = lambda step: xd.compile(step, watch="replay")
+    ours = torch.nn.Parameter(x.clone())
+    train(ours, of, trace, trace)
+    for other in others:
+        other.join()
+    expected = torch.nn.Parameter(torch.arange(8.0))
+    train(expected, lambda step: step, lambda: None, lambda: None)
+    torch.testing.assert_close(ours.full_tensor().cpu().detach(), expected.detach())

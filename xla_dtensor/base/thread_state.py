@@ -7,6 +7,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+tracing = threading.RLock()
+"""Held while a step is traced: hooks, and torch's flag that it compiles, are the process's. So
+there is one trace at a time, and who computes by that flag waits."""
+
 # What `Trace.refuse` is told where a tensor's value is wanted.
 ITEM = ".item() (also float(), int(), bool(), `if tensor:`)"
 

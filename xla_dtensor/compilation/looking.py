@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from xla_dtensor.base.thread_state import tracing
 from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import trace
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.errors import DataDependentError
-
-# The hooks of a trace are the process's (torch knows no others): one trace at a time.
-tracing = threading.RLock()
 
 
 def looked_at(step: Any, args: Any, kwargs: Any, look: Callable[[Program], Any]) -> Any:

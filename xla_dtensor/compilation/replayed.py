@@ -18,10 +18,11 @@ from typing import Any
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation import totals
+from xla_dtensor.compilation.attempts import Attempt
 from xla_dtensor.compilation.copied import Copied
 from xla_dtensor.compilation.garbage import Seldom
 from xla_dtensor.compilation.looking import called_without_data
-from xla_dtensor.compilation.step_batch import Program, StepBatch
+from xla_dtensor.compilation.step_batch import Program, Refused, StepBatch
 from xla_dtensor.compilation.step_traces import name_of
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.dispatch.batch import writing_down
@@ -57,6 +58,8 @@ class ReplayedStep(Copied):
         assert calls == [0, 1] and step.compilations == 1
     """
 
+    _notes_lines: bool
+
     def __init__(
         self, function: Callable[..., Any], compiler_options: dict[str, Any] | None = None
     ) -> None:
@@ -65,8 +68,8 @@ class ReplayedStep(Copied):
         self._options = compiler_options
         self._asked = (compiler_options,)
         name = f"replayed step {self._name()}"
-        self._programs: Cache[Any, list[Program]] = Cache(
-            f"{name}: programs", SEQUENCES, size=lambda some: sum(map(Program.size, some))
+        self._programs: Cache[Any, list[Program | Refused]] = Cache(
+            f"{name}: programs", SEQUENCES, size=lambda some: sum(one.size() for one in some)
         )
         self.clear_cache()
         self.traces = self.compilations = 0
@@ -94,10 +97,14 @@ class ReplayedStep(Copied):
         lazy.flush_all()
         recorded = StepBatch(self._program_of, self._notes_lines)
         try:
-            with writing_down(recorded):
-                return self._function(*args, **kwargs)
-        finally:
-            recorded.run()
+            try:
+                with writing_down(recorded):
+                    return self._function(*args, **kwargs)
+            finally:
+                recorded.run()
+        except BaseException:
+            self._notes_lines = True  # should it fail again
+            raise
 
     def compiled_programs(self) -> list[Any]:
         """The programs that exist: ``jax.stages.Compiled``, those of a sequence together.
@@ -109,7 +116,8 @@ class ReplayedStep(Copied):
             step(torch.ones(4, device="xla"))
             assert "f32[4]" in step.compiled_programs()[-1].as_text()
         """
-        return [program.compiled for some in self._programs.values() for program in some]
+        known = (one for some in self._programs.values() for one in some)
+        return [program.compiled for program in known if isinstance(program, Program)]
 
     def clear_cache(self) -> None:
         """Forget all programs; the counts stay.
@@ -130,25 +138,31 @@ class ReplayedStep(Copied):
 
     # --- internals ---------------------------------------------------------------------------
 
-    def _program_of(self, recorded: StepBatch) -> Program:
-        """The program of what was written down, compiled if there is none."""
+    def _program_of(self, recorded: StepBatch) -> Program | Refused | None:
+        """The program of what was written down, compiled if there is none; None if nothing is
+        wanted of it any more."""
+        wanted = recorded.wanted()
+        if not wanted:
+            return None
         entries = tuple(recorded.entries)
         known = self._programs.get(entries) or []
-        wanted = recorded.wanted()
         program = _one_of(known, wanted)
         if program is not None:
-            self._notes_lines = False
+            self._notes_lines = isinstance(program, Refused)
             return program
         # What cycles alone hold, and Python hasn't collected yet, nobody wants. When it collects
         # is no part of the step: a program for each time it may would be many.
         gc.collect()
-        program = _one_of(known, recorded.wanted())
-        if program is None or self._uncollected == OFTEN:
-            if program is None:
-                wanted = recorded.wanted()
-            else:
+        if len(recorded) != len(entries):  # destructors have written operations down, or read
+            return self._program_of(recorded)
+        collected = recorded.wanted()
+        program = _one_of(known, collected)
+        if not isinstance(program, Program) or self._uncollected == OFTEN:
+            if isinstance(program, Program):
                 wanted = tuple(dict.fromkeys((*wanted, *program.outputs)))
                 self._uncollected = 0
+            else:
+                wanted = collected
             program = self._compiled(recorded, entries, wanted)
             self._programs.put(entries, known).append(program)
         else:
@@ -157,9 +171,16 @@ class ReplayedStep(Copied):
 
     def _compiled(
         self, recorded: StepBatch, entries: tuple[Entry, ...], wanted: Outputs
-    ) -> Program:
-        with Seldom():
-            program = Program(recorded, entries, wanted, self._options)
+    ) -> Program | Refused:
+        self._notes_lines = True
+        attempt = Attempt()
+        try:
+            with Seldom():
+                program = Program(recorded, entries, wanted, self._options)
+        except Exception as error:
+            if attempt.is_final(error):
+                raise
+            return Refused(error, self._name(), len(entries))
         self.compilations += 1
         self.traces += 1
         totals.add("compilations")
@@ -170,9 +191,8 @@ class ReplayedStep(Copied):
             totals.add("recompilations")
             logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
         self._latest = program
-        self._notes_lines = True
         return program
 
 
-def _one_of(programs: list[Program], wanted: Outputs) -> Program | None:
+def _one_of(programs: list[Program | Refused], wanted: Outputs) -> Program | Refused | None:
     return next((p for p in programs if p.computes(wanted)), None)

@@ -17,7 +17,7 @@ from xla_dtensor.compilation.buckets import BucketedArguments, check_lengths
 from xla_dtensor.compilation.copied import Copied
 from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.family import KINDS, Family
-from xla_dtensor.compilation.looking import called_without_data, looked_at, tracing
+from xla_dtensor.compilation.looking import called_without_data, looked_at
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.step_traces import StepTraces
 from xla_dtensor.compilation.streams import call_with_streams, has_streams
@@ -222,5 +222,5 @@ class CompiledStep(Copied, StepTraces):
         """Every n-th call: the audit."""
         self._calls += 1
         if self._calls % self._audit == 0:
-            with tracing, self._checks:
+            with thread_state.tracing, self._checks:
                 compare(self._name(), self._function, program.traced, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from xla_dtensor.dispatch.batch_program import (
     KINDS,
     VALUE,
     Entry,
+    Failure,
     Outputs,
     computation,
     out_shardings,
@@ -117,6 +119,45 @@ class Program:
         return code_bytes(self.compiled) or 0
 
 
+class Refused:
+    """What takes the place of a program where XLA refuses to compile the operations.
+
+    Attributes:
+        is_whole: whether each of them alone is known to run.
+    """
+
+    def __init__(self, error: Exception, step: str, operations: int) -> None:
+        error.add_note(
+            f"in a call of {step}, whose {operations} operations XLA refuses as one program, and "
+            "which is raised in each call that asks for the same; the function itself, without "
+            "xd.compile, launches them in parts; clear_cache() lets the next call try again"
+        )
+        self.is_whole = False
+        self._first: Exception | None = error
+        self._error = _alike(error)
+
+    def computes(self, wanted: Outputs) -> bool:
+        """Nothing, whatever is wanted: it stands for all programs of these operations."""
+        return True
+
+    def __call__(self, recorded: StepBatch) -> list[Any]:
+        """Raise what XLA has said."""
+        first, self._first = self._first, None
+        raise first or _alike(self._error)
+
+    def size(self) -> int:
+        """Its bytes."""
+        return 0
+
+
+def _alike(error: Exception) -> Exception:
+    """The same error without the frames that it has come through: they hold a call's tensors."""
+    try:
+        return copy.copy(error)
+    except Exception:  # of its class, which wants other arguments
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 def _unknown() -> str:
     return ""
 
@@ -125,7 +166,7 @@ class StepBatch(lazy.Lazy):
     """What one call writes down; nothing is launched before a value is read, or the call is over.
 
     Args:
-        program_of: finds or compiles the program of what has been written down.
+        program_of: finds or compiles the program of what has been written down, if it is wanted.
         notes_lines: whether to note where in the user's code operations are, which costs as much as
             half of writing them down.
     """
@@ -133,7 +174,9 @@ class StepBatch(lazy.Lazy):
     is_step = True
 
     def __init__(
-        self, program_of: Callable[[StepBatch], Program], notes_lines: bool = False
+        self,
+        program_of: Callable[[StepBatch], Program | Refused | None],
+        notes_lines: bool = False,
     ) -> None:
         self._program_of, self._notes_lines = program_of, notes_lines
         self._optimizers = 0
@@ -153,30 +196,32 @@ class StepBatch(lazy.Lazy):
 
     _array = Batch._array  # the bytes of its inputs end no step
 
-    def add(self, plan: Plan, call: Call) -> list[Any]:
+    def _add_in_optimizer(self, plan: Plan, call: Call) -> list[Any]:
         """Write a call down; state that an optimizer makes in its first step is there at once, so
         that this step's program is that of all later ones, which have it as an input."""
-        if self._optimizers:
-            filled = filled_with(call)
-            form = plan.result_forms[0] if plan.result_forms else None
-            # What moves to the mesh's devices with the step's values has another form there.
-            if (
-                isinstance(filled, int | float)
-                and form is not None
-                and not form.varying
-                and form.placed(self._frame) is form
-            ):
-                return [arrays.full(form.array_shape, filled, form.jax_dtype, form.sharding)]
+        filled = filled_with(call)
+        form = plan.result_forms[0] if plan.result_forms else None
+        # What moves to the mesh's devices with the step's values has another form there.
+        if (
+            isinstance(filled, int | float)
+            and form is not None
+            and not form.varying
+            and form.placed(self._frame) is form
+        ):
+            return [arrays.full(form.array_shape, filled, form.jax_dtype, form.sharding)]
         return super().add(plan, call)
 
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
         """A block in which an optimizer makes its step."""
         self._optimizers += 1
+        self.add = self._add_in_optimizer  # type: ignore[method-assign]
         try:
             yield
         finally:
             self._optimizers -= 1
+            if not self._optimizers:
+                del self.add
 
     # --- recomputation ------------------------------------------------------------------------
 
@@ -259,17 +304,27 @@ class StepBatch(lazy.Lazy):
         return found
 
     def _launch(self) -> list[tuple[Waiting, Form, Any]]:
-        if not self._waiting():
-            return []
+        program: Program | Refused | None = None
         try:
             with self._outside_of_traces():
                 program = self._program_of(self)
+                if program is None:
+                    return []
                 results = program(self)
         except Exception:
-            if any(array.is_deleted() for array in self._arrays if isinstance(array, jax.Array)):
+            refused = program if isinstance(program, Refused) else None
+            if (refused is not None and refused.is_whole) or any(
+                array.is_deleted() for array in self._arrays if isinstance(array, jax.Array)
+            ):
                 raise
-            return self._one_by_one(self._waiting())
+            # Is it one operation that fails? Then its error names it and its line.
+            alone = self._one_by_one(self._waiting())
+            if any(isinstance(value, Failure) for _, _, value in alone):
+                return alone
+            if refused is not None:
+                refused.is_whole = True
+            raise
+        assert isinstance(program, Program)  # the other one has raised
         place_of = program.place_of
-        return [
-            (one, one.form, results[place_of[one.pending.index, one.form]]) for one in self._found
-        ]
+        found, self._found = self._found, []
+        return [(one, one.form, results[place_of[one.pending.index, one.form]]) for one in found]

@@ -8,6 +8,7 @@ from typing import Any
 
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
+from xla_dtensor.base.thread_state import tracing
 from xla_dtensor.compilation import totals
 from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import Attempt, trace
@@ -22,7 +23,6 @@ from xla_dtensor.compilation.buckets import (
 from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.effects import counter_refused, is_counted_on
 from xla_dtensor.compilation.family import Family
-from xla_dtensor.compilation.looking import tracing
 from xla_dtensor.compilation.numbers import Changed, Decision
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.traced import Traced

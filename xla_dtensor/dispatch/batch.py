@@ -151,9 +151,9 @@ class Batch:
         if self._error is not None:
             self._refuse()
         frame = plan.frame
-        self._make_room(frame, plan.result_forms)
-        if frame is not None:
-            self._frame = frame
+        if frame is None or frame is not self._frame:
+            self._make_room(frame, plan.result_forms)
+            self._frame = frame or self._frame
         # From here on nothing runs the batch, so that the operands stay what they are.
         if plan.number_lists:
             leaves = self._operands(call.leaves, plan.number_lists)
@@ -162,7 +162,7 @@ class Batch:
         bases: Bases = ()
         if plan.mutated:
             written = [call.leaves[i] for i in plan.mutated]
-            bases = tuple(self._base(t) if t._steps else None for t in written)
+            bases = tuple([self._base(t) if t._steps else None for t in written])
         if not plan.proven:
             self._prove(plan, call, leaves, bases)
         state = self._state(call.stream) if plan.random else None
@@ -193,8 +193,9 @@ class Batch:
         self._entries.append(entry)
         first = self._latest = self._values
         count = entry.operation.results
-        results = [Pending(self, first, first * KINDS + VALUE)]
-        if count != 1:
+        if count == 1:
+            results = [Pending(self, first, first * KINDS + VALUE)]
+        else:
             results = [Pending(self, i, i * KINDS + VALUE) for i in range(first, first + count)]
         self._values = first + count
         self._pending += results
@@ -223,9 +224,10 @@ class Batch:
             if source._steps:
                 return self._view(source)
             value = storage.value
-            if value.__class__ is Pending and value.batch is self:
-                return value.code
-            return self._stored(storage)
+            if value.__class__ is Pending:
+                return value.code if value.batch is self else self._array(storage.array)
+            index = self._array_indices.get(id(value))
+            return self._array(value) if index is None else index * KINDS + ARRAY
         if type(source) in NUMBERS:
             return self._numbers.add(source)
         return self._array(to_numpy(source) if isinstance(source, torch.Tensor) else source)

@@ -76,11 +76,15 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = call.leaves
     key = call.key
     if info.mutated:
-        # Where a write goes depends on the storages' forms too.
-        key = (key, tuple(t._storage_.form for t in tensors if _is_ours(t) and t._steps))
         written = mutated_leaves(call)
-        if not all(map(_is_ours, (tensors[i] for i in written))):
-            _refuse_host_write(call)
+        forms = []
+        for i in written:
+            target = tensors[i]
+            if not isinstance(target, TensorMethods):
+                _refuse_host_write(call)
+            if target._steps:  # where a write goes depends on the storage's form, too
+                forms.append(target._storage_.form)
+        key = (key, *forms)
         if len(written) > 1:
             results = run_in_order(call, written, func, args, kwargs, dispatch)
             if results is not NotImplemented:
@@ -218,7 +222,8 @@ def _perform(
 def _check_writes(plan: Plan, mutated: list[Any]) -> None:
     for tensor, grown in zip(mutated, plan.grown, strict=True):
         if grown is None:
-            tensor._storage_.check_write()
+            if tensor._storage_.refuses_writes is not None:
+                tensor._storage_.check_write()
         else:
             refuse_shared(tensor, plan.info.name, grown.shape)
             check_become(tensor, plan.info.name)

@@ -9,7 +9,7 @@ from xla_dtensor.dispatch.call import Call, Slot
 from xla_dtensor.dispatch.computation import Computation, Write
 from xla_dtensor.dispatch.conditions import conditions_of
 from xla_dtensor.dispatch.cut import cut_of
-from xla_dtensor.dispatch.lower import flatten_results, lowered_function
+from xla_dtensor.dispatch.lower import lowered_function
 from xla_dtensor.dispatch.meta import meta_results, metas_of_fresh
 from xla_dtensor.dispatch.result_forms import (
     grown_forms,
@@ -141,7 +141,9 @@ def mutated_leaves(call: Call) -> list[int]:
     result = []
     for name in call.info.mutated:
         value = call.args[name] if isinstance(name, int) else call.kwargs.get(name)
-        result += [slot.index for slot in flatten_results(value) if isinstance(slot, Slot)]
+        # All that is written are tensors: alone, or in one list.
+        slots = value if value.__class__ is list else [value]
+        result += [slot.index for slot in slots if slot.__class__ is Slot]
     return result
 
 

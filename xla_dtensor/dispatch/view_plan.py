@@ -81,7 +81,8 @@ class ViewPlan:
         if storage.viewers is ONE_VIEWER:
             storage.introduce(base)
         if self.identity:
-            return type(base)(storage, base._form if steps else storage.form, steps)
+            cls = type(base)
+            return cls.__new__(cls, storage, base._form if steps else storage.form, steps)
         if self.of_memory:
             steps = (*steps, *_memory_order(base._form))
         results = []

@@ -179,8 +179,10 @@ class Storage:
             if value.error is not None:
                 raise RuntimeError(
                     f"this tensor of shape {list(self.form.shape)} has no value: it was made by "
-                    "operations that were written down to run together, and running them has "
-                    f"failed ({type(value.error).__name__}: {value.error}); make it again"
+                    "operations that were written down to run together (eagerly, or in a call of "
+                    "a step compiled with watch='replay'), and running them has failed "
+                    f"({type(value.error).__name__}: {value.error}); make it again. A gradient is "
+                    "made again by backward() after optimizer.zero_grad()"
                 ) from value.error
             value.batch.run()
             if self.value is value and value.error is None:
@@ -258,16 +260,16 @@ class Storage:
         """
         if self.refuses_writes is not None:
             self.check_write()
-        if array.__class__ is AbstractArray:
-            self._check_loss()
-        trace = thread_state.current()
-        if trace is not None:
-            trace.writing(self)
-        if array.__class__ is Pending:
+        if array.__class__ is Pending:  # no trace writes down
             array.batch.replaces(self)
-            self.array = array
+            array.storage = weakref.ref(self)
         else:
-            self.value = array
+            if array.__class__ is AbstractArray:
+                self._check_loss()
+            trace = thread_state.current()
+            if trace is not None:
+                trace.writing(self)
+        self.value = array
         if form is not self.form:
             self.reform(form)
         self.version = next(_versions)

@@ -87,10 +87,11 @@ def _is_transformed() -> bool:
 def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:
     """Below an autograd function, dispatch can't tell whether gradients will be asked for."""
     if torch.is_grad_enabled():
-        from xla_dtensor.dispatch import refuse_cpu_leaf
-
         for tensor in tensors:
-            refuse_cpu_leaf(name, tensor)
+            if tensor is not None and not hasattr(tensor, "_storage_"):
+                from xla_dtensor.dispatch import refuse_cpu_leaf
+
+                refuse_cpu_leaf(name, tensor)
 
 
 # --- tensor_split -----------------------------------------------------------------------------

@@ -232,7 +232,9 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
         from xla_dtensor.dispatch import batched, writing_down
 
         batch = under_way is not None and under_way.whole
-        with writing_down(under_way.batch) if batch else batched():  # type: ignore[union-attr]
+        writing = writing_down(under_way.batch) if batch else batched()  # type: ignore[union-attr]
+        # torch's formulas are others while its flag says that it compiles, in whichever thread.
+        with thread_state.tracing, writing:
             for some, some_args, some_kwargs in _by_devices(params, args, kwargs):
                 _bring_together(some, some_args, some_kwargs)
                 _begin(function, some, *some_args, **some_kwargs)
@@ -250,7 +252,8 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
         under_way = _current.step
         if under_way is not None and params:
             under_way.go_on_at_once()
-        return function(params, *args, **kwargs)
+        with thread_state.tracing:
+            return function(params, *args, **kwargs)
 
     return update
 
@@ -328,5 +331,6 @@ def _bring_together(params: Any, args: Any, kwargs: dict[str, Any]) -> None:
     for values in (*args, *kwargs.values()):
         if isinstance(values, list):
             for tensor in values:
-                if hasattr(tensor, "_storage_"):
-                    tensor._storage_.place(frame)
+                storage = getattr(tensor, "_storage_", None)
+                if storage is not None and storage.form.frame is not frame:
+                    storage.place(frame)

@@ -37,7 +37,7 @@ class Lowering:
     has_position: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # there is one of each view: keys hash its address
 class ViewLowering:
     """How one aten view overload reads from, and writes through to, its base.
 
