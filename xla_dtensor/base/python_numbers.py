@@ -10,6 +10,7 @@ the value.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import math
 import operator
@@ -35,14 +36,38 @@ NUMPY_NUMBERS: frozenset[type] = frozenset(
 )
 
 
-class Float(torch.SymFloat):
-    """A symbolic number that Python code takes for a float."""
+class _Kind(type):
+    """The type of numbers that stand for those of another: code that asks ``type(n) == float``,
+    ``type(n) in KINDS``, ``TABLE[type(n)]`` or ``type(n)(2)`` finds that one.
+
+    Attributes:
+        stands_for: the other.
+    """
+
+    stands_for: Any = None
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.stands_for
+
+    def __hash__(cls) -> int:
+        return hash(cls.stands_for)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], NumberNode):
+            return super().__call__(*args)
+        return cls.stands_for(*args, **kwargs)
+
+
+class _PythonNumber:
+    """What Python's code and C's ask of a symbolic number."""
+
+    node: Any
 
     # What isinstance asks.
     __class__ = property(lambda self: type(self.node.value))
 
     def __hash__(self) -> int:
-        return hash(float(self))
+        return hash(_shown(self, sys._getframe()))
 
     def __format__(self, spec: str) -> str:
         return format(_shown(self, sys._getframe(1)), spec)
@@ -56,48 +81,30 @@ class Float(torch.SymFloat):
     def __float__(self) -> float:
         return float(_shown(self, sys._getframe(1)))
 
-    def __copy__(self) -> Any:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self  # as a number's copy is; the node has the whole trace behind it
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _value, (_shown(self, sys._getframe(1)),)
 
     __str__ = __repr__
 
 
-class Int(torch.SymInt):
+class Float(_PythonNumber, torch.SymFloat, metaclass=_Kind):
+    """A symbolic number that Python code takes for a float."""
+
+    __hash__ = _PythonNumber.__hash__
+
+
+class Int(_PythonNumber, torch.SymInt, metaclass=_Kind):
     """The same of an int."""
 
-    __class__ = property(lambda self: type(self.node.value))
+    __hash__ = _PythonNumber.__hash__
 
-    def __hash__(self) -> int:
-        return hash(int(self))
 
-    def __format__(self, spec: str) -> str:
-        return format(_shown(self, sys._getframe(1)), spec)
-
-    def __repr__(self) -> str:
-        return repr(_shown(self, sys._getframe(1)))
-
-    def __int__(self) -> int:
-        return int(_shown(self, sys._getframe(1)))
-
-    def __float__(self) -> float:
-        return float(_shown(self, sys._getframe(1)))
-
-    def __copy__(self) -> Any:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self  # as a number's copy is; the node has the whole trace behind it
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _value, (_shown(self, sys._getframe(1)),)
-
-    __str__ = __repr__
+_KINDS: dict[Any, Any] = {}
+for _type in (float, int, *sorted(NUMPY_NUMBERS, key=lambda cls: cls.__name__)):
+    _base = Int if issubclass(_type, int | np.integer) else Float
+    _base = _KINDS[float] if _type is np.float64 else _base  # as it is with Python's own
+    _own = {"stands_for": _type, "__module__": _type.__module__, "__hash__": _base.__hash__}
+    _KINDS[_type] = _Kind(_type.__name__, (_base,), _own)
 
 
 def _value(number: Any) -> Any:
@@ -120,7 +127,7 @@ def like_a_number(number: Any) -> Any:
 
 
 def _of(node: NumberNode) -> Any:
-    number = Int(node) if node.is_int() else Float(node)
+    number = _KINDS.get(type(node.value), _KINDS[int if node.is_int() else float])(node)
     trace = thread_state.current()
     if trace is not None:
         trace.python_numbers.append(weakref.ref(number))
@@ -139,7 +146,7 @@ def is_number(value: Any) -> bool:
 def is_pythons(value: Any) -> bool:
     """Whether it is a number that the user's Python has been given. (Optimizers' formulas have
     plain symbolic numbers, with which torch computes on the devices.)"""
-    return type(value) is Float or type(value) is Int
+    return isinstance(value, Float | Int)
 
 
 def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
@@ -198,7 +205,7 @@ def _from_inputs(
 def _operand(value: Any) -> Any:
     """A number that can be computed with; NotImplemented for anything else."""
     cls = type(value)
-    if cls is int or cls is float or cls is bool or cls is Float or cls is Int or is_number(value):
+    if cls is int or cls is float or cls is bool or is_number(value):
         return value
     if cls in NUMPY_NUMBERS:
         return value
@@ -288,6 +295,19 @@ def _of_numpy(function: Any) -> Callable[[Any], float]:
     return lambda number: float(function(number))
 
 
+def _array_ufunc(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    """NumPy, which takes it for a float, is given an object that it computes with by operators."""
+    return getattr(ufunc, method)(*map(_boxed, inputs), **kwargs)
+
+
+def _boxed(value: Any) -> Any:
+    if not is_number(value):
+        return value
+    box = np.empty((), object)
+    box[()] = value
+    return box
+
+
 def _install() -> None:
     for cls, names in ((Float, _BOTH), (Int, _BOTH | _INTEGERS)):
         for name, (function, symbol) in names.items():
@@ -298,6 +318,7 @@ def _install() -> None:
         for name, function in _UNARY.items():
             setattr(cls, f"__{name}__", _function(function, name))
         cls.__divmod__, cls.__rdivmod__ = _divmod, _rdivmod
+        cls.__array_ufunc__ = _array_ufunc
         cls.conjugate = cls.__pos__
         cls.real = property(cls.__pos__)
         for name in _UFUNCS:
@@ -324,11 +345,19 @@ def _of_math(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def of_numbers(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and any(type(x) is Float or type(x) is Int for x in args):
+        if not kwargs and any(map(is_pythons, args)):
             return computed(function, text.replace("{}", ", ".join(["{}"] * len(args))), *args)
         return function(*args, **kwargs)
 
     return of_numbers
+
+
+def _of_types(function: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(function)
+    def of_types(cls: Any, *args: Any, **kwargs: Any) -> bool:
+        return function(cls.stands_for if type(cls) is _Kind else cls, *args, **kwargs)
+
+    return of_types
 
 
 def plain_number(value: Any) -> Any:
@@ -337,16 +366,20 @@ def plain_number(value: Any) -> Any:
 
 class MathOfNumbers:
     """While it is entered, the functions of Python's ``math`` take symbolic numbers, which C code
-    can't compute with, and what prints and logs them gets plain ones."""
+    can't compute with, ``issubclass`` takes their types for those that they stand for, and what
+    prints and logs them gets plain ones."""
 
     def __enter__(self) -> None:
         self._printed = PrintedNumbers(plain_number)
         self._printed.__enter__()
+        self._issubclass = builtins.issubclass
+        builtins.issubclass = _of_types(self._issubclass)
         self._before = {name: getattr(math, name) for name in _MATH if hasattr(math, name)}
         for name, function in self._before.items():
             setattr(math, name, _of_math(function, name))
 
     def __exit__(self, *exc_info: object) -> None:
+        builtins.issubclass = self._issubclass
         for name, function in self._before.items():
             setattr(math, name, function)
         self._printed.__exit__(*exc_info)
@@ -360,5 +393,5 @@ def as_float(value: Any = 0.0) -> Any:
     return number if number.node.is_float() else computed(float, "float({})", number)
 
 
-for _cls in (Float, Int, MathOfNumbers):
+for _cls in (_PythonNumber, MathOfNumbers):
     interrupts.atomic_methods(_cls)

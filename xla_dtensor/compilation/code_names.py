@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import os
+import re
 import sys
 import types
 from dataclasses import dataclass, field
@@ -59,8 +60,6 @@ class Names:
         others_globals: likewise those of the Python modules of other functions
             (``function.__globals__``).
         any_module: likewise Python modules (``import_module(name)``, ``sys.modules[name]``).
-        asks_types: whether it compares ``type(n)``, or looks it up, where that may be ``int`` or
-            ``float``.
         environment: whether it reads the environment's variables.
     """
 
@@ -73,7 +72,6 @@ class Names:
     any_global: bool = False
     others_globals: bool = False
     any_module: bool = False
-    asks_types: bool = False
     environment: bool = False
 
     def update(self, other: Names) -> None:
@@ -86,7 +84,6 @@ class Names:
         self.any_global |= other.any_global
         self.others_globals |= other.others_globals
         self.any_module |= other.any_module
-        self.asks_types |= other.asks_types
         self.environment |= other.environment
 
 
@@ -139,24 +136,24 @@ def names_of(code: types.CodeType) -> Names:
             continue
         # `model.eval()` and `model.modules()` are neither the builtin nor `sys.modules`.
         of_sys = instructions[position - 1].argval == "sys"
+        if name == "__getattribute__" and code.co_name not in _PASS_ON:
+            names.any_attribute = True
         if kind in _READ and (name in _BUILTIN or (name == "modules" and not of_sys)):
             continue
         names.attributes.update(CALLED_BY.get(name, ()))
-        if name in _MADE_UP:
+        if name in MADE_UP:
             names.any_attribute |= name not in _NAMED or not _has_constant(instructions, position)
-        if name in _MODULES:
+        if name in MODULES:
             module = _constant_behind(instructions, position)
             names.any_module |= module is None
             names.modules |= {module} if module is not None else set()
         if name in _ANY_GLOBAL:
-            known = _constant_behind(instructions, position) if name in _TABLES else None
+            known = _constant_behind(instructions, position) if name in TABLES else None
             names.any_global |= known is None
             names.globals |= {known} if known is not None else set()
             names.stored |= {known} if known is not None else set()
         names.others_globals |= name in _OTHERS_GLOBALS
-        if name == "type":
-            names.asks_types |= _is_looked_up(instructions, position)
-        names.environment |= name in _ENVIRONMENT
+        names.environment |= name in ENVIRONMENT
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names.update(names_of(constant))
@@ -165,38 +162,35 @@ def names_of(code: types.CodeType) -> Names:
                 names.attributes.add(constant)
             elif "%" in constant:  # "%s" % x
                 names.attributes.update(_TEXT)
+            names.attributes.update(formatted(constant))
         elif isinstance(constant, tuple):  # keyword names, `in ("a", "b")`
             names.attributes |= {c for c in constant if isinstance(c, str) and c.isidentifier()}
-    names.asks_types |= "type" in names.globals and not names.globals.isdisjoint(_NUMBERS)
     return names
 
 
+_FIELD = re.compile(r"\{\w*((?:\.\w+|\[[^]{}]*\])+)[!:}]")
+
+
+def formatted(text: str) -> set[str]:
+    """The attributes that a text asks for if it is a format: ``"{0.scale}".format(x)``."""
+    if "{" not in text:
+        return set()
+    return {name for field in _FIELD.findall(text) for name in re.findall(r"\.(\w+)", field)}
+
+
+# What these ask their base class for is what was asked of them.
+_PASS_ON = frozenset({"__getattr__", "__getattribute__"})
 _BUILTIN = frozenset({"eval", "exec", "dir", "vars", "globals"})
-_NUMBERS = frozenset({"int", "float", "bool", "complex", "numbers"})
 _NAMED = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "getattr_static"}
-_MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "getmembers"} | _NAMED
-_MADE_UP |= {"getmembers_static"}
-_MODULES = {"import_module", "__import__", "modules", "reload"}
-_ENVIRONMENT = {"environ", "getenv", "expandvars", "expanduser"}
-_TABLES = {"globals", "__globals__", "f_globals"}
+MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "getmembers"} | _NAMED
+MADE_UP |= {"getmembers_static"}
+MODULES = {"import_module", "__import__", "modules", "reload"}
+ENVIRONMENT = {"environ", "getenv", "expandvars", "expanduser"}
+TABLES = {"globals", "__globals__", "f_globals"}
 _OTHERS_GLOBALS = {"__globals__", "f_globals"}
 _LOOKS_UP = {"get", "pop", "setdefault"}
-_ANY_GLOBAL = {"eval", "exec"} | _TABLES
-
-
-def _is_looked_up(instructions: list[dis.Instruction], position: int) -> bool:
-    """Whether what ``type`` gives is looked for: ``type(n) in KINDS``, ``TABLE[type(n)]``."""
-    called = False
-    for instruction in instructions[position + 1 : position + 16]:
-        kind = instruction.opname
-        if kind == "CONTAINS_OP" or kind.startswith("BINARY_SUBSCR"):
-            return called
-        if called and not kind.startswith(("LOAD", "CACHE", "NOP")):
-            return kind.startswith(("PRECALL", "CALL"))  # TABLE.get(type(n))
-        called |= kind.startswith("CALL")
-        if called and kind in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval[:1] == "_":
-            return False  # type(x).__name__
-    return False
+EVALUATES = frozenset({"eval", "exec"})
+_ANY_GLOBAL = EVALUATES | TABLES
 
 
 def _constant_behind(instructions: list[dis.Instruction], position: int) -> str | None:

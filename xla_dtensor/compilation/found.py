@@ -119,7 +119,8 @@ def content_of(value: Any) -> tuple[Any, ...]:
         text = f"{value.dtype} {list(value.shape)}"
         if value.dtype.hasobject:
             return "ndarray", text, tuple(map(_content_of_one, value.ravel().tolist()))
-        return "ndarray", text, value.tobytes()
+        how = value.strides, value.flags.writeable
+        return "ndarray", text, value.tobytes(), how
     return type(value).__name__, f"{len(value)} elements", bytes(value)
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.number_functions import plain_number
-from xla_dtensor.base.python_numbers import is_pythons
+from xla_dtensor.base.python_numbers import is_number, is_pythons, like_a_number
 from xla_dtensor.base.traced_number import NumberNode
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.doubles import MAKERS, body_of, call_with_numbers
@@ -107,13 +107,17 @@ class HostProgram:
 class HostOperations(TorchDispatchMode):
     """Watches operations on CPU tensors while a step is traced.
 
+    Args:
+        asks_types: whether the step's code may find that an input isn't a ``float``.
+
     Attributes:
         program: what has been written down.
     """
 
-    def __init__(self, trace: StepTrace, arguments: Arguments) -> None:
+    def __init__(self, trace: StepTrace, arguments: Arguments, asks_types: bool = False) -> None:
         super().__init__()
         self._trace = trace
+        self._asks_types = asks_types
         self.program = HostProgram()
         self._arguments = {id(t): i for i, t in enumerate(arguments.tensors)}
         # Per tensor that the step made: (weak reference, where its value comes from).
@@ -292,7 +296,7 @@ class HostOperations(TorchDispatchMode):
         source = self.use(tensor)
         if source is None:
             return value
-        if isinstance(source, _Input) and isinstance(value, float):
+        if isinstance(source, _Input) and isinstance(value, float) and not self._asks_types:
             return self._trace.number(
                 lambda arguments: source.read(arguments).item(),
                 value,
@@ -345,7 +349,9 @@ class _HostReads(TorchFunctionMode):
         numbers = any(map(is_pythons, args)) or (kwargs and any(map(is_pythons, kwargs.values())))
         if (numbers or func in MAKERS) and set(types) <= {torch.Tensor}:  # which functorch names
             return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        # Code that asks for its type finds a float.
+        return like_a_number(result) if func is torch.Tensor.item and is_number(result) else result
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

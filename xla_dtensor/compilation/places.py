@@ -195,27 +195,6 @@ class Slots(Place):
         return [], [(operator.attrgetter(*names), self.owner)]
 
 
-class Variable(Place):
-    """What a ``ContextVar`` holds in the context of the call."""
-
-    __slots__ = ()
-    keys = ("get()",)
-
-    def content(self) -> dict[Any, Any]:
-        return {"get()": self.owner.get(MISSING)}
-
-    def replace(self, content: dict[Any, Any]) -> None:
-        for value in content.values():
-            if value is not MISSING and self.owner.get(MISSING) is not value:
-                self.owner.set(value)
-
-    def label(self, key: Any) -> str:
-        return f"{self.path}.{key}"
-
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
-        return [], [(lambda owner: (owner.get(MISSING),), self.owner)]
-
-
 # Those whose truth is their length, whatever a user's class may say.
 _CONTAINERS = frozenset((list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict))
 
@@ -370,22 +349,3 @@ def _all_but(
     if len(compared) == 1:
         compared *= 2  # one key alone gives the value, not a tuple of it
     return [(operator.itemgetter(*compared), owner)]
-
-
-class Flag(Place):
-    """Whether an event is set. Whoever waits for it is told when it is."""
-
-    __slots__ = ()
-
-    def content(self) -> dict[Any, Any]:
-        return {"is_set()": self.owner.is_set()}
-
-    def replace(self, content: dict[Any, Any]) -> None:
-        for value in content.values():
-            self.owner.set() if value else self.owner.clear()
-
-    def label(self, key: Any) -> str:
-        return f"{self.path}.{key}"
-
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
-        return [], [(lambda event: (event.is_set(),), self.owner)]

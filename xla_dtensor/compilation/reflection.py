@@ -7,7 +7,7 @@ import functools
 import gc
 import types
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -75,6 +75,20 @@ def subclasses(cls: type) -> list[Any]:
     for inner in type.__subclasses__(cls):
         found += [inner, *subclasses(inner)] if isinstance(inner, abc.ABCMeta) else []
     return found
+
+
+def protocol_names(cls: type) -> set[str]:
+    """What ``isinstance`` looks for in an object, if a class is a ``typing.Protocol``."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        own = base.__dict__
+        if own.get("_is_protocol") and not is_library(base.__module__):
+            names |= {*own, *own.get("__annotations__", ())}
+    return {n for n in names if not (n.startswith("_abc_") or n in _OF_PROTOCOLS)}
+
+
+# What a class without anything in it has.
+_OF_PROTOCOLS = {*vars(type("_Empty", (Protocol,), {"__doc__": ""})), "__annotations__"}
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:

@@ -10,10 +10,12 @@ import decimal
 import functools
 import gc
 import os
+import random
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from xla_dtensor.compilation.places import MISSING, Place
@@ -58,6 +60,11 @@ def _decimal() -> tuple[Any, ...]:
 def _set_decimal(values: tuple[Any, ...]) -> None:
     for name, value in zip(_DECIMAL, values, strict=True):
         setattr(decimal.getcontext(), name, value)
+
+
+def _numpys_rng_state() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state()
+    return name, np.asarray(keys).tobytes(), *rest
 
 
 def _rng_state() -> bytes:
@@ -138,6 +145,21 @@ _named(
     _set_decimal,
     *("getcontext", "setcontext", "localcontext", "Decimal"),
 )
+
+
+_named("numpy.geterr()", np.geterr, lambda on: np.seterr(**on), "geterr", "seterr", "errstate")
+_named(
+    "numpy.get_printoptions()",
+    lambda: repr(np.get_printoptions()),
+    None,
+    *("get_printoptions", "printoptions", "array2string", "array_repr", "array_str"),
+)
+_named("random.getstate()", random.getstate, None, "getstate")
+_named("numpy.random.get_state()", _numpys_rng_state, None, "get_state")
+
+
+NAMED = frozenset().union(*(setting.named for setting in SETTINGS.values()))
+"""All names that say that code may read or set one of them."""
 
 
 def guards_of(names: set[str]) -> list[tuple[str, Callable[[], Any]]]:

@@ -133,7 +133,7 @@ class Traced(TracedEffects):
             watch.feeds_groups,
             surroundings.planted,
         )
-        self.host = trace.host = HostOperations(trace, arguments)
+        self.host = trace.host = HostOperations(trace, arguments, watch.asks_types)
         self.history: History | None = None
         given = set(map(id, arguments.tensors))
         ids = AskedIds(arguments, watch.asks_ids)

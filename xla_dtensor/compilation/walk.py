@@ -5,13 +5,12 @@ from __future__ import annotations
 import array
 import builtins
 import contextvars
+import copyreg
 import enum
 import functools
-import logging
 import operator
 import os
 import queue
-import random
 import re
 import sys
 import threading
@@ -26,12 +25,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from xla_dtensor.compilation.called_places import Variable
 from xla_dtensor.compilation.carried import Carried
-from xla_dtensor.compilation.code_names import Names, is_library, is_library_class
+from xla_dtensor.compilation.code_names import Names, formatted, is_library, is_library_class
 from xla_dtensor.compilation.found import Found, content_of, is_atom
 from xla_dtensor.compilation.installed import is_installed
 from xla_dtensor.compilation.kinds_of_code import ITERATORS, VIEWS
-from xla_dtensor.compilation.places import Entries, Items, Place, Slots, Variable
+from xla_dtensor.compilation.places import Entries, Items, Place, Slots
+from xla_dtensor.compilation.readers import reader
 from xla_dtensor.compilation.reflection import (
     code_of,
     dict_of,
@@ -44,14 +45,13 @@ from xla_dtensor.compilation.stepped import SteppedOptimizer
 _ITERATORS = (types.GeneratorType, *ITERATORS)
 _PLAIN_DATA = frozenset({list, dict, tuple, set})
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
-# What is in them belongs to all threads, and changes at any time: a logger's, for example.
+# What is in them belongs to all threads, and changes at any time.
 _OF_THREADS = (
     *(threading.Thread, threading.Condition, threading.Semaphore, threading.Barrier),
-    *(queue.Queue, queue.SimpleQueue, logging.Handler),
+    *(queue.Queue, queue.SimpleQueue),
 )
 # How much of them there is says whether a step has put, taken, acquired or released.
 _SHARED = (threading.Semaphore, queue.Queue, queue.SimpleQueue)
-
 
 # Methods that torch and Python call under no name in the user's code.
 _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "__wrapped__"}
@@ -62,6 +62,8 @@ class Walk:
 
     # What the classes derived from it know.
     _function: Callable[[types.FunctionType, str], None]
+    _reader: Callable[[str], None]
+    _any_import: Callable[[], None]
     _cell: Callable[[types.CellType, str], None]
     _alone: Callable[[Slots | Variable], None]
     _globals_place: Callable[[dict[str, Any], set[str]], None]
@@ -78,7 +80,6 @@ class Walk:
     _class: Callable[[type], None]
     _assigned: Callable[[Any, str, list[str]], None]
     _library_methods: Callable[[type], None]
-    _event: Callable[[threading.Event, str], None]
     _of_tensor: Callable[[torch.Tensor, str], None]
     _registry: Callable[[type, str], None]
     _thread_local: Callable[[threading.local, str], None]
@@ -101,14 +102,16 @@ class Walk:
         self.meets_installed = False
         self._names = Names(attributes=set(_CALLED_BY_TORCH))
         self._library_reads: set[str] = set()
+        self._readers: set[str] = set()  # found under another name than their own
         self._globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        self.asks_types = False
+        self._asks_types = self._takes_types = self._compares_numbers = False
         if known is not None and not known.meets_installed:
             # What led to them is there still, so one round will do. Of installed packages it may
             # have taken names of code that hasn't run.
             self._names.update(known._names)
             self._library_reads |= known._library_reads
-            self.asks_types = known.asks_types
+            self._readers |= known._readers
+            self._asks_types = known.asks_types
             for number, (namespace, names) in known._globals.items():
                 self._globals[number] = namespace, set(names)
         self._odd_classes: dict[type, bool] = {}
@@ -122,6 +125,8 @@ class Walk:
             for path, value in roots:
                 self._walk(value, path)
             self._global_hooks()
+            if "__reduce_ex__" in self._names.attributes:  # how objects are copied and pickled
+                self._walk(copyreg.dispatch_table, "copyreg.dispatch_table")
             if self._size() == before:
                 break
         for namespace, names in self._globals.values():
@@ -150,9 +155,20 @@ class Walk:
         return self._names.attributes
 
     @property
+    def asks_types(self) -> bool:
+        """Whether the step's code may find that a number which is an input is no ``float``."""
+        return self._asks_types or (self._takes_types and self._compares_numbers)
+
+    @property
     def takes_next(self) -> bool:
         """Whether the step's code calls ``next``."""
-        return any("next" in names for _, names in self._globals.values())
+        return self._calls("next")
+
+    def _calls(self, *functions: str) -> bool:
+        """Whether the step's code may call one of these, by its own name or by another."""
+        return not self._readers.isdisjoint(functions) or any(
+            not names.isdisjoint(functions) for _, names in self._globals.values()
+        )
 
     def _size(self) -> tuple[int, ...]:
         names = self._names
@@ -162,14 +178,13 @@ class Walk:
             len(names.stored),
             len(names.modules),
             len(self._library_reads),
+            len(self._readers),
             sum(len(found) for _, found in self._globals.values()),
         )
 
     def _start(self) -> None:
         # Whether the code may ask for attributes that aren't there.
-        self._asks_for_absent = any(
-            "getattr" in names or "hasattr" in names for _, names in self._globals.values()
-        )
+        self._asks_for_absent = self._calls("getattr", "hasattr")
         self.places: list[Place] = []
         self.carried: list[Carried] = []
         self.inside: set[int] = set()
@@ -217,9 +232,13 @@ class Walk:
         is_tensor = isinstance(value, torch.Tensor)
         if not is_tensor and is_atom(value):
             self._note(path, "value", value)
-            if not self._of_library(type(value)):  # an enum, a named tuple: it may have methods
+            if cls is str:
+                self._names.attributes |= formatted(value)
+            elif not self._of_library(cls):  # an enum, a named tuple: it may have methods
                 self._own_parts(value, path)
             return
+        if (name := reader(value)) is not None:
+            self._reader(name)
         seen = self._seen.get(id(value))
         if seen is not None:
             self._note(path, "same as", seen[1])
@@ -263,7 +282,7 @@ class Walk:
             self._note(path, cls)
             self._walk(value.__func__, path)
             self._walk(value.__self__, f"{path}.__self__")
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, functools.partial | functools.partialmethod):
             self._note(path, cls)
             self._place(Slots(value, ("func", "args", "keywords"), path))
             self._walk(value.func, f"{path}.func")
@@ -274,7 +293,7 @@ class Walk:
         elif isinstance(value, property):
             for function in (value.fget, value.fset, value.fdel):
                 self._walk(function, path)
-        elif isinstance(value, functools.cached_property | functools.partialmethod):
+        elif isinstance(value, functools.cached_property):
             self._walk(value.func, path)
         elif isinstance(value, functools.singledispatchmethod):
             self._walk(value.func, path)
@@ -304,10 +323,14 @@ class Walk:
                 names = sorted(self._names.attributes & vars(value).keys())
                 self._place(Entries(vars(value), names, path))
                 for name in names:
-                    if value is not sys or name != "modules":
+                    if value is builtins:
+                        self._walk(vars(value)[name], f"{path}.{name}")
+                    elif value is not sys or name != "modules":
                         self._in_library(vars(value)[name], f"{path}.{name}")
         elif isinstance(value, types.CellType):
             self._cell(value, path)
+        elif value is sys.modules:
+            self._any_import()
         elif isinstance(value, dict | types.MappingProxyType):
             self._dict(value, path)
         elif cls in VIEWS:
@@ -316,7 +339,7 @@ class Walk:
                 self._walk(table, path)
         elif isinstance(value, threading.local):
             self._thread_local(value, path)
-        elif isinstance(value, types.BuiltinMethodType):  # table.get
+        elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):  # table.get
             self._note(path, "opaque", value.__name__)
             if not isinstance(value.__self__, types.ModuleType | type):
                 self._walk(value.__self__, f"{path}.__self__")
@@ -332,13 +355,8 @@ class Walk:
             self._note(path, "opaque", value)
             if isinstance(value, _SHARED):
                 self.shared.append((value, path))
-        elif isinstance(value, threading.Event):
-            self._event(value, path)
         elif isinstance(value, SteppedOptimizer):
             self._stepped(value, path)
-        elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
-            self.random_sources.append(value)
-            self._note(path, "random generator", value)
         else:
             self._object(value, path)
 

@@ -22,6 +22,7 @@ from xla_dtensor.compilation.reflection import (
     DESCRIPTORS,
     code_of,
     is_callable,
+    protocol_names,
     registered_with,
     subclasses,
 )
@@ -132,6 +133,7 @@ class WalkClasses(WalkCode):
                 self._walk(subclass, f"{path}.__subclasses__()[{number}]")
         if not isinstance(cls, abc.ABCMeta):
             return
+        self._names.attributes |= protocol_names(cls)
         token = abc.get_cache_token()
         self.probes.append((lambda: abc.get_cache_token() == token, True))
         registered = {ref for each in (cls, *subclasses(cls)) for ref in registered_with(each)}

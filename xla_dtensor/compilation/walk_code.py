@@ -8,6 +8,8 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+from xla_dtensor.compilation.asked_types import types_asked
+from xla_dtensor.compilation.called_places import Variable
 from xla_dtensor.compilation.carried import Carried, is_state, parts_of
 from xla_dtensor.compilation.code_names import (
     describe,
@@ -17,7 +19,8 @@ from xla_dtensor.compilation.code_names import (
 from xla_dtensor.compilation.installed import is_installed
 from xla_dtensor.compilation.kinds import fields_of
 from xla_dtensor.compilation.objects import is_record
-from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots, Variable
+from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
+from xla_dtensor.compilation.readers import names_of_reader, reader
 from xla_dtensor.compilation.walk import Walk
 
 # What a function has besides its code that isn't in its ``__dict__``.
@@ -45,7 +48,10 @@ class WalkCode(Walk):
                 self._names.assigned |= names.assigned
         elif not is_library(module):
             names = names_of(code)
-            self.asks_types |= names.asks_types
+            asked = types_asked(code)
+            self._asks_types |= asked.asks(function)
+            self._takes_types |= asked.takes
+            self._compares_numbers |= asked.compares_numbers(function)
             # A package that looks for modules or globals by names that it makes up (pytest's and
             # transformers' loaders do) means its own: following it would bring in everything.
             follows = not is_installed(module)
@@ -65,14 +71,15 @@ class WalkCode(Walk):
                 self._placed_globals.add(id(namespace))
                 taken = self._taken(Entries(namespace, (), "", guarded=False), sorted(known))
                 for name in sorted((known & namespace.keys()) - taken):
-                    self._walk(namespace[name], name)
+                    value = namespace[name]
+                    if reader(value) == name:  # where it is called, its code says with what
+                        self._note(name, "opaque", value)
+                    else:
+                        self._walk(value, name)
             for name in names.modules:
                 self._imported(name)
-            if names.any_module and follows and not self._any_module:
-                self._any_module = True
-                for name in list(sys.modules):
-                    if not is_installed(name):
-                        self._imported(name)
+            if names.any_module and follows:
+                self._any_import()
             for name, default in zip(
                 reversed(code.co_varnames[: code.co_argcount]),
                 reversed(function.__defaults__ or ()),
@@ -95,6 +102,23 @@ class WalkCode(Walk):
             self._cell(cell, name)
         if wrapped is not None:
             self._walk(wrapped, path)
+
+    def _reader(self, name: str) -> None:
+        """A function of Python's or torch's was found that reads more than it is given: some code
+        may call it by another name."""
+        names = names_of_reader(name)
+        self._readers.add(name)
+        self._names.update(names)
+        self._asks_types |= name == "type"
+        if names.any_module:
+            self._any_import()
+
+    def _any_import(self) -> None:
+        if not self._any_module:
+            self._any_module = True
+            for name in list(sys.modules):
+                if not is_installed(name):
+                    self._imported(name)
 
     def _imported(self, name: str) -> None:
         if is_library(name) or name in self.imports:

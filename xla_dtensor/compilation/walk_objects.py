@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import io
 import itertools
+import logging
 import operator
+import random
 import threading
 import types
 from collections import defaultdict, deque
@@ -12,18 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from xla_dtensor.compilation.called_places import Flag, Text
 from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.places import (
     MISSING,
     Elements,
     Entries,
-    Flag,
     Items,
     Slots,
     class_of_content,
@@ -40,6 +45,12 @@ from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 # Of content beyond this the length is compared, and as many as SAMPLES: vocabularies, data sets.
 MANY, SAMPLES = 10_000, 256
+_READS_TEXT = frozenset(
+    {
+        *("getvalue", "getbuffer", "read", "read1", "readinto", "readinto1", "readline"),
+        *("readlines", "tell"),
+    }
+)
 _LOCK = type(threading.Lock())
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 # What tells that the first parameter or submodule of a module matters, under whatever name.
@@ -141,6 +152,21 @@ class WalkObjects(WalkOptimizers):
             self._place(Slots(value.optimizer, ("state",), path))
             self._walk(value.optimizer.state, f"{path}.state")
             return
+        if isinstance(value, threading.Event):
+            self._event(value, path)
+            return
+        if isinstance(value, io.StringIO | io.BytesIO):
+            self._text(value, path)
+            return
+        if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+            self._random_source(value, path)
+            return
+        if isinstance(value, contextvars.Context):
+            self._note(path, "opaque", value)
+            self.live += [(contextvars.Context.keys, value), (contextvars.Context.values, value)]
+            for variable, held in value.items():
+                self._walk(held, f"{path}[{variable.name}]")
+            return
         if isinstance(value, DeviceMesh):
             self._note(path, "mesh", value)
             return
@@ -209,6 +235,9 @@ class WalkObjects(WalkOptimizers):
     def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
         names = list(filter(self._is_read, own))
         cls = type(value)
+        if issubclass(cls, logging.Logger) and "handlers" not in self._names.attributes:
+            # What only logging calls may count and collect: it logs when the step is traced.
+            names = [name for name in names if name != "handlers"]
         if issubclass(cls, types.ModuleType):
             names = [n for n in names if n not in _OF_IMPORT or n in self._names.attributes]
             if isinstance(own.get("__getattr__"), types.FunctionType):
@@ -295,11 +324,26 @@ class WalkObjects(WalkOptimizers):
 
     def _settings(self) -> None:
         """Those of torch and Python that functions keep."""
-        names = self._names.attributes.union(*(names for _, names in self._globals.values()))
+        called = (names for _, names in self._globals.values())
+        names = self._names.attributes.union(self._readers, *called)
         for text, read in guards_of(names):
             self._probe(text, read)
         self._place(Settings(names))
         self._library_class(torch.Tensor)
+
+    def _text(self, text: io.StringIO | io.BytesIO, path: str) -> None:
+        """What the step reads from memory as from a file. Where it only writes to it that happens
+        once, as with any file."""
+        self._note(path, "object", type(text))
+        names = self._names.attributes
+        if not _READS_TEXT.isdisjoint(names) or not (
+            self._calls("print") or "write" in names or "writelines" in names
+        ):
+            place = Text(text, path)
+            self._place(place)
+            for key in place.content():
+                self._probe(place.label(key), functools.partial(place.at, key))
+        self._own_parts(text, path)
 
     def _event(self, event: threading.Event, path: str) -> None:
         self._note(path, "object", type(event))
@@ -313,6 +357,19 @@ class WalkObjects(WalkOptimizers):
             self.live += flag.live()[1]
         if not self._of_library(type(event)):
             self._own_parts(event, path)
+
+    def _random_source(self, source: Any, path: str) -> None:
+        """A generator of random numbers. The step mustn't draw from it; but it may look at it."""
+        self.random_sources.append(source)
+        self._note(path, "random generator", source)
+        names = self._names.attributes
+        if isinstance(source, random.Random):
+            if "getstate" in names:
+                self._probe(f"{path}.getstate()", source.getstate)
+        elif not names.isdisjoint({"get_state", "bit_generator"}):
+            generator = source.bit_generator if hasattr(source, "bit_generator") else source
+            read = lambda: repr(getattr(generator, "state", None) or source.get_state())
+            self._probe(f"{path}'s state", read)
 
     def _thread_local(self, local: threading.local, path: str) -> None:
         """What it holds in this thread; each has a dict of its own."""

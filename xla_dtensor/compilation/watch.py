@@ -60,8 +60,6 @@ class Watch(WalkObjects):
         settings: the entries of their param groups, if the code names those: (``id`` of the group,
             key).
         carried: the places found of those that each call takes its values from.
-        asks_types: whether the code may compare ``type(n)`` with ``int`` or ``float``, which a
-            number that is an input can't pass for.
         inside: the lists, dicts and objects that are part of what is there (`Place.container`).
         meets_installed: whether the code names any of installed packages.
     """
@@ -106,7 +104,7 @@ class Watch(WalkObjects):
     @property
     def asks_ids(self) -> bool:
         """Whether the step's code calls ``id``."""
-        return any("id" in names for _, names in self._globals.values())
+        return self._calls("id")
 
     def met(self, arguments: Arguments) -> tuple[Any, ...]:
         """Those of the arguments that the step finds elsewhere, too: it may ask whether they are
@@ -119,7 +117,7 @@ class Watch(WalkObjects):
         """The names of attributes that the step's code may assign in a place; None for any."""
         if place.container not in self._plain or self._names.any_attribute:
             return None
-        if any("setattr" in names or "delattr" in names for _, names in self._globals.values()):
+        if self._calls("setattr", "delattr"):
             return None
         return self._names.assigned
 
@@ -239,6 +237,7 @@ class Watch(WalkObjects):
         )
         self._lengths = list(map(len, self._mappings))
         self._types = list(map(type, self._typed))
+        self._own = identities(self._own_dicts())
         self._held = tuple(self._current())
         self._expected = identities(self._held)
 
@@ -248,6 +247,10 @@ class Watch(WalkObjects):
             itertools.chain.from_iterable(itertools.starmap(operator.call, self._pairs)),
         )
 
+    def _own_dicts(self) -> Iterator[Any]:
+        """The dicts of objects' attributes: another may be put in place of one."""
+        return map(object.__getattribute__, self._typed, itertools.repeat("__dict__"))
+
     def untouched(self) -> bool:
         """Whether everything is the very object that it was: no need to look closer."""
         try:
@@ -256,6 +259,7 @@ class Watch(WalkObjects):
                 and identities(self._current()) == self._expected
                 and list(map(len, self._mappings)) == self._lengths
                 and list(map(type, self._typed)) == self._types
+                and identities(self._own_dicts()) == self._own
                 and all(content_of(value) == content for value, content in self.arrays)
                 and all(probe() is content for probe, content in self.probes)
                 and self.forgotten() is None

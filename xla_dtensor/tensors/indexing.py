@@ -81,13 +81,13 @@ def _at_numbers(tensor: Any, index: Any) -> tuple[Any, tuple[Any, ...]] | None:
     if trace is None or trace.positions is None:
         return None
     parts = index if index.__class__ is tuple else (index,)
-    chosen = [part for part in parts if type(part) is Int]
+    chosen = [part for part in parts if isinstance(part, Int)]
     if not chosen or any(isinstance(part, bool) for part in parts):
         return None
     for dim, part in reversed(_dims(parts, tensor)):
-        if type(part) is Int:
+        if isinstance(part, Int):
             tensor = tensor.select(dim, part)
-    return tensor, tuple(part for part in parts if type(part) is not Int)
+    return tensor, tuple(part for part in parts if not isinstance(part, Int))
 
 
 def _assign_by_mask(tensor: Any, index: Any, value: Any) -> bool:

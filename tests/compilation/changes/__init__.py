@@ -24,6 +24,7 @@ from tests.compilation.changes import (
     settings,
     stepping,
     structure,
+    unnamed,
 )
 from tests.compilation.changes._refused import REFUSED
 from tests.compilation.changes._table import TABLE, Row
@@ -66,4 +67,5 @@ __all__ = [
     "settings",
     "stepping",
     "structure",
+    "unnamed",
 ]

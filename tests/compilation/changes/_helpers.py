@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from builtins import eval as value_of
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,25 @@ helper = plain
 
 def calls_helper(x: torch.Tensor) -> torch.Tensor:
     return helper(x)
+
+
+NAME = ["SCA", "LE"]
+
+
+def evaluating(evaluate: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * evaluate("".join(NAME))
+
+
+def evaluated(x: torch.Tensor, evaluate: Any = eval) -> torch.Tensor:
+    return x * evaluate("".join(NAME))
+
+
+def evaluated_by_import(x: torch.Tensor) -> torch.Tensor:
+    return x * value_of("".join(NAME))
+
+
+def looking(everything: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * everything()["".join(NAME)]
 
 
 def parts(x: torch.Tensor) -> Iterator[torch.Tensor]:
