@@ -18,7 +18,7 @@ from xla_dtensor.base.modes import unseen
 from xla_dtensor.base.valueless_number import absent_number
 from xla_dtensor.compilation.hyperparameters import for_formula, item_of
 from xla_dtensor.compilation.schedulers import DeferredSchedulers, set_by
-from xla_dtensor.compilation.stepped import Planted, SteppedOptimizer
+from xla_dtensor.compilation.stepped import Planted, SteppedOptimizer, of_one
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import device_form
@@ -207,7 +207,7 @@ class OptimizerHooks:
         if not moved:
             return arguments
         for stepped in self.stepped.values():
-            for state in stepped.optimizer.state.values():
+            for state in filter(of_one, stepped.optimizer.state.values()):
                 state.update({k: moved[id(v)] for k, v in state.items() if id(v) in moved})
         return pytree.tree_map(lambda x: moved.get(id(x), x), arguments)
 
@@ -235,7 +235,7 @@ class OptimizerHooks:
         trace = self._trace
         found: list[tuple[dict[str, Any], str, Any]] = []
         with unseen():
-            for state in optimizer.state.values():
+            for state in filter(of_one, optimizer.state.values()):
                 for key, value in state.items():
                     if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad:
                         continue

@@ -106,7 +106,9 @@ class Outside:
     def is_switched(self) -> bool:
         """Whether the tensor has another ``requires_grad`` than the trace found."""
         tensor = self.get()
-        return tensor is not None and tensor.is_leaf and tensor.requires_grad != self.requires_grad
+        if tensor is None or tensor.requires_grad == self.requires_grad:
+            return False  # not to ask a view whose base was written since: torch refuses
+        return tensor.is_leaf
 
     def switch_back(self) -> None:
         """Give it the one that the trace found."""

@@ -41,7 +41,8 @@ class SteppedOptimizer:
     def __init__(self, optimizer: Optimizer, name: str) -> None:
         self.optimizer = optimizer
         self.name = name
-        self.state = {p: (s, dict(s)) for p, s in optimizer.state.items()}
+        self.state = {p: (s, dict(s) if of_one(s) else {}) for p, s in optimizer.state.items()}
+        self._before = self._entries()
         self.groups = [dict(group) for group in optimizer.param_groups]
         self._dicts = list(optimizer.param_groups)
         self._members = [list(group["params"]) for group in self._dicts]
@@ -83,8 +84,9 @@ class SteppedOptimizer:
         """Give the optimizer the state and the groups that it had before the trace."""
         self.optimizer.state.clear()
         for parameter, (state, content) in self.state.items():
-            state.clear()
-            state.update(content)
+            if of_one(state):
+                state.clear()
+                state.update(content)
             self.optimizer.state[parameter] = state
         groups = self.optimizer.param_groups
         if list(map(id, groups)) != list(map(id, self._dicts)):
@@ -101,18 +103,25 @@ class SteppedOptimizer:
         return any(True for _ in self._made())
 
     def _made(self) -> Iterator[Any]:
-        for p, state in self.optimizer.state.items():
-            before = self.state.get(p, ({}, {}))[1]
-            yield from (value for key, value in state.items() if key not in before)
+        return (value for key, (_, value) in self._entries().items() if key not in self._before)
 
     def replaced_state(self) -> bool:
         """Whether it has put something else in place of state that was there, or removed it."""
-        now = self.optimizer.state
+        now = self._entries()
         return any(
-            now.get(p, {}).get(key) is not value and (id(state), key) not in self.shared
-            for p, (state, content) in self.state.items()
-            for key, value in content.items()
+            now.get(key, (None, None))[1] is not value and (id(state), key[1]) not in self.shared
+            for key, (state, value) in self._before.items()
         )
+
+    def _entries(self) -> dict[tuple[Any, Any], tuple[dict[Any, Any], Any]]:
+        """What is in the state, and the dict that it is in, by its parameter (None for what isn't
+        one parameter's) and its key."""
+        whole = self.optimizer.state
+        found = {(None, key): (whole, v) for key, v in whole.items() if not of_one(v)}
+        for p, state in whole.items():
+            if of_one(state):
+                found |= {(p, key): (state, value) for key, value in state.items()}
+        return found
 
     def is_steady(self) -> bool:
         """Whether a step that finds the state of the first one computes the same.
@@ -168,19 +177,23 @@ class SteppedOptimizer:
         Raises:
             DataDependentError: there is one.
         """
-        for parameter, state in self.optimizer.state.items():
-            for key, value in state.items():
-                if not isinstance(value, int | float) or isinstance(value, bool):
-                    continue
-                before = self.state.get(parameter, ({}, {}))[1].get(key)
-                # What hasn't been there is left there, and found by the next call.
-                if before is None or before is value or (id(state), key) in settable:
-                    continue
+        for (p, key), (state, value) in self._entries().items():
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            # What hasn't been there is left there, and found by the next call.
+            before = self._before.get((p, key), (None, value))[1]
+            if before is not value and (id(state), key) not in settable:
                 raise DataDependentError(
                     f"{self.name} counts a Python number, {key!r} = {value!r}, in its state, which "
                     "would count the traces, not the calls: keep it as a tensor (torch.tensor(0.0, "
                     "device=parameter.device)), or call its step() outside of the compiled step"
                 )
+
+
+def of_one(state: Any) -> bool:
+    """Whether an entry of an optimizer's ``state`` is that of a parameter, as torch has it, and not
+    a value of the optimizer's own (SPAM's ``state["total_step"]``)."""
+    return isinstance(state, dict)
 
 
 # What is compared member by member, and what a trace sets.

@@ -370,8 +370,10 @@ class Traced(TracedEffects):
             index = self.emit(logical(storage.array, storage.form), storage.form.reduced())
             self._written[id(captured)] = counters[shared] = index
         self.left: list[tuple[Storage, int]] = []
+        # A copy of what is captured, as some optimizers keep one of each parameter, has that array.
+        used = {id(captured.array) for captured in self.captured}
         for storage in trace.left_behind():
-            if isinstance(storage.array, jax.core.Tracer):
+            if isinstance(storage.array, jax.core.Tracer) or id(storage.array) in used:
                 form = storage.form.reduced()
                 self.left.append((storage, self.emit(logical(storage.array, storage.form), form)))
         self.judges, self.judged = trace.judged(self.emit)

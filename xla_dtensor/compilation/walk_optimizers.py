@@ -11,7 +11,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from xla_dtensor.compilation.hyperparameters import is_input
 from xla_dtensor.compilation.places import Elements, Entries, Items, Slots
-from xla_dtensor.compilation.stepped import SteppedOptimizer
+from xla_dtensor.compilation.stepped import SteppedOptimizer, of_one
 from xla_dtensor.compilation.walk_classes import WalkClasses
 
 
@@ -32,10 +32,12 @@ class WalkOptimizers(WalkClasses):
         if not self._of_library(type(optimizer)):
             # Numbers and lists that its step counts up and replaces. The tensors are looked at when
             # it is known that it steps.
-            for number, state in enumerate(optimizer.state.values()):
+            whole = optimizer.state
+            places = [(f"{path}.state[{i}]", s) for i, s in enumerate(whole.values()) if of_one(s)]
+            for where, state in ((f"{path}.state", whole), *places):
                 names = [key for key in state if type(key) is str]
-                names = [key for key in names if not isinstance(state[key], torch.Tensor)]
-                self._entries(state, names, f"{path}.state[{number}]", optimizer)
+                names = [key for key in names if not isinstance(state[key], torch.Tensor | dict)]
+                self._entries(state, names, where, optimizer)
                 self.settings |= {(id(state), key) for key in names}
         if "param_groups" not in self._names.attributes:
             return
@@ -82,17 +84,21 @@ class WalkOptimizers(WalkClasses):
             self._place(Entries(group, names, where))
             for name in names:
                 self._walk(group[name], f"{where}[{name!r}]")
-        self._place(Items(optimizer.state, f"{path}.state", with_keys=False))
+        self._state(optimizer.state, f"{path}.state", carried)
         for number, state in enumerate(optimizer.state.values()):
-            place = Items(state, f"{path}.state[{number}]", with_keys=False)
-            self._place(place)
-            place.carried = frozenset(key for key in state if (id(state), key) in carried)
-            for key, value in state.items():
-                if key not in place.carried:
-                    self._walk(value, f"{path}.state[{number}][{key!r}]")
+            if of_one(state):
+                self._state(state, f"{path}.state[{number}]", carried)
         if id(optimizer) not in self.optimizers:
             self._class(type(optimizer))
             self._optimizer_hooks(optimizer, path)
+
+    def _state(self, state: dict[Any, Any], path: str, carried: set[tuple[int, Any]]) -> None:
+        place = Items(state, path, with_keys=False)
+        self._place(place)
+        place.carried = frozenset(key for key in state if (id(state), key) in carried)
+        for key, value in state.items():
+            if key not in place.carried and not of_one(value):
+                self._walk(value, f"{path}[{key!r}]")
 
     def _global_hooks(self) -> None:
         names = [

@@ -299,6 +299,29 @@ class Lookahead(Own):
         return loss
 
 
+class Anchored(Own):
+    """MADGRAD's habits (Defazio and Jelassi 2021): where each parameter began, which stays as it
+    is, and entries of ``state`` that are no parameter's."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.state["count"] = 0
+
+    def begin(self, group: Any) -> None:
+        if "tensor" not in self.state:
+            self.state["tensor"] = torch.zeros((), device=group["params"][0].device)
+        self.state["count"] += 1
+        self.state["tensor"].add_(1)
+
+    def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+        if not state:
+            state["start"] = p.detach().clone()
+            state["copied"] = torch.empty_like(p)
+            state["copied"].copy_(p)
+        p.sub_(group["lr"] * grad / self.state["tensor"])
+        p.lerp_(state["start"] + state["copied"], 0.1 / self.state["count"])
+
+
 class OfTorch(Muon):
     """torch's Muon, which takes matrices alone."""
 
@@ -308,7 +331,7 @@ class OfTorch(Muon):
 
 CLASSES: tuple[type[Optimizer], ...] = (
     *(Lion, Factored, Shampoo, Soap, Orthogonal, ScheduleFree, Counting, OnItself, Estimating),
-    *(Lookahead, OfTorch, torch.optim.Adafactor),
+    *(Lookahead, Anchored, OfTorch, torch.optim.Adafactor),
 )
 
 
