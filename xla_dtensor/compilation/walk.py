@@ -53,7 +53,6 @@ _OF_THREADS = (
 # How much of them there is says whether a step has put, taken, acquired or released.
 _SHARED = (threading.Semaphore, queue.Queue, queue.SimpleQueue)
 
-
 # Methods that torch and Python call under no name in the user's code.
 _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "__wrapped__"}
 
