@@ -78,7 +78,7 @@ class StepTraces:
                 again = self._arguments(arguments.args, arguments.kwargs, arguments.padding)
                 return self._call(again)
             self._read(traced.watch.names_read)
-        traced.keep(self._left_alone, paths)
+        self._compare_what_it_assigns(traced, paths)
         call = traced.take_call()
         made: Program | None = None
         try:
@@ -110,6 +110,15 @@ class StepTraces:
         if told is not None:
             logger.warning("xla_dtensor: %s %s", self._name(), told)
         return result
+
+    def _compare_what_it_assigns(self, traced: Traced, changed: frozenset[str]) -> None:
+        """Compare in later calls what the step's Python assigns somewhere, and has left, or put, as
+        it was; not what has ``changed`` since the trace before, and stayed that."""
+        changes = {each for effect in traced.effects for each in effect.changed()}
+        unchanged = traced.watch.unchanged(changes)
+        self._left_alone |= unchanged & changed
+        traced.kept = unchanged - self._left_alone
+        traced.watch.keep(traced.kept)
 
     def _read(self, names: frozenset[str] | None) -> None:
         """Its code is known to read attributes of these names; None for any."""

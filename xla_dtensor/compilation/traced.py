@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -244,14 +244,6 @@ class Traced(TracedEffects):
         watch = Watch(self._roots, names, self._executed, known=known, fixed=self.fixed)
         watch.keep(self.kept)
         return watch
-
-    def keep(self, apart: set[str], changed: Set[str]) -> None:
-        """Compare what its Python assigns somewhere, and has left, or put, as it was; not what is
-        set ``apart``, as the ``changed`` are: they were something else before, and stayed that."""
-        unchanged = self.watch.unchanged({each for e in self.effects for each in e.changed()})
-        apart.update(unchanged & changed)
-        self.kept = unchanged - apart
-        self.watch.keep(self.kept)
 
     def carries(self, watch: Watch) -> bool:
         """Whether ``watch`` takes the values of the same places as this trace."""
