@@ -428,7 +428,7 @@ def test_numbers_of_a_trace_are_atomic_for_cpp() -> None:
         traced_number.NumberNode.add,  # type: ignore[attr-defined]
         traced_number.ComparisonNode.guard_bool,
         python_numbers.Float.__add__,
-        vars(python_numbers.Int)["__class__"].fget,
+        vars(python_numbers._PythonNumber)["__class__"].fget,
     )
     for function in asked:
         assert interrupts._kinds[function.__code__] is interrupts._Kind.ATOMIC

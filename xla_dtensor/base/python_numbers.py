@@ -393,5 +393,5 @@ def as_float(value: Any = 0.0) -> Any:
     return number if number.node.is_float() else computed(float, "float({})", number)
 
 
-for _cls in (_PythonNumber, MathOfNumbers):
+for _cls in (_PythonNumber, Float, Int, MathOfNumbers):
     interrupts.atomic_methods(_cls)
