@@ -52,7 +52,6 @@ _OF_THREADS = (
 )
 # How much of them there is says whether a step has put, taken, acquired or released.
 _SHARED = (threading.Semaphore, queue.Queue, queue.SimpleQueue)
-
 # Methods that torch and Python call under no name in the user's code.
 _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "__wrapped__"}
 
@@ -372,18 +371,19 @@ class Walk:
 
     def _in_library(self, value: Any, path: str) -> None:
         """What a library's module has under a name that the code reads."""
-        if isinstance(value, types.FunctionType):
+        if type(value) is types.FunctionType:
             followed = not is_library(value.__module__) and (
                 not self._skips(value.__module__) or self._has_run(value.__code__)
             )
-        elif isinstance(value, type) and self._skips(value.__module__):
+        elif issubclass(type(value), type) and self._skips(value.__module__):
             followed = any(self._has_run(code_of(member)) for member in vars(value).values())
         else:
-            followed = isinstance(value, types.ModuleType) or type(value) in _PLAIN_DATA
+            followed = issubclass(type(value), types.ModuleType) or type(value) in _PLAIN_DATA
         if followed:
             self._walk(value, path)
         else:
-            self._note(path, "value" if is_atom(value) else "opaque", value)
+            atom = not is_strict(type(value)) and is_atom(value)
+            self._note(path, "value" if atom else "opaque", value)
 
     def _place(self, place: Place) -> None:
         self.places.append(place)

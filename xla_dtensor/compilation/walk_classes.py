@@ -70,7 +70,7 @@ class WalkClasses(WalkCode):
             self.live.append((operator.attrgetter("__mro__"), base))
             self._note(f"{path}.__mro__", "bases", base.__mro__)
             named = [name for name in _OF_CLASSES if name in self._names.attributes]
-            if named:
+            if named and base.__flags__ & _HEAP_TYPE:  # one of C's has its name made for each read
                 self._place(Slots(base, named, path))
                 for name in named:
                     self._note(f"{path}.{name}", "value", getattr(base, name))

@@ -23,6 +23,7 @@ from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Pl
 from xla_dtensor.compilation.readers import names_of_reader, reader
 from xla_dtensor.compilation.walk import Walk
 
+_MANY_MODULES = 50
 # What a function has besides its code that isn't in its ``__dict__``.
 _OF_FUNCTIONS = ("__doc__", "__name__", "__qualname__", "__module__", "__annotations__")
 
@@ -114,10 +115,14 @@ class WalkCode(Walk):
             self._any_import()
 
     def _any_import(self) -> None:
+        """The code imports by names that it makes up."""
         if not self._any_module:
             self._any_module = True
-            for name in list(sys.modules):
-                if not is_installed(name):
+            names = [n for n in list(sys.modules) if not (is_installed(n) or is_library(n))]
+            if len(names) > _MANY_MODULES:  # to follow all takes minutes
+                self.imports.update(names)
+            else:
+                for name in names:
                     self._imported(name)
 
     def _imported(self, name: str) -> None:

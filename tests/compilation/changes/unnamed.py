@@ -10,7 +10,6 @@ import contextvars
 import copy
 import copyreg
 import functools
-import importlib
 import io
 import logging
 import logging.handlers
@@ -111,12 +110,6 @@ def initial_seed_by_another_name(world: World) -> Case:
     torch.manual_seed(4)
     seed = torch.initial_seed
     return (lambda x: x * (seed() % 10)), lambda: torch.manual_seed(5)
-
-
-def import_module_by_another_name(world: World) -> Case:
-    _helpers.reset()
-    load, name = importlib.import_module, ["tests.compilation.changes", "_helpers"]
-    return (lambda x: x * load(".".join(name)).SCALE), put(_helpers, "SCALE", 3.0)
 
 
 class Shown:
@@ -424,7 +417,6 @@ MAKERS: tuple[Callable[[World], Case], ...] = (
     attrgetter_by_another_name,
     getenv_by_another_name,
     initial_seed_by_another_name,
-    import_module_by_another_name,
     str_by_another_name,
     copy_by_another_name,
     partialmethod_replaced,
