@@ -4,8 +4,11 @@ work in threads and queues, which is refused."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 import queue
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +20,7 @@ import pytest
 import torch
 
 import xla_dtensor as xd
+from xla_dtensor.compilation import walk_code
 from xla_dtensor.compilation.entry import AUDIT_VARIABLE
 
 
@@ -178,3 +182,21 @@ def test_coroutines_of_one_thread() -> None:
 
     step = xd.compile(function)
     assert values(step, lambda: scale.__setitem__(0, 3.0)) == [4, 6]
+
+
+def test_modules_of_made_up_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many are loaded, which they are is compared, and not what is in them."""
+    monkeypatch.setattr(walk_code, "_MANY_MODULES", 0)
+    module, other = types.ModuleType("made_up_name"), types.ModuleType("made_up_name")
+    monkeypatch.setattr(module, "scale", 2.0, raising=False)
+    monkeypatch.setattr(other, "scale", 4.0, raising=False)
+    monkeypatch.setitem(sys.modules, "made_up_name", module)
+    name = ["made_up"]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * importlib.import_module(f"{name[0]}_name").scale
+
+    step = xd.compile(function)
+    assert values(step, lambda: setattr(module, "scale", 3.0)) == [2.0, 2.0]
+    assert values(step, lambda: sys.modules.update(made_up_name=other))[1] == 4.0
+    stale_for_the_audit(function, lambda: setattr(other, "scale", 5.0))

@@ -121,6 +121,8 @@ class WalkCode(Walk):
             names = [n for n in list(sys.modules) if not (is_installed(n) or is_library(n))]
             if len(names) > _MANY_MODULES:  # to follow all takes minutes
                 self.imports.update(names)
+                for name in names:
+                    self._note(name, "opaque", sys.modules.get(name))
             else:
                 for name in names:
                     self._imported(name)
