@@ -30,7 +30,7 @@ PROCESSORS := MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILI
 PROCESSOR ?=
 AS_PROCESSOR := $(if $(PROCESSOR),env $(word $(PROCESSOR),$(PROCESSORS)) XLA_DTENSOR_CACHE=off \
   JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax-$(PROCESSOR))
-test: env ## all tests but the slow ones (eleven to twelve minutes on two quiet cores); PROCESSOR=1..4 rounds as another
+test: env ## all tests but the slow ones (twenty minutes on two quiet cores); PROCESSOR=1..4 rounds as another
 	$(AS_PROCESSOR) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
 
 test-slow: env ## the slow tests

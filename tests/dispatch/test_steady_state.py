@@ -177,6 +177,10 @@ def test_a_new_lowering_clears_what_was_made_with_the_old_ones(small_mesh: Devic
         with dispatch.batched():
             return [(x * 2).cpu(), x.t().sum(0).cpu(), (x + 1).cpu()]
 
+    xd.debug.clear_caches()
+    gc.collect()
+    # A replayed step that some module keeps holds the plans of its programs.
+    others = {id(plan) for plan in gc.get_objects() if type(plan) is Plan}
     expected = work()
     executables = [p.eager for p in execute._plans.values() if isinstance(p, Plan)]
     assert executables and len(batch.executables) and ops._infos
@@ -184,7 +188,7 @@ def test_a_new_lowering_clears_what_was_made_with_the_old_ones(small_mesh: Devic
     lowers("xd_test_clearing::nothing")(lambda x: x)
     gc.collect()
     assert not (len(execute._plans) or len(batch.executables) or ops._infos)
-    left = [plan for plan in gc.get_objects() if type(plan) is Plan]
+    left = [p for p in gc.get_objects() if type(p) is Plan and id(p) not in others]
     assert not left, [list(map(type, gc.get_referrers(plan))) for plan in left]
     for value, want in zip(work(), expected, strict=True):
         assert torch.equal(value, want)
