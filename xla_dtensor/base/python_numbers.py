@@ -90,20 +90,16 @@ class _PythonNumber:
 class Float(_PythonNumber, torch.SymFloat, metaclass=_Kind):
     """A symbolic number that Python code takes for a float."""
 
-    __hash__ = _PythonNumber.__hash__
-
 
 class Int(_PythonNumber, torch.SymInt, metaclass=_Kind):
     """The same of an int."""
-
-    __hash__ = _PythonNumber.__hash__
 
 
 _KINDS: dict[Any, Any] = {}
 for _type in (float, int, *sorted(NUMPY_NUMBERS, key=lambda cls: cls.__name__)):
     _base = Int if issubclass(_type, int | np.integer) else Float
     _base = _KINDS[float] if _type is np.float64 else _base  # as it is with Python's own
-    _own = {"stands_for": _type, "__module__": _type.__module__, "__hash__": _base.__hash__}
+    _own = {"stands_for": _type, "__module__": _type.__module__}
     _KINDS[_type] = _Kind(_type.__name__, (_base,), _own)
 
 
@@ -360,7 +356,9 @@ def _of_types(function: Callable[..., bool]) -> Callable[..., bool]:
     return of_types
 
 
-def plain_number(value: Any) -> Any:
+def present_value(value: Any) -> Any:
+    """What a symbolic number is now, without the program's depending on it; other values as they
+    are."""
     return value.node.value if is_number(value) else value
 
 
@@ -370,7 +368,7 @@ class MathOfNumbers:
     prints and logs them gets plain ones."""
 
     def __enter__(self) -> None:
-        self._printed = PrintedNumbers(plain_number)
+        self._printed = PrintedNumbers(present_value)
         self._printed.__enter__()
         self._issubclass = builtins.issubclass
         builtins.issubclass = _of_types(self._issubclass)

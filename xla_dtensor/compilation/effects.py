@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.python_numbers import plain_number
+from xla_dtensor.base.python_numbers import present_value
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.found import is_atom, same_atom
@@ -200,7 +200,7 @@ class Surroundings:
     def _but_for_planted(
         self, place: Place, before: dict[Any, Any], after: dict[Any, Any]
     ) -> dict[Any, Any]:
-        planted = {key: v for (where, key), v in self._planted.items() if where == place.container}
+        planted = self._planted_in(place)
         return {
             key: before[key] if key in planted and planted[key] is value else value
             for key, value in after.items()
@@ -209,22 +209,21 @@ class Surroundings:
     def _assigned(self, place: Place) -> set[Any]:
         """The keys of planted values that the step has replaced, be it by what was there before: in
         a later call that may be something else."""
-        return {
-            key
-            for (where, key), value in self._planted.items()
-            if where == place.container and place.at(key) is not value
-        }
+        planted = self._planted_in(place)
+        return {key for key, value in planted.items() if place.at(key) is not value}
+
+    def _planted_in(self, place: Place) -> dict[Any, Any]:
+        return {key: v for (where, key), v in self._planted.items() if where == place.container}
 
     def restore(self) -> None:
         """Put everything back."""
         for place, before, _ in self._before:
             after = place.content()
             others = self._of_other_threads(place, before, after)
-            for key in [key for where, key in self._planted if where == place.container]:
+            for key, planted in self._planted_in(place).items():
                 if key in others:  # what another thread has made of it stays, as a number
                     present = place.at(key)
-                    is_left = present is self._planted[place.container, key]
-                    place.put({key: before[key] if is_left else plain_number(present)})
+                    place.put({key: before[key] if present is planted else present_value(present)})
             after |= others
             if list(before) != list(after):
                 place.replace(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import sys
 import types
 from collections.abc import Iterable
@@ -55,11 +56,9 @@ class WalkCode(Walk):
             self._compares_numbers |= asked.compares_numbers(function)
             # A package that looks for modules or globals by names that it makes up (pytest's and
             # transformers' loaders do) means its own: following it would bring in everything.
-            follows = not is_installed(module)
-            others_globals = self._names.others_globals
+            if is_installed(module):
+                names = dataclasses.replace(names, others_globals=False, any_module=False)
             self._names.update(names)
-            if not follows:
-                self._names.others_globals = others_globals
             self._place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
             namespace = function.__globals__
             _, known = self._globals.setdefault(id(namespace), (namespace, set()))
@@ -79,7 +78,7 @@ class WalkCode(Walk):
                         self._walk(value, name)
             for name in names.modules:
                 self._imported(name)
-            if names.any_module and follows:
+            if names.any_module:
                 self._any_import()
             for name, default in zip(
                 reversed(code.co_varnames[: code.co_argcount]),

@@ -179,13 +179,12 @@ class Watch(WalkObjects):
     def unchanged(self, changed: Set[tuple[int, Any]]) -> frozenset[str]:
         """The attributes, as messages call them, that the step's code assigns somewhere and never
         reads, but for those that a trace has ``changed`` (container, key)."""
+        apart = changed | self.settings  # which have guards of their own
         return frozenset(
             place.label(key)
             for place in self._only_assigned()
             for key in place.keys
-            if (place.container, key)
-            not in changed | self.settings  # which have guards of their own
-            and place.at(key) is not MISSING
+            if (place.container, key) not in apart and place.at(key) is not MISSING
         )
 
     def keep(self, labels: Set[str]) -> None:

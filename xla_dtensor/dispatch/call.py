@@ -83,29 +83,24 @@ class Call:
         """Raise as torch does for a number that the dtype of the elements doesn't have: 300 for
         ``uint8``."""
         info = self.info
+        given = {**dict(zip(info.argument_names, self.args, strict=False)), **self.kwargs}
+        numbers = [fill(given.get(name), self.leaves) for name in info.converted_arguments]
+        odd = [
+            number
+            for number in numbers
+            if type(number) is complex
+            or (type(number) in (int, float) and not 0 <= number < _SMALL)
+        ]
         dtype = self.kwargs.get("dtype")
-        if dtype is None:
+        if odd and dtype is None:
             first = next((form for form in self.forms if isinstance(form, Form)), None)
             if first is None:
                 return  # a factory, which infers the dtype from the number
             dtype = to_torch_dtype(first.jax_dtype)
-        given = {**dict(zip(info.argument_names, self.args, strict=False)), **self.kwargs}
-        numbers = [fill(given.get(name), self.leaves) for name in info.converted_arguments]
-        if (
-            info.name.startswith("aten::cl")
-            and not dtype.is_floating_point
-            and float in map(type, numbers)
-        ):
-            dtype = torch.get_default_dtype()  # what clamp gives
-        for number in numbers:
-            kind = type(number)
-            small = kind in (int, float) and -_SMALL <= number < _SMALL
-            if (
-                kind is complex
-                or (kind in (int, float) and not small)
-                or (kind is float and number < 0 and not dtype.is_signed)
-            ):
-                torch.full((), number, dtype=dtype)
+            if "clamp" in info.name and not dtype.is_floating_point and float in map(type, numbers):
+                dtype = torch.get_default_dtype()  # what it gives
+        for number in odd:
+            torch.full((), number, dtype=dtype)
 
     def _take(self, value: Any, name: str, key: list[Any]) -> Any:
         cls = type(value)
@@ -238,7 +233,7 @@ def _written(value: Any) -> str:
 
 
 _BOUND = 2**63
-_SMALL = 128  # what each dtype has
+_SMALL = 128  # each dtype has what is below
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 
 

@@ -133,26 +133,26 @@ def copy_by_another_name(world: World) -> Case:
     return (lambda x: x * again(shown).copied), put(shown, "v", 3.0)
 
 
-def partialmethod_replaced(world: World) -> Case:
+def _multiplies() -> type:
     class Own:
         def times(self, x, by):
             return x * by
 
         twice = functools.partialmethod(times, by=2.0)
 
-    own = Own()
-    return (lambda x: own.twice(x)), put(Own, "twice", functools.partialmethod(Own.times, by=3.0))
+    return Own
+
+
+def partialmethod_replaced(world: World) -> Case:
+    cls = _multiplies()
+    own = cls()
+    return (lambda x: own.twice(x)), put(cls, "twice", functools.partialmethod(cls.times, by=3.0))
 
 
 def keywords_of_a_partialmethod(world: World) -> Case:
-    class Own:
-        def times(self, x, by):
-            return x * by
-
-        twice = functools.partialmethod(times, by=2.0)
-
-    own = Own()
-    return (lambda x: own.twice(x)), lambda: vars(Own)["twice"].keywords.update(by=3.0)
+    cls = _multiplies()
+    own = cls()
+    return (lambda x: own.twice(x)), lambda: vars(cls)["twice"].keywords.update(by=3.0)
 
 
 def attribute_in_a_format(world: World) -> Case:
