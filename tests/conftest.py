@@ -18,7 +18,7 @@ os.environ.setdefault("XLA_DTENSOR_CHECKS", "all")
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax")
 )
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")  # of child processes
 
 import jax
 import pytest
@@ -26,11 +26,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import xla_dtensor as xd
+from tests import quick_jax
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.rules import registry
 from xla_dtensor.runtime import live_programs, xla_flags
 
 xla_flags.add(*xla_flags.QUICK_COMPILES)
+quick_jax.start()
 
 MESHES = {
     "8": ((8,), ("x",)),

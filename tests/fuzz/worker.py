@@ -42,6 +42,7 @@ MEMORY = 3 * 2**30  # bytes; then the process ends
 
 def main() -> None:
     warnings.simplefilter("ignore")
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads what was lowered
     lazy.OFTEN = 0  # a few operations, too, are joined at once, and not when they come often
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what XLA and JAX print isn't an answer
