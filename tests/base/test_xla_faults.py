@@ -122,6 +122,16 @@ def test_scatters_of_uneven_shards(size: int) -> None:
 
 
 @still_there
+def test_scatters_to_one_position() -> None:
+    def write(index: Any) -> Any:
+        wrapped = lambda i: jnp.where(i < 0, i + 5, i).astype(np.int32).reshape(())
+        places = wrapped(index[:1]), wrapped(index[:1])
+        return jnp.zeros((6, 5)).at[places].add(1, mode="drop", wrap_negative_indices=False)
+
+    check("2x4", write, [np.array([4, 0, 0, 0])], [P("b")], P("a"), P("a"))
+
+
+@still_there
 def test_transforms() -> None:
     transform = lambda x: jnp.fft.fft(x, axis=0).real
     check("8", transform, [counted(8, 2, 16)], [P(None, None, "a")], P("a"))

@@ -125,7 +125,7 @@ class Draws:
         self.taken += 1
         if self.values is None:
             return made.to(like.dtype)
-        return self.values[self.taken - 1].to(like.dtype)
+        return self.values[self.taken - 1].to(like.dtype, copy=True)  # it may be written to
 
     def noted(self, value: Any) -> Any:
         if self.record is not None:

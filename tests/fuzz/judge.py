@@ -2,8 +2,9 @@
 
 A number may be off by ``TOLERANCE`` of the largest one of its tensor, or three times as far from
 double precision as CPU torch's own (as in `tests/conformance`). Where it is further off, the
-program is run in double precision again with noise of the size of a rounding error on all that its
-lines compute (Monte Carlo arithmetic): where that alone moves the numbers as far, it is rounding.
+program is run again, in double precision and in its own, with noise of the size of a rounding error
+on all that its lines compute or write, and on their gradients (Monte Carlo arithmetic): where that
+alone moves the numbers as far, it is rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from tests.conformance.compare import ERRORS_OF_TORCH
 from tests.fuzz.functions import DRAWS, NAMES
-from tests.fuzz.program import Program, Run, collected, in_double, made
+from tests.fuzz.program import Program, Run, collected, in_double
 
 EPS = {
     torch.float32: 2.0**-24,
@@ -85,33 +86,58 @@ def _movements(program: Program, exact: Run) -> list[float]:
     """How far noise of the size of rounding errors moves each result."""
     furthest = [0.0] * len(exact.results)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(NOISY_RUNS):
-        other = _with_noise(program, generator)
+    for i in range(NOISY_RUNS):
+        # Its own precision shows what is rounded inside of an operation.
+        other = _with_noise(program, generator, wide=i % 2 == 0)
         for i, ((_, value), (_, e)) in enumerate(zip(other.results, exact.results, strict=True)):
             if value is not None and e is not None and e.numel() and e.dtype in EPS:
-                furthest[i] = max(furthest[i], distance(value.detach(), e))
+                furthest[i] = max(furthest[i], distance(value, e))
     return furthest
 
 
-def _with_noise(program: Program, generator: torch.Generator) -> Run:
-    leaves = [leaf.tensor(wide=True) for leaf in program.leaves]
+def _with_noise(program: Program, generator: torch.Generator, wide: bool) -> Run:
+    leaves = [leaf.tensor(wide) for leaf in program.leaves]
+    text = in_double if wide else str
     values = dict(zip((leaf.name for leaf in program.leaves), leaves, strict=True))
     eps = EPS[torch.bfloat16] if _coarse(program) else EPS[torch.float32]
+    largest = 0.0  # gradient on the way: what cancels behind it was rounded as this
+
+    def noise(value: torch.Tensor, at_least: float = 0.0) -> torch.Tensor:
+        # What was added up is rounded as large numbers are, though the sum may be small.
+        size = value.detach().abs()
+        size = size + 0.25 * max(at_least, float(size.max())) if size.numel() else size
+        drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        return (eps * size * drawn).to(value.dtype)
+
+    def with_noise(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal largest
+        if gradient.numel():
+            largest = max(largest, float(gradient.abs().max()))
+        return gradient + noise(gradient, largest)
+
+    def watch_gradient(value: torch.Tensor) -> None:
+        if value.requires_grad:
+            value.register_hook(with_noise)
+
+    for leaf in leaves:
+        watch_gradient(leaf)
     scope = {**NAMES, "mesh": program.mesh_shape}
     DRAWS.start(DRAWS.values)
     for line in program.lines:
         memories = {t.untyped_storage().data_ptr() for t in values.values()}
-        exec(in_double(line), scope, values)
-        for name in made(line):
-            value = values[name]
-            is_view = value.untyped_storage().data_ptr() in memories
-            if not is_view and (value.is_floating_point() or value.is_complex()):
-                # What was added up is rounded as large numbers are, though the sum may be small.
-                size = value.detach().abs()
-                size = size + 0.25 * size.max() if size.numel() else size
-                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-                values[name] = value + eps * noise * size
-    loss = eval(in_double(program.loss), scope, values) if program.loss else None
+        versions = {name: value._version for name, value in values.items()}
+        exec(text(line), scope, values)
+        for name, value in values.items():
+            if not (value.is_floating_point() or value.is_complex()):
+                continue
+            if name in versions:
+                if value._version != versions[name] and not value._is_view():
+                    value.data.add_(noise(value))
+                    watch_gradient(value)
+            elif value.untyped_storage().data_ptr() not in memories:
+                values[name] = value + noise(value)
+                watch_gradient(values[name])
+    loss = eval(text(program.loss), scope, values) if program.loss else None
     if loss is not None:
         loss.backward()
     return collected(program, loss, [values[name] for name in program.outputs], leaves)

@@ -222,6 +222,12 @@ UNEVEN_SCATTERS = Fault(
     "lowering/scatter.py:write",
     _HERE + "test_scatters_of_uneven_shards",
 )
+SINGLE_SCATTERS = Fault(
+    "A scatter to one position doesn't compile (RET_CHECK ... broadcast) if a coordinate of it is "
+    "cut out of a sharded index: the cut's sharding lands on the dim that has the coordinates.",
+    "lowering/scatter.py:write",
+    _HERE + "test_scatters_to_one_position",
+)
 COMPLEX_SCATTERS = Fault(
     "A scatter that has to pad a complex operand ends the process.",
     "lowering/scatter.py:write",

@@ -66,6 +66,8 @@ def write(x: jax.Array, positions: Positions, method: str, value: jax.Array) -> 
     value = jnp.where(inside_value, value, jnp.zeros((), value.dtype))
     indices = [narrow(i.reshape(shape), x.shape[d] + 1) for d, i in zip(dims, indices, strict=True)]
     indices[0] = jnp.where(inside, indices[0], x.shape[dims[0]])
+    if not shape:  # `base/xla_faults.py:SINGLE_SCATTERS`
+        indices = lax.optimization_barrier(indices)
     places = dict(zip(dims, indices, strict=True))
     where = tuple(places.get(d, slice(None)) for d in range(len(positions)))
     out = getattr(x.at[where], method)(value, mode="drop", wrap_negative_indices=False)
