@@ -256,6 +256,12 @@ PADDED_OPERANDS = Fault(
     "dispatch/cut.py:Cut",
     "seen in programs of several operations alone: tests/dispatch/test_sliced.py",
 )
+CUT_PADDING = Fault(
+    "Of a tensor in uneven shards that several operations want in other layouts it takes the "
+    "padded one for the one without padding (Expected instruction to have shape equal to ...).",
+    "compilation/input_layouts.py:apart",
+    "seen in programs of several operations alone: tests/compilation/test_xla_fails.py",
+)
 MASKS = Fault(
     "A product with a bool that has become a float is made a selection, which gives 0 for NaN and "
     "infinity behind a 0; on one device, too.",

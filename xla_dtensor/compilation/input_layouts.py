@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import jax
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.dispatch import pin
@@ -77,3 +79,26 @@ class Pinning:
         self.context = pin.tight
         with self():
             return with_all_pins()
+
+
+def apart(lowered: Any) -> Any:
+    """The program with each slice hidden from the partitioner, which mistakes what is cut out of
+    padding for what it was cut out of (`base/xla_faults.py:CUT_PADDING`).
+
+    Args:
+        lowered: the program as `jax.stages.Lowered`, which is changed.
+    """
+    cuts: list[Any] = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.slice":
+            cuts.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir().operation.walk(visit)
+    for cut in cuts:
+        (result,) = cut.results
+        with ir.InsertionPoint.after(cut), cut.location:
+            barrier = stablehlo.OptimizationBarrierOp([result])
+        result.replace_all_uses_except(barrier.results[0], barrier.operation)
+    return lowered

@@ -19,7 +19,7 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.garbage import Seldom
 from xla_dtensor.compilation.gradients import Layout
-from xla_dtensor.compilation.input_layouts import Pinning, layouts, shardings_of
+from xla_dtensor.compilation.input_layouts import Pinning, apart, layouts, shardings_of
 from xla_dtensor.compilation.inputs import Arrays, outputs_in_order
 from xla_dtensor.compilation.node import OnHost, Read
 from xla_dtensor.compilation.numbers import Decision, values_of
@@ -280,7 +280,7 @@ class Lowered:
                         f"on {self._frame}{seed}"
                     )
                 compiled = self.lowering.attempt(
-                    lambda: lowered.compile(options), lambda: lower().compile(options)
+                    lambda: lowered.compile(options), lambda: apart(lower()).compile(options)
                 )
                 executables.put(key, compiled)
             self.compiled = compiled

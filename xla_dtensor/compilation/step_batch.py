@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from xla_dtensor.compilation.input_layouts import Pinning
+from xla_dtensor.compilation.input_layouts import Pinning, apart
 from xla_dtensor.compilation.inputs import Losses, check_alive, refuse_deleted
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.dispatch.batch import Batch, Waiting
@@ -79,7 +79,8 @@ class Program:
             wanted_shardings = shardings.get("out_shardings", ())
             pinning.loosen(first.jaxpr.jaxpr, recorded.frame, inputs, wanted_shardings)
             self.compiled = pinning.attempt(
-                lambda: first.lower().compile(options), lambda: traced().lower().compile(options)
+                lambda: first.lower().compile(options),
+                lambda: apart(traced().lower()).compile(options),
             )
 
     def computes(self, wanted: Outputs) -> bool:
