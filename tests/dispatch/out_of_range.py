@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 R, S = Replicate(), Shard
 LAYOUTS: dict[str, Any] = {"one device": None, "shards": [S(0), R], "uneven": [R, S(0)]}
 X = torch.arange(40.0).reshape(10, 4)
+COUNTED = torch.arange(40).reshape(10, 4)
 SQUARE = torch.ones(2, 3, 2, 2)
 ROW = torch.ones(1, 4)
 
@@ -56,6 +57,21 @@ CALLS: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[Any, 
     "index_select": (X, i(12), i(9), lambda x, k: x.index_select(0, k)),
     "index_select, negative": (X, i(-1), i(0), lambda x, k: x.index_select(0, k)),
     "index": (X, i(12), i(-10), lambda x, k: x[k]),
+    "floor_divide": (COUNTED, i(1, 0, 2, 2), i(1, -3, 2, 2), lambda x, k: x // k),
+    "floor_divide in place": (
+        COUNTED,
+        i(1, 0, 2, 2),
+        i(1, -3, 2, 2),
+        lambda x, k: in_place(x, lambda y: y.floor_divide_(k)),
+    ),
+    "remainder": (COUNTED, i(0, 0, 2, 2), i(1, -3, 2, 2), lambda x, k: x % k),
+    "fmod": (COUNTED, i(0, 0, 2, 2), i(1, -3, 2, 2), lambda x, k: x.fmod(k)),
+    "div, rounded": (
+        COUNTED,
+        i(7, 0, 2, 2),
+        i(1, -3, 2, 2),
+        lambda x, k: torch.div(x, k, rounding_mode="trunc"),
+    ),
     "index, after a slice": (X, i(3, -11), i(7, -8), lambda x, k: x[2:][:, 1:][k + 0]),
     "index_put": (X, i(12), i(-10), lambda x, k: x.index_put((k,), torch.ones(()).to(x.device))),
     "index_put_": (X, i(-11), i(9), lambda x, k: in_place(x, lambda y: y.__setitem__(k, 1.0))),

@@ -44,6 +44,18 @@ def test_raises_as_the_cpu(name: str, layout: str, mesh_2x4: DeviceMesh) -> None
         torch.testing.assert_close(full(call(ours, good)), call(x, right))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("zero", [0, False])
+def test_a_divisor_that_is_a_number(zero: int, compiled: bool) -> None:
+    x = torch.tensor([4, -3, 7])
+    divide = lambda x: x // zero
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        divide(x)
+    with pytest.raises(RuntimeError, match=r"ZeroDivisionError \(aten::floor_divide"):
+        (xd.compile(divide) if compiled else divide)(x.to("xla"))
+    assert torch.equal((x.to("xla") / zero).cpu(), x / zero)
+
+
 def test_writes_nothing() -> None:
     x = X.to("xla")
     with pytest.raises(IndexError):

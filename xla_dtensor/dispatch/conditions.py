@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from xla_dtensor.base import assertions, thread_state
 from xla_dtensor.base.cache import Cache
@@ -44,7 +45,7 @@ class Checked:
 
     Attributes:
         leaf: its number among the call's leaves.
-        form: its form.
+        form: its form; of a number its type.
         condition: what must hold.
         text: the operation and the shapes, for the end of a message.
         size: how many elements it has.
@@ -55,10 +56,10 @@ class Checked:
 
     __slots__ = ("condition", "cut", "form", "last", "leaf", "size", "text")
 
-    def __init__(self, leaf: int, form: Form, condition: Condition, text: str) -> None:
+    def __init__(self, leaf: int, form: Any, condition: Condition, text: str) -> None:
         self.leaf, self.form, self.condition, self.text = leaf, form, condition, text
-        self.size = math.prod(form.shape)
-        padded = form.padded_shape != form.shape
+        self.size = math.prod(form.shape) if isinstance(form, Form) else 1
+        padded = isinstance(form, Form) and form.padded_shape != form.shape
         self.cut: Any = (..., *(slice(0, n) for n in form.shape)) if padded else None
         self.last: Callable[[], Any] = _nothing
 
@@ -79,10 +80,13 @@ def conditions_of(call: Call) -> tuple[Checked, ...]:
     found = []
     for where, condition in find(described):
         slot = slots[where] if isinstance(where, str) else slots[where[0]][where[1]]
-        form = call.forms[slot.index]
-        if 0 in form.shape:
-            continue
         text = f" ({info.name}, tensors of shapes {', '.join(map(str, shapes))})"
+        if not isinstance(slot, Slot):  # a value, which all calls of the plan have
+            _judge(condition, np.asarray(slot), text)
+            continue
+        form = call.forms[slot.index]
+        if isinstance(form, Form) and 0 in form.shape:
+            continue
         found.append(Checked(slot.index, form, condition, text))
     return tuple(found)
 
@@ -122,7 +126,7 @@ def check(checked: tuple[Checked, ...], call: Call, look: Look | None = None) ->
         leaf = call.leaves[one.leaf]
         array: Any = None
         if not isinstance(leaf, TensorMethods):
-            values: Any = to_numpy(leaf)
+            values: Any = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
         elif look is not None and one.size > AWAITED and _waits(leaf):
             assertions.later(look(leaf, one.form, one.condition), (_Judge(one, here()),))
             continue
@@ -140,12 +144,15 @@ def check(checked: tuple[Checked, ...], call: Call, look: Look | None = None) ->
             values = arrays.get(logical_value(leaf) if one.form.unreduced else array)
             if one.cut is not None and not one.form.unreduced:
                 values = values[one.cut]
-        condition = one.condition
-        error = condition.judge(*condition.summary(np, values))
-        if error is not None:
-            raise type(error)(f"{error}{one.text}")
+        _judge(one.condition, values, one.text)
         if array is not None:
             one.last = weakref.ref(array)
+
+
+def _judge(condition: Condition, values: np.ndarray, text: str) -> None:
+    error = condition.judge(*condition.summary(np, values))
+    if error is not None:
+        raise type(error)(f"{error}{text}")
 
 
 def _waits(tensor: Any) -> bool:
@@ -186,9 +193,13 @@ class _Judge:
 
 def trace(checked: tuple[Checked, ...], call: Call, trace: thread_state.Trace) -> None:
     """Let a compiled step look at the arguments of a call that it is made of."""
+    numbers_alone = tuple(one for one in checked if isinstance(call.leaves[one.leaf], int))
+    check(numbers_alone, call)  # what the step's Python knows
     if trace.assertions is None:
         return
     for one in checked:
+        if not isinstance(call.leaves[one.leaf], torch.Tensor):
+            continue
         leaf, form = call.leaves[one.leaf], one.form
         ours = isinstance(leaf, TensorMethods)
         with jax.enable_x64(True):

@@ -8,7 +8,8 @@ torch looks at them while it computes, and raises. The lowerings compute somethi
         return [("index", Indices(RuntimeError, 0, size, text))]
 
 A function is of all overloads of an op, in-place and ``out=``, too. It takes the arguments by
-name, tensors as anything with ``shape`` and ``dtype``, and names those that have conditions
+name, tensors as anything with ``shape`` and ``dtype``, numbers that a plan doesn't look at as their
+types, and names those that have conditions
 (``("indices", 2)``: the third of a list). Types and texts of errors are those of CPU torch.
 """
 
@@ -97,7 +98,21 @@ class Repeats:
         return None
 
 
-Condition = Indices | Probabilities | Repeats
+@dataclass(frozen=True)
+class Divisors:
+    """Integers to divide integers by."""
+
+    def summary(self, np: Any, values: Any) -> tuple[Any, Any]:
+        """Whether one is 0; the other says nothing."""
+        zero = (values == 0).any().astype(int)
+        return zero, zero
+
+    def judge(self, zero: int, _: int) -> Exception | None:
+        """What to raise, or None."""
+        return RuntimeError("ZeroDivisionError") if zero else None
+
+
+Condition = Indices | Probabilities | Repeats | Divisors
 Bounds = Callable[[Arguments], list[tuple[Where, Condition]]]
 
 BOUNDS: Registry[Bounds] = Registry("bounds", changes)
@@ -226,3 +241,20 @@ def repeat_interleave(args: Arguments) -> list[tuple[Where, Condition]]:
 @bounds("multinomial")
 def multinomial(args: Arguments) -> list[tuple[Where, Condition]]:
     return [("self", Probabilities())]
+
+
+@bounds("floor_divide", "remainder", "fmod")
+def divided(args: Arguments) -> list[tuple[Where, Condition]]:
+    of_integers = all(_is_integer(args[name]) for name in ("self", "other"))
+    return [("other", Divisors())] if of_integers else []
+
+
+@bounds("div")
+def rounded(args: Arguments) -> list[tuple[Where, Condition]]:
+    return divided(args) if args.get("rounding_mode") else []
+
+
+def _is_integer(described: Any) -> bool:
+    if not hasattr(described, "dtype"):
+        return issubclass(described if isinstance(described, type) else type(described), int)
+    return not (described.dtype.is_floating_point or described.dtype.is_complex)
