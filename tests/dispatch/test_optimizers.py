@@ -165,6 +165,21 @@ def test_the_default_is_torchs_loop_over_parameters(mesh_2x4: DeviceMesh) -> Non
         both.check()
 
 
+@pytest.mark.parametrize("foreach", [True, False, None])
+def test_what_nesterov_leaves_in_gradients(foreach: bool | None, mesh_2x4: DeviceMesh) -> None:
+    def gradient(start: torch.Tensor, foreach: bool | None) -> torch.Tensor:
+        p = start.requires_grad_()
+        sgd = torch.optim.SGD([p], 0.1, momentum=0.9, nesterov=True, foreach=foreach)
+        (p * 2).sum().backward()
+        sgd.step()
+        return p.grad.cpu()
+
+    ours = distribute_tensor(torch.ones(4), mesh_2x4, [Shard(0), Replicate()])
+    # On an accelerator foreach is the default, of torch's too.
+    wanted = gradient(torch.ones(4), foreach is not False)
+    assert torch.equal(gradient(ours, foreach), wanted)
+
+
 def test_closures_hooks_and_gradient_scaling(mesh_2x4: DeviceMesh) -> None:
     both = Both(torch.optim.SGD, {"fused": True}, 2, mesh_2x4)
     calls: list[str] = []
