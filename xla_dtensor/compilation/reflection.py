@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import gc
 import types
@@ -40,6 +41,12 @@ def slots_of(cls: type) -> list[str]:
         for name in names
         if name not in ("__dict__", "__weakref__")
     ]
+
+
+@functools.lru_cache(1024)
+def all_slots_of(cls: Any) -> tuple[str, ...]:
+    """The names of a class's slots, those of its base classes too."""
+    return tuple(name for base in cls.__mro__ for name in slots_of(base))
 
 
 def is_callable(value: Any) -> bool:
@@ -98,6 +105,16 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return own if isinstance(own, dict) else None
+
+
+def own_of(value: Any) -> dict[str, Any]:
+    """The object's own attributes, in slots too, without asking its ``__getattr__``."""
+    own = dict_of(value) or {}
+    slots: dict[str, Any] = {}
+    for name in all_slots_of(type(value)):  # type: ignore[arg-type]
+        with contextlib.suppress(AttributeError):  # not assigned
+            slots[name] = object.__getattribute__(value, name)
+    return slots | own if slots else own
 
 
 def referents(value: Any) -> list[Any]:

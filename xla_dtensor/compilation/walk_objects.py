@@ -33,11 +33,7 @@ from xla_dtensor.compilation.places import (
     Slots,
     class_of_content,
 )
-from xla_dtensor.compilation.reflection import (
-    CACHED,
-    dict_of,
-    slots_of,
-)
+from xla_dtensor.compilation.reflection import CACHED, all_slots_of, dict_of
 from xla_dtensor.compilation.settings import Settings, guards_of
 from xla_dtensor.compilation.stepped import ReadState
 from xla_dtensor.compilation.walk_optimizers import WalkOptimizers
@@ -217,10 +213,7 @@ class WalkObjects(WalkOptimizers):
     def _slots(self, value: Any, path: str) -> None:
         """What an object holds in slots, those of its base classes too."""
         cls = type(value)
-        known = self._slot_names.get(cls)
-        if known is None:
-            bases = () if self._of_library(cls) else cls.__mro__
-            known = self._slot_names[cls] = [name for base in bases for name in slots_of(base)]
+        known = () if self._of_library(cls) else all_slots_of(cls)
         read = list(filter(self._is_read, known))
         if read:
             place = Slots(value, read, path)
