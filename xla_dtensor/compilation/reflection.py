@@ -10,6 +10,7 @@ import types
 from collections import deque
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -19,7 +20,10 @@ from xla_dtensor.compilation.code_names import is_library
 CACHED = type(functools.cache(lambda: None))
 """What ``functools.cache`` and ``lru_cache`` make of a function."""
 
-_WALKED_APART = (dict, list, tuple, set, frozenset, deque, nn.Module, torch.Tensor, Optimizer)
+_WALKED_APART = (
+    *(dict, list, tuple, set, frozenset, deque),
+    *(nn.Module, torch.Tensor, Optimizer, np.ndarray),  # NumPy's recarray, say
+)
 
 
 def is_strict(cls: type) -> bool:
