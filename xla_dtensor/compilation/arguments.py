@@ -31,7 +31,7 @@ from xla_dtensor.compilation.kinds import (
 from xla_dtensor.compilation.kinds_of_code import Stream, without_cells
 from xla_dtensor.compilation.outside import hooks_of
 from xla_dtensor.compilation.places import UNREAD, Attributes, Place
-from xla_dtensor.compilation.reflection import dict_of, is_strict
+from xla_dtensor.compilation.reflection import is_strict, own_of
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -144,25 +144,26 @@ class Arguments:
             self.fields |= {position}
         return value
 
-    def _inside(self, values: Sequence[Any]) -> Any:
+    def _inside(self, attributes: Mapping[str, Any]) -> Any:
         """The part of the key for what a leaf keeps."""
         outer = self.values, self._parts, self._inputs
         self.values, self._parts, self._inputs = [], [], False
-        structure = tuple(map(self._structure, values))
-        found = structure, tuple(self._parts)
+        structure = tuple(map(self._structure, attributes.values()))
+        found = tuple(attributes), structure, tuple(self._parts)
         self.values, self._parts, self._inputs = outer
         return found
 
     def _tensor(self, value: Any) -> tuple[Any, ...]:
         self.tensors.append(value)
-        hooks = value._backward_hooks
+        hooks = hooks_of(value) if value.requires_grad else ()
+        self._objects += [("a hook of ", value, hook) for hook in hooks if callable(hook)]
         return (
             value._form,
             value._storage_.form,
             value._steps,
             value.requires_grad,
             value.requires_grad and value.is_leaf,
-            tuple(map(Same, hooks_of(value))) if hooks else (),
+            tuple(map(Same, hooks)),
             None
             if value.__dict__.keys() <= OWN_ATTRIBUTES and not self._versions
             else self._attributes(value),
@@ -178,7 +179,7 @@ class Arguments:
         names = [name for name in names if reads is None or name in reads]
         if not names:
             return found
-        return found, tuple(names), self._inside([own[name] for name in names])
+        return found, self._inside({name: own[name] for name in names})
 
     def _leaf(self, value: Any) -> Any:
         """The part of the key for one leaf."""
@@ -205,15 +206,13 @@ class Arguments:
                 self._objects.append(("", value, value))
                 return Same(value)
             self._objects.append(("the class of ", value, cls))
-            own = dict_of(value) or {}
-            return exact(value), tuple(own), self._inside(list(own.values()))
+            return exact(value), self._inside(own_of(value))
         if isinstance(value, np.ndarray | bytearray | memoryview):
             content = content_of(value)
             self.arrays.append((value, content))
-            own = dict_of(value) or {}
             index = self._index.setdefault(id(value), len(self.containers))
             self.containers.append(value)
-            return cls, index, content, tuple(own), self._inside(list(own.values()))
+            return cls, index, content, self._inside(own_of(value))
         self._objects.append(("", value, value))
         return Same(value)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base.python_numbers import as_float, computed, is_number, is_pythons
+from xla_dtensor.base.python_numbers import as_float, computed, is_number, is_pythons, present_value
 
 
 def _same(number: Any, call: tuple[Any, ...]) -> Any:
@@ -285,8 +285,7 @@ def _tensor(func: Any, data: Any, *args: Any, **options: Any) -> Any:
     requires_grad = options.pop("requires_grad", False)
     options.pop("pin_memory", None)
     if options.get("dtype") is None:
-        integers = all(isinstance(leaf, int) for leaf in leaves)
-        options["dtype"] = torch.int64 if integers else torch.get_default_dtype()
+        options["dtype"] = func(pytree.tree_map(present_value, data), device="cpu").dtype
 
     def made(part: Any) -> torch.Tensor:
         if isinstance(part, list | tuple):

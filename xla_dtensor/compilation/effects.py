@@ -167,7 +167,7 @@ class Surroundings:
             self.put(place, key, value)
 
     def put(self, place: Place, key: Any, value: Any) -> None:
-        """The same."""
+        """The same, whatever another thread has made of it."""
         self.planted((place.container, key), value)
         place.put({key: value})
 

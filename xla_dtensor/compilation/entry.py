@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from xla_dtensor.base import assertions
+from xla_dtensor.compilation.base_step import name_of
 from xla_dtensor.compilation.replayed import ReplayedStep
 from xla_dtensor.compilation.step import CompiledStep
-from xla_dtensor.compilation.step_traces import name_of
 
 AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from xla_dtensor.compilation.found import is_atom, same_atom
 from xla_dtensor.compilation.places import MISSING
-from xla_dtensor.compilation.reflection import dict_of, slots_of
+from xla_dtensor.compilation.reflection import all_slots_of, dict_of, own_of
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.tensors.of_form import Ours
 
@@ -198,15 +198,13 @@ class _Compared:
         if isinstance(a, types.MethodType):
             return self.same((a.__func__, a.__self__), (b.__func__, b.__self__))
         if isinstance(a, functools.partial):
-            return self.same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+            parts = [(p.func, p.args, p.keywords, own_of(p)) for p in (a, b)]
+            return self.same(*parts)
         if type(a).__module__.partition(".")[0] == "xla_dtensor":  # fully_shard's, of one layout
             return True
-        own, slots = dict_of(a), [name for cls in type(a).__mro__ for name in slots_of(cls)]
-        if own is None and not slots:
+        if dict_of(a) is None and not all_slots_of(type(a)):  # type: ignore[arg-type]
             return bool(a == b)
-        return self.same(own, dict_of(b)) and all(
-            self.same(getattr(a, name, None), getattr(b, name, None)) for name in slots
-        )
+        return self.same(own_of(a), own_of(b))
 
 
 def _parts(layer: nn.Module) -> dict[int, str]:

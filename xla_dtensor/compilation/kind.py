@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from xla_dtensor.compilation.places import MISSING, Place, Slots
+from xla_dtensor.compilation.places import MISSING, Attributes, Place, Slots
+from xla_dtensor.compilation.reflection import all_slots_of, dict_of
 
 Spot = tuple[Place, Any]
 """Where a part is: the place, and its key there."""
@@ -50,3 +51,23 @@ class Kind:
 def unplaced(path: str) -> Spot:
     """Where a part is that can't be replaced."""
     return Slots(None, (), "", shown=path), MISSING
+
+
+def attribute_spots(value: Any, names: tuple[str, ...], path: str) -> list[Spot]:
+    """Where an object's own attributes are: in its dict, or in slots."""
+    own = dict_of(value)
+    slots = Slots(value, [n for n in names if own is None or n not in own], path)
+    attributes = slots if own is None else Attributes(value, path)
+    return [(slots if name in slots.keys else attributes, name) for name in names]
+
+
+def give(made: Any, names: tuple[str, ...], values: list[Any]) -> None:
+    """Give an object that has been made its attributes, without running code of its class."""
+    own, slots = dict_of(made), all_slots_of(type(made))  # type: ignore[arg-type]
+    for name, value in zip(names, values, strict=True):
+        if value is MISSING:
+            continue
+        if own is None or name in slots:
+            object.__setattr__(made, name, value)
+        else:
+            own[name] = value

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.base.keys import exact, freeze
 from xla_dtensor.compilation.found import ATOMS, content_of, is_atom
-from xla_dtensor.compilation.kind import Kind, Spot, unplaced
+from xla_dtensor.compilation.kind import Kind, Spot, attribute_spots, give, unplaced
 from xla_dtensor.compilation.kinds_of_code import (
     BUILTIN,
     CELL,
@@ -45,40 +45,28 @@ from xla_dtensor.compilation.places import (
     Slots,
     class_of_content,
 )
-from xla_dtensor.compilation.reflection import dict_of, is_strict, slots_of
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    """The attributes of an object of a user's class, which is a list, say, apart from those."""
-    own = dict_of(value)
-    return tuple(own) if own else ()
-
-
-def _give(made: Any, names: tuple[str, ...], values: list[Any]) -> None:
-    for name, value in zip(names, values, strict=True):
-        if value is not MISSING:
-            object.__setattr__(made, name, value)
+from xla_dtensor.compilation.reflection import all_slots_of, dict_of, is_strict, own_of
 
 
 class _Sequence(Kind):
     def split(self, value: Any) -> tuple[Any, list[Any]]:
         cls = type(value)
         parts = list(class_of_content(value).__iter__(value))
-        names = _names(value)
+        own = own_of(value)
         more = getattr(value, "maxlen", None) if isinstance(value, deque) else None
-        return (cls, more, len(parts), names), parts + [vars(value)[n] for n in names]
+        return (cls, more, len(parts), tuple(own)), [*parts, *own.values()]
 
     def spots(self, value: Any, path: str) -> list[Spot]:
         (_, _, count, names), _ = self.split(value)
-        elements, own = Elements(value, path, guarded=False), Attributes(value, path)
-        return [(elements, i) for i in range(count)] + [(own, name) for name in names]
+        elements = Elements(value, path, guarded=False)
+        return [(elements, i) for i in range(count)] + attribute_spots(value, names, path)
 
     def make(self, data: Any, parts: list[Any]) -> Any:
         cls, _, count, names = data
-        if hasattr(cls, "n_sequence_fields"):  # of C: torch.return_types, time.struct_time
+        if cls is torch.Size or hasattr(cls, "n_sequence_fields"):  # of C: torch.return_types
             return cls(parts[:count])
         made: Any = tuple.__new__(cls, parts[:count])
-        _give(made, names, parts[count:])
+        give(made, names, parts[count:])
         return made
 
 
@@ -100,14 +88,14 @@ class _List(_Sequence):
             deque.extend(made, parts[:count])
         else:
             list.extend(made, parts[:count])
-        _give(made, names, parts[count:])
+        give(made, names, parts[count:])
 
 
 class _FrozenSet(_Sequence):
     def make(self, data: Any, parts: list[Any]) -> Any:
         cls, _, count, names = data
         made: Any = frozenset.__new__(cls, parts[:count])
-        _give(made, names, parts[count:])
+        give(made, names, parts[count:])
         return made
 
 
@@ -125,11 +113,11 @@ class _Dict(Kind):
             return (cls, keys, (), False), parts
         others = [key for key in keys if not is_atom(key)]
         known = tuple(key if is_atom(key) else MISSING for key in keys)
-        names, has_factory = _names(value), isinstance(value, defaultdict)
-        more = [vars(value)[n] for n in names]
+        own, has_factory = own_of(value), isinstance(value, defaultdict)
+        more = list(own.values())
         if has_factory:
             more.append(value.default_factory)
-        return (cls, known, names, has_factory), parts + others + more
+        return (cls, known, tuple(own), has_factory), parts + others + more
 
     def key(self, data: Any) -> Any:
         cls, keys, names, has_factory = data
@@ -139,10 +127,10 @@ class _Dict(Kind):
 
     def spots(self, value: Any, path: str) -> list[Spot]:
         (_, keys, names, has_factory), _ = self.split(value)
-        items, own = Items(value, path, guarded=False), Attributes(value, path)
+        items = Items(value, path, guarded=False)
         found: list[Spot] = [(items, key) for key in class_of_content(value).keys(value)]
         found += [unplaced(f"a key of {path}") for key in keys if key is MISSING]
-        found += [(own, name) for name in names]
+        found += attribute_spots(value, names, path)
         if has_factory:
             found.append((Slots(value, ("default_factory",), path), "default_factory"))
         return found
@@ -160,7 +148,7 @@ class _Dict(Kind):
         rest = list(others)
         if has_factory:
             made.default_factory = rest.pop()
-        _give(made, names, rest)
+        give(made, names, rest)
 
 
 class _Record(Kind):
@@ -173,22 +161,13 @@ class _Record(Kind):
         return (type(value), tuple(content)), list(content.values())
 
     def spots(self, value: Any, path: str) -> list[Spot]:
-        own = dict_of(value)
-        names = tuple(fields_of(value))
-        slots = Slots(value, [n for n in names if own is None or n not in own], path)
-        attributes = Attributes(value, path) if own is not None else slots
-        return [(slots if name in slots.keys else attributes, name) for name in names]
+        return attribute_spots(value, tuple(fields_of(value)), path)
 
     def make(self, data: Any, parts: list[Any]) -> Any:
         return data[0].__new__(data[0])
 
     def fill(self, made: Any, data: Any, parts: list[Any]) -> None:
-        own = dict_of(made)
-        for name, value in zip(data[1], parts, strict=True):
-            if own is None or name in _slots_of(data[0]):
-                object.__setattr__(made, name, value)
-            else:
-                own[name] = value
+        give(made, data[1], parts)
 
 
 class _Registered(Kind):
@@ -284,6 +263,8 @@ def _kind_of_class(cls: Any) -> Kind | None:
         return PLAIN_DICT
     if cls is tuple or (issubclass(cls, tuple) and hasattr(cls, "_fields")):
         return TUPLE
+    if cls is torch.Size:  # torch's pytree would make a tuple of it
+        return SEQUENCE
     if cls in pytree.SUPPORTED_NODES:
         return REGISTERED
     if issubclass(cls, slice):
@@ -331,17 +312,11 @@ def ids_of_parts(value: Any) -> list[int]:
 
 def fields_of(value: Any) -> dict[str, Any]:
     """The attributes of a record, by name."""
-    own = dict_of(value) or {}
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: getattr(value, f.name, MISSING) for f in dataclasses.fields(value)}
-        return {k: v for k, v in fields.items() if v is not MISSING} | own
-    slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}  # type: ignore[arg-type]
-    return slots | own
-
-
-@functools.lru_cache(1024)
-def _slots_of(cls: Any) -> tuple[str, ...]:
-    return tuple(name for base in cls.__mro__ for name in slots_of(base))
+    own = own_of(value)
+    if not dataclasses.is_dataclass(value):
+        return own
+    fields = {f.name: getattr(value, f.name, MISSING) for f in dataclasses.fields(value)}
+    return {k: v for k, v in fields.items() if v is not MISSING} | own
 
 
 def places_of(value: Any, path: str) -> list[Place]:
@@ -357,7 +332,7 @@ def places_of(value: Any, path: str) -> list[Place]:
         found.append(Slots(value, ("cell_contents",), path, shown=path, guarded=False))
     if dict_of(value) is not None and not isinstance(value, types.FunctionType):
         found.append(Attributes(value, path))
-    names = _slots_of(type(value))  # type: ignore[arg-type]
+    names = all_slots_of(type(value))  # type: ignore[arg-type]
     if names and not isinstance(value, Stream):
         found.append(Slots(value, names, path, guarded=False))
     return found

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xla_dtensor.compilation.identities import Same
-from xla_dtensor.compilation.kind import Kind, Spot, unplaced
+from xla_dtensor.compilation.kind import Kind, Spot, give, unplaced
 from xla_dtensor.compilation.places import MISSING, Slots
-from xla_dtensor.compilation.reflection import referents
+from xla_dtensor.compilation.reflection import own_of, referents
 from xla_dtensor.errors import DataDependentError
 
 
@@ -78,7 +78,7 @@ class _Function(Kind):
 
 
 class _Call(Kind):
-    """What is made by calling something with its parts: bound methods, slices, ``partial``."""
+    """What is made by calling something with its parts: bound methods, slices."""
 
     def __init__(self, make: Callable[..., Any], *names: str) -> None:
         super().__init__()
@@ -92,6 +92,22 @@ class _Call(Kind):
 
     def make(self, data: Any, parts: list[Any]) -> Any:
         return self._make(*parts)
+
+
+class _Partial(Kind):
+    """A ``partial``, with the attributes that it has been given."""
+
+    def split(self, value: Any) -> tuple[Any, list[Any]]:
+        own = own_of(value)
+        parts = [value.func, value.args, value.keywords, *own.values()]
+        return (type(value), tuple(own)), parts
+
+    def make(self, data: Any, parts: list[Any]) -> Any:
+        cls, names = data
+        function, args, keywords, *own = parts
+        made: Any = functools.partial.__new__(cls, function, *args, **keywords)
+        give(made, names, own)
+        return made
 
 
 class _Builtin(Kind):
@@ -279,10 +295,7 @@ CELL, FUNCTION, ITERATOR, GENERATOR, VIEW = (
 BUILTIN, STREAM = _Builtin(), _Stream(inputs=True)
 METHOD = _Call(types.MethodType, "__func__", "__self__")
 SLICE = _Call(slice, "start", "stop", "step")
-PARTIAL = _Call(
-    lambda function, args, keywords: functools.partial(function, *args, **keywords),
-    *("func", "args", "keywords"),
-)
+PARTIAL = _Partial()
 _REVERSIBLES: tuple[Any, ...] = ([], {}, {}.values(), {}.items())
 _ITERABLES: tuple[Any, ...] = (*_REVERSIBLES, (), range(0), set(), "", b"")
 ITERATORS: tuple[type, ...] = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import gc
 import types
 from collections import deque
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +20,10 @@ from xla_dtensor.compilation.code_names import is_library
 CACHED = type(functools.cache(lambda: None))
 """What ``functools.cache`` and ``lru_cache`` make of a function."""
 
-_WALKED_APART = (dict, list, tuple, set, frozenset, deque, nn.Module, torch.Tensor, Optimizer)
+_WALKED_APART = (
+    *(dict, list, tuple, set, frozenset, deque),
+    *(nn.Module, torch.Tensor, Optimizer, np.ndarray),  # NumPy's recarray, say
+)
 
 
 def is_strict(cls: type) -> bool:
@@ -40,6 +45,12 @@ def slots_of(cls: type) -> list[str]:
         for name in names
         if name not in ("__dict__", "__weakref__")
     ]
+
+
+@functools.lru_cache(1024)
+def all_slots_of(cls: Any) -> tuple[str, ...]:
+    """The names of a class's slots, those of its base classes too."""
+    return tuple(name for base in cls.__mro__ for name in slots_of(base))
 
 
 def is_callable(value: Any) -> bool:
@@ -98,6 +109,16 @@ def dict_of(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return own if isinstance(own, dict) else None
+
+
+def own_of(value: Any) -> dict[str, Any]:
+    """The object's own attributes, in slots too, without asking its ``__getattr__``."""
+    own = dict_of(value) or {}
+    slots: dict[str, Any] = {}
+    for name in all_slots_of(type(value)):  # type: ignore[arg-type]
+        with contextlib.suppress(AttributeError):  # not assigned
+            slots[name] = object.__getattribute__(value, name)
+    return slots | own if slots else own
 
 
 def referents(value: Any) -> list[Any]:

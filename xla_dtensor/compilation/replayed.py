@@ -10,34 +10,28 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
-import types
 from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.compilation import totals
 from xla_dtensor.compilation.attempts import Attempt
-from xla_dtensor.compilation.copied import Copied
+from xla_dtensor.compilation.base_step import BaseStep
 from xla_dtensor.compilation.garbage import Seldom
 from xla_dtensor.compilation.looking import called_without_data
 from xla_dtensor.compilation.step_batch import Program, Refused, StepBatch
-from xla_dtensor.compilation.step_traces import name_of
 from xla_dtensor.dispatch import lazy
 from xla_dtensor.dispatch.batch import writing_down
 from xla_dtensor.dispatch.batch_program import Entry, Outputs
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtime import abstract, processes
 
-logger = logging.getLogger("xla_dtensor")
-
 SEQUENCES = 256  # of operations whose programs are kept
 # Calls that leave garbage behind until there is a program that computes that, too.
 OFTEN = 3
 
 
-class ReplayedStep(Copied):
+class ReplayedStep(BaseStep):
     """A step whose Python runs in every call and only writes operations down, which one program
     computes; `compile` makes it with ``watch="replay"``. Call it like the function.
 
@@ -74,12 +68,6 @@ class ReplayedStep(Copied):
         self.clear_cache()
         self.traces = self.compilations = 0
         self.recompilations: list[str] = []
-
-    def _name(self) -> str:
-        return name_of(self._function)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if thread_state.is_in_step():
@@ -181,15 +169,7 @@ class ReplayedStep(Copied):
             if attempt.is_final(error):
                 raise
             return Refused(error, self._name(), len(entries))
-        self.compilations += 1
-        self.traces += 1
-        totals.add("compilations")
-        totals.add("traces")
-        if self._latest is not None:
-            why = self._latest.difference(program)
-            self.recompilations.append(why)
-            totals.add("recompilations")
-            logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
+        self._count(True, None if self._latest is None else self._latest.difference(program))
         self._latest = program
         return program
 

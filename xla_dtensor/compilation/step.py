@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.buckets import BucketedArguments, check_lengths
-from xla_dtensor.compilation.copied import Copied
 from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.family import KINDS, Family
 from xla_dtensor.compilation.looking import called_without_data, looked_at
@@ -29,7 +27,7 @@ from xla_dtensor.runtime.jax_runtime import code_bytes
 PROGRAMS = 256
 
 
-class CompiledStep(Copied, StepTraces):
+class CompiledStep(StepTraces):
     """A compiled step, which `compile` makes; call it like the function.
 
     Attributes:
@@ -129,9 +127,6 @@ class CompiledStep(Copied, StepTraces):
                     return program.run(call)
                 missed = missed or (why, program)
         return self._trace(arguments, family, missed)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step's program for these arguments, not compiled and not run; nothing changes.

@@ -9,9 +9,9 @@ from typing import Any
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.base.thread_state import tracing
-from xla_dtensor.compilation import totals
 from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import Attempt, trace
+from xla_dtensor.compilation.base_step import BaseStep
 from xla_dtensor.compilation.buckets import (
     BucketedArguments,
     Padding,
@@ -31,12 +31,9 @@ from xla_dtensor.errors import DataDependentError
 logger = logging.getLogger("xla_dtensor")
 
 
-class StepTraces:
+class StepTraces(BaseStep):
     """How a step comes to its programs; see `CompiledStep`."""
 
-    traces: int
-    compilations: int
-    recompilations: list[str]
     _function: Callable[..., Any]
     _options: dict[str, Any] | None
     _checks: Any
@@ -96,15 +93,7 @@ class StepTraces:
                 ) from error
             raise
         family.last = dict(arguments.numbers)
-        self.traces += 1
-        totals.add("traces")
-        if program.newly_compiled:
-            self.compilations += 1
-            totals.add("compilations")
-            if why is not None:
-                self.recompilations.append(why)
-                totals.add("recompilations")
-                logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
+        self._count(program.newly_compiled, why)
         self._keep(program, call, family)
         told = self._many.message(why, decided)
         if told is not None:
@@ -241,11 +230,3 @@ class StepTraces:
                     return f"{name}: {change}{family.why_static}"
         last = self._last[1].traced.carried
         return (arguments.carrying(last) or arguments).difference(before)
-
-    def _name(self) -> str:
-        return name_of(self._function)
-
-
-def name_of(function: Any) -> str:
-    """What messages call a function."""
-    return getattr(function, "__qualname__", None) or type(function).__qualname__

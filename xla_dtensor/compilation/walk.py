@@ -33,13 +33,7 @@ from xla_dtensor.compilation.installed import is_installed
 from xla_dtensor.compilation.kinds_of_code import ITERATORS, VIEWS
 from xla_dtensor.compilation.places import Entries, Items, Place, Slots
 from xla_dtensor.compilation.readers import reader
-from xla_dtensor.compilation.reflection import (
-    code_of,
-    dict_of,
-    is_strict,
-    referent,
-    referents,
-)
+from xla_dtensor.compilation.reflection import code_of, dict_of, is_strict, referent, referents
 from xla_dtensor.compilation.stepped import SteppedOptimizer
 
 _ITERATORS = (types.GeneratorType, *ITERATORS)
@@ -114,7 +108,6 @@ class Walk:
             for number, (namespace, names) in known._globals.items():
                 self._globals[number] = namespace, set(names)
         self._odd_classes: dict[type, bool] = {}
-        self._slot_names: dict[type, list[str]] = {}
         self._inherited: dict[type, set[str]] = {}
         self._library_classes: dict[type, bool] = {}
         self._seen: dict[int, tuple[Any, str]] = {}
@@ -143,7 +136,7 @@ class Walk:
             for key, value in os.environ.items():
                 self._note(f"os.environ[{key!r}]", "value", value)
         self.absent = {name for name in self.imports if name not in sys.modules}
-        self._seen, self._odd_classes, self._slot_names = {}, {}, {}
+        self._seen, self._odd_classes = {}, {}
         self._inherited, self._library_classes = {}, {}
 
     # --- the walk ------------------------------------------------------------------------------
@@ -283,10 +276,11 @@ class Walk:
             self._walk(value.__self__, f"{path}.__self__")
         elif isinstance(value, functools.partial | functools.partialmethod):
             self._note(path, cls)
-            self._place(Slots(value, ("func", "args", "keywords"), path))
-            self._walk(value.func, f"{path}.func")
-            self._walk(value.args, f"{path}.args")
-            self._walk(value.keywords, f"{path}.keywords")
+            parts = ("func", "args", "keywords")
+            self._place(Slots(value, parts, path))
+            for name in parts:
+                self._walk(getattr(value, name), f"{path}.{name}")
+            self._own_parts(value, path)
         elif isinstance(value, staticmethod | classmethod):
             self._walk(value.__func__, path)
         elif isinstance(value, property):

@@ -33,11 +33,7 @@ from xla_dtensor.compilation.places import (
     Slots,
     class_of_content,
 )
-from xla_dtensor.compilation.reflection import (
-    CACHED,
-    dict_of,
-    slots_of,
-)
+from xla_dtensor.compilation.reflection import CACHED, all_slots_of, dict_of
 from xla_dtensor.compilation.settings import Settings, guards_of
 from xla_dtensor.compilation.stepped import ReadState
 from xla_dtensor.compilation.walk_optimizers import WalkOptimizers
@@ -62,6 +58,13 @@ _LISTS = frozenset(
 _MODULE_HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
 )
+_HOOK_FLAGS = (
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks_with_kwargs",
+)
+# What only code that saves or loads a module's state reads.
+_SAVING = ("_state_dict_hooks", "_state_dict_pre_hooks")
+_LOADING = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 # What Python's import leaves in a module: through it one gets to everything.
 _OF_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
@@ -88,7 +91,15 @@ class WalkObjects(WalkOptimizers):
                 for name, value in inner.items():
                     if name not in place.carried:
                         self._walk(value, f"{path}.{name}")
-        for part in _MODULE_HOOKS:
+        tables = [*_MODULE_HOOKS]
+        if "state_dict" in self._names.attributes:
+            tables += _SAVING
+            self._walk(own.get("_non_persistent_buffers_set"), f"{path}'s buffers to leave out")
+        if "load_state_dict" in self._names.attributes:
+            tables += _LOADING
+        if any(map(own.get, _MODULE_HOOKS)):
+            self._probe(f"how {path} calls its hooks", functools.partial(_hook_flags, own))
+        for part in tables:
             hooks = own.get(part)
             if hooks is None:
                 continue
@@ -217,10 +228,7 @@ class WalkObjects(WalkOptimizers):
     def _slots(self, value: Any, path: str) -> None:
         """What an object holds in slots, those of its base classes too."""
         cls = type(value)
-        known = self._slot_names.get(cls)
-        if known is None:
-            bases = () if self._of_library(cls) else cls.__mro__
-            known = self._slot_names[cls] = [name for base in bases for name in slots_of(base)]
+        known = () if self._of_library(cls) else all_slots_of(cls)  # type: ignore[arg-type]
         read = list(filter(self._is_read, known))
         if read:
             place = Slots(value, read, path)
@@ -378,6 +386,13 @@ class WalkObjects(WalkOptimizers):
         self.probes.append((functools.partial(vars, local), own))
         self._entries(own, list(filter(self._is_read, own)), path, local)
         self._class(type(local))
+
+
+def _hook_flags(own: dict[str, Any]) -> list[Any]:
+    """With what a module calls each of its hooks."""
+    given = [own.get(name) or () for name in _HOOK_FLAGS]
+    hooks = (key for name in _MODULE_HOOKS for key in own.get(name) or ())
+    return [own.get("_is_full_backward_hook"), *([key in g for g in given] for key in hooks)]
 
 
 def _equals(read: Any, value: Any) -> bool:

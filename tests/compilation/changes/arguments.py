@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -649,3 +650,100 @@ def a_scalar_of_numpy_of_another_precision(world: World) -> Program:
     for s in (0.1, 0.2, 0.3):
         yield step(a, np.float32(s))
     yield step(a, np.float16(0.3) if world.changes else np.float32(0.3))
+
+
+class Slotted(list):
+    __slots__ = ("scale",)
+
+
+class Labelled(str):
+    __slots__ = ("scale",)
+
+
+class HasScale:
+    __slots__ = ("scale",)
+
+
+@dataclasses.dataclass
+class Inherits(HasScale):
+    __slots__ = ("times",)
+    times: float
+
+
+class Times(functools.partial):
+    pass
+
+
+@rows(
+    {
+        "list_with_slots": lambda: Slotted([1.0]),
+        "str_with_slots": lambda: Labelled("a"),
+        "dataclass_with_slots_of_its_base": lambda: Inherits(1.0),
+        "partial": lambda: functools.partial(torch.mul, other=2.0),
+        "partial_of_a_class_of_its_own": lambda: Times(torch.mul, other=2.0),
+    }
+)
+def an_attribute_of_an_object_of(world: World, make: Callable[[], Any]) -> Program:
+    """As an argument, and outside."""
+    a, thing, outside = world.batch(0), make(), make()
+    step = world.compile(lambda a, thing: (a * thing.scale, a * outside.scale))
+    thing.scale = outside.scale = 2.0
+    yield step(a, thing)
+    for given in (thing, outside):
+        given.scale = 5.0 if world.changes else 2.0
+        yield step(a, thing)
+
+
+@row()
+def what_hooks_of_an_argument_read(world: World) -> Program:
+    a, scales = world.batch(0).requires_grad_(), [2.0]
+    a.register_hook(lambda grad: grad * scales[0])
+
+    def function(a: torch.Tensor) -> torch.Tensor:
+        a.grad = None
+        (a * a).sum().backward()
+        return a.grad * 1
+
+    step = world.compile(function)
+    for scale in (2.0, 3.0, 5.0) if world.changes else (2.0, 2.0, 2.0):
+        scales[0] = scale
+        yield step(a)
+
+
+@row()
+def hooks_behind_the_gradient_of_an_argument(world: World) -> Program:
+    a = world.batch(0).requires_grad_()
+
+    def hook(a: torch.Tensor) -> None:
+        a.grad.mul_(3)
+
+    def function(a: torch.Tensor) -> torch.Tensor:
+        a.grad = None
+        (a * a).sum().backward()
+        return a.grad * 1
+
+    step = world.compile(function)
+    yield step(a)
+    if world.changes:
+        a.register_post_accumulate_grad_hook(hook)
+    yield step(a)
+
+
+@rows({"float64": np.float64, "int32": np.int32, "float16": np.float16})
+def a_tensor_of_a_scalar_of_numpy(world: World, kind: Any) -> Program:
+    a = world.batch(0)
+    step = world.compile(
+        lambda a, n: (torch.tensor(n, device=a.device), torch.as_tensor([n, 2], device=a.device))
+    )
+    for n in (1, 2, 3 if world.changes else 2):
+        made = step(a, kind(n))
+        yield [t.cpu() for t in made], [str(t.dtype) for t in made]
+
+
+@row()
+def the_size_of_a_tensor(world: World) -> Program:
+    a = world.batch(0)
+    step = world.compile(lambda a, size: (a.expand(size) * size.numel(), size, a.shape))
+    for n in (1, 2, 3 if world.changes else 2):
+        result, size, shape = step(a, torch.Size((n, *a.shape)))
+        yield result, size.numel(), shape.numel(), isinstance(shape, torch.Size)

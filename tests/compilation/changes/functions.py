@@ -302,6 +302,10 @@ HELPERS: dict[str, tuple[Callable, Callable[[], Any]]] = {
         lambda x: x * float(_helpers.os.environ["XLA_DTENSOR_TEST_SCALE"]),
         lambda: _helpers.os.environ.update(XLA_DTENSOR_TEST_SCALE="3"),
     ),
+    "environment_in_bytes": (
+        lambda x: x * float(_helpers.os.environb[b"XLA_DTENSOR_TEST_SCALE"]),
+        lambda: _helpers.os.environ.update(XLA_DTENSOR_TEST_SCALE="3"),
+    ),
 }
 
 

@@ -779,3 +779,42 @@ def tables_of_a_module(world: World, changes: list[Callable]) -> Program:
     for change in changes:
         world.change(change, model)
         yield step(world.batch(0))
+
+
+@rows({"forward": "register_forward_hook", "before_it": "register_forward_pre_hook"})
+def a_hook_registered_again_with_keywords(world: World, register: str) -> Program:
+    model = mlp(world)
+
+    def hook(*given: Any) -> Any:
+        last = given[-1] if "pre" not in register else given[1][0]
+        scaled = last * len(given)
+        return scaled if "pre" not in register else ((scaled,), {}) if given[2:] else (scaled,)
+
+    handle = getattr(model[1], register)(hook)
+    step, x = forward(world, model), world.batch(0)
+    yield step(x)
+    handle.remove()
+    handle = getattr(model[1], register)(hook, with_kwargs=world.changes)
+    yield step(x)
+
+
+@rows({"hook": 0, "not_saved": 1})
+def what_state_dict_gives(world: World, not_saved: int) -> Program:
+    model, scale = mlp(world), [1.0]
+    buffer = model[0].bias.detach().clone()
+    model.register_buffer("extra", buffer)
+
+    def doubled(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state.update({name: value * scale[0] for name, value in state.items()})
+
+    x = world.batch(0)
+    step = world.compile(lambda x: x * sum(v.sum() for v in model.state_dict().values()))
+    yield step(x)
+    if not_saved:
+        model.register_buffer("extra", buffer, persistent=not world.changes)
+        yield step(x)
+        return
+    model[0].register_state_dict_post_hook(doubled)
+    yield step(x)
+    scale[0] = 3.0 if world.changes else 1.0
+    yield step(x)

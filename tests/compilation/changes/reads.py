@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import distributions
 
@@ -481,3 +482,13 @@ def iterated_object(world: World) -> Program:
     yield step(world.batch(0))
     world.change(parts.parts.update, b=3.0)
     yield step(world.batch(0))
+
+
+@row()
+def an_array_of_records(world: World) -> Program:
+    """NumPy's ``recarray`` has a ``__getattribute__`` of its own."""
+    array = np.rec.array([(2.0, 1)], dtype=[("scale", float), ("times", int)])
+    step, x = world.compile(lambda x: x * float(array.scale[0])), world.batch(0)
+    yield step(x)
+    array.scale[0] = 5.0 if world.changes else 2.0
+    yield step(x)
