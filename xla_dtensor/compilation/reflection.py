@@ -49,8 +49,10 @@ def slots_of(cls: type) -> list[str]:
 
 @functools.lru_cache(1024)
 def all_slots_of(cls: Any) -> tuple[str, ...]:
-    """The names of a class's slots, those of its base classes too."""
-    return tuple(name for base in cls.__mro__ for name in slots_of(base))
+    """The names of a class's slots, those of its base classes too; an exception's ``args`` are
+    one, in C."""
+    own = tuple(name for base in cls.__mro__ for name in slots_of(base))
+    return (*own, "args") if issubclass(cls, BaseException) else own
 
 
 def is_callable(value: Any) -> bool:

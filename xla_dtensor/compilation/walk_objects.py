@@ -226,9 +226,10 @@ class WalkObjects(WalkOptimizers):
         self._class(cls)
 
     def _slots(self, value: Any, path: str) -> None:
-        """What an object holds in slots, those of its base classes too."""
+        """What an object holds in slots."""
         cls = type(value)
-        known = () if self._of_library(cls) else all_slots_of(cls)  # type: ignore[arg-type]
+        has = not self._of_library(cls) or isinstance(value, BaseException)
+        known = all_slots_of(cls) if has else ()  # type: ignore[arg-type]
         read = list(filter(self._is_read, known))
         if read:
             place = Slots(value, read, path)

@@ -492,3 +492,12 @@ def an_array_of_records(world: World) -> Program:
     yield step(x)
     array.scale[0] = 5.0 if world.changes else 2.0
     yield step(x)
+
+
+@row()
+def what_an_exception_was_made_with(world: World) -> Program:
+    error = ValueError(2.0)
+    step, x = world.compile(lambda x: x * error.args[0]), world.batch(0)
+    yield step(x)
+    world.change(setattr, error, "args", (5.0,))
+    yield step(x)
