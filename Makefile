@@ -30,7 +30,7 @@ PROCESSORS := MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILI
 PROCESSOR ?=
 AS_PROCESSOR := $(if $(PROCESSOR),env $(word $(PROCESSOR),$(PROCESSORS)) XLA_DTENSOR_CACHE=off \
   JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax-$(PROCESSOR))
-test: env ## all tests but the slow ones (twenty minutes on two quiet cores); PROCESSOR=1..4 rounds as another
+test: env ## all tests but the slow ones (17 minutes on two cores); PROCESSOR=1..4 rounds as another
 	$(AS_PROCESSOR) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
 
 test-slow: env ## the slow tests
@@ -40,7 +40,7 @@ test-processors: env ## the tests as four other processors round (an hour)
 	for i in 1 2 3 4; do $(MAKE) test PROCESSOR=$$i || exit; done
 
 AUDITED := tests/compilation $(shell grep -rl 'xd\.compile' tests --include='test_*.py' | grep -v '^tests/compilation')
-test-audit: env ## the tests of compiled steps, each call audited (about eight minutes)
+test-audit: env ## the tests of compiled steps, each call audited (about twelve minutes)
 	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(AUDITED) \
 	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
 
