@@ -56,6 +56,15 @@ def test_a_divisor_that_is_a_number(zero: int, compiled: bool) -> None:
     assert torch.equal((x.to("xla") / zero).cpu(), x / zero)
 
 
+def test_a_divisor_that_changes_stays_an_input() -> None:
+    x, of = torch.tensor([4, -3, 7]), {"n": 2}
+    step = xd.compile(lambda x: x // of["n"])
+    for n in (2, 3, 4, 5):
+        of["n"] = n
+        assert torch.equal(step(x.to("xla")).cpu(), x // n)
+    assert step.traces == 2
+
+
 def test_writes_nothing() -> None:
     x = X.to("xla")
     with pytest.raises(IndexError):

@@ -20,6 +20,7 @@ import torch
 
 from xla_dtensor.base import assertions, thread_state
 from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.python_numbers import is_number
 from xla_dtensor.base.source_line import here, user_line
 from xla_dtensor.dispatch.call import Call, Slot
 from xla_dtensor.dispatch.ops import info_of
@@ -82,7 +83,7 @@ def conditions_of(call: Call) -> tuple[Checked, ...]:
         slot = slots[where] if isinstance(where, str) else slots[where[0]][where[1]]
         text = f" ({info.name}, tensors of shapes {', '.join(map(str, shapes))})"
         if not isinstance(slot, Slot):  # a value, which all calls of the plan have
-            _judge(condition, np.asarray(slot), text)
+            _raise_if_wrong(condition, np.asarray(slot), text)
             continue
         form = call.forms[slot.index]
         if isinstance(form, Form) and 0 in form.shape:
@@ -144,15 +145,21 @@ def check(checked: tuple[Checked, ...], call: Call, look: Look | None = None) ->
             values = arrays.get(logical_value(leaf) if one.form.unreduced else array)
             if one.cut is not None and not one.form.unreduced:
                 values = values[one.cut]
-        _judge(one.condition, values, one.text)
+        _raise_if_wrong(one.condition, values, one.text)
         if array is not None:
             one.last = weakref.ref(array)
 
 
-def _judge(condition: Condition, values: np.ndarray, text: str) -> None:
-    error = condition.judge(*condition.summary(np, values))
+def _raise_if_wrong(condition: Condition, values: np.ndarray, text: str) -> None:
+    error = _judged(condition, condition.summary(np, values), text)
     if error is not None:
-        raise type(error)(f"{error}{text}")
+        raise error
+
+
+def _judged(condition: Condition, summary: tuple[Any, ...], text: str) -> Exception | None:
+    """What to raise for this summary, with the operation in its message."""
+    error = condition.judge(*summary)
+    return None if error is None else type(error)(f"{error}{text}")
 
 
 def _waits(tensor: Any) -> bool:
@@ -187,20 +194,18 @@ class _Judge:
         self._condition, self._text, self._line = one.condition, one.text, line
 
     def __call__(self, *summary: int) -> Exception | None:
-        error = self._condition.judge(*summary)
-        return None if error is None else type(error)(f"{error}{self._text}{self._line()}")
+        error = _judged(self._condition, summary, self._text)
+        return None if error is None else type(error)(f"{error}{self._line()}")
 
 
 def trace(checked: tuple[Checked, ...], call: Call, trace: thread_state.Trace) -> None:
     """Let a compiled step look at the arguments of a call that it is made of."""
-    numbers_alone = tuple(one for one in checked if isinstance(call.leaves[one.leaf], int))
-    check(numbers_alone, call)  # what the step's Python knows
-    if trace.assertions is None:
-        return
     for one in checked:
-        if not isinstance(call.leaves[one.leaf], torch.Tensor):
-            continue
         leaf, form = call.leaves[one.leaf], one.form
+        if isinstance(leaf, int) and not is_number(leaf):  # an input would become a constant
+            check((one,), call)
+        if trace.assertions is None or not isinstance(leaf, torch.Tensor):
+            continue
         ours = isinstance(leaf, TensorMethods)
         with jax.enable_x64(True):
             values = logical(read(leaf), form) if ours else trace.host_tensor(leaf)

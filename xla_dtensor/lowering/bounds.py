@@ -9,8 +9,8 @@ torch looks at them while it computes, and raises. The lowerings compute somethi
 
 A function is of all overloads of an op, in-place and ``out=``, too. It takes the arguments by
 name, tensors as anything with ``shape`` and ``dtype``, numbers that a plan doesn't look at as their
-types, and names those that have conditions
-(``("indices", 2)``: the third of a list). Types and texts of errors are those of CPU torch.
+types, and names those that have conditions (``("indices", 2)``: the third of a list). Types and
+texts of errors are those of CPU torch.
 """
 
 from __future__ import annotations
