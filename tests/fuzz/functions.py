@@ -123,9 +123,8 @@ class Draws:
     def take(self, made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The next ones: those of the devices, or for drawing a program others like them."""
         self.taken += 1
-        if self.values is None:
-            return made.to(like.dtype)
-        return self.values[self.taken - 1].to(like.dtype, copy=True)  # it may be written to
+        values = made if self.values is None else self.values[self.taken - 1]
+        return torch.empty_like(like.detach()).copy_(values)  # with its strides
 
     def noted(self, value: Any) -> Any:
         if self.record is not None:

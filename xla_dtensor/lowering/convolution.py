@@ -21,6 +21,7 @@ from xla_dtensor.lowering.indexing import scatter_add
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.matmul import _precision
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.padding import padded
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
@@ -75,6 +76,10 @@ def _convolve(
             for n, k, pad, s, d, up in sizes
         ]
         return jnp.zeros((x.shape[0], weight.shape[0], *out), x.dtype)
+    precision = _precision() if math_dtype(x.dtype) == x.dtype else None
+    windows = zip(x.shape[2:], weight.shape[2:], stride, dilation, input_dilation, pads, strict=True)
+    if groups > 1 and all(_is_a_product(*window) for window in windows):
+        return _grouped_product(x, weight, groups, precision)
     letters = "DHW"[3 - spatial :] if spatial <= 3 else "".join(map(chr, range(97, 97 + spatial)))
     return lax.conv_general_dilated(
         x,
@@ -85,8 +90,31 @@ def _convolve(
         rhs_dilation=dilation,
         dimension_numbers=("NC" + letters, "OI" + letters, "NC" + letters),
         feature_group_count=groups,
-        precision=_precision() if math_dtype(x.dtype) == x.dtype else None,
+        precision=precision,
     )
+
+
+def _is_a_product(size: int, kernel: int, stride: int, dilation: int, up: int, pad: Any) -> bool:
+    """Whether a convolution along this dim takes each position by itself, or all of them once."""
+    each, all_ = kernel == stride == 1, kernel == size and dilation == 1
+    return up == 1 and not any(pad) and (each or all_)
+
+
+def _grouped_product(x: jax.Array, weight: jax.Array, groups: int, precision: Any) -> jax.Array:
+    """A convolution with groups where each dim `_is_a_product`: XLA's partitioner makes one of it,
+    too, and loses the groups (`base/xla_faults.py:GROUPED_PRODUCTS`)."""
+    letters = "xyzuvw"[: x.ndim - 2]
+    kernel = weight.shape[2:]
+    contracted = "".join(c for c, k in zip(letters, kernel, strict=True) if k > 1)
+    kept = "".join(c for c, k in zip(letters, kernel, strict=True) if k == 1)
+    out = jnp.einsum(
+        f"ngi{letters},goi{contracted}->ngo{kept}",
+        x.reshape(x.shape[0], groups, -1, *x.shape[2:]),
+        weight.reshape(groups, -1, weight.shape[1], *(k for k in kernel if k > 1)),
+        precision=precision,
+    )
+    shape = [n if k == 1 else 1 for n, k in zip(x.shape[2:], kernel, strict=True)]
+    return out.reshape(x.shape[0], -1, *shape)
 
 
 @meta_of("convolution")
@@ -182,11 +210,11 @@ def _grouped_weight_grad(
         (n - 1) * s + (k - 1) * d + 1
         for n, s, k, d in zip(positions, stride, weight.shape[2:], dilation, strict=True)
     ]
-    config = [(0, 0, 0), (0, 0, 0)]
-    config += [
-        (pad, r - pad - n, 0) for pad, r, n in zip(padding, reach, other.shape[2:], strict=True)
+    widths = [(0, 0), (0, 0)]
+    widths += [
+        (pad, r - pad - n) for pad, r, n in zip(padding, reach, other.shape[2:], strict=True)
     ]
-    other = lax.pad(other, jnp.zeros((), other.dtype), config)
+    other = padded(other, widths)
     grouped = lambda a: a.reshape(batch, groups, a.shape[1] // groups, *positions)
     each = grouped(each)
     letters = "xyzuvw"[:spatial]
@@ -251,8 +279,7 @@ def _pick(x: jax.Array, positions: np.ndarray, dim: int) -> jax.Array:
     first, last = int(positions[0]), int(positions[-1])
     before, after = max(-first, 0), max(last - size + 1, 0)
     if before or after:
-        config = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
-        x = lax.pad(x, jnp.zeros((), x.dtype), config)
+        x = padded(x, [(before, after) if d == dim else (0, 0) for d in range(x.ndim)])
     return strided_slice(x, dim, first + before, count, step)
 
 
@@ -368,8 +395,7 @@ def _avg_pool(spatial: int) -> Callable[..., jax.Array]:
             counted = np.minimum(start + k, size + margin) - np.maximum(start, -margin)
             divisor = divisor * _along(counted, dim, x.ndim)
         # A window that stops short of the input's end needs a crop, not a pad.
-        crop = [(0, min(after, 0), 0) for _, after in config]
-        wide = lax.pad(wide, jnp.zeros((), wide.dtype), crop)
+        wide = padded(wide, [(0, min(after, 0)) for _, after in config])
         total = lax.reduce_window(
             wide,
             np.zeros((), wide.dtype)[()],

@@ -17,6 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from xla_dtensor.lowering.guards import ROW_MAJOR_TRANSFORMS
 from xla_dtensor.lowering.kinds import Kind, are
+from xla_dtensor.lowering.padding import padded
 from xla_dtensor.lowering.registry import lowers
 
 
@@ -86,8 +87,8 @@ def fft_c2r(x: jax.Array, dim: Sequence[int], normalization: int, last_dim_size:
     wanted, last = last_dim_size // 2 + 1, dim[-1] % x.ndim
     whole = lax.slice_in_dim(whole, 0, min(wanted, whole.shape[last]), axis=last)
     if whole.shape[last] < wanted:
-        widths = [(0, wanted - whole.shape[last] if d == last else 0, 0) for d in range(x.ndim)]
-        whole = lax.pad(whole, jnp.zeros((), whole.dtype), widths)
+        missing = wanted - whole.shape[last]
+        whole = padded(whole, [(0, missing if d == last else 0) for d in range(x.ndim)])
     out = _transform(whole, lax.FftType.IRFFT, last, last_dim_size)
     return _normalised(out, lengths, normalization)
 

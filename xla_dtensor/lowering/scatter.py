@@ -66,8 +66,12 @@ def write(x: jax.Array, positions: Positions, method: str, value: jax.Array) -> 
     value = jnp.where(inside_value, value, jnp.zeros((), value.dtype))
     indices = [narrow(i.reshape(shape), x.shape[d] + 1) for d, i in zip(dims, indices, strict=True)]
     indices[0] = jnp.where(inside, indices[0], x.shape[dims[0]])
-    if not shape:  # `base/xla_faults.py:SINGLE_SCATTERS`
-        indices = lax.optimization_barrier(indices)
+    if not shape:
+        indices = lax.optimization_barrier(indices)  # `base/xla_faults.py:SINGLE_SCATTERS`
+        # Twice, of which one is out of range: `base/xla_faults.py:MOVED_SCATTERS`.
+        outside = [narrow(jnp.asarray(x.shape[d]), x.shape[d] + 1) for d in dims]
+        indices = [jnp.stack(pair) for pair in zip(indices, outside, strict=True)]
+        value = jnp.broadcast_to(jnp.expand_dims(value, at), (*rest[:at], 2, *rest[at:]))
     places = dict(zip(dims, indices, strict=True))
     where = tuple(places.get(d, slice(None)) for d in range(len(positions)))
     out = getattr(x.at[where], method)(value, mode="drop", wrap_negative_indices=False)

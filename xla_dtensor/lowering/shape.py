@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_dtensor.lowering.padding import padded
 from xla_dtensor.lowering.per_slice import per_slice
 from xla_dtensor.lowering.promotion import math_dtype, promote
 from xla_dtensor.lowering.registry import lowers
@@ -42,8 +43,7 @@ def _pairs(pad: Sequence[int], ndim: int) -> list[tuple[int, int]]:
 
 @lowers("constant_pad_nd")
 def constant_pad_nd(x: jax.Array, pad: Sequence[int], value: Any = 0) -> jax.Array:
-    config = [(before, after, 0) for before, after in _pairs(pad, x.ndim)]
-    return lax.pad(x, jnp.asarray(value).astype(x.dtype), config)
+    return padded(x, _pairs(pad, x.ndim), value)
 
 
 def _padding(mode: str) -> Callable[..., jax.Array]:
@@ -51,8 +51,7 @@ def _padding(mode: str) -> Callable[..., jax.Array]:
         pairs = _pairs(padding, x.ndim)
         added = [(max(before, 0), max(after, 0)) for before, after in pairs]
         x = _edges_repeated(x, added) if mode == "edge" else jnp.pad(x, added, mode=mode)
-        cropped = [(min(before, 0), min(after, 0), 0) for before, after in pairs]
-        return lax.pad(x, jnp.zeros((), x.dtype), cropped) if np.any(cropped) else x
+        return padded(x, [(min(before, 0), min(after, 0)) for before, after in pairs])
 
     return pad
 

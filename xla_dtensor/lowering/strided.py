@@ -3,7 +3,7 @@
 XLA's partitioner gets two things wrong about strides (`base/xla_faults.py:STRIDES`): padding
 *between* elements, which JAX makes of a strided slice when it transposes one, and slices that take
 one element with a stride. So both have a primitive of their own here, whose transpose pads a dim
-of length 1.
+of length 1; as have slices without a stride, whose transpose is a pad (`padding.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from xla_dtensor.lowering.padding import padded
+
 
 def strided_slice(x: jax.Array, dim: int, start: int, count: int, step: int) -> jax.Array:
     """``count`` positions of ``dim`` (at least one), every ``step``-th from ``start`` on."""
-    if count == 1 or step == 1:
-        return lax.slice_in_dim(x, start, start + count, axis=dim)
+    step = 1 if count == 1 else step
+    if count == x.shape[dim]:
+        return x
     return _primitive.bind(x, dim=dim, start=start, count=count, step=step)
 
 
@@ -38,9 +41,7 @@ def spread(value: jax.Array, dim: int, start: int, step: int, size: int) -> jax.
 
 
 def _padded(value: jax.Array, dim: int, before: int, after: int) -> jax.Array:
-    config = [(0, 0, 0)] * value.ndim
-    config[dim] = (before, after, 0)
-    return lax.pad(value, jnp.zeros((), value.dtype), config)
+    return padded(value, [(before, after) if d == dim else (0, 0) for d in range(value.ndim)])
 
 
 def _sliced(x: jax.Array, *, dim: int, start: int, count: int, step: int) -> jax.Array:

@@ -20,6 +20,7 @@ from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.lowering.padding import padded
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import ViewLowering, lowers, lowers_view
 from xla_dtensor.lowering.scatter import write
@@ -290,7 +291,7 @@ def _put_select(base: jax.Array, value: jax.Array, dim: int, index: int) -> jax.
 @lowers_view("select.int", put=_put_select)
 def select(base: jax.Array, dim: int, index: int) -> jax.Array:
     dim = wrap_dim(dim, base.ndim)
-    return lax.index_in_dim(base, index % base.shape[dim], dim, keepdims=False)
+    return lax.squeeze(strided_slice(base, dim, index % base.shape[dim], 1, 1), [dim])
 
 
 def _put_unbound(base: jax.Array, value: jax.Array, index: int, dim: int = 0) -> jax.Array:
@@ -361,8 +362,8 @@ def _put_diagonal(
         return base
     value = jnp.broadcast_to(value.astype(base.dtype), (*matrix.shape[:-2], length))
     # A mask instead of a scatter: it partitions like any pointwise op.
-    config = [(0, 0, 0)] * (value.ndim - 1) + [(row, rows - row - length, 0)]
-    by_row = lax.pad(value, jnp.zeros((), base.dtype), config)[..., None]
+    widths = [(0, 0)] * (value.ndim - 1) + [(row, rows - row - length)]
+    by_row = padded(value, widths)[..., None]
     on_diagonal = jnp.arange(cols) - jnp.arange(rows)[:, None] == offset
     return jnp.moveaxis(jnp.where(on_diagonal, by_row, matrix), (-2, -1), (dim1, dim2))
 
