@@ -139,5 +139,8 @@ def _with_noise(program: Program, generator: torch.Generator, wide: bool) -> Run
                 watch_gradient(values[name])
     loss = eval(text(program.loss), scope, values) if program.loss else None
     if loss is not None:
+        # It is rounded as what it adds up is, though that may cancel.
+        added = eval(text(program.loss).replace(".sum()", ".abs().sum()"), scope, values)
+        loss = loss + noise(added.detach())
         loss.backward()
     return collected(program, loss, [values[name] for name in program.outputs], leaves)

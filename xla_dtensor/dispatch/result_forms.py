@@ -205,14 +205,16 @@ def _where(call: Call) -> tuple[Any, Any]:
 
 def refuse_overlap(call: Call, written: list[Form]) -> None:
     """Raise for a write to elements that share memory, unless all of them get one value: to an
-    expanded tensor, as torch's kernels do, and to windows that overlap. Those torch lets one write
-    to, with a result that hangs on the order in which its kernel goes through the elements.
+    expanded tensor, as torch's kernels do but for ``index_put_``, and to windows that overlap.
+    Those torch lets one write to, with a result that hangs on the order in which its kernel goes
+    through the elements.
     """
     name = call.info.name
-    if is_(Kind.FILL, name) or (name == "aten::index_put_.default" and _writes_number(call)):
+    puts = name == "aten::index_put_.default"
+    if is_(Kind.FILL, name) or (puts and _writes_number(call)):
         return
     for form in written:
-        if any(n > 1 and not step for n, step in zip(form.shape, form.stride, strict=True)):
+        if not puts and any(n > 1 and not step for n, step in zip(form.shape, form.stride, strict=True)):
             raise RuntimeError(
                 f"{name}: unsupported operation: more than one element of the written-to tensor "
                 f"{list(form.shape)} refers to a single memory location; clone() the tensor before "
@@ -224,9 +226,9 @@ def refuse_overlap(call: Call, written: list[Form]) -> None:
             continue
         raise UnsupportedOpError(
             f"{name}: elements of the written-to tensor of shape {list(form.shape)} and strides "
-            f"{list(form.stride)} share memory (windows that overlap), and torch leaves open which "
-            "of the values that go to one place stays; write to its base, to one window at a time, "
-            "or to a clone()"
+            f"{list(form.stride)} share memory (it is expanded, or windows that overlap), and torch "
+            "leaves open what becomes of several values that go to one place; write to its base, to "
+            "one window at a time, or to a clone()"
         )
 
 

@@ -147,6 +147,10 @@ def rms_norm(
     apart = rms_norm_apart(input, normalized_shape, weight, eps)
     if apart is not NotImplemented:
         return apart
+    needed = weight is not None and weight.requires_grad and torch.is_grad_enabled()
+    if needed and not input.requires_grad:
+        # What torch computes with on a CPU doesn't save the input then, which may be written to.
+        input = input.clone()
     return torch.ops.aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
 
 
@@ -197,9 +201,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, bias: Any) -> Any:
-        ctx.save_for_backward(input, weight)
         # torch saves views of these two, each for the other's gradient.
         of_input, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if of_weight else None, weight if of_input else None)
         ctx.kept = (
             keep(weight) if of_input else None,
             keep(input) if of_weight and input.ndim > 2 else None,
@@ -312,7 +316,13 @@ class _Attention(torch.autograd.Function):
         scale: float,
         enable_gqa: bool,
     ) -> Any:
-        ctx.save_for_backward(query, key, value, mask)
+        saved = [query, key, value, mask]
+        if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
+            # torch has no kernel for these, and what it computes with keeps scaled copies of all
+            # but the values, which only the others' gradients need.
+            copied = [0, 1, 3] if any(ctx.needs_input_grad[:2]) else [0, 1, 2, 3]
+            saved = [t.clone() if i in copied and t is not None else t for i, t in enumerate(saved)]
+        ctx.save_for_backward(*saved)
         ctx.options = is_causal, scale, enable_gqa
         return dispatched(
             torch.ops.aten.scaled_dot_product_attention.default,

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_dtensor.lowering.padding import padded
 from xla_dtensor.lowering.place import here
 
 # Per dim of the array written to: indices, all of shapes that broadcast, or the whole dim.
@@ -61,10 +62,16 @@ def write(x: jax.Array, positions: Positions, method: str, value: jax.Array) -> 
     # A dim of length 1 could be padded too, and XLA would know that its only index is 0.
     shape = tuple(n for n in full if n > 1)
     value = value.reshape(*rest[:at], *shape, *rest[at:])
+    indices = [narrow(i.reshape(shape), x.shape[d] + 1) for d, i in zip(dims, indices, strict=True)]
+    # No dim shorter than a mesh axis may be: `base/xla_faults.py:SHORT_SCATTERS`.
+    longer = [(0, max(here().devices - n, 0)) for n in shape]
+    if any(map(any, longer)):
+        indices = [padded(i, longer, x.shape[d]) for d, i in zip(dims, indices, strict=True)]
+        value = padded(value, [(0, 0)] * at + longer + [(0, 0)] * (len(rest) - at))
+        shape = indices[0].shape
     inside = is_inside(shape)
     inside_value = inside.reshape(*[1] * at, *shape, *[1] * (len(rest) - at))
     value = jnp.where(inside_value, value, jnp.zeros((), value.dtype))
-    indices = [narrow(i.reshape(shape), x.shape[d] + 1) for d, i in zip(dims, indices, strict=True)]
     indices[0] = jnp.where(inside, indices[0], x.shape[dims[0]])
     if not shape:
         indices = lax.optimization_barrier(indices)  # `base/xla_faults.py:SINGLE_SCATTERS`

@@ -6,7 +6,6 @@ only worth it where the input came so. Then it is kept.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from torch.distributed.tensor import Partial, Placement, Shard
@@ -34,25 +33,17 @@ def convolution(call: Call) -> Merged:
     def option(out: Placement, a: Placement, w: Placement, b: Placement) -> Alternative:
         return Alternative((out,), (a, w, b) if bias else (a, w))
 
-    groups = call.args.get("groups", 1)
-    positions = (option(Shard(d), Shard(d), R, R) for d in range(2, x.ndim))
+    grouped = call.args.get("groups", 1) != 1
     options = [option(Shard(0), Shard(0), R, R)]
-    options += [replace(o, exchanges=True) for o in positions]
-    if groups == 1:
+    if not grouped:
         options += [
             option(Shard(1), R, Shard(outer), Shard(0)),
             option(Partial(), Shard(1), Shard(inner), Partial()),
         ]
     elif not call.args.get("transposed"):
-        merged = call.merge([*options, option(Shard(1), Shard(1), Shard(0), Shard(0))])
-        devices = math.prod(
-            size
-            for size, placement in zip(call.mesh_shape, merged.outputs[0], strict=True)
-            if placement.is_shard(1)
-        )
-        if groups % devices == 0:  # a device has whole groups
-            return merged
-    return call.merge(options)
+        options.append(option(Shard(1), Shard(1), Shard(0), Shard(0)))
+    positions = (option(Shard(d), Shard(d), R, R) for d in range(2, x.ndim))
+    return call.merge([*options, *(replace(o, exchanges=True) for o in positions)])
 
 
 @register("convolution_backward", "convolution_backward_overrideable")
