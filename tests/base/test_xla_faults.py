@@ -132,6 +132,41 @@ def test_scatters_to_one_position() -> None:
 
 
 @still_there
+def test_scatters_shorter_than_an_axis() -> None:
+    def write(x: Any, index: Any, value: Any) -> Any:
+        rows, columns = (lax.broadcasted_iota(np.int32, (4, 2), d) for d in (0, 1))
+        return x.at[rows, columns, index].add(value, mode="drop", wrap_negative_indices=False)
+
+    arrays = counted(4, 2, 2), np.zeros((4, 2), np.int32), counted(4, 2)
+    check("4x2", write, arrays, [P("a"), P(None, "a"), P(None, "b")], P("a"))
+
+
+@still_there
+def test_scatters_to_one_position_of_what_moves() -> None:
+    write = lambda x, i: x.at[i].add(20, mode="drop", wrap_negative_indices=False)
+    check("2x4", write, [counted(3, 1), np.array(0, np.int32)], [P("a"), P()], P("a"))
+
+
+@still_there
+def test_crops() -> None:
+    crop = lambda x: lax.pad(x, jnp.float32(0), [(-1, 0, 0)])
+    check("2x4", crop, [counted(4)], [P()], P("a"))
+
+
+@still_there
+def test_slices_of_padding() -> None:
+    padding = lambda x: lax.slice(lax.pad(x, jnp.float32(0.5), [(3, 0, 0)]), [0], [3])
+    check("8", padding, [counted(3)], [P("a")], P("a"))
+
+
+@still_there
+def test_grouped_products() -> None:
+    convolve = lambda x, w: lax.conv_general_dilated(x, w, (1,), [(0, 0)], feature_group_count=2)
+    arrays = counted(1, 4, 1), counted(4, 2, 1)
+    check("2x4", convolve, arrays, [P(None, "a"), P("a")], P(None, "a"))
+
+
+@still_there
 def test_transforms() -> None:
     transform = lambda x: jnp.fft.fft(x, axis=0).real
     check("8", transform, [counted(8, 2, 16)], [P(None, None, "a")], P("a"))

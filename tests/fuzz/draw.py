@@ -46,6 +46,13 @@ def operation(weight: float = 1.0) -> Callable[[Operation], Operation]:
     return register
 
 
+def _is(value: torch.Tensor, suits: Callable[[torch.Tensor], Any]) -> bool:
+    try:
+        return bool(suits(value))
+    except RuntimeError:  # a view of several, whose base was written to, can't be asked any more
+        return False
+
+
 class Draw:
     """A program that grows.
 
@@ -104,7 +111,7 @@ class Draw:
 
     def pick(self, suits: Callable[[torch.Tensor], Any] = lambda t: True) -> str:
         """A name whose value suits; later ones, and such as nothing has read, are more likely."""
-        found = [n for n, value in self.true.items() if n not in self.local and suits(value)]
+        found = [n for n, value in self.true.items() if n not in self.local and _is(value, suits)]
         if not found:
             raise UnsuitableError
         unread = [name for name in found if name not in self.read]

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from tests.conftest import make_mesh
 from tests.lowering.harness import check_call, check_overloads
 
 aten = torch.ops.aten
@@ -39,6 +42,40 @@ def test_convolution(case: Any) -> None:
     out = aten.convolution(x, weight, None, *options)
     args = (torch.randn_like(out), x, weight, list(bias.shape), *options, [True, True, True])
     assert check_call(aten.convolution_backward.default, *args).mismatches == []
+
+
+# positions, kernel, stride: of products, but for the last one
+@pytest.mark.parametrize("groups", [2, 3, 4])
+@pytest.mark.parametrize("per_group", [(1, 1), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("positions", "kernel", "stride"),
+    [((1, 1), (1, 1), 1), ((3, 3), (3, 3), 2), ((4, 2), (1, 2), 1), ((4,), (1,), 2), ((4,), (3,), 1)],
+    ids=str,
+)
+def test_groups_in_shards(
+    positions: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: int,
+    per_group: tuple[int, int],
+    groups: int,
+) -> None:
+    torch.manual_seed(0)
+    convolve = getattr(F, f"conv{len(positions)}d")
+    ins, outs = per_group
+    leaves = [torch.randn(2, groups * ins, *positions), torch.randn(groups * outs, ins, *kernel)]
+
+    def gradients(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        out = convolve(x, weight, groups=groups, stride=stride)
+        return [out, *torch.autograd.grad((out * out).sum(), (x, weight))]
+
+    expected = gradients(*(leaf.clone() for leaf in leaves))
+    mesh = make_mesh("2x4")
+    whole: list[Placement] = [Replicate(), Replicate()]
+    for layout in ([Replicate(), Shard(1)], [Shard(1), Replicate()], [Shard(0), Shard(1)]):
+        placed = [distribute_tensor(v, mesh, p) for v, p in zip(leaves, (layout, whole), strict=True)]
+        for wanted, got in zip(expected, gradients(*placed), strict=True):
+            torch.testing.assert_close(got.full_tensor().cpu(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_dtypes_and_masks() -> None:

@@ -135,3 +135,19 @@ def test_a_scatter_shorter_than_its_axis(way: str) -> None:
         return torch.take_along_dim(x, over[x.device.type], 1).sin().sum()
 
     check(taken, torch.randn(2, 1), mesh, [Replicate(), Shard(0)], way)
+
+
+@pytest.mark.parametrize("layout", [[Shard(0), Replicate()], [Replicate(), Shard(0)]], ids=str)
+def test_one_row_written_of_what_moves(layout: list[Placement], way: str) -> None:
+    """Where the rows are in other shards than before."""
+    mesh, index = make_mesh("2x4"), torch.tensor([0])
+    over = {"cpu": index, "xla": distribute_tensor(index, mesh, [Replicate(), Replicate()])}
+
+    def put(x: torch.Tensor) -> torch.Tensor:
+        row = torch.full((1, 1), 2.0, device=x.device)
+        out = x.index_put((over[x.device.type],), row, accumulate=True)
+        if x.device.type == "xla":
+            out = out.redistribute(placements=layout)
+        return out.sin().sum() + x.min(0)[0].sum() + x.split(2)[0].sum()
+
+    check(put, torch.randn(3, 1), mesh, [Replicate(), Shard(1)], way)

@@ -222,6 +222,19 @@ UNEVEN_SCATTERS = Fault(
     "lowering/scatter.py:write",
     _HERE + "test_scatters_of_uneven_shards",
 )
+SHORT_SCATTERS = Fault(
+    "Where a dim of 2 of a scatter's updates is sharded over 4 devices, all but one of them lose what "
+    "was there before.",
+    "lowering/scatter.py:write",
+    _HERE + "test_scatters_shorter_than_an_axis",
+)
+MOVED_SCATTERS = Fault(
+    "A scatter to one position becomes a dynamic-update-slice whose position is out of range on all "
+    "devices but one, and which writes back what it has read there; of a slice of something it then "
+    "reads at the sum of both positions, which isn't where it writes: other rows come in there.",
+    "lowering/scatter.py:write",
+    _HERE + "test_scatters_to_one_position_of_what_moves",
+)
 SINGLE_SCATTERS = Fault(
     "A scatter to one position doesn't compile (RET_CHECK ... broadcast) if a coordinate of it is "
     "cut out of a sharded index: the cut's sharding lands on the dim that has the coordinates.",
@@ -237,6 +250,23 @@ WINDOWS = Fault(
     "The scatter that transposing `unfold` gives ends the process in some layouts.",
     "lowering/view.py:unfold_backward",
     "it ends the process",
+)
+CROPS = Fault(
+    "Pads of negative width give shards the values of their neighbours, or end the process.",
+    "lowering/padding.py:padded",
+    _HERE + "test_crops",
+)
+SLICED_PADDING = Fault(
+    "A slice of a pad becomes one pad, which is wrong, or ends the process, if nothing but padding "
+    "is in it.",
+    "lowering/padding.py:padded",
+    _HERE + "test_slices_of_padding",
+)
+GROUPED_PRODUCTS = Fault(
+    "A convolution with groups that is a product, of kernels with one position or as many as there "
+    "are, loses its groups where channels are sharded.",
+    "lowering/convolution.py:_grouped_product",
+    _HERE + "test_grouped_products",
 )
 GROUPED_WEIGHTS = Fault(
     "The gradient of a grouped convolution's weight, a convolution with groups of the batch, "

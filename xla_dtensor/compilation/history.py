@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.compilation.graph import nodes_of
-from xla_dtensor.compilation.node import MODIFIED
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
@@ -154,15 +153,16 @@ class History:
         try:
             return of(everything)
         except RuntimeError as error:
-            if MODIFIED not in str(error):
+            if type(error) is not RuntimeError:
                 raise
-        # The step has overwritten what the backward pass from some of them needs (its optimizer
-        # has): that is an error when the caller begins one there, as under torch.
+        # Torch refuses the backward pass from some of them, if only because the step has
+        # overwritten what it needs (its optimizer has): that is an error when the caller begins
+        # one there, as under torch.
         for i in everything:
             try:
                 of([i])
             except RuntimeError as error:
-                if MODIFIED not in str(error):
+                if type(error) is not RuntimeError:
                     raise
                 self.errors[i] = str(error)
         rest = [i for i in everything if i not in self.errors]
