@@ -49,7 +49,13 @@ def test_convolution(case: Any) -> None:
 @pytest.mark.parametrize("per_group", [(1, 1), (2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize(
     ("positions", "kernel", "stride"),
-    [((1, 1), (1, 1), 1), ((3, 3), (3, 3), 2), ((4, 2), (1, 2), 1), ((4,), (1,), 2), ((4,), (3,), 1)],
+    [
+        ((1, 1), (1, 1), 1),
+        ((3, 3), (3, 3), 2),
+        ((4, 2), (1, 2), 1),
+        ((4,), (1,), 2),
+        ((4,), (3,), 1),
+    ],
     ids=str,
 )
 def test_groups_in_shards(
@@ -73,7 +79,9 @@ def test_groups_in_shards(
     mesh = make_mesh("2x4")
     whole: list[Placement] = [Replicate(), Replicate()]
     for layout in ([Replicate(), Shard(1)], [Shard(1), Replicate()], [Shard(0), Shard(1)]):
-        placed = [distribute_tensor(v, mesh, p) for v, p in zip(leaves, (layout, whole), strict=True)]
+        placed = [
+            distribute_tensor(v, mesh, p) for v, p in zip(leaves, (layout, whole), strict=True)
+        ]
         for wanted, got in zip(expected, gradients(*placed), strict=True):
             torch.testing.assert_close(got.full_tensor().cpu(), wanted, rtol=1e-4, atol=1e-4)
 

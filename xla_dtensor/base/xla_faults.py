@@ -223,15 +223,15 @@ UNEVEN_SCATTERS = Fault(
     _HERE + "test_scatters_of_uneven_shards",
 )
 SHORT_SCATTERS = Fault(
-    "Where a dim of 2 of a scatter's updates is sharded over 4 devices, all but one of them lose what "
-    "was there before.",
+    "Where a dim of 2 of a scatter's updates is sharded over 4 devices, all but one of them lose "
+    "what was there before.",
     "lowering/scatter.py:write",
     _HERE + "test_scatters_shorter_than_an_axis",
 )
 MOVED_SCATTERS = Fault(
-    "A scatter to one position becomes a dynamic-update-slice whose position is out of range on all "
-    "devices but one, and which writes back what it has read there; of a slice of something it then "
-    "reads at the sum of both positions, which isn't where it writes: other rows come in there.",
+    "A scatter to one position becomes a dynamic-update-slice whose position is out of range on "
+    "all devices but one, and which writes back what it has read there; of a slice of something it "
+    "then reads at the sum of both positions, which isn't where it writes: other rows come in.",
     "lowering/scatter.py:write",
     _HERE + "test_scatters_to_one_position_of_what_moves",
 )

@@ -214,7 +214,9 @@ def refuse_overlap(call: Call, written: list[Form]) -> None:
     if is_(Kind.FILL, name) or (puts and _writes_number(call)):
         return
     for form in written:
-        if not puts and any(n > 1 and not step for n, step in zip(form.shape, form.stride, strict=True)):
+        if not puts and any(
+            n > 1 and not step for n, step in zip(form.shape, form.stride, strict=True)
+        ):
             raise RuntimeError(
                 f"{name}: unsupported operation: more than one element of the written-to tensor "
                 f"{list(form.shape)} refers to a single memory location; clone() the tensor before "
@@ -226,9 +228,9 @@ def refuse_overlap(call: Call, written: list[Form]) -> None:
             continue
         raise UnsupportedOpError(
             f"{name}: elements of the written-to tensor of shape {list(form.shape)} and strides "
-            f"{list(form.stride)} share memory (it is expanded, or windows that overlap), and torch "
-            "leaves open what becomes of several values that go to one place; write to its base, to "
-            "one window at a time, or to a clone()"
+            f"{list(form.stride)} share memory (it is expanded, or windows that overlap), and "
+            "torch leaves open what becomes of several values that go to one place; write to its "
+            "base, to one window at a time, or to a clone()"
         )
 
 

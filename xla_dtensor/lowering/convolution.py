@@ -77,7 +77,9 @@ def _convolve(
         ]
         return jnp.zeros((x.shape[0], weight.shape[0], *out), x.dtype)
     precision = _precision() if math_dtype(x.dtype) == x.dtype else None
-    windows = zip(x.shape[2:], weight.shape[2:], stride, dilation, input_dilation, pads, strict=True)
+    windows = zip(
+        x.shape[2:], weight.shape[2:], stride, dilation, input_dilation, pads, strict=True
+    )
     if groups > 1 and all(_is_a_product(*window) for window in windows):
         return _grouped_product(x, weight, groups, precision)
     letters = "DHW"[3 - spatial :] if spatial <= 3 else "".join(map(chr, range(97, 97 + spatial)))
