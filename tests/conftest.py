@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import xla_dtensor as xd
 from tests import quick_jax
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 from xla_dtensor.rules import registry
 from xla_dtensor.runtime import live_programs, xla_flags
 

@@ -95,7 +95,7 @@ FILES = {str(path.relative_to(ROOT)) for path in OWN if path.is_file()}
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_that_pages_name_exist(page: Path) -> None:
-    """``dispatch/plan.py`` in a page is a file whose path ends so."""
+    """``plans/plan.py`` in a page is a file whose path ends so."""
     named = set(re.findall(r"`([\w/.]+\.(?:py|md|txt))(?::[\w.]+)?`", page.read_text()))
     if page.name == "CHANGELOG.md":
         named = set()  # it says what was

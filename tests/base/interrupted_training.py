@@ -115,7 +115,8 @@ def forget_programs() -> None:
     """Let everything be traced and compiled again."""
     import jax
 
-    from xla_dtensor.dispatch import batch, execute
+    from xla_dtensor.dispatch import execute
+    from xla_dtensor.execution import batch
 
     execute._plans.clear()
     batch.executables.clear()

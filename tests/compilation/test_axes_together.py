@@ -25,7 +25,7 @@ from benchmarks.hlo import collective_traffic
 from tests.compilation.random_products import OPERATIONS, check, groupings
 from tests.conftest import make_mesh
 from xla_dtensor.compilation.program import Program
-from xla_dtensor.dispatch import pin
+from xla_dtensor.plans import pin
 from xla_dtensor.mesh import frame_of
 
 

@@ -3,7 +3,7 @@
 On three axes it computes, for some shardings, the blocks of a product in one device order and
 labels them in another: products of such meshes are pinned. On two axes of different sizes it takes
 the wrong batches if a result is wanted with the contraction's axis on the batch dim, and the
-batch's axis elsewhere: results of products hold their axes (`dispatch/result_placements.py`).
+batch's axis elsewhere: results of products hold their axes (`plans/result_placements.py`).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xla_dtensor as xd
 from xla_dtensor.base import cache
-from xla_dtensor.dispatch import lazy
-from xla_dtensor.dispatch.computation import Computation
+from xla_dtensor.execution import lazy
+from xla_dtensor.plans.computation import Computation
 from xla_dtensor.plan.planning import not_kept
 
 Launch = tuple[Any, tuple[Any, ...]]

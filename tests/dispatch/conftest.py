@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import xla_dtensor as xd
-from xla_dtensor.dispatch import cut
+from xla_dtensor.plans import cut
 from xla_dtensor.lowering import per_slice
 from xla_dtensor.lowering.guards import Guard
 

@@ -11,7 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.dispatch.launches import launches
-from xla_dtensor.dispatch import batch, batched
+from xla_dtensor.dispatch import batched
+from xla_dtensor.execution import batch
 
 pytestmark = pytest.mark.usefixtures("strict_eager")
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from tests.dispatch.launches import launches
-from xla_dtensor.dispatch import batch
+from xla_dtensor.execution import batch
 
 pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import xla_dtensor as xd
 from tests.parallel.harness import full
 from tests.plan.tpus import needs_libtpu
-from xla_dtensor.dispatch import cut
+from xla_dtensor.plans import cut
 
 
 def fractional(x: Any, samples: Any) -> Any:
@@ -68,7 +68,7 @@ def calls(not_partitionable: None, monkeypatch: pytest.MonkeyPatch) -> list[str]
             found.append(answer.call.info.name)
         return made
 
-    monkeypatch.setattr("xla_dtensor.dispatch.plan.cut_of", seen)
+    monkeypatch.setattr("xla_dtensor.plans.plan.cut_of", seen)
     return found
 
 

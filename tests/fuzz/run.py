@@ -18,7 +18,7 @@ from tests.conftest import make_mesh
 from tests.fuzz import judge, layouts_text
 from tests.fuzz.functions import DRAWS
 from tests.fuzz.program import Program, Run, collected, on_cpu
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 
 WAYS = ("lazy", "strict", "compiled", "outside")
 SEED = 17

@@ -24,7 +24,7 @@ from tests.fuzz.run import WAYS, Failure, failures, run
 from tests.fuzz.script import script
 from tests.fuzz.seeds import draw
 from tests.fuzz.shrink import shrunk
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 
 ROOT = Path(__file__).parents[2]
 

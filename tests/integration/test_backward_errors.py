@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from xla_dtensor import UnsupportedOpError
-from xla_dtensor.dispatch.ops import SPECIAL
+from xla_dtensor.plans.ops import SPECIAL
 
 
 class _Expected(Exception):

@@ -131,7 +131,7 @@ def test_guards_are_in_one_place() -> None:
     found = {
         str(path.relative_to(root)) for path in root.rglob("*.py") if asks.search(path.read_text())
     }
-    assert found == {"lowering/guards.py", "lowering/place.py", "dispatch/cut.py"}
+    assert found == {"lowering/guards.py", "lowering/place.py", "plans/cut.py"}
     every = [guard for guard in vars(guards).values() if isinstance(guard, Guard)]
     assert len(every) == 11
     for guard in every:

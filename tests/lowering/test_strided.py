@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 
 Program = Callable[[torch.Tensor], torch.Tensor]
 WAYS = ("lazy", "strict", "compiled", "outside")

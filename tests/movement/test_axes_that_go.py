@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 
 MAKES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "repeat": lambda x, n: x.repeat(n, 1),

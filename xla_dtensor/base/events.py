@@ -14,11 +14,11 @@ class Observer(Protocol):
     """What is told. Forms (`xla_dtensor.forms.form.Form`) are those before and after."""
 
     def planned(self, call: Any, plan: Any) -> None:
-        """A call (`dispatch.call.Call`) is about to go through the general path, by its plan: what
+        """A call (`plans.call.Call`) is about to go through the general path, by its plan: what
         is raised here is raised by it, before anything is computed."""
 
     def operation(self, call: Any, plan: Any) -> None:
-        """A call (`dispatch.call.Call`) has gone through the general path, by its plan."""
+        """A call (`plans.call.Call`) has gone through the general path, by its plan."""
 
     def special(
         self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -16,7 +16,7 @@ ITEM = ".item() (also float(), int(), bool(), `if tensor:`)"
 
 
 class Batch(Protocol):
-    """Operations that are written down, to run as one (`xla_dtensor.dispatch.batch`).
+    """Operations that are written down, to run as one (`xla_dtensor.execution.batch`).
 
     Attributes:
         is_step: whether it is all of a compiled step.

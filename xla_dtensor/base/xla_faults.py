@@ -24,7 +24,7 @@ _HERE = "tests/base/test_xla_faults.py::"
 
 class Grip(enum.Enum):
     """How firmly a sharding is asked for: not at all, so that dims keep the axes that they have and
-    may get others (`dispatch/pin.py`), or exactly."""
+    may get others (`plans/pin.py`), or exactly."""
 
     FREE = enum.auto()
     HELD = enum.auto()
@@ -98,7 +98,7 @@ class Fault:
 
 # --- the partitioner, which all backends share: shardings that it must be told --------------------
 
-_PINS = "dispatch/result_placements.py:pins"
+_PINS = "plans/result_placements.py:pins"
 
 CONVOLUTIONS = Fault(
     "Convolutions over sharded positions have wrong numbers, weight gradients above all.",
@@ -283,7 +283,7 @@ LOST_ORDERS = Fault(
 PADDED_OPERANDS = Fault(
     "Behind a padded operand of a call on shards it sees the one that isn't, and mixes up their "
     "shapes (Expected instruction to have shape equal to ...).",
-    "dispatch/cut.py:Cut",
+    "plans/cut.py:Cut",
     "seen in programs of several operations alone: tests/dispatch/test_sliced.py",
 )
 CUT_PADDING = Fault(

@@ -11,7 +11,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.dispatch import pin
+from xla_dtensor.plans import pin
 from xla_dtensor.mesh import Frame
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def takes_no_axes_apart(
 
 
 class Pinning:
-    """How a program's pins are lowered (`dispatch/pin.py`), as a context to lower it in: as they
+    """How a program's pins are lowered (`plans/pin.py`), as a context to lower it in: as they
     say, loosely, or, where XLA fails on that, all of them exactly.
 
     Attributes:

@@ -10,7 +10,7 @@ from xla_dtensor.base.thread_state import tracing
 from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import trace
 from xla_dtensor.compilation.program import Program
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 from xla_dtensor.errors import DataDependentError
 
 

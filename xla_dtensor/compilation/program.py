@@ -20,7 +20,7 @@ from xla_dtensor.compilation.node import Call, Kept, OnHost, Read, WithHistory, 
 from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.run import Prepared, Run
 from xla_dtensor.compilation.write_back import WriteBack
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 from xla_dtensor.forms.sharing import launching
 from xla_dtensor.runtime import agreement
 from xla_dtensor.tensors.of_form import new_tensor

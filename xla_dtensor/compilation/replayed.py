@@ -20,9 +20,9 @@ from xla_dtensor.compilation.base_step import BaseStep
 from xla_dtensor.compilation.garbage import Seldom
 from xla_dtensor.compilation.looking import called_without_data
 from xla_dtensor.compilation.step_batch import Program, Refused, StepBatch
-from xla_dtensor.dispatch import lazy
-from xla_dtensor.dispatch.batch import writing_down
-from xla_dtensor.dispatch.batch_program import Entry, Outputs
+from xla_dtensor.execution import lazy
+from xla_dtensor.execution.batch import writing_down
+from xla_dtensor.execution.batch_program import Entry, Outputs
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtime import abstract, processes
 

@@ -20,7 +20,7 @@ from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.step_traces import StepTraces
 from xla_dtensor.compilation.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.trace import StepTrace
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 from xla_dtensor.runtime import abstract
 from xla_dtensor.runtime.jax_runtime import code_bytes
 

@@ -13,9 +13,9 @@ import jax
 
 from xla_dtensor.compilation.input_layouts import Pinning, apart
 from xla_dtensor.compilation.inputs import Losses, check_alive, refuse_deleted
-from xla_dtensor.dispatch import lazy
-from xla_dtensor.dispatch.batch import Batch, Waiting
-from xla_dtensor.dispatch.batch_program import (
+from xla_dtensor.execution import lazy
+from xla_dtensor.execution.batch import Batch, Waiting
+from xla_dtensor.execution.batch_program import (
     ARRAY,
     BARRIER,
     KINDS,
@@ -26,8 +26,8 @@ from xla_dtensor.dispatch.batch_program import (
     computation,
     out_shardings,
 )
-from xla_dtensor.dispatch.call import Call, filled_with
-from xla_dtensor.dispatch.plan import Plan
+from xla_dtensor.plans.call import Call, filled_with
+from xla_dtensor.plans.plan import Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.mesh import Frame

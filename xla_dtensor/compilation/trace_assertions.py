@@ -1,4 +1,4 @@
-"""What must hold of values in a step that is traced (`dispatch/conditions.py`)."""
+"""What must hold of values in a step that is traced (`plans/conditions.py`)."""
 
 from __future__ import annotations
 

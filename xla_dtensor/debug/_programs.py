@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from xla_dtensor.base import rng, thread_state
-from xla_dtensor.dispatch.call import Call
-from xla_dtensor.dispatch.plan import Plan
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.plan import Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read

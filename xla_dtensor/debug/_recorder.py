@@ -32,12 +32,12 @@ from xla_dtensor.debug._transfers import (
     reduced,
     word,
 )
-from xla_dtensor.dispatch.call import Call
-from xla_dtensor.dispatch.lower import NestedTrace
-from xla_dtensor.dispatch.one_mesh import on_one_mesh
-from xla_dtensor.dispatch.ops import OpInfo, info_of
-from xla_dtensor.dispatch.plan import Plan, mutated_leaves
-from xla_dtensor.dispatch.view_plan import ViewPlan
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.lower import NestedTrace
+from xla_dtensor.plans.one_mesh import on_one_mesh
+from xla_dtensor.plans.ops import OpInfo, info_of
+from xla_dtensor.plans.plan import Plan, mutated_leaves
+from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.local_form import from_devices
 from xla_dtensor.mesh import mesh_dim_axes

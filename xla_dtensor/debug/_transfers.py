@@ -14,7 +14,7 @@ from xla_dtensor.debug._records import (
     Transfer,
     layout_text,
 )
-from xla_dtensor.dispatch.one_mesh import on_one_mesh
+from xla_dtensor.plans.one_mesh import on_one_mesh
 from xla_dtensor.forms.form import Form
 from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.mesh.layout import layout_of

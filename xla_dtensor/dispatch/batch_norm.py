@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.dispatch.execute import dispatch
-from xla_dtensor.dispatch.ops import handles
+from xla_dtensor.plans.ops import handles
 from xla_dtensor.dispatch.out_arguments import into
 
 

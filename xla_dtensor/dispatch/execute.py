@@ -13,15 +13,17 @@ from xla_dtensor import rules
 from xla_dtensor.base import assertions, events, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.number_functions import number_value
-from xla_dtensor.dispatch import conditions, lazy, nowhere, other_meshes, several_devices
-from xla_dtensor.dispatch.become import become, check_become, refuse_shared
-from xla_dtensor.dispatch.call import Call, Slot, filled_with
+from xla_dtensor.dispatch import nowhere, other_meshes, several_devices
+from xla_dtensor.plans import conditions
+from xla_dtensor.execution import lazy
+from xla_dtensor.execution.become import become, check_become, refuse_shared
+from xla_dtensor.plans.call import Call, Slot, filled_with
 from xla_dtensor.dispatch.joining import join
-from xla_dtensor.dispatch.one_mesh import on_one_mesh
-from xla_dtensor.dispatch.ops import SPECIAL, info_of
-from xla_dtensor.dispatch.plan import Plan, mutated_leaves
+from xla_dtensor.plans.one_mesh import on_one_mesh
+from xla_dtensor.plans.ops import SPECIAL, info_of
+from xla_dtensor.plans.plan import Plan, mutated_leaves
 from xla_dtensor.dispatch.shared_memory import count_writes, run_in_order
-from xla_dtensor.dispatch.view_plan import ViewPlan
+from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state
-from xla_dtensor.dispatch.become import become, refuse_shared
+from xla_dtensor.execution.become import become, refuse_shared
 from xla_dtensor.dispatch.execute import dispatch
-from xla_dtensor.dispatch.ops import handles
+from xla_dtensor.plans.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import contiguous_stride
 from xla_dtensor.forms.views import CrossingStep

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import assertions, events, thread_state
-from xla_dtensor.dispatch.conditions import assert_true
+from xla_dtensor.plans.conditions import assert_true
 from xla_dtensor.dispatch.execute import dispatch
-from xla_dtensor.dispatch.ops import handles
+from xla_dtensor.plans.ops import handles
 from xla_dtensor.errors import PerDeviceValueError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_host

@@ -8,7 +8,7 @@ import torch
 
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.metadata import resize
-from xla_dtensor.dispatch.ops import handles, info_of
+from xla_dtensor.plans.ops import handles, info_of
 from xla_dtensor.forms.form import contiguous_stride
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.dispatch.ops import handles
+from xla_dtensor.plans.ops import handles
 from xla_dtensor.tensors.of_form import Ours
 
 

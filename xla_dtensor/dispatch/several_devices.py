@@ -19,9 +19,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.dispatch.call import Call
-from xla_dtensor.dispatch.one_mesh import on_one_mesh
-from xla_dtensor.dispatch.plan import mutated_leaves
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.one_mesh import on_one_mesh
+from xla_dtensor.plans.plan import mutated_leaves
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.mesh import Frame

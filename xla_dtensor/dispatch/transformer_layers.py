@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xla_dtensor.dispatch.ops import handles
+from xla_dtensor.plans.ops import handles
 
 # torch's `mask_type` of a mask that says which keys are padding; others are of the scores' shape.
 _OF_KEYS = 1

@@ -30,7 +30,7 @@ def install() -> None:
 
     @interrupts.completed
     def complete(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        from xla_dtensor.dispatch import lazy
+        from xla_dtensor.execution import lazy
 
         interrupts.take_error()
         # In this thread: the exception is put aside here, and thread-local state (a trace, JAX's

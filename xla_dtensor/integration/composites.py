@@ -115,7 +115,7 @@ def tensor_split(
 
 def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """``F.one_hot``, which refuses values as on the CPU; elsewhere torch looks at none."""
-    from xla_dtensor.dispatch.conditions import look_at
+    from xla_dtensor.plans.conditions import look_at
 
     func = torch.ops.aten.one_hot.default
     look_at(func, (self, num_classes))
@@ -161,7 +161,7 @@ def rms_norm_apart(
     eps: float | None = None,
 ) -> Any:
     """The same of rows that are cut, by torch's composition; else NotImplemented."""
-    from xla_dtensor.dispatch.result_placements import has_users_rule
+    from xla_dtensor.plans.result_placements import has_users_rule
     from xla_dtensor.rules.merging import shard_dim
 
     fused, shape = torch.ops.aten._fused_rms_norm.default, tuple(normalized_shape)

@@ -2,7 +2,7 @@
 
 Each transform has its dim last, and on CPUs asks for row-major layouts around it
 (`guards.ROW_MAJOR_TRANSFORMS`). The dispatcher keeps the transformed dims whole
-(`dispatch/result_placements.py`).
+(`plans/result_placements.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 So the function becomes a call that XLA cuts into one call per device (`custom_partitioning`). Where
 the compiler has no such calls (TPUs, `guards.NOT_PARTITIONABLE`) an operation of `Kind.SLICED` is
-called with shards (`dispatch/cut.py`). Of uneven shards, or others' layouts, it stays as it is:
+called with shards (`plans/cut.py`). Of uneven shards, or others' layouts, it stays as it is:
 right, with the communication that XLA finds necessary.
 """
 

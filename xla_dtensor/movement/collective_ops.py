@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.dispatch import dispatch
-from xla_dtensor.dispatch.ops import handles
+from xla_dtensor.plans.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, resolve_group
 from xla_dtensor.movement.collective_kernels import run

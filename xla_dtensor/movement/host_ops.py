@@ -8,7 +8,7 @@ import torch
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.dispatch.moves import refuse_varying, to_cpu
-from xla_dtensor.dispatch.ops import handles, info_of
+from xla_dtensor.plans.ops import handles, info_of
 from xla_dtensor.dispatch.out_arguments import into
 from xla_dtensor.forms.read import constant_recipe
 from xla_dtensor.movement.factories import replicated

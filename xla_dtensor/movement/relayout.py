@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base import events, thread_state
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.dispatch import lazy
-from xla_dtensor.dispatch.batch_program import Conversion
+from xla_dtensor.execution import lazy
+from xla_dtensor.execution.batch_program import Conversion
 from xla_dtensor.errors import MeshMismatchError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical

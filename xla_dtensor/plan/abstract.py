@@ -11,7 +11,7 @@ from torch.utils import _device
 
 from xla_dtensor import runtime
 from xla_dtensor.base import thread_state
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 from xla_dtensor.runtime import topologies
 from xla_dtensor.runtime.abstract import enter
 

@@ -16,7 +16,7 @@ from jax._src import config
 from xla_dtensor.compilation import CompiledStep, compile
 from xla_dtensor.compilation.looking import looked_at
 from xla_dtensor.compilation.module_scopes import naming_modules
-from xla_dtensor.dispatch.cut import platform_of
+from xla_dtensor.plans.cut import platform_of
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.plan import memory as memory_of

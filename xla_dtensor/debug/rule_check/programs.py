@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base import rng, thread_state
 from xla_dtensor.debug.rule_check.samples import Sample
-from xla_dtensor.dispatch.call import Call
-from xla_dtensor.dispatch.ops import info_of
-from xla_dtensor.dispatch.plan import Plan
-from xla_dtensor.dispatch.view_plan import ViewPlan
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.ops import info_of
+from xla_dtensor.plans.plan import Plan
+from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.storage import Storage

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.dispatch.ops import info_of
+from xla_dtensor.plans.ops import info_of
 from xla_dtensor.rules.call import bind
 from xla_dtensor.rules.pointwise import pointwise_rule
 from xla_dtensor.rules.registry import find_rule, rule_name

@@ -13,7 +13,7 @@ from xla_dtensor.base import thread_state
 from xla_dtensor.compat.torch_xla.errors import SpmdError
 from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.compilation import compile as compile_step
-from xla_dtensor.dispatch import lazy
+from xla_dtensor.execution import lazy
 from xla_dtensor.runtime import memory
 
 

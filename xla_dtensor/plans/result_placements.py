@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
 from xla_dtensor.base import rng, thread_state, xla_faults
-from xla_dtensor.dispatch.call import Call, fill
-from xla_dtensor.dispatch.lower import lowered_function
-from xla_dtensor.dispatch.meta import Meta
-from xla_dtensor.dispatch.pin import Pin, pin
+from xla_dtensor.plans.call import Call, fill
+from xla_dtensor.plans.lower import lowered_function
+from xla_dtensor.plans.meta import Meta
+from xla_dtensor.plans.pin import Pin, pin
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_

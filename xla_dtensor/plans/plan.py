@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor.dispatch.call import Call, Slot
-from xla_dtensor.dispatch.computation import Computation, Write
-from xla_dtensor.dispatch.conditions import conditions_of
-from xla_dtensor.dispatch.cut import cut_of
-from xla_dtensor.dispatch.lower import lowered_function
-from xla_dtensor.dispatch.meta import meta_results, metas_of_fresh
-from xla_dtensor.dispatch.result_forms import (
+from xla_dtensor.plans.call import Call, Slot
+from xla_dtensor.plans.computation import Computation, Write
+from xla_dtensor.plans.conditions import conditions_of
+from xla_dtensor.plans.cut import cut_of
+from xla_dtensor.plans.lower import lowered_function
+from xla_dtensor.plans.meta import meta_results, metas_of_fresh
+from xla_dtensor.plans.result_forms import (
     grown_forms,
     output_forms,
     place_of,
@@ -19,7 +19,7 @@ from xla_dtensor.dispatch.result_forms import (
     refuse_overlap,
     written_form,
 )
-from xla_dtensor.dispatch.result_placements import Answer, pins
+from xla_dtensor.plans.result_placements import Answer, pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import leave_open
 

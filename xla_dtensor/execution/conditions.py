@@ -18,18 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.base import assertions, thread_state
+from xla_dtensor.base import assertions, executor
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.python_numbers import is_number
 from xla_dtensor.base.source_line import here, user_line
-from xla_dtensor.dispatch.call import Call, Slot
-from xla_dtensor.dispatch.ops import info_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value, read
 from xla_dtensor.forms.storage import Pending
-from xla_dtensor.lowering.bounds import Condition, bounds_of
+from xla_dtensor.lowering.bounds import Condition
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.base import TensorMethods
 
@@ -69,52 +67,7 @@ def _nothing() -> None:
     return None
 
 
-def conditions_of(call: Call) -> tuple[Checked, ...]:
-    """Of which arguments of such calls something must hold."""
-    info = call.info
-    find = bounds_of(info.name)
-    if find is None:
-        return ()
-    slots = dict(zip(info.argument_names, call.args, strict=False)) | call.kwargs
-    described = {name: _described(value, call.forms) for name, value in slots.items()}
-    shapes = [list(form.shape) for form in call.forms if isinstance(form, Form)]
-    found = []
-    for where, condition in find(described):
-        slot = slots[where] if isinstance(where, str) else slots[where[0]][where[1]]
-        text = f" ({info.name}, tensors of shapes {', '.join(map(str, shapes))})"
-        if not isinstance(slot, Slot):  # a value, which all calls of the plan have
-            _raise_if_wrong(condition, np.asarray(slot), text)
-            continue
-        form = call.forms[slot.index]
-        if isinstance(form, Form) and 0 in form.shape:
-            continue
-        found.append(Checked(slot.index, form, condition, text))
-    return tuple(found)
-
-
-def look_at(func: Any, args: tuple[Any, ...]) -> None:
-    """Look at the arguments of a call that torch takes apart before a plan is made of it.
-
-    Raises:
-        Exception: torch's, if something doesn't hold.
-    """
-    call = Call(info_of(func), args, {})
-    found, current = conditions_of(call), thread_state.current()
-    if current is not None:
-        trace(found, call, current)
-    elif assertions.switch.eager:
-        check(found, call)
-
-
-def _described(value: Any, forms: list[Any]) -> Any:
-    if isinstance(value, Slot):
-        return forms[value.index]
-    if isinstance(value, list | tuple):
-        return [_described(item, forms) for item in value]
-    return value
-
-
-def check(checked: tuple[Checked, ...], call: Call, look: Look | None = None) -> None:
+def check(checked: tuple[Checked, ...], call: Any, look: Look | None = None) -> None:
     """Look at the arguments of an eager call.
 
     Args:
@@ -145,12 +98,12 @@ def check(checked: tuple[Checked, ...], call: Call, look: Look | None = None) ->
             values = arrays.get(logical_value(leaf) if one.form.unreduced else array)
             if one.cut is not None and not one.form.unreduced:
                 values = values[one.cut]
-        _raise_if_wrong(one.condition, values, one.text)
+        raise_if_wrong(one.condition, values, one.text)
         if array is not None:
             one.last = weakref.ref(array)
 
 
-def _raise_if_wrong(condition: Condition, values: np.ndarray, text: str) -> None:
+def raise_if_wrong(condition: Condition, values: np.ndarray, text: str) -> None:
     error = _judged(condition, condition.summary(np, values), text)
     if error is not None:
         raise error
@@ -198,7 +151,7 @@ class _Judge:
         return None if error is None else type(error)(f"{error}{self._line()}")
 
 
-def trace(checked: tuple[Checked, ...], call: Call, trace: thread_state.Trace) -> None:
+def trace(checked: tuple[Checked, ...], call: Any, trace: Any) -> None:
     """Let a compiled step look at the arguments of a call that it is made of."""
     for one in checked:
         leaf, form = call.leaves[one.leaf], one.form
@@ -223,7 +176,7 @@ def assert_true(tensor: Any, message: str) -> None:
     if math.prod(form.shape) != 1:
         what = "more than one value" if math.prod(form.shape) else "no values"
         raise RuntimeError(f"Boolean value of Tensor with {what} is ambiguous")
-    current = thread_state.current()
+    current = executor.trace()
 
     def judge(holds: int, _: int) -> Exception | None:
         return None if holds else RuntimeError(f"{message}{line}")

@@ -13,7 +13,7 @@ from xla_dtensor.base import host_memory, rng, thread_state
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.generator import stream_of
 from xla_dtensor.base.python_numbers import is_number, like_a_number
-from xla_dtensor.dispatch.ops import DROPPED, OpInfo
+from xla_dtensor.plans.ops import DROPPED, OpInfo
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.views import leave_open

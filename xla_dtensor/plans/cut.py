@@ -15,7 +15,7 @@ import jax
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_dtensor.dispatch.result_placements import Answer, has_users_rule, representable
+from xla_dtensor.plans.result_placements import Answer, has_users_rule, representable
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.guards import NOT_PARTITIONABLE
 from xla_dtensor.lowering.kinds import Kind, is_

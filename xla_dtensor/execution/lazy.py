@@ -32,8 +32,8 @@ from xla_dtensor.base import events, interrupts, rng, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.source_line import here
 from xla_dtensor.dispatch import nowhere
-from xla_dtensor.dispatch.batch import Bases, Batch, Codes, Waiting, executables
-from xla_dtensor.dispatch.batch_program import (
+from xla_dtensor.execution.batch import Bases, Batch, Codes, Waiting, executables
+from xla_dtensor.execution.batch_program import (
     ARRAY,
     KINDS,
     VALUE,
@@ -44,8 +44,8 @@ from xla_dtensor.dispatch.batch_program import (
     fused,
     one_by_one,
 )
-from xla_dtensor.dispatch.call import Call
-from xla_dtensor.dispatch.plan import Plan
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.plan import Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.sharing import launching, lock, looked_at

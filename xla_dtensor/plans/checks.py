@@ -10,7 +10,7 @@ import numpy as np
 
 from xla_dtensor.base import thread_state
 from xla_dtensor.base.dtypes import to_torch_dtype
-from xla_dtensor.dispatch.ops import OpInfo
+from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.forms.form import Form
 
 

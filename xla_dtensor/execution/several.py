@@ -1,21 +1,21 @@
-"""Tensors that a process has of its own, in a call with tensors of all processes' devices."""
+"""Several processes execute the same operations: tensors that a process has of its own, in a call
+with tensors of all processes' devices, and whether all are about to do the same.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from xla_dtensor.dispatch.call import Call
+from xla_dtensor.execution.running import Call
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
-from xla_dtensor.runtime import arrays
+from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.tensors.base import TensorMethods
 
 
-def _is_of_the_host(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, TensorMethods)
-
-
-def join(call: Call) -> bool:
+def joins(call: Call) -> bool:
     """Bring tensors of the default device to all devices, if the call has others that are there.
 
     With one device per process each device has its process's value, as under torch. Else, and
@@ -27,6 +27,14 @@ def join(call: Call) -> bool:
     Raises:
         DivergenceError: values that have to be the same aren't.
     """
+    if _join(call):
+        return True
+    if agreement.every_launch():
+        agree(call, f" at the seed and position {call.stream.position()}")
+    return False
+
+
+def _join(call: Call) -> bool:
     forms = [form for form in call.forms if form.__class__ is Form]
     frame = next((form.frame for form in forms if form.frame is not None), None)
     if frame is None:
@@ -48,3 +56,14 @@ def join(call: Call) -> bool:
         else:
             tensor._storage_.place(frame)
     return bool(own)
+
+
+def _is_of_the_host(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, TensorMethods)
+
+
+def agree(call: Any, details: str = "") -> None:
+    """Let all processes execute the same operation, if it is one on sharded tensors. On per-device
+    tensors no device waits for another: a process may do it alone, or something else."""
+    if any(form.__class__ is Form and form.is_sharded for form in call.forms):
+        agreement.agree(lambda: f"executes {call.described()}{details}")

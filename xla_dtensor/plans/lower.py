@@ -13,8 +13,8 @@ from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.valueless_number import symbolic_number
-from xla_dtensor.dispatch.alike import once_for_alike
-from xla_dtensor.dispatch.ops import OpInfo
+from xla_dtensor.plans.alike import once_for_alike
+from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.host_values import to_numpy

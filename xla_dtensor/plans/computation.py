@@ -13,11 +13,11 @@ import torch
 
 from xla_dtensor.base import rng
 from xla_dtensor.base.thread_state import Trace
-from xla_dtensor.dispatch.call import Call, fill
-from xla_dtensor.dispatch.checks import check_castable, checked
-from xla_dtensor.dispatch.cut import Cut, platform_of
-from xla_dtensor.dispatch.meta import fill_kwargs
-from xla_dtensor.dispatch.result_placements import Pins
+from xla_dtensor.plans.call import Call, fill
+from xla_dtensor.plans.checks import check_castable, checked
+from xla_dtensor.plans.cut import Cut, platform_of
+from xla_dtensor.plans.meta import fill_kwargs
+from xla_dtensor.plans.result_placements import Pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through

@@ -26,7 +26,7 @@ import torch
 from xla_dtensor import rules
 from xla_dtensor.base import interrupts, rng, thread_state
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.dispatch.batch_program import (
+from xla_dtensor.execution.batch_program import (
     ARRAY,
     KINDS,
     NUMBERS,
@@ -37,8 +37,8 @@ from xla_dtensor.dispatch.batch_program import (
     look_at,
     view_read,
 )
-from xla_dtensor.dispatch.call import Call
-from xla_dtensor.dispatch.plan import Plan
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.plan import Plan
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.sharing import lock

@@ -1,0 +1,166 @@
+"""Who runs this thread's operations: an object on a stack, and what the package tells and asks it.
+
+Operations run where they stand, wait to be launched together, become part of a step's program, or
+run on nothing at all (``xd.abstract``). Nobody asks which of these it is: whoever works with
+storages tells the executor, and whoever needs a value asks it. The executors themselves are in
+`xla_dtensor.execution`; a step's trace is in `xla_dtensor.compilation.trace`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+# What `Executor.refuse` is told where a tensor's value is wanted.
+ITEM = ".item() (also float(), int(), bool(), `if tensor:`)"
+
+NOTHING = nullcontext()
+
+Route = Callable[[Any, Any, dict[str, Any]], Any]
+"""``route(func, args, kwargs)``: the results of a call that it takes over, or NotImplemented."""
+
+
+class Executor:
+    """Runs operations.
+
+    What it is told has no effect here, and what it is asked is answered as where tensors have
+    values: that is right for all that run operations eagerly. Traces answer otherwise.
+
+    Attributes:
+        trace: itself where operations run on JAX tracers; else None.
+        batch: itself where operations are written down to be run later; else None.
+        is_step: whether all that it runs becomes one program.
+        routes: calls that it takes over before they are taken apart.
+    """
+
+    trace: Any = None
+    batch: Any = None
+    is_step = False
+    routes: tuple[Route, ...] = ()
+
+    # --- running operations -------------------------------------------------------------------
+
+    def joins(self, call: Any) -> bool:
+        """Bring tensors of a call (`plans.call.Call`) to where its others are. If it returns True,
+        the call has to be taken apart anew."""
+        return False
+
+    def perform(self, plan: Any, call: Any) -> Any:
+        """The results of a call, by its plan (`execution.running.Plan`)."""
+        raise NotImplementedError
+
+    def convert(self, tensor: Any, conversion: Any, form: Any) -> Any:
+        """A tensor's value in another ``form``, as a tensor of its own; ``conversion`` computes the
+        array (`execution.batch_program.Conversion`)."""
+        raise NotImplementedError
+
+    # --- storages -----------------------------------------------------------------------------
+
+    def created(self, storage: Any) -> None:
+        """A storage was made."""
+
+    def owns(self, storage: Any) -> bool:
+        """Whether a storage is there for as long as what this executor runs, and not from before a
+        step that is traced."""
+        return True
+
+    def array_of(self, storage: Any, tensor: Any = None) -> Any:
+        """The array of a storage, which is about to be used (through ``tensor``)."""
+        return storage.array
+
+    def touched(self, tensor: Any) -> None:
+        """A view of ``tensor`` is being made."""
+
+    def writing(self, storage: Any) -> None:
+        """A storage is about to get a new value."""
+
+    # --- values -------------------------------------------------------------------------------
+
+    def refuse(self, what: str) -> None:
+        """``what`` needs the value of a tensor: raise if there is none."""
+
+    # --- what torch and Python do -------------------------------------------------------------
+
+    def depends_on(self, read: Callable[[], Any], text: str) -> None:
+        """Python decides by what ``read`` gives; ``text`` names it."""
+
+    def reads_grad(self, tensor: Any) -> None:
+        """Python looks at ``tensor.grad``."""
+
+    def sets_grad(self, tensor: Any) -> None:
+        """Python is about to assign to ``tensor.grad``."""
+
+    def backward(self, outputs: Any, keeps_graph: bool, to_leaves: bool) -> None:
+        """A backward pass begins: from ``outputs``, to all leaves or to given tensors."""
+
+    def begin_recomputation(self) -> None:
+        """``torch.utils.checkpoint`` starts to run a block again, in backward."""
+
+    def end_recomputation(self) -> None:
+        """It is done with it."""
+
+    def in_optimizer(self) -> AbstractContextManager[None]:
+        """A block in which an optimizer makes its step."""
+        return NOTHING
+
+
+class _Thread(threading.local):
+    executor: Executor | None = None
+
+
+_thread = _Thread()
+_idle = Executor()
+
+# `xla_dtensor.execution` says what these are, once there are tensors.
+default: Callable[[], Executor] = lambda: _idle
+"""The executor of a thread in which no block has put another one in place."""
+at_once: Callable[[], Executor] = lambda: _idle
+"""The one that runs each operation where it stands."""
+
+
+def current() -> Executor:
+    """The executor of this thread."""
+    executor = _thread.executor
+    return default() if executor is None else executor
+
+
+def enclosing() -> Executor | None:
+    """The executor that a block of this thread has put in place; None where that is the default."""
+    return _thread.executor
+
+
+def trace() -> Any:
+    """The trace that this thread's operations are part of; None where they are of none."""
+    executor = _thread.executor
+    return None if executor is None else executor.trace
+
+
+def is_in_step() -> bool:
+    """Whether this thread's operations become one program: a trace, or a replayed step's call."""
+    executor = _thread.executor
+    return executor is not None and executor.is_step
+
+
+class running:
+    """Run this thread's operations by ``executor`` for a block."""
+
+    __slots__ = ("_executor", "_outer")
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __enter__(self) -> Any:
+        self._outer = _thread.executor
+        _thread.executor = self._executor
+        return self._executor
+
+    def __exit__(self, *exc_info: object) -> None:
+        _thread.executor = self._outer
+
+
+def running_at_once() -> running:
+    """Run this thread's operations where they stand for a block: a trace, if there is one, isn't
+    told of them."""
+    return running(at_once())

@@ -1,0 +1,29 @@
+"""Operations on tensors that have layouts and no data (``xd.abstract``): a plan says what comes of a
+call, and nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from xla_dtensor.execution.running import Call, Plan, Running
+from xla_dtensor.forms.form import Form
+from xla_dtensor.runtime.abstract_array import AbstractArray
+from xla_dtensor.tensors.of_form import new_tensor
+
+
+def array_of(form: Form) -> AbstractArray:
+    """What stands for the array of a tensor of ``form``."""
+    return AbstractArray(form.array_shape, form.jax_dtype, form.sharding)
+
+
+class Abstract(Running):
+    """Gives each result its form, and an `AbstractArray`."""
+
+    def arrays(self, plan: Plan, call: Call) -> Iterable[Any]:
+        forms = (*plan.result_forms, *plan.base_forms)
+        return [array_of(form) for form in forms if form is not None]
+
+    def convert(self, tensor: Any, conversion: Any, form: Form) -> Any:
+        return new_tensor(array_of(form), form)

@@ -1,0 +1,189 @@
+"""What is the same in all ways to run an operation: ask what may refuse, compute everything, then
+write, so that nothing is written by half.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import jax
+
+from xla_dtensor.base import executor, rng
+from xla_dtensor.execution.become import become, check_become, refuse_shared
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.read import read
+from xla_dtensor.forms.sharing import launching
+from xla_dtensor.forms.views import leave_open
+from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import new_tensor
+
+
+class Call(Protocol):
+    """What an executor is told of a call (`plans.call.Call`).
+
+    Attributes:
+        info: the overload (`plans.ops.OpInfo`).
+        args, kwargs: the arguments, in which a slot stands for each leaf.
+        leaves: the tensors (ours or the CPU's) and the numbers that may vary, in order.
+        forms: of each leaf its `Form`, or the Python type of a number.
+        stream: where random numbers come from.
+    """
+
+    info: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    forms: list[Any]
+    stream: rng.RandomStream
+
+    def filled_with(self) -> Any:
+        """The number that a factory of constant tensors fills its tensor with; None for others."""
+
+
+class Plan(Protocol):
+    """What an executor is told of how a kind of call is computed (`plans.plan.Plan`).
+
+    Attributes:
+        name: the overload's, qualified.
+        run: a function of tracers (`plans.computation.Computation`). ``eager`` is the program of
+            the call alone, ``part`` the call as a part of a larger program. All are None where the
+            tensors have no values.
+        results: how many arrays these give.
+        result_forms: per result that aliases no argument, its form (None for an undefined one).
+        mutated: the indices of the leaves that are written.
+        base_forms: their storages' forms after the write.
+        grown: per argument written None, or the form with which it gets memory of its own: ``out=``
+            of another shape than the result's.
+        conditions: what must hold of arguments' values.
+        random: whether it draws random numbers.
+        of_scalars: whether it computes scalars from scalars alone, and nothing else.
+        only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
+        frame: the devices of its results; None: the default device.
+        number_lists: per leaf that is a number of a list, which list.
+        proven: whether it is known that the lowering takes what it gets.
+        structure: arranges new tensors and mutated arguments as torch returns them.
+    """
+
+    run: Any
+    eager: Any
+    part: Any
+    results: int
+    result_forms: list[Form | None]
+    mutated: list[int]
+    base_forms: list[Form]
+    grown: list[Form | None]
+    conditions: tuple[Any, ...]
+    random: bool
+    of_scalars: bool
+    only_computes: bool
+    frame: Any
+    number_lists: dict[int, int]
+    proven: bool
+    structure: Callable[[list[Any], list[Any]], Any]
+
+    @property
+    def name(self) -> str: ...
+
+
+class Running(executor.Executor):
+    """Runs operations; how their arrays come about is up to `arrays`."""
+
+    def joins(self, call: Call) -> bool:
+        return processes.several() and several.joins(call)
+
+    def arrays(self, plan: Plan, call: Call) -> Iterable[Any]:
+        """The arrays of a call's results, then of what it writes, or what stands for them."""
+        raise NotImplementedError
+
+    def look(self, conditions: tuple[Any, ...], call: Call) -> None:
+        """Look at whether ``conditions`` (`execution.conditions.Checked`) hold of a call's
+        arguments, now or once there are values.
+
+        Raises:
+            Exception: torch's, if one is known not to hold.
+        """
+
+    def perform(self, plan: Plan, call: Call) -> Any:
+        mutated: list[Any] = []
+        simple = False
+        if plan.mutated:
+            mutated = [call.leaves[i] for i in plan.mutated]
+            simple = len(mutated) == 1 and plan.grown[0] is None  # the write itself asks
+            if not simple:
+                _check_writes(plan, mutated)
+        if plan.conditions and plan.run is not None:
+            self.look(plan.conditions, call)
+        # Tensors on the meta device have no arrays.
+        arrays = iter(self.arrays(plan, call)) if plan.run is not None else itertools.repeat(None)
+        results = self.tensors(plan, call, arrays)
+        if simple:
+            mutated[0]._storage_.write(next(arrays), plan.base_forms[0])
+        elif mutated:
+            _write(plan, mutated, arrays)
+        return plan.structure(results, mutated)
+
+    def tensors(self, plan: Plan, call: Call, arrays: Iterator[Any]) -> list[Any]:
+        """The results of a call, as tensors of the first arrays."""
+        return [
+            None if form is None else new_tensor(next(arrays), form) for form in plan.result_forms
+        ]
+
+    def convert(self, tensor: Any, conversion: Any, form: Form) -> Any:
+        with launching(), jax.enable_x64(True):
+            return new_tensor(conversion.eager(None, [read(tensor)], [])[0], form)
+
+
+def launched(plan: Plan, call: Call) -> Any:
+    """The arrays of the call's results and writes, from a program of its own."""
+    leaves: list[Any] = []
+    for leaf, form in zip(call.leaves, call.forms):  # noqa: B905  (strict costs time)
+        if form.__class__ is not Form:
+            leaves.append(leaf)
+        elif isinstance(leaf, TensorMethods):
+            leaves.append(read(leaf) if leaf._steps else leaf._storage_.array)
+        else:
+            leaves.append(to_numpy(leaf))
+    bases = []
+    for i in plan.mutated:
+        tensor = call.leaves[i]
+        bases.append(base_of(tensor, tensor._storage_.array) if tensor._steps else None)
+    if not plan.random:
+        with jax.enable_x64(True):
+            return plan.eager(None, leaves, bases)
+    state = call.stream.take()
+    try:
+        with jax.enable_x64(True):
+            return plan.eager(state, leaves, bases)
+    except BaseException:
+        call.stream.give_back(state)
+        raise
+
+
+def base_of(view: Any, array: Any) -> tuple[Any, tuple[int, ...]]:
+    """What a write to a view goes into: its storage's array, and where in that the view lies."""
+    return array, leave_open(view._steps)[1]
+
+
+def _check_writes(plan: Plan, mutated: list[Any]) -> None:
+    for tensor, grown in zip(mutated, plan.grown, strict=True):
+        if grown is None:
+            if tensor._storage_.refuses_writes is not None:
+                tensor._storage_.check_write()
+        else:
+            refuse_shared(tensor, plan.name, grown.shape)
+            check_become(tensor, plan.name)
+
+
+def _write(plan: Plan, mutated: list[Any], arrays: Iterator[Any]) -> None:
+    new = [
+        array if grown is None else new_tensor(array, grown)
+        for grown, array in zip(plan.grown, arrays, strict=False)
+    ]
+    for tensor, form, grown, value in zip(mutated, plan.base_forms, plan.grown, new, strict=True):
+        if grown is None:
+            tensor._storage_.write(value, form)
+        else:
+            become(tensor, value, plan.name)

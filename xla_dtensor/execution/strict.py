@@ -1,0 +1,27 @@
+"""Each operation is launched where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from xla_dtensor.base import assertions
+from xla_dtensor.execution import conditions
+from xla_dtensor.execution.running import Call, Plan, Running, launched
+from xla_dtensor.forms.sharing import launching
+
+
+class Strict(Running):
+    """Launches each operation by a program of its own."""
+
+    def perform(self, plan: Plan, call: Call) -> Any:
+        with launching():
+            return super().perform(plan, call)
+
+    def look(self, checked: tuple[Any, ...], call: Call) -> None:
+        if assertions.switch.eager:
+            conditions.check(checked, call)
+
+    def arrays(self, plan: Plan, call: Call) -> Iterable[Any]:
+        arrays: Iterable[Any] = launched(plan, call)
+        return arrays

@@ -1,0 +1,204 @@
+"""Operations run on JAX tracers: they become part of a larger program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import jax
+
+from xla_dtensor.base import executor
+from xla_dtensor.base.number_functions import number_value
+from xla_dtensor.execution import conditions
+from xla_dtensor.execution.running import Call, Plan, Running, base_of
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.read import constant_recipe, read
+from xla_dtensor.tensors.base import TensorMethods
+
+
+class Tracing(Running):
+    """Runs operations on tracers, by the functions of their plans.
+
+    Attributes:
+        scalars: what has been computed from scalars: (their arrays, the results), by the plan and
+            the identity of the arrays.
+        wide: float32 scalars in double precision; None where they are computed as they are.
+        python_numbers: the numbers that Python code has been given, by weak references.
+        positions: makes views at positions that are inputs (`dispatch.positions.Positions`); None
+            where positions are part of the program.
+        assertions: what must hold of indices, each as (a summary, what judges by it); None where
+            nobody asks.
+        asserted: likewise what the program says itself (``torch._assert_async``).
+    """
+
+    is_step = True
+    positions: Any = None
+    scalars: dict[Any, Any]
+    python_numbers: list[Any]
+
+    @property
+    def trace(self) -> Any:  # type: ignore[override]
+        return self
+
+    @property
+    def wide(self) -> Any:
+        return None
+
+    @property
+    def assertions(self) -> list[Any] | None:
+        return None
+
+    @property
+    def asserted(self) -> list[Any] | None:
+        return None
+
+    def joins(self, call: Call) -> bool:
+        return False  # what a step takes in is where it is
+
+    # --- asked of tensors' values -------------------------------------------------------------
+
+    def refuse(self, what: str) -> NoReturn:
+        raise NotImplementedError
+
+    def item(self, tensor: Any) -> Any:
+        """The value of a tensor of one element in Python, or raise because there is none."""
+        self.refuse(executor.ITEM)
+
+    def random_key(self) -> Any:
+        """A fresh JAX PRNG key for a random operation."""
+        raise NotImplementedError
+
+    def host_tensor(self, tensor: Any) -> Any:
+        """The array of a CPU tensor that takes part in an operation."""
+        raise NotImplementedError
+
+    def scope(self) -> Any:
+        """A context in which what is traced has the name of the module that it is for."""
+        return executor.NOTHING
+
+    def constant(self, form: Form, value: Any) -> Any:
+        """A storage for a new tensor filled with ``value``, or None to compute it as usual."""
+        return None
+
+    # --- running operations -------------------------------------------------------------------
+
+    def look(self, checked: tuple[Any, ...], call: Call) -> None:
+        conditions.trace(checked, call, self)
+
+    def perform(self, plan: Plan, call: Call) -> Any:
+        filled = call.filled_with()
+        if filled is not None and plan.run is not None:
+            form = plan.result_forms[0]
+            assert form is not None
+            storage = self.constant(form, filled)
+            if storage is not None:
+                return tensor_class(form)(storage, form)
+        return super().perform(plan, call)
+
+    def arrays(self, plan: Plan, call: Call) -> Iterable[Any]:
+        leaves = [
+            number_value(leaf)
+            if not isinstance(form, Form)
+            else read(leaf)
+            if isinstance(leaf, TensorMethods)
+            else self.host_tensor(leaf)
+            for leaf, form in zip(call.leaves, call.forms, strict=True)
+        ]
+        mutated = [call.leaves[i] for i in plan.mutated]
+        bases = [base_of(t, self.array_of(t._storage_)) if t._steps else None for t in mutated]
+        if plan.of_scalars:
+            return self._of_scalars(plan, call, leaves, bases)
+        return self._traced(plan, leaves, bases)
+
+    def _traced(self, plan: Plan, leaves: list[Any], bases: list[Any]) -> list[Any]:
+        with jax.enable_x64(True), self.scope():
+            arrays: list[Any] = plan.run.in_trace(self, leaves, bases)
+        return arrays
+
+    def _of_scalars(
+        self, plan: Plan, call: Call, leaves: list[Any], bases: list[Any]
+    ) -> list[Any]:
+        """Of many parameters the step counts are one array; what is made of them is made once."""
+        key = (plan, *(repr(x) if isinstance(x, _NUMBERS) else id(x) for x in leaves))
+        known = self.scalars.get(key)
+        if known is not None:
+            return known[1]
+        alike = _of_one(call, leaves)
+        if alike is not None:
+            known = self.scalars.get(alike)
+            if known is not None:
+                return known[1] * len(call.args[0])
+        given = leaves
+        if self.wide is not None:
+            with jax.enable_x64(True):
+                given = list(map(self.wide.widened, leaves))
+        arrays = self._traced(plan, given, bases)
+        self.scalars[key] = leaves, arrays  # the leaves, so that their ids stay theirs
+        one = list(arrays[:1])
+        same = all(array is one[0] for array in arrays)
+        if alike is not None and same and one and len(arrays) == len(call.args[0]):
+            self.scalars[alike] = leaves, one
+        return arrays
+
+    def tensors(self, plan: Plan, call: Call, arrays: Iterator[Any]) -> list[Any]:
+        results = super().tensors(plan, call, arrays)
+        recipes = None if plan.run is None else _recipes(plan, call)
+        if recipes is not None:
+            made = [tensor for tensor in results if tensor is not None]
+            for position, tensor in enumerate(made):
+                tensor._storage_.recipe = functools.partial(_cook, plan, recipes, position)
+        return results
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _of_one(call: Call, leaves: list[Any]) -> Any:
+    """What a call on lists does, if it does the same to one scalar again and again: the step counts
+    of two groups of parameters, whose lists have other lengths."""
+    is_list = call.args and isinstance(call.args[0], list)
+    if not is_list or call.kwargs or not call.info.name.startswith("aten::_foreach_"):
+        return None
+
+    def text(value: Any) -> Any:
+        index = getattr(value, "index", None)
+        if not isinstance(index, int):  # no slot
+            return repr(value)
+        leaf = leaves[index]
+        return repr(leaf) if isinstance(leaf, _NUMBERS) else id(leaf)
+
+    parts: list[Any] = []
+    for value in call.args:
+        texts = set(map(text, value)) if isinstance(value, list) else {text(value)}
+        if len(texts) != 1:
+            return None
+        parts.append((isinstance(value, list), *texts))
+    return (call.info.name, *parts)
+
+
+def _recipes(plan: Plan, call: Call) -> list[Any] | None:
+    """Per leaf how to compute it outside of the trace, if every leaf can be."""
+    if plan.mutated or plan.random:
+        return None
+    recipes: list[Any] = []
+    for leaf in call.leaves:
+        if isinstance(leaf, TensorMethods):
+            recipe = constant_recipe(leaf)
+            if recipe is None:
+                return None
+            recipes.append(recipe)
+        elif isinstance(leaf, int | float | complex):
+            recipes.append(functools.partial(_same, leaf))
+        else:
+            return None
+    return recipes
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _cook(plan: Plan, recipes: list[Any], position: int) -> Any:
+    with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        return plan.eager(None, [recipe() for recipe in recipes], [])[position]
