@@ -148,6 +148,12 @@ def test_scatters_to_one_position_of_what_moves() -> None:
 
 
 @still_there
+def test_windows_beside_each_other() -> None:
+    both = lambda x: jnp.stack([lax.cumsum(x), lax.cummax(x)])
+    check("2x4", both, [counted(8) - 20], [P("b")], P(None, "b"))
+
+
+@still_there
 def test_crops() -> None:
     crop = lambda x: lax.pad(x, jnp.float32(0), [(-1, 0, 0)])
     check("2x4", crop, [counted(4)], [P()], P("a"))

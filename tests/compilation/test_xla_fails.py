@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
@@ -33,3 +34,50 @@ def test_two_layouts_of_an_uneven_weight(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tried, "XLA compiles it by now"
     torch.testing.assert_close(out.detach().cpu(), wanted.detach())
     torch.testing.assert_close(placed.grad.cpu(), weight.grad)
+
+
+def test_two_tensors_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Seed 382: what is cut out of the padding of one meets what is cut out of the other's.
+    tried: list[Any] = []
+    monkeypatch.setattr(lowered, "apart", lambda program: tried.append(program) or apart(program))
+    mesh = make_mesh("2x4")
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.lerp_(y, 0.25)
+        out = x / (y.square() + 0.5)
+        if out.device.type == "xla":
+            out = out.redistribute(placements=[Replicate(), Shard(2)])
+        return out.clone()
+
+    x, y = torch.full((1, 1, 1), -0.5), torch.full((1, 1, 1), 1.5)
+    placed = distribute_tensor(x, mesh, [Shard(0), Replicate()])
+    other = distribute_tensor(y, mesh, [_StridedShard(1, split_factor=4), Shard(1)])
+    out = xd.compile(step)(placed, other)
+    assert tried, "XLA compiles it by now"
+    torch.testing.assert_close(out.cpu(), step(x, y))
+    torch.testing.assert_close(placed.cpu(), x)
+
+
+def test_a_product_that_is_looked_up_in() -> None:
+    # Seed 11302, with a backward pass outside.
+    mesh = make_mesh("2x2x2")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 2, 1, generator=generator)
+    x = torch.randn(3, 2, 3, generator=generator, requires_grad=True)
+    index = torch.tensor([2, 0, 1, 2, 2, 0, 1, 2, 2, 0, 0, 0])
+
+    def step(weight: torch.Tensor, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(x, weight).index_select(2, index).mT.reshape([3, 1, 36])
+
+    placed = distribute_tensor(x.detach(), mesh, [Shard(1), Replicate(), Replicate()])
+    placed.requires_grad_()
+    got = xd.compile(step)(
+        distribute_tensor(weight, mesh, [Shard(2), Replicate(), Shard(2)]),
+        distribute_tensor(index, mesh, [Shard(0), Replicate(), Shard(0)]),
+        placed,
+    )
+    wanted = step(weight, index, x)
+    got.sin().sum().backward()
+    wanted.sin().sum().backward()
+    torch.testing.assert_close(got.detach().cpu(), wanted.detach())
+    torch.testing.assert_close(placed.grad.cpu(), x.grad)

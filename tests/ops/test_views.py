@@ -439,3 +439,24 @@ def test_random_writes_land_in_views() -> None:
         return changed, x[5], x[0] - before[0], x[3] - before[3]
 
     play(function, (6, 4))
+
+
+@pytest.mark.parametrize(
+    ("of_complex", "view"),
+    [
+        (True, torch.view_as_real),
+        (True, lambda c: c.real),
+        (True, lambda c: c.conj()),
+        (False, torch.view_as_complex),
+        (False, lambda x: x.view(torch.int32)),
+    ],
+    ids=["view_as_real", "real", "conj", "view_as_complex", "view"],
+)
+def test_as_strided_of_other_numbers_than_the_memorys(of_complex: bool, view: Any) -> None:
+    """Its positions would be the memory's, of another dtype; it gave that without a word."""
+    x = torch.randn(4, 4, 2)
+    shown = view((torch.view_as_complex(x) if of_complex else x).clone().to("xla"))
+    with pytest.raises(xd.UnsupportedOpError, match=r"clone\(\) it first"):
+        shown.as_strided([2], [4], 1)
+    copy = shown.clone()
+    assert torch.equal(copy.as_strided([2], [4], 1).cpu(), copy.cpu().as_strided([2], [4], 1))

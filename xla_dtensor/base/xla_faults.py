@@ -251,6 +251,17 @@ WINDOWS = Fault(
     "lowering/view.py:unfold_backward",
     "it ends the process",
 )
+WINDOW_PADDING = Fault(
+    "Of two reduce_windows over one sharded operand the second one gets the padding of the first: "
+    "a running maximum beside a running sum takes zeros for numbers.",
+    "lowering/scans.py:scan",
+    _HERE + "test_windows_beside_each_other",
+)
+CONSTANT_WINDOWS = Fault(
+    "A running sum of what one number was repeated to ends the process.",
+    "lowering/scans.py:scan",
+    "it ends the process",
+)
 CROPS = Fault(
     "Pads of negative width give shards the values of their neighbours, or end the process.",
     "lowering/padding.py:padded",

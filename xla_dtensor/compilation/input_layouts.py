@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
+from jax.extend.mlir.dialects import sdy, stablehlo
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.plans import pin
@@ -82,22 +82,36 @@ class Pinning:
 
 
 def apart(lowered: Any) -> Any:
-    """The program with each slice hidden from the partitioner, which mistakes what is cut out of
-    padding for what it was cut out of (`base/xla_faults.py:CUT_PADDING`).
+    """The program with the operand of each slice whole on every device, and with its result hidden
+    from the partitioner, which mistakes what is cut out of padding for what it was cut out of
+    (`base/xla_faults.py:CUT_PADDING`).
 
     Args:
         lowered: the program as `jax.stages.Lowered`, which is changed.
     """
     cuts: list[Any] = []
+    meshes: list[Any] = []
 
     def visit(operation: Any) -> Any:
+        if operation.name == "sdy.manual_computation":  # each device computes by itself there
+            return ir.WalkResult.SKIP
+        if operation.name == "sdy.mesh":
+            meshes.append(operation)
         if operation.name == "stablehlo.slice":
             cuts.append(operation)
         return ir.WalkResult.ADVANCE
 
-    lowered.compiler_ir().operation.walk(visit)
+    module = lowered.compiler_ir()
+    module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
     for cut in cuts:
-        (result,) = cut.results
+        (result,), (operand,) = cut.results, cut.operands
+        with ir.InsertionPoint(cut), cut.location:
+            for mesh in meshes[:1]:
+                whole = sdy.DimensionShardingAttr.get([], is_closed=True)
+                name = ir.StringAttr(mesh.attributes["sym_name"]).value
+                rank = ir.RankedTensorType(operand.type).rank
+                sharding = sdy.TensorShardingAttr.get(name, [whole] * rank)
+                cut.operands[0] = sdy.ShardingConstraintOp(operand, sharding).result
         with ir.InsertionPoint.after(cut), cut.location:
             barrier = stablehlo.OptimizationBarrierOp([result])
         result.replace_all_uses_except(barrier.results[0], barrier.operation)

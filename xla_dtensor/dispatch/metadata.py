@@ -49,6 +49,9 @@ def _view_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
+_OF_VALUES = (aten._conj.default, aten._neg_view.default)  # that show others than the memory's
+
+
 @handles("aten::as_strided.default")
 def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Of a view: the same of its base, since both are about the memory behind them."""
@@ -56,6 +59,14 @@ def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     base = _base(tensor)
     if base is tensor:
         return NotImplemented
+    if base.dtype != tensor.dtype or any(
+        getattr(step, "op", None) in _OF_VALUES for step in tensor._steps
+    ):
+        raise UnsupportedOpError(
+            f"as_strided of a view of shape {list(tensor.shape)} and {tensor.dtype} of memory that "
+            f"holds {base.dtype} (view_as_complex, view_as_real, .real, .imag, view(dtype), conj): "
+            "its positions are not those of the memory; clone() it first"
+        )
     trace = thread_state.current()
     if trace is not None:
         trace.touched(tensor)

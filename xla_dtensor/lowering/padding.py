@@ -54,7 +54,7 @@ def padded(x: jax.Array, widths: Widths, value: Any = 0) -> jax.Array:
 
 
 def _pad(x: jax.Array, *, widths: tuple[tuple[int, int], ...]) -> jax.Array:
-    return lax.pad(x, jnp.zeros((), x.dtype), [(before, after, 0) for before, after in widths])
+    return lax.pad(x, np.zeros((), x.dtype), [(before, after, 0) for before, after in widths])
 
 
 def _transpose(cotangent: Any, x: Any, *, widths: tuple[tuple[int, int], ...]) -> Any:

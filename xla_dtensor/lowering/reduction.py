@@ -15,6 +15,7 @@ from xla_dtensor.lowering.guards import BITS_OF_DOUBLES
 from xla_dtensor.lowering.pointwise import cast, is_complex, is_integral, logaddexp
 from xla_dtensor.lowering.promotion import float_dtype, math_dtype, promote_to_float
 from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.scans import running, scan
 
 Dims = int | Sequence[int] | None
 
@@ -364,23 +365,19 @@ def logsumexp(x, dim, keepdim=False):
 @lowers("cumsum")
 def cumsum(x, dim, *, dtype=None):
     x = _accumulator(x, dtype)
-    return jnp.cumsum(x, axis=dim) if x.ndim else x
+    return running(jnp.add, x, dim)
 
 
 @lowers("cumprod")
 def cumprod(x, dim, *, dtype=None):
     x = _accumulator(x, dtype)
-    return jnp.cumprod(x, axis=dim) if x.ndim else x
+    return running(jnp.multiply, x, dim)
 
 
 @lowers("logcumsumexp")
 def logcumsumexp(x, dim):
     (x,) = promote_to_float(x)
-    if x.ndim == 0 or x.size == 0:
-        return x
-    if not is_complex(x):
-        return jax.lax.cumlogsumexp(x, axis=dim % x.ndim)
-    return jax.lax.associative_scan(logaddexp, x, axis=dim)
+    return running(logaddexp, x, dim)
 
 
 def _running_extremum(x: jax.Array, dim: int, better: Callable) -> tuple[jax.Array, jax.Array]:
@@ -395,7 +392,7 @@ def _running_extremum(x: jax.Array, dim: int, better: Callable) -> tuple[jax.Arr
         return tuple(jnp.where(take, b, a) for a, b in zip(earlier, later, strict=True))
 
     index = jax.lax.broadcasted_iota(np.int64, x.shape, dim % x.ndim)
-    return jax.lax.associative_scan(combine, (x, index), axis=dim)
+    return scan(combine, (x, index), dim % x.ndim)
 
 
 @lowers("cummax")
