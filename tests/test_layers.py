@@ -13,7 +13,7 @@ from tools import import_graph as graph
 MODULES = graph.modules()
 IMPORTS = list(graph.imports(MODULES))
 
-# A file of one table may be longer.
+# A file of one class may be longer: cut to fit, it would be harder to read, not easier.
 MOST_LINES = 400
 
 
@@ -49,7 +49,15 @@ def test_every_folder_has_a_floor() -> None:
 
 @pytest.mark.parametrize("name", [n for n in MODULES if graph.folder(n) != "lowering"])
 def test_files_can_be_read_in_one_sitting(name: str) -> None:
-    assert len(MODULES[name].read_text().splitlines()) <= MOST_LINES
+    text = MODULES[name].read_text()
+    assert len(text.splitlines()) <= MOST_LINES or is_one_class(ast.parse(text))
+
+
+def is_one_class(module: ast.Module) -> bool:
+    """Whether all that a file has besides imports and constants is a class and short functions."""
+    classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    return len(classes) == 1 and sum(f.end_lineno - f.lineno for f in functions) < MOST_LINES // 10
 
 
 def test_modules_are_imported_by_statements() -> None:

@@ -31,6 +31,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mesh", "lowering"),
     ("rules", "forms"),
     ("tensors",),
+    ("execution",),
+    ("plans",),
     ("dispatch",),
     ("movement",),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data"),

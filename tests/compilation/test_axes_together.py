@@ -25,8 +25,8 @@ from benchmarks.hlo import collective_traffic
 from tests.compilation.random_products import OPERATIONS, check, groupings
 from tests.conftest import make_mesh
 from xla_dtensor.compilation.program import Program
-from xla_dtensor.plans import pin
 from xla_dtensor.mesh import frame_of
+from xla_dtensor.plans import pin
 
 
 @pytest.mark.one_in(3)

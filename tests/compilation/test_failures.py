@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.compilation import program, write_back
 from xla_dtensor.compilation.effects import Effect
 from xla_dtensor.forms.storage import Storage
@@ -187,7 +187,7 @@ def test_a_failure_in_writing_back(
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls, failed
-        calls += thread_state.current() is None
+        calls += executor.trace() is None
         if calls == at and not failed:
             failed = True
             raise MemoryError("on purpose")

@@ -13,7 +13,7 @@ import xla_dtensor as xd
 from tests.dispatch.out_of_range import CALLS, LAYOUTS, OTHER_TEXTS, R, X, i, place
 from tests.parallel.harness import full
 from xla_dtensor.base import assertions
-from xla_dtensor.plans import conditions
+from xla_dtensor.execution import conditions
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
 from xla_dtensor.dispatch import batched
-from xla_dtensor.execution import batch
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.execution import batch
 
 pytestmark = pytest.mark.usefixtures("strict_eager")
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import xla_dtensor as xd
 from xla_dtensor.dispatch import execute
-from xla_dtensor.plans.computation import Computation
 from xla_dtensor.lowering import find_lowering, lowers
+from xla_dtensor.plans.computation import Computation
 
 pytestmark = pytest.mark.usefixtures("strict_eager")
 

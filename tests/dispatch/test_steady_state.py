@@ -23,9 +23,9 @@ from xla_dtensor import dispatch
 from xla_dtensor.base.cache import Cache, Interned
 from xla_dtensor.dispatch import execute
 from xla_dtensor.execution import batch
+from xla_dtensor.lowering import lowers
 from xla_dtensor.plans import ops
 from xla_dtensor.plans.plan import Plan
-from xla_dtensor.lowering import lowers
 
 pytestmark = pytest.mark.usefixtures("strict_eager")
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from xla_dtensor.base import executor
+
 
 class Observer(Protocol):
     """What is told. Forms (`xla_dtensor.forms.form.Form`) are those before and after."""
@@ -55,7 +57,15 @@ ENVIRONMENT_VARIABLE = "XLA_DTENSOR_LOGS"
 """Names what `xla_dtensor.debug` logs from the start; ``integration`` reads it."""
 
 observer: Observer | None = None
-"""Who is told."""
+"""Who is told; `observe` says who."""
+
+
+def observe(by: Observer | None) -> None:
+    """Tell ``by`` of operations from now on; None: nobody."""
+    global observer
+    observer = by
+    executor.choose()
+
 
 before_waiting: list[Callable[[], None]] = []
 """Who has something that waits to be begun."""

@@ -47,6 +47,14 @@ class Executor:
         the call has to be taken apart anew."""
         return False
 
+    def look(self, conditions: tuple[Any, ...], call: Any) -> None:
+        """Look at whether ``conditions`` (`execution.conditions.Checked`) hold of a call's
+        arguments, now or once there are values.
+
+        Raises:
+            Exception: torch's, if one is known not to hold.
+        """
+
     def perform(self, plan: Any, call: Any) -> Any:
         """The results of a call, by its plan (`execution.running.Plan`)."""
         raise NotImplementedError
@@ -118,6 +126,8 @@ default: Callable[[], Executor] = lambda: _idle
 """The executor of a thread in which no block has put another one in place."""
 at_once: Callable[[], Executor] = lambda: _idle
 """The one that runs each operation where it stands."""
+choose: Callable[[], None] = lambda: None
+"""To be called when what these hang on has changed: switches, an observer, other processes."""
 
 
 def current() -> Executor:
@@ -129,6 +139,12 @@ def current() -> Executor:
 def enclosing() -> Executor | None:
     """The executor that a block of this thread has put in place; None where that is the default."""
     return _thread.executor
+
+
+def enclosing_batch() -> Any:
+    """The batch that a block has put in place; None where there is none."""
+    executor = _thread.executor
+    return None if executor is None else executor.batch
 
 
 def trace() -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base import executor, rng
 
 _CpuGenerator: Any = torch._C.Generator
 # By where C++ has it: to operations it gives another Python object for the same generator.
@@ -93,7 +93,7 @@ def _rebuild(state: torch.Tensor) -> XLAGenerator:
 
 
 def _refuse_in_step(what: str) -> None:
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.refuse(f"a generator's new {what}, which")
 
@@ -110,7 +110,7 @@ def stream_of(generator: Any, name: str) -> rng.RandomStream:
             f"{name}: Expected a 'xla' device type for generator but found "
             f"'{generator.device.type}'; make it with torch.Generator(device='xla')"
         )
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.refuse(
             "generator= (a compiled step draws from the device's own stream, which "

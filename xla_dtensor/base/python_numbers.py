@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base import executor, interrupts
 from xla_dtensor.base.printed import PrintedNumbers, only_printed
 from xla_dtensor.base.traced_number import NumberNode
 
@@ -124,7 +124,7 @@ def like_a_number(number: Any) -> Any:
 
 def _of(node: NumberNode) -> Any:
     number = _KINDS.get(type(node.value), _KINDS[int if node.is_int() else float])(node)
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.python_numbers.append(weakref.ref(number))
     return number

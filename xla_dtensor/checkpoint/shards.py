@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_dtensor.base import assertions, interrupts, thread_state
+from xla_dtensor.base import assertions, executor, interrupts
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import from_numpy, viewed_by_numpy
@@ -95,7 +95,7 @@ def check_whole(tensor: Ours, what: str) -> None:
     Args:
         what: is to be done with which tensor.
     """
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.refuse(what)
     form: Form = tensor._form

@@ -15,7 +15,7 @@ import jax
 import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.compilation.graph import nodes_of
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import DataDependentError
@@ -118,7 +118,7 @@ class History:
         grads = []
         for tensor in tensors:
             form = _gradient_form(tensor._form)
-            with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = arrays.full(form.array_shape, 0, form.jax_dtype, form.sharding)
             self.cotangents.append(array)
             self.cotangent_forms.append(form)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.number_functions import plain_number
 from xla_dtensor.base.python_numbers import is_number, is_pythons, like_a_number
 from xla_dtensor.base.traced_number import NumberNode
@@ -96,7 +96,7 @@ class HostProgram:
                 return x.compute(numbers)
             return x
 
-        with torch.no_grad(), _disable_current_modes(), thread_state.active(None):
+        with torch.no_grad(), _disable_current_modes(), executor.running_at_once():
             for operation in self._operations:
                 args, kwargs = pytree.tree_map(value, (operation.args, operation.kwargs))
                 out = operation.func(*args, **kwargs)
@@ -226,7 +226,7 @@ class HostOperations(TorchDispatchMode):
 
     def undo(self) -> None:
         """Give the tensors from outside the values that they had before the trace."""
-        with torch.no_grad(), _disable_current_modes(), thread_state.active(None):
+        with torch.no_grad(), _disable_current_modes(), executor.running_at_once():
             for tensor, before in self._overwritten:
                 tensor.copy_(before)
         self._overwritten = []

@@ -11,8 +11,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.plans import pin
 from xla_dtensor.mesh import Frame
+from xla_dtensor.plans import pin
 
 T = TypeVar("T")
 

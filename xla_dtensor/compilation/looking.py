@@ -10,8 +10,8 @@ from xla_dtensor.base.thread_state import tracing
 from xla_dtensor.compilation.arguments import Arguments, ReadsMore
 from xla_dtensor.compilation.attempts import trace
 from xla_dtensor.compilation.program import Program
-from xla_dtensor.execution import lazy
 from xla_dtensor.errors import DataDependentError
+from xla_dtensor.execution import lazy
 
 
 def looked_at(step: Any, args: Any, kwargs: Any, look: Callable[[Program], Any]) -> Any:

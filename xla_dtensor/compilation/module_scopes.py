@@ -18,7 +18,7 @@ import jax
 import torch
 from torch import nn
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 
 FORWARD, BACKWARD, OPTIMIZER = "nn:", "nn_backward:", "nn_optimizer:"
 
@@ -87,7 +87,7 @@ def naming_modules() -> Iterator[None]:
 
     @functools.wraps(original)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if thread_state.current() is None:  # another thread's, or outside of the step
+        if executor.trace() is None:  # another thread's, or outside of the step
             return original(module, *args, **kwargs)
         with scopes.inside(module):
             return original(module, *args, **kwargs)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _BatchNorm
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 
 _CLASSES = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 
@@ -19,10 +19,10 @@ class CumulativeNorms:
 
     def __enter__(self) -> CumulativeNorms:
         self._forward = forward = _BatchNorm.forward
-        trace = thread_state.current()
+        trace = executor.trace()
 
         def tracing(module: Any, x: torch.Tensor) -> torch.Tensor:
-            if thread_state.current() is trace and _is_cumulative(module):
+            if executor.trace() is trace and _is_cumulative(module):
                 return _normalized(module, x)
             return forward(module, x)
 

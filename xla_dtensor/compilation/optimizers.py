@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.modes import unseen
 from xla_dtensor.base.valueless_number import absent_number
 from xla_dtensor.compilation.hyperparameters import for_formula, item_of
@@ -146,7 +146,7 @@ class OptimizerHooks:
         """``zero_grad`` that tells the trace what it sets to None."""
 
         def seen(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            if thread_state.current() is not self._trace:
+            if executor.trace() is not self._trace:
                 return zero_grad(owner, *args, **kwargs)
             # Before, and not as it comes to them: the order would depend on which have one.
             if args[0] if args else kwargs.get("set_to_none", True):
@@ -177,13 +177,13 @@ class OptimizerHooks:
         before = [group["capturable"] for group in groups]
         for group in groups:
             group["capturable"] = True  # the step count is a tensor on the devices
-        self._trace.in_optimizer += 1
+        self._trace.optimizer_depth += 1
         # ``step(closure)``: what the closure computes is the user's, not the optimizer's.
         named = {name: self._apart(x) for name, x in kwargs.items()}
         try:
             return function(optimizer, *map(self._apart, args), **named)
         finally:
-            self._trace.in_optimizer -= 1
+            self._trace.optimizer_depth -= 1
             for group, capturable in zip(groups, before, strict=True):
                 group["capturable"] = capturable
 
@@ -222,11 +222,11 @@ class OptimizerHooks:
             return closure
 
         def apart() -> Any:
-            inside, self._trace.in_optimizer = self._trace.in_optimizer, 0
+            inside, self._trace.optimizer_depth = self._trace.optimizer_depth, 0
             try:
                 return closure()
             finally:
-                self._trace.in_optimizer = inside
+                self._trace.optimizer_depth = inside
 
         return apart
 
@@ -248,7 +248,7 @@ class OptimizerHooks:
                     elif value.device.type != "cpu":
                         continue
                     found.append((state, key, value))
-        with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             ours = [v._storage_.array for _, _, v in found if isinstance(v, TensorMethods)]
             if abstract.current() is not None:  # they count, but nobody knows how far
                 values = iter([np.zeros(())] * len(ours))

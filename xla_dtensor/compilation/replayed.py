@@ -13,17 +13,17 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base import executor, interrupts
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.attempts import Attempt
 from xla_dtensor.compilation.base_step import BaseStep
 from xla_dtensor.compilation.garbage import Seldom
 from xla_dtensor.compilation.looking import called_without_data
 from xla_dtensor.compilation.step_batch import Program, Refused, StepBatch
-from xla_dtensor.execution import lazy
-from xla_dtensor.execution.batch import writing_down
-from xla_dtensor.execution.batch_program import Entry, Outputs
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.execution import lazy
+from xla_dtensor.execution.batch_program import Entry, Outputs
+from xla_dtensor.execution.blocks import writing_down
 from xla_dtensor.runtime import abstract, processes
 
 SEQUENCES = 256  # of operations whose programs are kept
@@ -70,7 +70,7 @@ class ReplayedStep(BaseStep):
         self.recompilations: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if thread_state.is_in_step():
+        if executor.is_in_step():
             return self._function(*args, **kwargs)  # part of the step around it
         if abstract.current() is not None:
             return called_without_data(self, args, kwargs)

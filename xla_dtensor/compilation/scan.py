@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.compilation.equal_layers import (
     Unassigned,
     changed,
@@ -89,7 +89,7 @@ def scan_layers(
     modules = list(layers)
 
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        trace = thread_state.current()
+        trace = executor.trace()
         if len(modules) < 2 or not isinstance(trace, StepTrace) or not isinstance(x, Ours):
             for layer in modules:
                 x = layer(x, *args, **kwargs)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.compilation.equal_layers import HOOKS, changed, equal_to_first, same_value
 from xla_dtensor.compilation.scan import Layers
 from xla_dtensor.compilation.trace import StepTrace
@@ -69,7 +69,7 @@ def scan_equal_layers(
     """
     if at_least < 2:
         raise ValueError(f"scan_equal_layers(at_least={at_least}): a loop has two layers or more")
-    trace = thread_state.current()
+    trace = executor.trace()
     if not isinstance(trace, StepTrace):
         yield
         return
@@ -78,7 +78,7 @@ def scan_equal_layers(
 
     @functools.wraps(original)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if thread_state.current() is not trace or chains.tracing:
+        if executor.trace() is not trace or chains.tracing:
             return original(module, *args, **kwargs)
         answer = chains.answer(module, args, kwargs)
         if answer is not None:

@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DataDependentError
 
@@ -35,7 +35,7 @@ class DeferredSchedulers:
         self._trace: Any = None
 
     def __enter__(self) -> DeferredSchedulers:
-        self._trace = thread_state.current()
+        self._trace = executor.trace()
         for cls in {lr_scheduler.LRScheduler, *_subclasses(lr_scheduler.LRScheduler)}:
             step = cls.__dict__.get("step")
             if step is not None:
@@ -49,7 +49,7 @@ class DeferredSchedulers:
 
     def _deferring(self, cls: type, step: Any) -> Any:
         def deferred(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            if thread_state.current() is not self._trace or self._trace is None:
+            if executor.trace() is not self._trace or self._trace is None:
                 return step(scheduler, *args, **kwargs)
             if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves((args, kwargs))):
                 self._trace.refuse(f"{type(scheduler).__name__}.step() with a tensor's value")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xla_dtensor.base import assertions, events, interrupts, thread_state
+from xla_dtensor.base import assertions, events, executor, interrupts, thread_state
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.audit import compare
@@ -19,7 +19,6 @@ from xla_dtensor.compilation.looking import called_without_data, looked_at
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.step_traces import StepTraces
 from xla_dtensor.compilation.streams import call_with_streams, has_streams
-from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.execution import lazy
 from xla_dtensor.runtime import abstract
 from xla_dtensor.runtime.jax_runtime import code_bytes
@@ -81,10 +80,7 @@ class CompiledStep(StepTraces):
         self.recompilations: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batch = thread_state.batch()
-        inner = isinstance(thread_state.current(), StepTrace) or (
-            batch is not None and batch.is_step
-        )
+        inner = executor.is_in_step()
         padding = None
         if self._buckets is not None:
             args, kwargs, padding = self._buckets.padded(args, kwargs, pad=not inner)

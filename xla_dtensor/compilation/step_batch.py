@@ -26,8 +26,7 @@ from xla_dtensor.execution.batch_program import (
     computation,
     out_shardings,
 )
-from xla_dtensor.plans.call import Call, filled_with
-from xla_dtensor.plans.plan import Plan
+from xla_dtensor.execution.interfaces import Call, Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.mesh import Frame
@@ -200,7 +199,7 @@ class StepBatch(lazy.Lazy):
     def _add_in_optimizer(self, plan: Plan, call: Call) -> list[Any]:
         """Write a call down; state that an optimizer makes in its first step is there at once, so
         that this step's program is that of all later ones, which have it as an input."""
-        filled = filled_with(call)
+        filled = call.filled_with()
         form = plan.result_forms[0] if plan.result_forms else None
         # What moves to the mesh's devices with the step's values has another form there.
         if (

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.compilation.code_names import describe
 from xla_dtensor.compilation.installed import is_installed_file
@@ -84,7 +84,7 @@ def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
         raise refused[-1]
 
     def started(original: Any, work_of: Any, what: str, *args: Any, **kwargs: Any) -> Any:
-        if thread_state.current() is trace:
+        if executor.trace() is trace:
             work = work_of(*args, *kwargs.values())
             if not _is_package_s(work):
                 refuse(
@@ -95,7 +95,7 @@ def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
         return original(*args, **kwargs)
 
     def used(original: Any, name: str, each: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(each) in paths and thread_state.current() is trace:
+        if id(each) in paths and executor.trace() is trace:
             refuse(_of_queue(f"calls {name}() of {paths[id(each)]}", each))
         return original(each, *args, **kwargs)
 

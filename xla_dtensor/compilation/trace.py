@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax.ad_checkpoint import checkpoint_name
 
-from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base import executor, rng, thread_state
 from xla_dtensor.base.modes import unseen
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.valueless_number import valueless_number
@@ -31,12 +31,15 @@ from xla_dtensor.compilation.outside import Outside
 from xla_dtensor.compilation.recomputation import Recomputation
 from xla_dtensor.compilation.trace_assertions import TraceAssertions
 from xla_dtensor.compilation.trace_numbers import TraceNumbers
+from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
+from xla_dtensor.execution.tracing import Tracing
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage, next_version
 from xla_dtensor.mesh import Frame
+from xla_dtensor.plans.ops import info_of
 from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray, traced
 from xla_dtensor.tensors.base import grad_of, set_grad_of
@@ -45,8 +48,8 @@ from xla_dtensor.tensors.base import grad_of, set_grad_of
 READ = "xla_dtensor reads "
 
 
-class StepTrace(TraceNumbers, TraceAssertions):
-    """The trace of one step; see `thread_state.Trace` for the methods that dispatch calls."""
+class StepTrace(TraceNumbers, TraceAssertions, Tracing):
+    """The trace of one step; see `base.executor.Executor` for what it is told and asked."""
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
         # Tensors that the step is known to reach, as they are before it.
@@ -77,7 +80,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self._latest: Any = None
         self._begins = next_version()
         self.loop_begins = 0  # versions from before the loop body that is being traced are lower
-        self.in_optimizer = 0
+        self.optimizer_depth = 0
         # Scalars computed from the same scalars are computed once: the step counts of 600
         # parameters, and what an optimizer makes of them.
         self.scalars: dict[Any, Any] = {}
@@ -96,6 +99,29 @@ class StepTrace(TraceNumbers, TraceAssertions):
         self._in_devices: dict[int, tuple[Any, Any]] = {}
         self.host: Any = None
         self._start_assertions()
+
+    @property
+    def routes(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return (self._with_numbers, self._at_position)
+
+    def _with_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call with the numbers that doubles in torch's C++ stand for."""
+        if not self.stand_ins:
+            return NotImplemented
+        restore = self.stand_ins.restore
+        restored = [restore(value) for value in args]
+        named = {name: restore(value) for name, value in kwargs.items()}
+        old, new = (*args, *kwargs.values()), (*restored, *named.values())
+        if all(a is b for a, b in zip(old, new, strict=True)):
+            return NotImplemented
+        return dispatch(func, restored, named)
+
+    def _at_position(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A view at a position that is an input."""
+        info = info_of(func)
+        if info.view is None or self.positions is None:
+            return NotImplemented
+        return self.positions.view(info, args, kwargs, dispatch)
 
     # --- what dispatch reports ---------------------------------------------------------------
 
@@ -182,7 +208,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
                 outside = known_before[1]
                 if outside.grad is not None and grad_of(tensor) is None:
                     outside.cleared = True
-            if self.in_optimizer:
+            if self.optimizer_depth:
                 outside.only_optimizer = True
             self.outside[id(tensor)] = known = outside
         if tensor.requires_grad != known.requires_grad:
@@ -219,11 +245,11 @@ class StepTrace(TraceNumbers, TraceAssertions):
     def wide(self) -> thread_state.WideScalars | None:
         """Scalars in double precision. An optimizer that runs eagerly computes with Python's floats
         what becomes of step counts; ``1 - beta**step`` in float32 would have three digits."""
-        return self._wide if self.in_optimizer else None
+        return self._wide if self.optimizer_depth else None
 
     def scope(self) -> Any:
         """A context that gives operations of the trace the name of their module."""
-        return module_scopes.scope(self.in_optimizer > 0)
+        return module_scopes.scope(self.optimizer_depth > 0)
 
     def random_key(self) -> Any:
         key = rng.key_of(self.rng_words, self.random_operations())
@@ -241,7 +267,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         known = self.host_arrays.get(key)
         if known is None or known[0] is not tensor:
             source = self.host.use(tensor)
-            with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.asarray(to_numpy(tensor))
             known = self.host_arrays[key] = (tensor, array, source)
         return self._mark(tensor, known[1], None) if self.differentiating else known[1]
@@ -251,20 +277,20 @@ class StepTrace(TraceNumbers, TraceAssertions):
         operations as the learning rate does."""
         floating = tensor.dtype.is_floating_point and not tensor._form.varying
         if not thread_state.is_in_formula() or not floating:
-            self.refuse(thread_state.ITEM)
+            self.refuse(executor.ITEM)
         array = logical_value(tensor).reshape(())
         known = self._items.get(id(array))
         if known is None:
             with jax.enable_x64(True):
                 wide = self._wide.widened(array).astype(jnp.float64)
                 weak = jax._src.lax.lax._convert_element_type(wide, weak_type=True)
-            refuse = functools.partial(self.refuse, thread_state.ITEM)
+            refuse = functools.partial(self.refuse, executor.ITEM)
             number = valueless_number(weak, "a tensor's item", refuse)
             # With the array, so that its id stays its own.
             known = self._items[id(array)] = array, number
         return known[1]
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str) -> NoReturn:
         raise DataDependentError(
             f"{what} needs a value that doesn't exist while the step is compiled"
             f"{user_line()}\nKeep the value on the devices (torch.where, a tensor in place of a "
@@ -311,7 +337,7 @@ class StepTrace(TraceNumbers, TraceAssertions):
         array = storage.array
         if id(array) in self._array_ids and not self.is_counter(array):
             # Two storages share this array; as inputs of the program they must be two.
-            with thread_state.active(None), jax.ensure_compile_time_eval():
+            with executor.running_at_once(), jax.ensure_compile_time_eval():
                 copied = array.copy() if isinstance(array, AbstractArray) else jnp.copy(array)
                 array = storage.array = copied
         self._array_ids.add(id(array))
@@ -326,9 +352,9 @@ class StepTrace(TraceNumbers, TraceAssertions):
         program and an input of all later ones: two programs for the same step. So what optimizers
         fill is made outside of the trace and captured.
         """
-        if not self.in_optimizer or isinstance(value, torch.SymInt | torch.SymFloat):
+        if not self.optimizer_depth or isinstance(value, torch.SymInt | torch.SymFloat):
             return None
-        with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             if form.shape == ():
                 array = self.counter(form, value)
             else:

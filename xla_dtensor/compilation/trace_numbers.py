@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.keys import exact
 from xla_dtensor.base.source_line import expression_here
 from xla_dtensor.base.traced_number import NumberNode, input_number, is_integer
@@ -91,7 +91,7 @@ class TraceNumbers:
         key = form, repr(value)
         array = self._counters.get(key)
         if array is None:
-            with thread_state.active(None), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = arrays.full((), value, form.jax_dtype, form.sharding)
             self._counters[key] = array
             self._counter_ids.add(id(array))

@@ -11,7 +11,7 @@ import jax
 import torch
 from torch.nn.utils import parametrize
 
-from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base import executor, interrupts
 from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.asked_ids import AskedIds
@@ -167,7 +167,7 @@ class Traced(TracedEffects):
                     none_started(trace, watch.shared),
                     NewObjects() as new,
                     unseen_by_checkpoint(),
-                    thread_state.active(trace),
+                    executor.running(trace),
                     torch.autograd.set_multithreading_enabled(False),
                     jax.enable_x64(True),
                     recorder.recording(watch.meets_installed),

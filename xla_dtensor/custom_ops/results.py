@@ -9,7 +9,7 @@ import jax
 import torch
 from torch.distributed.tensor import Replicate
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.custom_ops.distributed_op import DistributedOp, Inferred
 from xla_dtensor.custom_ops.gradients import Pass, Result
 from xla_dtensor.errors import LayoutRuleError
@@ -102,7 +102,7 @@ def _from_devices(
     if local.requires_grad:
         local = Result.apply(local, layout, state)
     result = from_local(local, layout.mesh, layout.placements)
-    if thread_state.current() is None or result.is_meta:
+    if executor.trace() is None or result.is_meta:
         return result
     return _Constrained.apply(result)
 
@@ -123,7 +123,7 @@ def _lay_out(
         )
     if not isinstance(tensor, XLAShardedTensor):
         tensor = as_sharded(tensor, layout.mesh)
-    if tensor.layout.placements == layout.placements and thread_state.current() is None:
+    if tensor.layout.placements == layout.placements and executor.trace() is None:
         return tensor
     return _LaidOut.apply(tensor, layout)
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import PlacementError, UnsupportedOpError
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import to_numpy
@@ -57,7 +57,7 @@ def shard_batch(
         batch = xd.shard_batch(torch.ones(rows, 16), mesh, [xd.Shard(0), xd.Replicate()])
         assert batch.shape == (8, 16)
     """
-    if thread_state.current() is not None:
+    if executor.trace() is not None:
         raise UnsupportedOpError(
             "shard_batch in a compiled step: the batch would be a constant of the program; make it "
             "before the step, and give it as an argument"

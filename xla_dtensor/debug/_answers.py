@@ -10,11 +10,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.debug._records import Redistribution
 from xla_dtensor.debug._transfers import placements_on, transfers_of
-from xla_dtensor.plans.call import Call, fill
-from xla_dtensor.plans.result_placements import representable
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh.layout import layout_of
+from xla_dtensor.plans.call import Call, fill
+from xla_dtensor.plans.result_placements import representable
 from xla_dtensor.rules import Call as RuleCall
 from xla_dtensor.rules import Merged, Registration, TensorInfo, find_registration
 from xla_dtensor.rules.asking import ask

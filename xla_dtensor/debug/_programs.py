@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from xla_dtensor.base import rng, thread_state
-from xla_dtensor.plans.call import Call
-from xla_dtensor.plans.plan import Plan
+from xla_dtensor.base import executor, rng
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.views import leave_open
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.plan import Plan
 from xla_dtensor.tensors.base import TensorMethods
 
 
@@ -29,5 +29,5 @@ def program_text(plan: Plan, call: Call) -> str:
     written = [call.leaves[i] for i in plan.mutated]
     bases = [(t._storage_.array, leave_open(t._steps)[1]) if t._steps else None for t in written]
     state = rng.words() if plan.random else None
-    with jax.enable_x64(True), thread_state.active(None):
+    with jax.enable_x64(True), executor.running_at_once():
         return plan.eager.lower(state, leaves, bases).compile().as_text()

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch.distributed.tensor.placement_types import Partial, Replicate
 from torch.utils._pytree import tree_leaves
 
-from xla_dtensor.base import events, thread_state
+from xla_dtensor.base import events, executor
 from xla_dtensor.base.source_line import caller
 from xla_dtensor.custom_ops.jax_function import name_of
 from xla_dtensor.debug._answers import Answer, ask_rule, rule_words
@@ -32,16 +32,16 @@ from xla_dtensor.debug._transfers import (
     reduced,
     word,
 )
-from xla_dtensor.plans.call import Call
-from xla_dtensor.plans.lower import NestedTrace
-from xla_dtensor.plans.one_mesh import on_one_mesh
-from xla_dtensor.plans.ops import OpInfo, info_of
-from xla_dtensor.plans.plan import Plan, mutated_leaves
-from xla_dtensor.plans.view_plan import ViewPlan
+from xla_dtensor.execution.nested import Nested
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.local_form import from_devices
 from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.mesh.dim_names import dim_name
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.one_mesh import on_one_mesh
+from xla_dtensor.plans.ops import OpInfo, info_of
+from xla_dtensor.plans.plan import Plan, mutated_leaves
+from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.rules.cost import Collective
 from xla_dtensor.tensors.base import TensorMethods
 
@@ -92,7 +92,7 @@ class Recorder:
         """Tell ``sink`` from now on, and the others."""
         for listeners, new in self._listeners(sink, launches, guard):
             listeners.append(new)
-        events.observer = self
+        events.observe(self)
 
     def remove(
         self,
@@ -104,7 +104,7 @@ class Recorder:
         for listeners, old in self._listeners(sink, launches, guard):
             listeners.remove(old)
         if not (self._sinks or self._launches or self._guards):
-            events.observer = None
+            events.observe(None)
 
     def _listeners(self, *given: Any) -> Iterator[tuple[list[Any], Any]]:
         lists: tuple[list[Any], ...] = (self._sinks, self._launches, self._guards)
@@ -145,7 +145,7 @@ class Recorder:
             exchanges=exchanges,
             mesh=mesh,
         )
-        runs = isinstance(plan, Plan) and plan.run is not None and thread_state.current() is None
+        runs = isinstance(plan, Plan) and plan.run is not None and executor.trace() is None
         if self._launches and runs and (kind == "compiler" or exchanges):
             self.launched(plan, "eager", functools.partial(program_text, cast(Plan, plan), call))
 
@@ -311,7 +311,7 @@ class Recorder:
             redistributions=tuple(redistributions),
             exchanges=exchanges,
             at=caller(),
-            traced=thread_state.current() is not None,
+            traced=executor.trace() is not None,
             depth=self._thread.depth if depth is None else depth,
             mesh=mesh,
         )
@@ -350,7 +350,7 @@ def _implied(
 
 
 def _is_nested() -> bool:
-    return isinstance(thread_state.current(), NestedTrace)
+    return isinstance(executor.trace(), Nested)
 
 
 def _name_of(call: Call) -> str:

@@ -14,11 +14,11 @@ from xla_dtensor.debug._records import (
     Transfer,
     layout_text,
 )
-from xla_dtensor.plans.one_mesh import on_one_mesh
 from xla_dtensor.forms.form import Form
 from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.mesh.layout import layout_of
 from xla_dtensor.mesh.placements import unpartial
+from xla_dtensor.plans.one_mesh import on_one_mesh
 from xla_dtensor.rules import TensorInfo
 from xla_dtensor.rules.cost import Collective, collectives
 from xla_dtensor.tensors.base import TensorMethods

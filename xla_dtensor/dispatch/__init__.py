@@ -8,8 +8,8 @@ from xla_dtensor.dispatch import (  # noqa: F401  (register handlers)
     packed_sequences,
     transformer_layers,
 )
-from xla_dtensor.execution.batch import Batch, batched, writing_down
-from xla_dtensor.plans.call import refuse_cpu_leaf, refuse_other_device
 from xla_dtensor.dispatch.execute import dispatch
+from xla_dtensor.execution import Batch, batched, writing_down
+from xla_dtensor.plans.call import refuse_cpu_leaf, refuse_other_device
 
 __all__ = ["Batch", "batched", "dispatch", "refuse_cpu_leaf", "refuse_other_device", "writing_down"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from xla_dtensor.dispatch.execute import dispatch
-from xla_dtensor.plans.ops import handles
 from xla_dtensor.dispatch.out_arguments import into
+from xla_dtensor.plans.ops import handles
 
 
 @handles("aten::native_batch_norm.default")

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
-from xla_dtensor.execution.become import become, refuse_shared
+from xla_dtensor.base import executor
 from xla_dtensor.dispatch.execute import dispatch
-from xla_dtensor.plans.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.execution.become import become, refuse_shared
 from xla_dtensor.forms.form import contiguous_stride
 from xla_dtensor.forms.views import CrossingStep
+from xla_dtensor.plans.ops import handles
 from xla_dtensor.tensors.base import TensorMethods, refuse_other_kind
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"holds {base.dtype} (view_as_complex, view_as_real, .real, .imag, view(dtype), conj): "
             "its positions are not those of the memory; clone() it first"
         )
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.touched(tensor)
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.base import assertions, events, thread_state
-from xla_dtensor.plans.conditions import assert_true
+from xla_dtensor.base import assertions, events, executor
 from xla_dtensor.dispatch.execute import dispatch
-from xla_dtensor.plans.ops import handles
 from xla_dtensor.errors import PerDeviceValueError
+from xla_dtensor.execution.conditions import assert_true
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_host
 from xla_dtensor.forms.read import constant_recipe, logical_value, read, reading
 from xla_dtensor.forms.sharing import lock
+from xla_dtensor.plans.ops import handles
 from xla_dtensor.runtime import arrays, processes
 from xla_dtensor.tensors.of_form import Ours, new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -26,7 +26,7 @@ def to_cpu(tensor: Any) -> torch.Tensor:
     """The full value of an xla tensor as a CPU tensor."""
     if tensor._form.meta:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-    trace = thread_state.current()
+    trace = executor.trace()
     own = trace is None and tensor._form.has_own_value
     if not own:
         refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
@@ -140,8 +140,8 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         or target._steps
         or form.varying
         or form.meta
-        or thread_state.current() is not None
-        or thread_state.batch() is not None
+        or executor.trace() is not None
+        or executor.enclosing_batch() is not None
         or processes.several()  # which see to it that they have the same value
         or events.observer is not None
         or not _broadcasts(source.shape, form.shape)
@@ -164,7 +164,7 @@ def _broadcasts(shape: Any, wanted: tuple[int, ...]) -> bool:
 
 @handles("aten::_local_scalar_dense.default")
 def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None and constant_recipe(args[0]) is None:
         return trace.item(args[0])
     return to_cpu(args[0]).item()
@@ -190,7 +190,7 @@ def _has_same_storage_numel(func: Any, args: Any, kwargs: dict[str, Any]) -> boo
 @handles("aten::_linalg_check_errors.default")
 def _check_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Raises if a factorisation failed. A compiled step can't: its results are then not finite."""
-    if thread_state.current() is None:
+    if executor.trace() is None:
         tensor = args[0]
         if tensor._form.varying:
             sharded = isinstance(tensor, XLAShardedTensor)

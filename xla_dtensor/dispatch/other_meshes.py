@@ -13,11 +13,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from xla_dtensor.forms.form import Form
+from xla_dtensor.mesh.meeting import may_meet, placements_on
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.one_mesh import on_one_mesh
 from xla_dtensor.plans.plan import mutated_leaves
-from xla_dtensor.forms.form import Form
-from xla_dtensor.mesh.meeting import may_meet, placements_on
 from xla_dtensor.tensors.base import TensorMethods
 
 

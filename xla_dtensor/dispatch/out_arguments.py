@@ -8,8 +8,8 @@ import torch
 
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.metadata import resize
-from xla_dtensor.plans.ops import handles, info_of
 from xla_dtensor.forms.form import contiguous_stride
+from xla_dtensor.plans.ops import handles, info_of
 
 
 def into(out: Any, result: torch.Tensor) -> Any:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.base.python_numbers import is_number, like_a_number
-from xla_dtensor.plans.call import TracedPosition
-from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.forms.views import PositionStep, TracedStart, is_at_traced, refuse_offset
 from xla_dtensor.lowering import find_view
+from xla_dtensor.plans.call import TracedPosition
+from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.tensors.base import TensorMethods
 
 _SELECT, _SLICE = "aten::select.int", "aten::slice.Tensor"

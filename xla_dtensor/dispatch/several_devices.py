@@ -19,12 +19,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.plans.call import Call
-from xla_dtensor.plans.one_mesh import on_one_mesh
-from xla_dtensor.plans.plan import mutated_leaves
+from xla_dtensor.base import executor
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.mesh import Frame
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.one_mesh import on_one_mesh
+from xla_dtensor.plans.plan import mutated_leaves
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.of_form import new_tensor
@@ -51,8 +52,10 @@ def run(call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Disp
     """Execute a call whose tensors are on several sets of devices.
 
     Returns:
-        its results; ``NotImplemented`` if they are on one, or if it can't be done.
+        its results; ``NotImplemented`` if they are on one, if it can't be done, and in a trace.
     """
+    if executor.trace() is not None:
+        return NotImplemented
     frames: dict[tuple[int, ...], Frame] = {}
     for form in call.forms:
         if form.__class__ is Form and form.frame is not None:

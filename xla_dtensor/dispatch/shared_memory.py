@@ -11,9 +11,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.base.modes import unseen
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.plans.call import Call, Slot
 from xla_dtensor.plans.lower import flatten_results
-from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.tensors.base import TensorMethods
 
 Dispatch = Callable[[Any, Any, dict[str, Any]], Any]

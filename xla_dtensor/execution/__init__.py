@@ -1,0 +1,32 @@
+"""Who runs operations: one object for each way, and which one a thread begins with; README.md here
+explains it.
+"""
+
+from xla_dtensor.base import events, executor
+from xla_dtensor.execution import lazy
+from xla_dtensor.execution.abstract import Abstract
+from xla_dtensor.execution.batch import Batch
+from xla_dtensor.execution.blocks import batched, writing_down
+from xla_dtensor.execution.strict import Strict
+from xla_dtensor.runtime import abstract, processes
+
+__all__ = ["Batch", "batched", "writing_down"]
+
+_STRICT, _ABSTRACT = Strict(), Abstract()
+
+
+def _choose() -> None:
+    """Which executor threads begin with. It is asked for anew when what it hangs on changes."""
+    at_once = _ABSTRACT if abstract.current() is not None else _STRICT
+    may_wait = (
+        lazy.switch.lazy
+        and at_once is _STRICT
+        and events.observer is None  # wants to see each
+        and not processes.several()  # all must launch the same, whatever their collectors do
+    )
+    executor.at_once = lambda: at_once
+    executor.default = lazy.of_this_thread if may_wait else executor.at_once
+
+
+executor.choose = _choose
+_choose()

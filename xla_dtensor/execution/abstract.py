@@ -1,5 +1,5 @@
-"""Operations on tensors that have layouts and no data (``xd.abstract``): a plan says what comes of a
-call, and nothing is computed.
+"""Operations on tensors that have layouts and no data (``xd.abstract``): a plan says what comes of
+a call, and nothing is computed.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from xla_dtensor.execution.running import Call, Plan, Running
+from xla_dtensor.execution.interfaces import Call, Plan
+from xla_dtensor.execution.running import Running
 from xla_dtensor.forms.form import Form
 from xla_dtensor.runtime.abstract_array import AbstractArray
 from xla_dtensor.tensors.of_form import new_tensor
@@ -21,7 +22,7 @@ def array_of(form: Form) -> AbstractArray:
 class Abstract(Running):
     """Gives each result its form, and an `AbstractArray`."""
 
-    def arrays(self, plan: Plan, call: Call) -> Iterable[Any]:
+    def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         forms = (*plan.result_forms, *plan.base_forms)
         return [array_of(form) for form in forms if form is not None]
 

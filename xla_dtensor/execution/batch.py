@@ -15,8 +15,7 @@ what its writes replace until the new values are there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 
 from xla_dtensor import rules
-from xla_dtensor.base import interrupts, rng, thread_state
+from xla_dtensor.base import interrupts, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.execution.batch_program import (
     ARRAY,
@@ -37,8 +36,8 @@ from xla_dtensor.execution.batch_program import (
     look_at,
     view_read,
 )
-from xla_dtensor.plans.call import Call
-from xla_dtensor.plans.plan import Plan
+from xla_dtensor.execution.interfaces import Call, Plan
+from xla_dtensor.execution.running import Running, launched
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.sharing import lock
@@ -47,45 +46,12 @@ from xla_dtensor.forms.views import leave_open
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.bounds import Condition
 from xla_dtensor.mesh import Frame
+from xla_dtensor.tensors.of_form import new_tensor
 
 executables: Cache[Any, Any] = Cache("batches", 256)
 """By the operations and their operands, and the values wanted."""
 lowering_changes.listen(executables.clear)
 rules.changes.listen(executables.clear)
-
-
-class writing_down:
-    """Write this thread's operations on xla tensors down in ``batch``, for a block. Inside another
-    batch, or in a trace, the block is part of that."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-        self._joined = False
-
-    @interrupts.atomic
-    def __enter__(self) -> None:
-        self._joined = thread_state.batch() is not None or thread_state.current() is not None
-        if not self._joined:
-            thread_state.set_batch(self._batch)
-
-    @interrupts.atomic
-    def __exit__(self, *exc_info: object) -> None:
-        if not self._joined:
-            thread_state.set_batch(None)
-
-
-class batched(writing_down):
-    """Run this thread's operations on xla tensors, for a block, in as few launches as their values
-    allow. If the block raises, what it has done until then is done."""
-
-    def __init__(self) -> None:
-        super().__init__(Batch())
-
-    @interrupts.atomic
-    def __exit__(self, *exc_info: object) -> None:
-        super().__exit__(*exc_info)
-        if not self._joined:
-            self._batch.run()
 
 
 Codes = tuple[int, ...]
@@ -106,8 +72,8 @@ class Waiting(NamedTuple):
             self.storage.reform(form)
 
 
-class Batch:
-    """Operations that are written down; `thread_state.batch()` is the one of this thread.
+class Batch(Running):
+    """Operations that are written down.
 
     Other threads may read a value that is written down here, which runs the batch; `lock` is held
     while it changes.
@@ -116,9 +82,6 @@ class Batch:
         all_or_nothing: ``undo()`` takes everything back, also what has been launched, until
             ``finish()``; and so does a launch that fails, after which the batch is of no use.
     """
-
-    is_step = False
-    """Whether it is all of a compiled step."""
 
     def __init__(self, all_or_nothing: bool = False) -> None:
         self._all_or_nothing = all_or_nothing
@@ -145,6 +108,26 @@ class Batch:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def batch(self) -> Batch:
+        return self
+
+    def perform(self, plan: Plan, call: Call) -> Any:
+        with lock:
+            if plan.only_computes:
+                # Nothing to ask and nothing to write: what is done for most operations.
+                forms: Any = plan.result_forms
+                result = plan.structure(list(map(new_tensor, self.add(plan, call), forms)), [])
+            else:
+                result = super().perform(plan, call)
+            self.cut()
+        return result
+
+    def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
+        # A tensor that gets other memory doesn't find back to what it was.
+        arrays: Iterable[Any] = launched(plan, call) if any(plan.grown) else self.add(plan, call)
+        return arrays
+
     def add(self, plan: Plan, call: Call) -> list[Pending]:
         """Write a call down: what its results and its writes will be. The caller holds `lock` until
         they are in their storages; a batch that ran before would not know who waits for them."""
@@ -168,7 +151,7 @@ class Batch:
         state = self._state(call.stream) if plan.random else None
         return self._write_down(Entry(plan, leaves, bases, state))
 
-    def look(self, tensor: Any, form: Form, condition: Condition) -> _Later:
+    def summary(self, tensor: Any, form: Form, condition: Condition) -> _Later:
         """Write down what tells whether ``condition`` holds of a tensor."""
         if self._error is not None:
             self._refuse()
@@ -178,16 +161,6 @@ class Batch:
 
     def cut(self) -> None:
         """Launch what is written down if it is time; all results are in their storages."""
-
-    def begin_recomputation(self) -> None:
-        """``torch.utils.checkpoint`` starts to run a block again, in backward."""
-
-    def end_recomputation(self) -> None:
-        """It is done with it."""
-
-    def in_optimizer(self) -> AbstractContextManager[None]:
-        """A block in which an optimizer makes its step."""
-        return nullcontext()
 
     def _write_down(self, entry: Entry) -> list[Pending]:
         self._entries.append(entry)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.plans.conditions import summary
+from xla_dtensor.execution.conditions import summary
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read_view

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import UnsupportedOpError
 
 
@@ -25,8 +25,7 @@ def check_become(tensor: Any, name: str) -> None:
     Raises:
         UnsupportedOpError: a step is being compiled, and the tensor is from outside of it.
     """
-    trace = thread_state.current()
-    if trace is not None and not trace.owns(tensor._storage_):
+    if not executor.current().owns(tensor._storage_):
         raise UnsupportedOpError(
             f"{name} in a compiled step changes the shape or memory of a tensor "
             f"{list(tensor.shape)} from outside of it, which would happen when the step is "

@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 
 from xla_dtensor import rules
-from xla_dtensor.base import events, interrupts, rng, thread_state
+from xla_dtensor.base import assertions, events, executor, interrupts, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.source_line import here
-from xla_dtensor.dispatch import nowhere
+from xla_dtensor.execution import conditions
 from xla_dtensor.execution.batch import Bases, Batch, Codes, Waiting, executables
 from xla_dtensor.execution.batch_program import (
     ARRAY,
@@ -44,15 +44,12 @@ from xla_dtensor.execution.batch_program import (
     fused,
     one_by_one,
 )
-from xla_dtensor.plans.call import Call
-from xla_dtensor.plans.plan import Plan
+from xla_dtensor.execution.interfaces import Call, Plan
 from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.read import read
-from xla_dtensor.forms.sharing import launching, lock, looked_at
+from xla_dtensor.forms.sharing import lock, looked_at
 from xla_dtensor.forms.storage import Pending
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.mesh import Frame
-from xla_dtensor.runtime import abstract, processes
 from xla_dtensor.tensors.of_form import new_tensor
 
 ENVIRONMENT_VARIABLE = "XLA_DTENSOR_EAGER"
@@ -76,7 +73,17 @@ def _from_environment() -> bool:
 
 
 class _Switch:
-    lazy: bool = _from_environment()
+    def __init__(self) -> None:
+        self._lazy = _from_environment()
+
+    @property
+    def lazy(self) -> bool:
+        return self._lazy
+
+    @lazy.setter
+    def lazy(self, value: bool) -> None:
+        self._lazy = value
+        executor.choose()
 
 
 switch = _Switch()
@@ -116,11 +123,17 @@ class Lazy(Batch):
         return code
 
     def convert(self, tensor: Any, conversion: Conversion, form: Form) -> Any:
-        """Write down a conversion of a tensor to another ``form``: what its result will be."""
-        self._make_room(form.frame, [form])
-        self._frame = form.frame or self._frame
-        (pending,) = self._write_down(Entry(conversion, (self._operand(tensor),)))
-        return new_tensor(pending, form)
+        with lock:
+            self._make_room(form.frame, [form])
+            self._frame = form.frame or self._frame
+            (pending,) = self._write_down(Entry(conversion, (self._operand(tensor),)))
+            result = new_tensor(pending, form)
+            self.cut()
+        return result
+
+    def look(self, checked: tuple[Any, ...], call: Call) -> None:
+        if assertions.switch.eager:
+            conditions.check(checked, call, self.summary)
 
     def reads(self, array: Any) -> bool:
         """Whether ``array`` is an operand of what is written down."""
@@ -215,10 +228,10 @@ class Lazy(Batch):
     @contextlib.contextmanager
     def _outside_of_traces(self) -> Iterator[None]:
         """Another thread's values may be wanted while this one traces a step."""
-        if thread_state.current() is None:
+        if executor.trace() is None:
             yield
         else:
-            with thread_state.active(None), jax.ensure_compile_time_eval():
+            with executor.running_at_once(), jax.ensure_compile_time_eval():
                 yield
 
     def _make_room(self, frame: Frame | None, results: Sequence[Form | None]) -> None:
@@ -309,18 +322,8 @@ _batches: weakref.WeakSet[Lazy] = weakref.WeakSet()
 _threads = _Threads()
 
 
-def batch() -> Lazy | None:
-    """The batch in which this thread's next operation is to wait, if it is."""
-    within = thread_state.batch()
-    if within is not None:
-        return within if isinstance(within, Lazy) else None
-    if (
-        not switch.lazy
-        or events.observer is not None  # wants to see each
-        or thread_state.current() is not None
-        or processes.several()  # all must launch the same, whatever their garbage collectors do
-    ):
-        return None
+def of_this_thread() -> Lazy:
+    """The batch in which this thread's operations wait."""
     return _threads.batch
 
 
@@ -352,17 +355,3 @@ def to_take_over(arrays: list[Any], by: Lazy | None = None) -> list[Any]:
 
 
 events.before_waiting.append(flush_all)
-
-
-def convert(tensor: Any, conversion: Conversion, form: Form) -> Any:
-    """A tensor's value in another ``form``, as a tensor of its own."""
-    if abstract.current() is not None:
-        return new_tensor(nowhere.array(form), form)
-    waiting = batch()
-    if waiting is not None:
-        with lock:
-            result = waiting.convert(tensor, conversion, form)
-            waiting.cut()
-        return result
-    with launching(), jax.enable_x64(True):
-        return new_tensor(conversion.eager(None, [read(tensor)], [])[0], form)

@@ -5,106 +5,34 @@ write, so that nothing is written by half.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 
-from xla_dtensor.base import executor, rng
+from xla_dtensor.base import executor
+from xla_dtensor.execution import several
 from xla_dtensor.execution.become import become, check_become, refuse_shared
+from xla_dtensor.execution.interfaces import Call, Plan
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.sharing import launching
 from xla_dtensor.forms.views import leave_open
+from xla_dtensor.runtime import processes
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.of_form import new_tensor
 
 
-class Call(Protocol):
-    """What an executor is told of a call (`plans.call.Call`).
-
-    Attributes:
-        info: the overload (`plans.ops.OpInfo`).
-        args, kwargs: the arguments, in which a slot stands for each leaf.
-        leaves: the tensors (ours or the CPU's) and the numbers that may vary, in order.
-        forms: of each leaf its `Form`, or the Python type of a number.
-        stream: where random numbers come from.
-    """
-
-    info: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: list[Any]
-    forms: list[Any]
-    stream: rng.RandomStream
-
-    def filled_with(self) -> Any:
-        """The number that a factory of constant tensors fills its tensor with; None for others."""
-
-
-class Plan(Protocol):
-    """What an executor is told of how a kind of call is computed (`plans.plan.Plan`).
-
-    Attributes:
-        name: the overload's, qualified.
-        run: a function of tracers (`plans.computation.Computation`). ``eager`` is the program of
-            the call alone, ``part`` the call as a part of a larger program. All are None where the
-            tensors have no values.
-        results: how many arrays these give.
-        result_forms: per result that aliases no argument, its form (None for an undefined one).
-        mutated: the indices of the leaves that are written.
-        base_forms: their storages' forms after the write.
-        grown: per argument written None, or the form with which it gets memory of its own: ``out=``
-            of another shape than the result's.
-        conditions: what must hold of arguments' values.
-        random: whether it draws random numbers.
-        of_scalars: whether it computes scalars from scalars alone, and nothing else.
-        only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
-        frame: the devices of its results; None: the default device.
-        number_lists: per leaf that is a number of a list, which list.
-        proven: whether it is known that the lowering takes what it gets.
-        structure: arranges new tensors and mutated arguments as torch returns them.
-    """
-
-    run: Any
-    eager: Any
-    part: Any
-    results: int
-    result_forms: list[Form | None]
-    mutated: list[int]
-    base_forms: list[Form]
-    grown: list[Form | None]
-    conditions: tuple[Any, ...]
-    random: bool
-    of_scalars: bool
-    only_computes: bool
-    frame: Any
-    number_lists: dict[int, int]
-    proven: bool
-    structure: Callable[[list[Any], list[Any]], Any]
-
-    @property
-    def name(self) -> str: ...
-
-
 class Running(executor.Executor):
-    """Runs operations; how their arrays come about is up to `arrays`."""
+    """Runs operations; how their arrays come about is up to `compute`."""
 
     def joins(self, call: Call) -> bool:
         return processes.several() and several.joins(call)
 
-    def arrays(self, plan: Plan, call: Call) -> Iterable[Any]:
+    def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         """The arrays of a call's results, then of what it writes, or what stands for them."""
         raise NotImplementedError
-
-    def look(self, conditions: tuple[Any, ...], call: Call) -> None:
-        """Look at whether ``conditions`` (`execution.conditions.Checked`) hold of a call's
-        arguments, now or once there are values.
-
-        Raises:
-            Exception: torch's, if one is known not to hold.
-        """
 
     def perform(self, plan: Plan, call: Call) -> Any:
         mutated: list[Any] = []
@@ -117,7 +45,7 @@ class Running(executor.Executor):
         if plan.conditions and plan.run is not None:
             self.look(plan.conditions, call)
         # Tensors on the meta device have no arrays.
-        arrays = iter(self.arrays(plan, call)) if plan.run is not None else itertools.repeat(None)
+        arrays = iter(self.compute(plan, call)) if plan.run is not None else itertools.repeat(None)
         results = self.tensors(plan, call, arrays)
         if simple:
             mutated[0]._storage_.write(next(arrays), plan.base_forms[0])

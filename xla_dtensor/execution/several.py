@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.execution.running import Call
+from xla_dtensor.execution.interfaces import Call
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.runtime import agreement, arrays

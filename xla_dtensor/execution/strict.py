@@ -7,7 +7,8 @@ from typing import Any
 
 from xla_dtensor.base import assertions
 from xla_dtensor.execution import conditions
-from xla_dtensor.execution.running import Call, Plan, Running, launched
+from xla_dtensor.execution.interfaces import Call, Plan
+from xla_dtensor.execution.running import Running, launched
 from xla_dtensor.forms.sharing import launching
 
 
@@ -22,6 +23,6 @@ class Strict(Running):
         if assertions.switch.eager:
             conditions.check(checked, call)
 
-    def arrays(self, plan: Plan, call: Call) -> Iterable[Any]:
+    def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         arrays: Iterable[Any] = launched(plan, call)
         return arrays

@@ -11,10 +11,12 @@ import jax
 from xla_dtensor.base import executor
 from xla_dtensor.base.number_functions import number_value
 from xla_dtensor.execution import conditions
-from xla_dtensor.execution.running import Call, Plan, Running, base_of
+from xla_dtensor.execution.interfaces import Call, Plan
+from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import constant_recipe, read
 from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import tensor_class
 
 
 class Tracing(Running):
@@ -38,7 +40,7 @@ class Tracing(Running):
     python_numbers: list[Any]
 
     @property
-    def trace(self) -> Any:  # type: ignore[override]
+    def trace(self) -> Any:
         return self
 
     @property
@@ -96,7 +98,7 @@ class Tracing(Running):
                 return tensor_class(form)(storage, form)
         return super().perform(plan, call)
 
-    def arrays(self, plan: Plan, call: Call) -> Iterable[Any]:
+    def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         leaves = [
             number_value(leaf)
             if not isinstance(form, Form)
@@ -116,9 +118,7 @@ class Tracing(Running):
             arrays: list[Any] = plan.run.in_trace(self, leaves, bases)
         return arrays
 
-    def _of_scalars(
-        self, plan: Plan, call: Call, leaves: list[Any], bases: list[Any]
-    ) -> list[Any]:
+    def _of_scalars(self, plan: Plan, call: Call, leaves: list[Any], bases: list[Any]) -> list[Any]:
         """Of many parameters the step counts are one array; what is made of them is made once."""
         key = (plan, *(repr(x) if isinstance(x, _NUMBERS) else id(x) for x in leaves))
         known = self.scalars.get(key)

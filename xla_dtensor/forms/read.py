@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
@@ -30,7 +30,7 @@ _logical_readers: Cache[Form, Any] = Cache("readers of logical values", 512)
 def read(tensor: Any) -> Any:
     """The array of ``tensor`` in its physical form (on a trace: unpadded)."""
     storage = tensor._storage_
-    trace = thread_state.current()
+    trace = executor.trace()
     steps = tensor._steps
     if trace is not None:
         base = trace.array_of(storage, tensor)
@@ -63,9 +63,7 @@ def logical_value(tensor: Any) -> Any:
     """The tensor's logical value as an array; inside a trace or outside."""
     form = tensor._form
     array = read(tensor)
-    if thread_state.current() is not None or (
-        tuple(array.shape) == form.shape and not form.unreduced
-    ):
+    if executor.trace() is not None or (tuple(array.shape) == form.shape and not form.unreduced):
         return logical(array, form)
     if isinstance(array, AbstractArray):
         return AbstractArray(form.shape, form.jax_dtype)
@@ -88,7 +86,7 @@ def constant_recipe(tensor: Any) -> Any:
 
 
 def _read_recipe(recipe: Any, tensor: Any) -> Any:
-    with thread_state.active(None), jax.ensure_compile_time_eval():
+    with executor.running_at_once(), jax.ensure_compile_time_eval():
         return read_view(tensor._storage_.form, tensor._steps, tensor._form, recipe())
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xla_dtensor.base import epoch, interrupts, thread_state
+from xla_dtensor.base import epoch, executor, interrupts
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
 from xla_dtensor.runtime import abstract, arrays, processes
 from xla_dtensor.runtime.abstract_array import AbstractArray
@@ -44,7 +44,7 @@ class Pending:
 
     batch: Any
 
-    def __init__(self, batch: thread_state.Batch | None, index: int, code: int = 0) -> None:
+    def __init__(self, batch: Any, index: int, code: int = 0) -> None:
         self.batch = batch
         self.index = index
         self.code = code
@@ -168,7 +168,7 @@ class Storage:
         if array.__class__ is Pending:
             array.storage = weakref.ref(self)
             return  # no trace writes down
-        trace = thread_state.current()
+        trace = executor.trace()
         if trace is not None:
             trace.created(self)
 
@@ -223,13 +223,13 @@ class Storage:
         import jax
 
         # A trace knows captured state by its array.
-        assert thread_state.current() is None, "placed while a step is traced"
+        assert executor.trace() is None, "placed while a step is traced"
         if abstract.current() is not None:
             self._check_loss()
 
         with jax.enable_x64(True):
             array = put(self.array, form.sharding)
-        batch = thread_state.batch()
+        batch = executor.enclosing_batch()
         if batch is not None:
             batch.replaces(self)
         self.array = array
@@ -266,7 +266,7 @@ class Storage:
         else:
             if array.__class__ is AbstractArray:
                 self._check_loss()
-            trace = thread_state.current()
+            trace = executor.trace()
             if trace is not None:
                 trace.writing(self)
         self.value = array

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import HorovodInternalError, MeshError, UnsupportedOpError
 from xla_dtensor.horovod import per_device
 from xla_dtensor.horovod.disagreements import disagreement
@@ -170,7 +170,7 @@ class Devices(World):
         if call.kind == "alltoall" and call.splits is not None:
             given = given[: sum(_equal_splits(call))]
         value = per_device.run(kernel, given, self._frame(given))
-        if on_host and not value.varying and thread_state.current() is None:
+        if on_host and not value.varying and executor.trace() is None:
             return value.cpu()
         return value
 
@@ -210,7 +210,7 @@ class Devices(World):
         )
 
     def _of_each_rank(self, call: Call, name: str) -> list[Any]:
-        if thread_state.current() is not None:
+        if executor.trace() is not None:
             raise UnsupportedOpError(
                 f"{call.kind} of a value for each rank in a compiled step: shapes that differ by "
                 "rank have no per-device tensor; do it outside of the step"
@@ -223,7 +223,7 @@ class Devices(World):
         return None
 
     def join(self) -> int:
-        if thread_state.current() is not None:
+        if executor.trace() is not None:
             raise UnsupportedOpError("hvd.join() in a compiled step: call it after the last step")
         return self.size - 1
 

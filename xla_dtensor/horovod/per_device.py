@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.storage import Storage
@@ -70,7 +70,7 @@ def run(kernel: Kernel, tensor: XLATensor, frame: Frame) -> XLATensor:
         frame: its mesh.
     """
     axes = tuple(axis.name for axis in frame.axes if axis.size > 1)
-    if thread_state.current() is None and not tensor.is_meta:
+    if executor.trace() is None and not tensor.is_meta:
         tensor._storage_.place(frame)
     source = tensor._form.placed(frame)
     source.check_axes(kernel.kind, frame)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import device_form
@@ -56,7 +56,7 @@ def to_array(tensor: torch.Tensor) -> Any:
     Raises:
         UnsupportedOpError: it is neither.
     """
-    if thread_state.current() is not None:
+    if executor.trace() is not None:
         raise UnsupportedOpError(
             "a collective of horovod's in a compiled step, where ranks are threads, or processes "
             "with several devices each: one program has no way out to the others; compile what is "

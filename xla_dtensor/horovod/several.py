@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.horovod import exchange
 from xla_dtensor.horovod.devices import Devices
 from xla_dtensor.horovod.fusion import batches, size_of, threshold
@@ -63,7 +63,7 @@ class Several(Ranked):
     # --- in a compiled step: all processes have the same program --------------------------------
 
     def start(self, call: Call) -> Handle:
-        if thread_state.current() is not None and self._compiled is not None:
+        if executor.trace() is not None and self._compiled is not None:
             return self._compiled.start(call)
         return super().start(call)
 

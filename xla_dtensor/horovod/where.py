@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 
 
 class Where:
@@ -12,7 +12,7 @@ class Where:
     trace has failed."""
 
     def __init__(self) -> None:
-        trace = thread_state.current()
+        trace = executor.trace()
         self._trace = None if trace is None else weakref.ref(trace)
 
     @property
@@ -22,4 +22,4 @@ class Where:
 
     def is_here(self) -> bool:
         """Whether the caller is in the same one."""
-        return thread_state.current() is (None if self._trace is None else self._trace())
+        return executor.trace() is (None if self._trace is None else self._trace())

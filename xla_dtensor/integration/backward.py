@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base import executor, interrupts
 
 _CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def install() -> None:
         # nothing changes, as CPU nodes run in this thread anyway.
         if not all(getattr(t, "device", _CPU).type in ("xla", "cpu") for t in outputs):
             return original(outputs, *args, **kwargs)
-        trace = thread_state.current()
+        trace = executor.trace()
         if trace is not None:
             keeps_graph, inputs = bool(args[1]), args[3]
             trace.backward(outputs, keeps_graph, kwargs.get("accumulate_grad", True) and not inputs)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.plans.ops import handles
 from xla_dtensor.integration import composites
 from xla_dtensor.integration.flash_attention import Attention
+from xla_dtensor.plans.ops import handles
 from xla_dtensor.rules.call import bind
 
 

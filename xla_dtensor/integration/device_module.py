@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import forked, rng, thread_state
+from xla_dtensor.base import executor, forked, rng
 from xla_dtensor.runtime import memory
 from xla_dtensor.runtime.streams import Event, Stream, StreamContext, current_stream, set_stream
 
@@ -100,7 +100,7 @@ def _set_device(device: Any) -> None:
 
 
 def _manual_seed(seed: int) -> None:
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.refuse(
             "torch.manual_seed (seed outside of the step, or every step is the same), which"

@@ -20,4 +20,4 @@ class _FromEnvironment:
 def install() -> None:
     """Let `xla_dtensor.debug` be told from the first operation on, if the environment says so."""
     if os.environ.get(events.ENVIRONMENT_VARIABLE):
-        events.observer = _FromEnvironment()
+        events.observe(_FromEnvironment())

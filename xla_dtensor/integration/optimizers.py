@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base import executor, interrupts, thread_state
 from xla_dtensor.base.number_functions import larger, smaller
 from xla_dtensor.integration import adam
 from xla_dtensor.integration.sgd import begin_momentum
@@ -153,7 +153,7 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
     @interrupts.completed
     def complete(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # In a batch of the user's, the step is a part of that.
-        batch = thread_state.batch()
+        batch = executor.enclosing_batch()
         if batch is not None:
             with batch.in_optimizer():
                 return step(optimizer, *args, **kwargs)
@@ -178,7 +178,7 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
         groups = optimizer.param_groups
         # A look at each group is enough: torch's optimizers want them on one device.
         ours = any(g["params"] and hasattr(g["params"][0], "_storage_") for g in groups)
-        if not ours or thread_state.current() is not None or abstract.current() is not None:
+        if not ours or executor.trace() is not None or abstract.current() is not None:
             return step(optimizer, *args, **kwargs)
         if not interrupts.ready():
             interrupts.install()
@@ -196,7 +196,7 @@ def _between_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def computing(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        hooks = getattr(thread_state.current(), "optimizer_hooks", None)
+        hooks = getattr(executor.trace(), "optimizer_hooks", None)
         if hooks is None:
             return step(optimizer, *args, **kwargs)
         return hooks.step(step, optimizer, args, kwargs)
@@ -217,7 +217,7 @@ def _closure(function: Callable[[], Any]) -> Callable[[], Any]:
 def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
-        if thread_state.current() is not None:  # one program already
+        if executor.trace() is not None:  # one program already
             _traced(function, params, *args, **kwargs)
             return
         if abstract.current() is not None:
@@ -246,7 +246,7 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
 def _at_once(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
-        if thread_state.current() is not None:
+        if executor.trace() is not None:
             return _traced(function, params, *args, **kwargs)
         _begin(function, params, *args, **kwargs)
         under_way = _current.step
@@ -260,14 +260,14 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
 
 def _begin(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Where a step becomes one program, the momentum of SGD is there from its first one on."""
-    if function.__name__ in _SGDS and thread_state.is_in_step():
+    if function.__name__ in _SGDS and executor.is_in_step():
         begin_momentum(*args, **kwargs)
 
 
 def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """The same on tracers: where torch takes a tensor's value (``.item()``, or a tensor as a number
     argument), it gets a number that is an input of what it computes."""
-    hooks = getattr(thread_state.current(), "optimizer_hooks", None)
+    hooks = getattr(executor.trace(), "optimizer_hooks", None)
     if hooks is not None:
         args, kwargs = hooks.formula(function, args, kwargs)
     if adam.at_once(function, kwargs, args):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from xla_dtensor.base import recomputation, thread_state
+from xla_dtensor.base import executor, recomputation, thread_state
 
 
 class _Recomputing:
@@ -13,14 +13,11 @@ class _Recomputing:
     first computation."""
 
     def __enter__(self) -> None:
-        trace = thread_state.current()
-        self._step = thread_state.batch() if trace is None else trace
-        if self._step is not None:
-            self._step.begin_recomputation()
+        self._step = executor.current()
+        self._step.begin_recomputation()
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._step is not None:
-            self._step.end_recomputation()
+        self._step.end_recomputation()
 
 
 def install() -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 from torch.distributed.tensor import DTensor
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.per_device import expand, union
@@ -212,7 +212,7 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
     check_tensor(name, tensor)
     group = group.within(tensor._form.frame)
     frame, axes, count = group.frame, group.axes, group.size()
-    alone = thread_state.current() is None and not tensor.is_meta
+    alone = executor.trace() is None and not tensor.is_meta
     own = alone and frame.one_each and tensor._form.frame is None
     if own:
         tensor = _of_all_processes(tensor, frame)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from xla_dtensor.dispatch import dispatch
-from xla_dtensor.plans.ops import handles
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, resolve_group
 from xla_dtensor.movement.collective_kernels import run
+from xla_dtensor.plans.ops import handles
 
 _NS = "_c10d_functional::"
 

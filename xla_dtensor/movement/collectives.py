@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.per_device import union
@@ -312,6 +312,6 @@ def index_in(group: MeshGroup) -> XLATensor:
         index = jnp.arange(group.size(), dtype=jnp.int64).reshape(sizes)
         index = index.transpose([axes.index(name) for name in varying])
         form = device_form(frame, (), dtype=torch.int64, varying=varying)
-        if thread_state.current() is None:
+        if executor.trace() is None:
             index = arrays.put(index, form.sharding)
     return XLATensor(Storage(index, form), form)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import assertions, thread_state
+from xla_dtensor.base import assertions, executor
 from xla_dtensor.errors import MeshDimError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_numpy
@@ -137,7 +137,7 @@ def _positions(mesh: DeviceMesh) -> dict[int, int]:
 
 def local_values(tensor: XLATensor) -> list[torch.Tensor]:
     """`XLATensor.local_values`."""
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.refuse("local_values()")
     assertions.look()
@@ -161,7 +161,7 @@ def _own(array: Any, form: Form) -> list[tuple[int, Any]]:
 
 def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
     """`XLAShardedTensor.local_shards`."""
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.refuse("local_shards")
     assertions.look()

@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.nn.parameter import is_lazy
 
-from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base import executor, rng
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.dispatch import nowhere
 from xla_dtensor.errors import (
     MeshMismatchError,
     PlacementError,
     UnsupportedOpError,
 )
+from xla_dtensor.execution.abstract import array_of
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import from_numpy, to_numpy
 from xla_dtensor.forms.storage import Storage
@@ -274,13 +274,13 @@ def make_sharded(
             "Replicate() and shard or reduce it"
         )
     form = sharded_form(mesh, placements, tuple(size), dtype=dtype)
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         key = trace.random_key() if name in _RANDOM else None
         with jax.enable_x64(True):
             array = constrain(_make(name, form, key, fill_value), form)
     elif abstract.current() is not None:
-        array = nowhere.array(form)
+        array = array_of(form)
     else:
         maker = _makers.get((name, form, type(fill_value)))
         if maker is None:

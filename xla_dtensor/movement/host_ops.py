@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.dispatch.moves import refuse_varying, to_cpu
-from xla_dtensor.plans.ops import handles, info_of
 from xla_dtensor.dispatch.out_arguments import into
 from xla_dtensor.forms.read import constant_recipe
 from xla_dtensor.movement.factories import replicated
 from xla_dtensor.movement.lay_out import lay_out
+from xla_dtensor.plans.ops import handles, info_of
 from xla_dtensor.tensors.indexing import is_mask as _is_mask
 from xla_dtensor.tensors.indexing import is_masked_fill
 from xla_dtensor.tensors.of_form import Ours
@@ -34,7 +34,7 @@ from xla_dtensor.tensors.of_form import Ours
 def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
     replicated."""
-    trace = thread_state.current()
+    trace = executor.trace()
     ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
     if trace is not None and any(constant_recipe(t) is None for t in ours):
         name = info_of(func).name
@@ -89,7 +89,7 @@ _INSTEAD = {
 @handles("aten::repeat_interleave.Tensor")
 def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """With its size given it can be traced; eagerly torch also compares that with the values."""
-    if kwargs.get("output_size") is not None and thread_state.current() is not None:
+    if kwargs.get("output_size") is not None and executor.trace() is not None:
         return NotImplemented
     return on_host(func, args, kwargs)
 

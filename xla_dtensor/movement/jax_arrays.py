@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.dispatch.moves import refuse_varying
@@ -61,7 +61,7 @@ def from_jax(
         x = xd.from_jax(jnp.ones((8, 4)), mesh, [xd.Shard(0)])
         assert (x * 2).full_tensor().sum().item() == 64
     """
-    if thread_state.current() is not None:
+    if executor.trace() is not None:
         raise UnsupportedOpError(
             "from_jax in a compiled step: the array would be a constant of the program; make it a "
             "tensor before the step, and an argument"
@@ -118,7 +118,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     """
     if not isinstance(tensor, Ours):
         raise TypeError(f"to_jax: a tensor on xla devices is wanted, got one on {tensor.device}")
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.refuse("to_jax (call JAX by xla_dtensor.jax_function), which")
     if tensor.requires_grad:

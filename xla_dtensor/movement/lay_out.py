@@ -10,10 +10,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.dispatch import nowhere
 from xla_dtensor.errors import PerDeviceValueError
+from xla_dtensor.execution.abstract import array_of
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import to_devices
 from xla_dtensor.forms.read import logical_value
@@ -74,7 +74,7 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _placed(tensor: torch.Tensor, form: Form) -> Any:
-    trace = thread_state.current()
+    trace = executor.trace()
     if isinstance(tensor, XLATensor):
         if tensor.varying:
             raise PerDeviceValueError(
@@ -84,7 +84,7 @@ def _placed(tensor: torch.Tensor, form: Form) -> Any:
                 "of a whole: DTensor.from_local(x, mesh, placements)"
             )
         if trace is None and abstract.current() is not None:
-            return nowhere.array(form)
+            return array_of(form)
         value = logical_value(tensor)
         frame = tensor._form.frame
         if trace is not None:

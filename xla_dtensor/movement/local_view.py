@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-from xla_dtensor.base import events, thread_state
+from xla_dtensor.base import events, executor
 from xla_dtensor.errors import PlacementError, UnsupportedOpError
 from xla_dtensor.forms.form import device_form, sharded_form
 from xla_dtensor.forms.local_form import from_devices, global_meta, local_form, unreduced_dims
@@ -101,7 +101,7 @@ def _for_gradient(placements: Placements) -> Placements:
 def _tell_trace(tensor: Any) -> None:
     """No operation reads a tensor when it is seen in the other view, but a leaf gets its gradient
     through that, and a step that is traced looks after the leaves that it has met."""
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.touched(tensor)
 
@@ -218,7 +218,7 @@ def _shard(
         target = sharded_form(mesh, placements, *meta, 0, local.dtype, meta=local.is_meta)
         if has_own_piece(target):
             return of_own_pieces(local, target)
-    if thread_state.current() is None and not local.is_meta:
+    if executor.trace() is None and not local.is_meta:
         _place(local, mesh, placements, run_check)
     source = local._form.placed(frame)
     source.check_axes("from_local", frame)

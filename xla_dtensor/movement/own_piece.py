@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.read import read
@@ -34,7 +34,7 @@ def has_own_piece(form: Form) -> bool:
     frame = form.frame
     if frame is None or not frame.one_each or form.varying or form.unreduced:
         return False
-    if thread_state.current() is not None or form.meta:
+    if executor.trace() is not None or form.meta:
         return False
     return any(
         size % math.prod(frame.sizes[name] for name in names)
@@ -89,7 +89,7 @@ def are_equal_along(tensor: Any, mesh: DeviceMesh, dim: int) -> bool:
     all: a parameter, and its gradient.
     """
     frame = frame_of(mesh)
-    if not frame.one_each or thread_state.current() is not None or tensor.is_meta:
+    if not frame.one_each or executor.trace() is not None or tensor.is_meta:
         return False
     value = np.asarray(arrays.own_shard(read(tensor)))
     sums = arrays.checksums(value)

@@ -11,11 +11,10 @@ import jax
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_dtensor.base import events, thread_state
+from xla_dtensor.base import events, executor
 from xla_dtensor.base.cache import Cache
-from xla_dtensor.execution import lazy
-from xla_dtensor.execution.batch_program import Conversion
 from xla_dtensor.errors import MeshMismatchError
+from xla_dtensor.execution.batch_program import Conversion
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
@@ -36,7 +35,7 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
     observer = events.observer
     if observer is not None:
         observer.relayout(convert, source, target)
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         array = read(tensor)
         with trace.scope():
@@ -50,7 +49,7 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
         return Conversion(convert, source, target)
 
     conversion = conversions.get_or_make((convert, source, target), make)
-    return lazy.convert(tensor, conversion, target)
+    return executor.current().convert(tensor, conversion, target)
 
 
 def move(
@@ -64,7 +63,7 @@ def move(
         observer.redistribute(source, target)
     if target.meta:
         return XLAShardedTensor(Storage(None, target), target)
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         _check_same_devices(source, target)
         array = read(tensor)
@@ -77,7 +76,8 @@ def move(
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
         return _move_devices(read(tensor), source, target)
-    moved: XLAShardedTensor = lazy.convert(tensor, same_value(source, target), target)
+    conversion = same_value(source, target)
+    moved: XLAShardedTensor = executor.current().convert(tensor, conversion, target)
     return moved
 
 

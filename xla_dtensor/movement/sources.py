@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import DivergenceError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import from_numpy, padded_slice, to_numpy
@@ -27,7 +27,7 @@ def is_own(tensor: torch.Tensor) -> bool:
     """Whether there are several processes, and this is a value that each has of its own."""
     if not processes.several() or tensor.is_meta:
         return False
-    if thread_state.current() is not None or abstract.current() is not None:
+    if executor.trace() is not None or abstract.current() is not None:
         return False  # in a step the values that processes bring are compared when it is called
     return not isinstance(tensor, TensorMethods) or tensor._storage_.form.frame is None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.per_device import Axes, expand, union
 from xla_dtensor.forms.storage import Storage
@@ -75,7 +75,7 @@ class _SumOver(torch.autograd.Function):
 
 def _relaid(tensor: XLATensor, varying: Axes, frame: Frame, convert: Any) -> XLATensor:
     """``tensor`` as one that varies along ``varying``, computed by ``convert``."""
-    if thread_state.current() is None and not tensor.is_meta:
+    if executor.trace() is None and not tensor.is_meta:
         tensor._storage_.place(frame)
     source = tensor._form.placed(frame)
     about = source.shape, source.stride, 0, source.dtype

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical
@@ -198,7 +198,7 @@ def reduce_over_devices(
     """
     # What was made after `replicate` (of meta tensors, say) lies on one device until it is used.
     frame = frame_of(parallel.mesh) if form.frame is None else form.frame
-    if thread_state.current() is None:
+    if executor.trace() is None:
         grad._storage_.place(frame)
     source = grad._form.placed(frame)
     axes = parallel.axes

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import (
     Shard,
 )
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.storage import Storage
@@ -238,7 +238,7 @@ class ManagedParameter:
         """A whole tensor, with the storage of an earlier one if that exists; below autograd."""
         form = self.form(parameter._form, global_view)
         if form is parameter._form:
-            trace = thread_state.current()
+            trace = executor.trace()
             if trace is not None:
                 trace.touched(parameter)  # a gathering reads it, and says so by that
             parameter._storage_.introduce(parameter)
@@ -249,7 +249,7 @@ class ManagedParameter:
             known is None
             or known.form is not form
             or known.version != parameter._storage_.version
-            or known.trace is not thread_state.current()
+            or known.trace is not executor.trace()
         ):
             whole = Whole(self, global_view, form, parameter._storage_.version)
             storage = self._gather(parameter, form)
@@ -271,7 +271,7 @@ class ManagedParameter:
     def gather_again(self, whole: Whole) -> Storage:
         """The whole parameter once more, for backward. All uses in one backward share it."""
         parameter = self.parameter
-        version, trace = parameter._storage_.version, thread_state.current()
+        version, trace = parameter._storage_.version, executor.trace()
         if whole.kept is None and version != whole.version and trace is whole.trace:
             raise RuntimeError(
                 f"the parameter {self.locations[0].name!r} of shape {list(parameter.shape)} has "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed._composable_state import _State
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 
 
 class _Compared(NamedTuple):
@@ -62,7 +62,7 @@ class Settings(_State):
         Called before they are read or changed: what the step found when it began is compared with
         what later calls find.
         """
-        trace = thread_state.current()
+        trace = executor.trace()
         if trace is not None:
             names = ", ".join(type(module).__name__ for module in self.modules)
             trace.depends_on(self._compared, f"the data-parallel settings of {names}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Storage
 
@@ -68,7 +68,7 @@ class Accumulated:
         return grad
 
     def _look(self) -> None:
-        trace = thread_state.current()
+        trace = executor.trace()
         if trace is not None:
             trace.touched(self)
 
@@ -91,7 +91,7 @@ class Whole:
         self.parameter, self.global_view, self.form = parameter, global_view, form
         self.reshard = False
         self.version = version
-        self.trace = thread_state.current()
+        self.trace = executor.trace()
         self.kept: Any = None
 
 

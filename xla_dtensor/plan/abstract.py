@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from xla_dtensor import runtime
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.execution import lazy
 from xla_dtensor.runtime import topologies
 from xla_dtensor.runtime.abstract import enter
@@ -92,7 +92,7 @@ class _OnDevices(TorchFunctionMode):
             and kwargs.get("generator") is None
             and kwargs.get("out") is None
             and _device.CURRENT_DEVICE is None  # `with torch.device(...)`
-            and thread_state.current() is None  # a step does what it would do outside
+            and executor.trace() is None  # a step does what it would do outside
         ):
             kwargs = {**kwargs, "device": "xla"}
         return func(*args, **kwargs)

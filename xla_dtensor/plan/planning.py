@@ -16,7 +16,6 @@ from jax._src import config
 from xla_dtensor.compilation import CompiledStep, compile
 from xla_dtensor.compilation.looking import looked_at
 from xla_dtensor.compilation.module_scopes import naming_modules
-from xla_dtensor.plans.cut import platform_of
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.plan import memory as memory_of
@@ -26,6 +25,7 @@ from xla_dtensor.plan.flops import flops
 from xla_dtensor.plan.inputs import inputs
 from xla_dtensor.plan.report import Report
 from xla_dtensor.plan.rows import rows, seconds_per_dim
+from xla_dtensor.plans.cut import platform_of
 from xla_dtensor.runtime import abstract, topologies
 
 

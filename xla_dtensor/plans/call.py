@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from xla_dtensor.base import host_memory, rng, thread_state
+from xla_dtensor.base import executor, host_memory, rng
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.generator import stream_of
 from xla_dtensor.base.python_numbers import is_number, like_a_number
-from xla_dtensor.plans.ops import DROPPED, OpInfo
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.views import leave_open
+from xla_dtensor.plans.ops import DROPPED, OpInfo
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -160,7 +160,7 @@ class Call:
         form = value._form
         if self.info.view is not None:
             # What a trace leaves in the key of a plan outlives it.
-            key.append(steps if thread_state.current() is None else leave_open(steps)[0])
+            key.append(steps if executor.trace() is None else leave_open(steps)[0])
         else:
             form = form.at_start()
             if self.info.mutated:
@@ -205,6 +205,11 @@ class Call:
         given += [f"{name}={_written(value)}" for name, value in self.kwargs.items()]
         return f"{self.info.name}({', '.join(given)}) of {'; '.join(tensors)}"
 
+    def filled_with(self) -> Any:
+        """The number that a factory of constant tensors fills its tensor with; None for others."""
+        filled = _FILLED_WITH.get(self.info.name)
+        return None if filled is None else filled(self)
+
     def _leaf(self, value: Any, form: Form | type) -> Slot:
         self.leaves.append(value)
         self.forms.append(form)
@@ -214,7 +219,7 @@ class Call:
         if name == "generator" and value is not None:
             self.stream = stream_of(value, self.info.name)
         if name == "device" and value is not None:
-            trace = thread_state.current()
+            trace = executor.trace()
             device = torch.device(value)
             refuse_other_device(self.info.name, device)
             if device.type == "meta" and trace is None:
@@ -252,7 +257,7 @@ def _with_position(args: Any) -> Any:
     """The arguments of ``select_backward`` or ``slice_backward`` with the position as an input, as
     `PositionStep` has it of the view. In a compiled step it is the number that it is."""
     grad, sizes, dim, start = args[:4]
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None and trace.positions is not None:
         return trace.positions.in_backward(args)
     if type(start) is not int or start < 0 or trace is not None:
@@ -299,12 +304,6 @@ def fill(template: Any, leaves: Any) -> Any:
     if cls is list:
         return [fill(item, leaves) for item in template]
     return template
-
-
-def filled_with(call: Call) -> Any:
-    """The number that a factory of constant tensors fills its tensor with; None for other calls."""
-    filled = _FILLED_WITH.get(call.info.name)
-    return None if filled is None else filled(call)
 
 
 _FILLED_WITH: dict[str, Any] = {

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.dtypes import to_torch_dtype
-from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.forms.form import Form
+from xla_dtensor.plans.ops import OpInfo
 
 
 def checked(value: Any, shape: tuple[int, ...], dtype: Any, info: OpInfo) -> Any:
@@ -52,7 +52,7 @@ def _cast(value: Any, dtype: Any) -> Any:
     if value.dtype.kind == "c" and dtype.kind != "c":
         value = value.real
     if value.ndim == 0 and value.dtype == np.float64 and dtype == np.float32:
-        trace = thread_state.current()
+        trace = executor.trace()
         if trace is not None and trace.wide is not None:
             return trace.wide.narrowed(value)
     return value.astype(dtype)

@@ -12,18 +12,17 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import rng
-from xla_dtensor.base.thread_state import Trace
-from xla_dtensor.plans.call import Call, fill
-from xla_dtensor.plans.checks import check_castable, checked
-from xla_dtensor.plans.cut import Cut, platform_of
-from xla_dtensor.plans.meta import fill_kwargs
-from xla_dtensor.plans.result_placements import Pins
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
 from xla_dtensor.lowering.guards import DOUBLE_COMPLEX
 from xla_dtensor.lowering.place import Place, at
 from xla_dtensor.mesh import Frame
+from xla_dtensor.plans.call import Call, fill
+from xla_dtensor.plans.checks import check_castable, checked
+from xla_dtensor.plans.cut import Cut, platform_of
+from xla_dtensor.plans.meta import fill_kwargs
+from xla_dtensor.plans.result_placements import Pins
 
 
 class Write(NamedTuple):
@@ -99,7 +98,7 @@ class Computation:
         self._is_ours = module.startswith("xla_dtensor.lowering.")
         self._known: Any = None
 
-    def in_trace(self, trace: Trace, leaves: list[Any], base_arrays: list[Any]) -> list[Any]:
+    def in_trace(self, trace: Any, leaves: list[Any], base_arrays: list[Any]) -> list[Any]:
         """The same in the trace of a step. Of arrays alone it is traced once: layers alike then
         have their equations from the first one, which takes a fraction of the time."""
         if (

@@ -55,5 +55,3 @@ def _described(value: Any, forms: list[Any]) -> Any:
     if isinstance(value, list | tuple):
         return [_described(item, forms) for item in value]
     return value
-
-

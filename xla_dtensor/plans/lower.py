@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.dtypes import to_torch_dtype
-from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.valueless_number import symbolic_number
-from xla_dtensor.plans.alike import once_for_alike
-from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.execution.nested import Nested
 from xla_dtensor.forms.form import device_form
-from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.plans.alike import once_for_alike
+from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 # (results that alias no argument, new values of the mutated arguments), both flat
@@ -102,87 +100,11 @@ def _core_table(make: Callable[[], Any]) -> dict[Any, Any]:
     return _table.get_or_make("core", lambda: {**make()})
 
 
-_NO_SCOPE = contextlib.nullcontext()
-
-
-class NestedTrace:
-    """Operations of a decomposition run on tracers inside the executable that is being built."""
-
-    wide = stand_ins = assertions = asserted = positions = None
-
-    def __init__(self, keys: Callable[[], Any], name: str) -> None:
-        self._keys = keys
-        self._name = name
-        self.scalars: dict[Any, Any] = {}
-        self.python_numbers: list[Any] = []
-
-    def created(self, storage: Storage) -> None:
-        pass
-
-    def owns(self, storage: Storage) -> bool:
-        return True
-
-    def array_of(self, storage: Storage, tensor: Any = None) -> Any:
-        return storage.array
-
-    def touched(self, tensor: Any) -> None:
-        pass
-
-    def writing(self, storage: Storage) -> None:
-        pass
-
-    def scope(self) -> Any:
-        return _NO_SCOPE
-
-    def random_key(self) -> Any:
-        return self._keys()
-
-    def host_tensor(self, tensor: torch.Tensor) -> Any:
-        return to_numpy(tensor)
-
-    def constant(self, form: Any, value: Any) -> None:
-        return None
-
-    def depends_on(self, read: Callable[[], Any], text: str) -> None:
-        pass
-
-    def reads_grad(self, tensor: Any) -> None:
-        pass
-
-    def sets_grad(self, tensor: Any) -> None:
-        pass
-
-    def backward(self, outputs: Any, keeps_graph: bool, to_leaves: bool) -> None:
-        pass
-
-    def begin_recomputation(self) -> None:
-        pass
-
-    def end_recomputation(self) -> None:
-        pass
-
-    def item(self, tensor: Any) -> Any:
-        self.refuse(thread_state.ITEM)
-
-    def refuse(self, what: str) -> None:
-        if not self._name.startswith(("aten::", "prims::")):
-            raise UnsupportedOpError(
-                f"{what}: the kernel of {self._name} looks at a value on the host, so it "
-                "can't become one XLA program; write it in torch operations, or in JAX with "
-                f"xla_dtensor.jax_function{user_line()}"
-            )
-        raise UnsupportedOpError(
-            f"{what}: torch's decomposition of {self._name} needs a value in Python, so the "
-            "operation can't become one XLA program; it needs a lowering of its own "
-            "(xla_dtensor/lowering/README.md)"
-        )
-
-
 def run_on_arrays(
     function: Callable[..., Any], info: OpInfo, keys: Any, args: tuple, kwargs: dict
 ) -> LoweredResult:
     """Run ``function``, written in torch operations, on arrays."""
-    with thread_state.active(NestedTrace(keys, info.name)), torch.no_grad():
+    with executor.running(Nested(keys, info.name)), torch.no_grad():
         wrapped_args = _wrap(args)
         wrapped_kwargs = {name: _wrap(value) for name, value in kwargs.items()}
         out = function(*wrapped_args, **wrapped_kwargs)
@@ -211,7 +133,7 @@ def run_on_arrays(
 
 def _value(tensor: Any) -> Any:
     if isinstance(tensor, torch.Tensor) and not isinstance(tensor, XLATensor):
-        current = thread_state.current()
+        current = executor.trace()
         assert current is not None
         return current.host_tensor(tensor)
     return logical_value(tensor)

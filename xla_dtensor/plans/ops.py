@@ -58,6 +58,7 @@ class OpInfo:
         makes_like: whether it makes a tensor like another one, whose values it doesn't read.
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.
+        routes: who may take a call of it over before it is taken apart.
     """
 
     name: str
@@ -77,6 +78,7 @@ class OpInfo:
     taken_apart: bool
     makes_like: bool
     counts_writes: bool
+    routes: tuple[SpecialHandler, ...]
 
     @property
     def is_identity(self) -> bool:
@@ -150,6 +152,7 @@ def _make(func: Any) -> OpInfo:
         taken_apart=view is None and lowering is None and _is_composite(func),
         makes_like=is_(Kind.LIKE, name),
         counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
+        routes=() if (handler := SPECIAL.get(name)) is None else (handler,),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.views import leave_open
 from xla_dtensor.plans.call import Call, Slot
 from xla_dtensor.plans.computation import Computation, Write
 from xla_dtensor.plans.conditions import conditions_of
@@ -20,8 +22,6 @@ from xla_dtensor.plans.result_forms import (
     written_form,
 )
 from xla_dtensor.plans.result_placements import Answer, pins
-from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.views import leave_open
 
 
 class Plan:

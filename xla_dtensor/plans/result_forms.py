@@ -7,10 +7,6 @@ from typing import Any, NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base import host_memory
-from xla_dtensor.plans.call import Call
-from xla_dtensor.plans.meta import Meta
-from xla_dtensor.plans.ops import OpInfo
-from xla_dtensor.plans.result_placements import Answer, output_placements
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import union
@@ -18,6 +14,10 @@ from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.lowering.view import overlaps
 from xla_dtensor.mesh import Frame, frame_of, mesh_dim_axes
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.meta import Meta
+from xla_dtensor.plans.ops import OpInfo
+from xla_dtensor.plans.result_placements import Answer, output_placements
 
 
 class Place(NamedTuple):

@@ -11,16 +11,16 @@ import jax
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
-from xla_dtensor.base import rng, thread_state, xla_faults
-from xla_dtensor.plans.call import Call, fill
-from xla_dtensor.plans.lower import lowered_function
-from xla_dtensor.plans.meta import Meta
-from xla_dtensor.plans.pin import Pin, pin
+from xla_dtensor.base import executor, rng, xla_faults
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import Frame, dim_axes, dim_mesh_dims, frame_of, from_partition_spec
 from xla_dtensor.mesh.waypoints import waypoints
+from xla_dtensor.plans.call import Call, fill
+from xla_dtensor.plans.lower import lowered_function
+from xla_dtensor.plans.meta import Meta
+from xla_dtensor.plans.pin import Pin, pin
 from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
 
@@ -241,7 +241,7 @@ def _compiler_placements(
         else f(0)
         for f in forms
     ]
-    with jax.enable_x64(True), thread_state.active(None):
+    with jax.enable_x64(True), executor.running_at_once():
         compiled = jax.jit(run).lower(leaves).compile()
     chosen = iter(compiled.output_shardings)
     result: list[tuple[Placement, ...]] = []

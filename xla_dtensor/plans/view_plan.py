@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.keys import freeze
-from xla_dtensor.plans.call import Call
-from xla_dtensor.plans.meta import meta_results
-from xla_dtensor.plans.ops import info_of
-from xla_dtensor.plans.result_forms import output_forms, place_of
-from xla_dtensor.plans.result_placements import Answer
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, contiguous_stride
 from xla_dtensor.forms.storage import ONE_VIEWER
 from xla_dtensor.forms.views import PositionStep, ViewStep
 from xla_dtensor.lowering import find_view
 from xla_dtensor.lowering.view import slice_bounds
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.meta import meta_results
+from xla_dtensor.plans.ops import info_of
+from xla_dtensor.plans.result_forms import output_forms, place_of
+from xla_dtensor.plans.result_placements import Answer
 from xla_dtensor.tensors.of_form import tensor_class
 
 

@@ -5,6 +5,7 @@ While there is a topology, meshes are of its devices, and new tensors have layou
 
 from __future__ import annotations
 
+from xla_dtensor.base import executor
 from xla_dtensor.runtime.topologies import Topology
 
 
@@ -24,4 +25,5 @@ def enter(topology: Topology | None) -> Topology | None:
     """Lay out for ``topology`` from now on, in all threads (autograd has its own); what was laid
     out for before."""
     before, _state.topology = _state.topology, topology
+    executor.choose()
     return before

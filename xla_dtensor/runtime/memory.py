@@ -14,7 +14,7 @@ import threading
 import weakref
 from typing import Any
 
-from xla_dtensor.base import assertions, events, thread_state
+from xla_dtensor.base import assertions, events, executor
 from xla_dtensor.runtime import jax_runtime
 
 
@@ -175,7 +175,7 @@ def _in_use_and_peak(statistics: list[dict[str, int]]) -> tuple[int, int]:
 
 
 def _statistics() -> list[dict[str, int]]:
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.refuse("how much memory is in use, which")
     events.settle()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from xla_dtensor.base import executor
+
 
 @dataclass(frozen=True)
 class Process:
@@ -97,6 +99,7 @@ def join(index: int, table: tuple[Process, ...], store: Store, coordinator: str)
     _state.coordinator = coordinator
     _state.index, _state.table, _state.store = index, table, store
     _state.count = len(table)
+    executor.choose()
 
 
 def several() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.runtime import memory
 from xla_dtensor.runtime.idle import is_idle
 
@@ -42,7 +42,7 @@ class Event(torch.Event):
 
     def record(self, stream: Any = None) -> None:
         """Make this moment the event's."""
-        trace = thread_state.current()
+        trace = executor.trace()
         if trace is not None:
             trace.refuse("when an event is recorded, which")
         if self.enable_timing:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xla_dtensor.base import epoch, interrupts, thread_state
+from xla_dtensor.base import epoch, executor, interrupts
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import ONE_VIEWER
@@ -125,7 +125,7 @@ class TensorMethods(HasMemory):
     def __format__(self, format_spec: str) -> str:
         """As of torch's own tensors: one element is formatted as the number that it is; what has no
         number (now) as `repr` has it, unless it is to be formatted in a certain way."""
-        known = thread_state.current() is None
+        known = executor.trace() is None
         known = known and (not self._form.varying or self._form.has_own_value)
         if not self._form.meta and not self._form.shape and (format_spec or known):
             return format(self.detach().item(), format_spec)  # type: ignore[attr-defined]
@@ -216,14 +216,14 @@ class TensorMethods(HasMemory):
             assert x.grad.tolist() == [2, 2, 2]
             x.grad = None
         """
-        trace = thread_state.current()
+        trace = executor.trace()
         if trace is not None:
             trace.reads_grad(self)
         return grad_of_tensor(self)
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        trace = thread_state.current()
+        trace = executor.trace()
         if trace is not None:
             trace.sets_grad(self)
         _grad.__set__(self, value)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.python_numbers import Int
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import constant_recipe
@@ -77,7 +77,7 @@ def assign(tensor: Any, index: Any, value: Any) -> bool:
 def _at_numbers(tensor: Any, index: Any) -> tuple[Any, tuple[Any, ...]] | None:
     """The view that the numbers of a trace in the index select, which torch would ask for their
     values, and the rest of the index; None if there are none, or they aren't inputs."""
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is None or trace.positions is None:
         return None
     parts = index if index.__class__ is tuple else (index,)
@@ -164,7 +164,7 @@ def _has_no_number(part: Any) -> bool:
         return False
     if form.varying:
         return True
-    if thread_state.current() is None:
+    if executor.trace() is None:
         return False
     return constant_recipe(part) is None
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.views import CrossingStep
 
@@ -45,7 +45,7 @@ class DeviceMemory(torch.UntypedStorage):
         return torch.device("xla:0")
 
     def data_ptr(self) -> int:
-        if thread_state.current() is not None:
+        if executor.trace() is not None:
             raise UnsupportedOpError(
                 "data_ptr() in a compiled step: another tensor of the next call would have another "
                 "one; compare tensors with `is`, or ask before the step"

@@ -17,7 +17,7 @@ import torch
 from torch import _tensor_str
 from torch.utils._python_dispatch import _disable_current_modes
 
-from xla_dtensor.base import assertions, thread_state
+from xla_dtensor.base import assertions, executor
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.torch_versions import SUBCLASSES_DISPATCH
 from xla_dtensor.forms.form import Form
@@ -41,7 +41,7 @@ def text_of(tensor: Any, name: str, more: list[str]) -> str:
         step) or another on each device has its shape and dtype instead.
     """
     form = tensor._form
-    known = not form.meta and thread_state.current() is None
+    known = not form.meta and executor.trace() is None
     known = known and (not form.varying or form.has_own_value)
     parts = []
     if not known:

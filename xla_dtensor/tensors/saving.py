@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import map_location, thread_state
+from xla_dtensor.base import executor, map_location
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import device_form, sharded_form
 from xla_dtensor.forms.host_values import fetch, to_host
@@ -55,7 +55,7 @@ def _of_all_devices(tensor: Any) -> torch.Tensor:
         raise UnsupportedOpError(
             f"saving a tensor {form} that varies and has reductions pending: redistribute it first"
         )
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None:
         trace.refuse("saving a tensor")
     lead = form.array_shape[: len(form.varying)]

@@ -13,17 +13,17 @@ from typing import Any
 import jax
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import rng, thread_state
+from xla_dtensor.base import executor, rng
 from xla_dtensor.debug.rule_check.samples import Sample
-from xla_dtensor.plans.call import Call
-from xla_dtensor.plans.ops import info_of
-from xla_dtensor.plans.plan import Plan
-from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import read_through
 from xla_dtensor.mesh import from_partition_spec
+from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.ops import info_of
+from xla_dtensor.plans.plan import Plan
+from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.rules.merging import Placements
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -69,7 +69,7 @@ def compile_call(sample: Sample, inputs: Sequence[Placements], mesh: DeviceMesh)
 @contextmanager
 def _outside_of_traces() -> Iterator[None]:
     """As dispatch runs its executables."""
-    with jax.enable_x64(True), thread_state.active(None):
+    with jax.enable_x64(True), executor.running_at_once():
         yield
 
 

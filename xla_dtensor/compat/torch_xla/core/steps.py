@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.compat.torch_xla.errors import SpmdError
 from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.compilation import compile as compile_step
@@ -55,12 +55,12 @@ def sync(wait: bool = False, reset_scope: bool = True) -> None:
             stacklevel=2,
         )
     _launch()
-    if wait and thread_state.current() is None:
+    if wait and executor.trace() is None:
         memory.synchronize()
 
 
 def _launch() -> None:
-    if thread_state.current() is not None:
+    if executor.trace() is not None:
         return
     lazy.flush()
     closures, _state.closures = _state.closures, []
@@ -81,7 +81,7 @@ def add_step_closure(
     Raises:
         SpmdError: in a compiled step, whose tensors have no values.
     """
-    if thread_state.current() is not None:
+    if executor.trace() is not None:
         raise SpmdError(
             "add_step_closure in a compiled step: its tensors have no values yet; return them, and "
             "look at them where the step is called"

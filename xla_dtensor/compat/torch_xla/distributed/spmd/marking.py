@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.compat.torch_xla.distributed.spmd.specs import (
     PartitionSpec,
     orders_of,
@@ -86,7 +86,7 @@ def lay_out(t: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], call: s
         value = t.detach()
         if is_sharded:
             placed = value.redistribute(mesh, placements)
-        elif thread_state.current() is not None:
+        elif executor.trace() is not None:
             placed = as_sharded(value.clone(), mesh).redistribute(placements=placements)
         else:
             placed = distribute_tensor(value, mesh, placements)
@@ -95,7 +95,7 @@ def lay_out(t: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], call: s
 
 
 def _check_trace(t: Any, call: str) -> None:
-    trace = thread_state.current()
+    trace = executor.trace()
     if trace is not None and not trace.owns(t._storage_):
         raise UnsupportedOpError(
             f"{call} in a compiled step, of a tensor of shape {list(t.shape)} from outside of it: "

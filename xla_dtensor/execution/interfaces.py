@@ -1,0 +1,76 @@
+"""What an executor is told of a call, and of how such calls are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from xla_dtensor.base import rng
+from xla_dtensor.forms.form import Form
+
+
+class Call(Protocol):
+    """What an executor is told of a call (`plans.call.Call`).
+
+    Attributes:
+        info: the overload (`plans.ops.OpInfo`).
+        args, kwargs: the arguments, in which a slot stands for each leaf.
+        leaves: the tensors (ours or the CPU's) and the numbers that may vary, in order.
+        forms: of each leaf its `Form`, or the Python type of a number.
+        stream: where random numbers come from.
+    """
+
+    info: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    forms: list[Any]
+    stream: rng.RandomStream
+
+    def filled_with(self) -> Any:
+        """The number that a factory of constant tensors fills its tensor with; None for others."""
+
+
+class Plan(Protocol):
+    """What an executor is told of how a kind of call is computed (`plans.plan.Plan`).
+
+    Attributes:
+        name: the overload's, qualified.
+        run: a function of tracers (`plans.computation.Computation`). ``eager`` is the program of
+            the call alone, ``part`` the call as a part of a larger program. All are None where the
+            tensors have no values.
+        results: how many arrays these give.
+        result_forms: per result that aliases no argument, its form (None for an undefined one).
+        mutated: the indices of the leaves that are written.
+        base_forms: their storages' forms after the write.
+        grown: per argument written None, or the form with which it gets memory of its own: ``out=``
+            of another shape than the result's.
+        conditions: what must hold of arguments' values.
+        random: whether it draws random numbers.
+        of_scalars: whether it computes scalars from scalars alone, and nothing else.
+        only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
+        frame: the devices of its results; None: the default device.
+        number_lists: per leaf that is a number of a list, which list.
+        proven: whether it is known that the lowering takes what it gets.
+        structure: arranges new tensors and mutated arguments as torch returns them.
+    """
+
+    run: Any
+    eager: Any
+    part: Any
+    results: int
+    result_forms: list[Form | None]
+    mutated: list[int]
+    base_forms: list[Form]
+    grown: list[Form | None]
+    conditions: tuple[Any, ...]
+    random: bool
+    of_scalars: bool
+    only_computes: bool
+    frame: Any
+    number_lists: dict[int, int]
+    proven: bool
+    structure: Callable[[list[Any], list[Any]], Any]
+
+    @property
+    def name(self) -> str: ...
