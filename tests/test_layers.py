@@ -42,6 +42,36 @@ def test_nothing_imports_the_doors() -> None:
     assert not wrong, told(wrong)
 
 
+# Who does something else while a step is traced. All others tell the executor, or ask it.
+ASK_FOR_A_TRACE = {
+    *("base.python_numbers", "base.thread_state", "forms.read", "forms.storage"),
+    *("tensors.base", "tensors.indexing", "tensors.printing"),
+    *("execution.conditions", "execution.lazy", "plans.call", "plans.checks", "plans.lower"),
+    *("dispatch.moves", "dispatch.several_devices"),
+    *("movement.collective_kernels", "movement.collectives", "movement.factories"),
+    *("movement.host_ops", "movement.lay_out", "movement.local_view", "movement.own_piece"),
+    *("movement.relayout", "movement.sources"),
+    *("custom_ops.results", "parallel._parameter", "parallel._settings", "parallel._whole"),
+    *("compilation.module_scopes", "compilation.norms", "compilation.optimizers"),
+    *("compilation.scan", "compilation.scan_equal", "compilation.schedulers"),
+    *("compilation.threads", "debug._recorder", "plan.abstract"),
+    *("integration.backward", "integration.optimizers"),
+    *("horovod.devices", "horovod.several", "horovod.where"),
+    *("compat.torch_xla.core.steps", "compat.torch_xla.distributed.spmd.marking"),
+}
+
+
+def test_few_ask_for_a_trace() -> None:
+    """A list that only gets shorter: who runs operations is an object that is told
+    (`xla_dtensor/execution/README.md`)."""
+    found = {
+        name.removeprefix("xla_dtensor.")
+        for name, path in MODULES.items()
+        if "executor.trace()" in path.read_text()
+    }
+    assert found == ASK_FOR_A_TRACE
+
+
 def test_every_folder_has_a_floor() -> None:
     known = set(graph.floors()) | graph.DOORS
     assert {graph.folder(name) for name in MODULES} <= known

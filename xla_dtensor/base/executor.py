@@ -84,7 +84,14 @@ class Executor:
     def writing(self, storage: Any) -> None:
         """A storage is about to get a new value."""
 
+    def place(self, storage: Any, frame: Any) -> None:
+        """Have the value of a storage on all devices of ``frame``, if it is on the default one."""
+        storage.place(frame)
+
     # --- values -------------------------------------------------------------------------------
+
+    def not_in_step(self, message: str) -> None:
+        """Raise `UnsupportedOpError` if what is done now can't be part of a step's program."""
 
     def refuse(self, what: str) -> None:
         """``what`` needs the value of a tensor: raise if there is none."""

@@ -93,9 +93,7 @@ def _rebuild(state: torch.Tensor) -> XLAGenerator:
 
 
 def _refuse_in_step(what: str) -> None:
-    trace = executor.trace()
-    if trace is not None:
-        trace.refuse(f"a generator's new {what}, which")
+    executor.current().refuse(f"a generator's new {what}, which")
 
 
 def stream_of(generator: Any, name: str) -> rng.RandomStream:
@@ -110,10 +108,8 @@ def stream_of(generator: Any, name: str) -> rng.RandomStream:
             f"{name}: Expected a 'xla' device type for generator but found "
             f"'{generator.device.type}'; make it with torch.Generator(device='xla')"
         )
-    trace = executor.trace()
-    if trace is not None:
-        trace.refuse(
-            "generator= (a compiled step draws from the device's own stream, which "
-            "torch.manual_seed seeds), which"
-        )
+    executor.current().refuse(
+        "generator= (a compiled step draws from the device's own stream, which "
+        "torch.manual_seed seeds), which"
+    )
     return made.stream

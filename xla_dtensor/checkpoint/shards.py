@@ -95,9 +95,7 @@ def check_whole(tensor: Ours, what: str) -> None:
     Args:
         what: is to be done with which tensor.
     """
-    trace = executor.trace()
-    if trace is not None:
-        trace.refuse(what)
+    executor.current().refuse(what)
     form: Form = tensor._form
     partial = [p for p in form.placements or () if p.is_partial()]
     if partial:

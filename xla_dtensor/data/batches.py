@@ -57,11 +57,10 @@ def shard_batch(
         batch = xd.shard_batch(torch.ones(rows, 16), mesh, [xd.Shard(0), xd.Replicate()])
         assert batch.shape == (8, 16)
     """
-    if executor.trace() is not None:
-        raise UnsupportedOpError(
-            "shard_batch in a compiled step: the batch would be a constant of the program; make it "
-            "before the step, and give it as an argument"
-        )
+    executor.current().not_in_step(
+        "shard_batch in a compiled step: the batch would be a constant of the program; make it "
+        "before the step, and give it as an argument"
+    )
     placed = normalize_placements(placements, device_mesh, local_batch.ndim, "shard_batch")
     if any(placement.is_partial() for placement in placed):
         raise UnsupportedOpError(

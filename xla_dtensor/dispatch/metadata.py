@@ -67,9 +67,7 @@ def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             f"holds {base.dtype} (view_as_complex, view_as_real, .real, .imag, view(dtype), conj): "
             "its positions are not those of the memory; clone() it first"
         )
-    trace = executor.trace()
-    if trace is not None:
-        trace.touched(tensor)
+    executor.current().touched(tensor)
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     offset = tensor._form.offset if offset is None else offset
     return dispatch(func, (base, args[1], args[2], offset), {})

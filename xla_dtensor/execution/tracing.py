@@ -10,6 +10,7 @@ import jax
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.number_functions import number_value
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import conditions
 from xla_dtensor.execution.interfaces import Call, Plan
 from xla_dtensor.execution.running import Running, base_of
@@ -57,6 +58,12 @@ class Tracing(Running):
 
     def joins(self, call: Call) -> bool:
         return False  # what a step takes in is where it is
+
+    def place(self, storage: Any, frame: Any) -> None:
+        """In a program everything is on its devices."""
+
+    def not_in_step(self, message: str) -> NoReturn:
+        raise UnsupportedOpError(message)
 
     # --- asked of tensors' values -------------------------------------------------------------
 

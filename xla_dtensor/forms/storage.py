@@ -168,9 +168,7 @@ class Storage:
         if array.__class__ is Pending:
             array.storage = weakref.ref(self)
             return  # no trace writes down
-        trace = executor.trace()
-        if trace is not None:
-            trace.created(self)
+        executor.current().created(self)
 
     @property
     def array(self) -> jax.Array:
@@ -266,9 +264,7 @@ class Storage:
         else:
             if array.__class__ is AbstractArray:
                 self._check_loss()
-            trace = executor.trace()
-            if trace is not None:
-                trace.writing(self)
+            executor.current().writing(self)
         self.value = array
         if form is not self.form:
             self.reform(form)

@@ -210,11 +210,10 @@ class Devices(World):
         )
 
     def _of_each_rank(self, call: Call, name: str) -> list[Any]:
-        if executor.trace() is not None:
-            raise UnsupportedOpError(
-                f"{call.kind} of a value for each rank in a compiled step: shapes that differ by "
-                "rank have no per-device tensor; do it outside of the step"
-            )
+        executor.current().not_in_step(
+            f"{call.kind} of a value for each rank in a compiled step: shapes that differ by "
+            "rank have no per-device tensor; do it outside of the step"
+        )
         return all_at_once(call, name, self._mesh)
 
     # --- the rest ----------------------------------------------------------------------------
@@ -223,8 +222,7 @@ class Devices(World):
         return None
 
     def join(self) -> int:
-        if executor.trace() is not None:
-            raise UnsupportedOpError("hvd.join() in a compiled step: call it after the last step")
+        executor.current().not_in_step("hvd.join() in a compiled step: call it after the last step")
         return self.size - 1
 
     def agree_on_set(self, what: str, ranks: Sequence[int]) -> None:

@@ -70,8 +70,8 @@ def run(kernel: Kernel, tensor: XLATensor, frame: Frame) -> XLATensor:
         frame: its mesh.
     """
     axes = tuple(axis.name for axis in frame.axes if axis.size > 1)
-    if executor.trace() is None and not tensor.is_meta:
-        tensor._storage_.place(frame)
+    if not tensor.is_meta:
+        executor.current().place(tensor._storage_, frame)
     source = tensor._form.placed(frame)
     source.check_axes(kernel.kind, frame)
     count = len(kernel.sets[0]) if kernel.sets else math.prod(frame.sizes[name] for name in axes)

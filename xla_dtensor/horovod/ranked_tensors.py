@@ -56,12 +56,11 @@ def to_array(tensor: torch.Tensor) -> Any:
     Raises:
         UnsupportedOpError: it is neither.
     """
-    if executor.trace() is not None:
-        raise UnsupportedOpError(
-            "a collective of horovod's in a compiled step, where ranks are threads, or processes "
-            "with several devices each: one program has no way out to the others; compile what is "
-            "around it, or start one process per device, or one process for all devices"
-        )
+    executor.current().not_in_step(
+        "a collective of horovod's in a compiled step, where ranks are threads, or processes "
+        "with several devices each: one program has no way out to the others; compile what is "
+        "around it, or start one process per device, or one process for all devices"
+    )
     if isinstance(tensor, XLATensor):
         value, frame = read(tensor.detach()), tensor._form.frame
         if frame is not None and frame.one_each:

@@ -100,11 +100,9 @@ def _set_device(device: Any) -> None:
 
 
 def _manual_seed(seed: int) -> None:
-    trace = executor.trace()
-    if trace is not None:
-        trace.refuse(
-            "torch.manual_seed (seed outside of the step, or every step is the same), which"
-        )
+    executor.current().refuse(
+        "torch.manual_seed (seed outside of the step, or every step is the same), which"
+    )
     rng.manual_seed(seed)
 
 

@@ -137,9 +137,7 @@ def _positions(mesh: DeviceMesh) -> dict[int, int]:
 
 def local_values(tensor: XLATensor) -> list[torch.Tensor]:
     """`XLATensor.local_values`."""
-    trace = executor.trace()
-    if trace is not None:
-        trace.refuse("local_values()")
+    executor.current().refuse("local_values()")
     assertions.look()
     form = tensor._form
     with reading(tensor) as array:
@@ -161,9 +159,7 @@ def _own(array: Any, form: Form) -> list[tuple[int, Any]]:
 
 def local_shards(tensor: XLAShardedTensor) -> list[LocalShard]:
     """`XLAShardedTensor.local_shards`."""
-    trace = executor.trace()
-    if trace is not None:
-        trace.refuse("local_shards")
+    executor.current().refuse("local_shards")
     assertions.look()
     with reading(tensor) as array:
         return _shards(array, tensor._form)

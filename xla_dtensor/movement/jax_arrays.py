@@ -61,11 +61,10 @@ def from_jax(
         x = xd.from_jax(jnp.ones((8, 4)), mesh, [xd.Shard(0)])
         assert (x * 2).full_tensor().sum().item() == 64
     """
-    if executor.trace() is not None:
-        raise UnsupportedOpError(
-            "from_jax in a compiled step: the array would be a constant of the program; make it a "
-            "tensor before the step, and an argument"
-        )
+    executor.current().not_in_step(
+        "from_jax in a compiled step: the array would be a constant of the program; make it a "
+        "tensor before the step, and an argument"
+    )
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(f"from_jax: a jax.Array is wanted, got {type(array).__name__}")
     shape, dtype = tuple(array.shape), to_torch_dtype(np.dtype(array.dtype))
@@ -118,9 +117,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     """
     if not isinstance(tensor, Ours):
         raise TypeError(f"to_jax: a tensor on xla devices is wanted, got one on {tensor.device}")
-    trace = executor.trace()
-    if trace is not None:
-        trace.refuse("to_jax (call JAX by xla_dtensor.jax_function), which")
+    executor.current().refuse("to_jax (call JAX by xla_dtensor.jax_function), which")
     if tensor.requires_grad:
         raise RuntimeError("Can't call to_jax on a tensor that requires grad: use tensor.detach()")
     form: Any = tensor._form

@@ -101,9 +101,7 @@ def _for_gradient(placements: Placements) -> Placements:
 def _tell_trace(tensor: Any) -> None:
     """No operation reads a tensor when it is seen in the other view, but a leaf gets its gradient
     through that, and a step that is traced looks after the leaves that it has met."""
-    trace = executor.trace()
-    if trace is not None:
-        trace.touched(tensor)
+    executor.current().touched(tensor)
 
 
 class _FromLocal(torch.autograd.Function):

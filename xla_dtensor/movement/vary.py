@@ -75,8 +75,8 @@ class _SumOver(torch.autograd.Function):
 
 def _relaid(tensor: XLATensor, varying: Axes, frame: Frame, convert: Any) -> XLATensor:
     """``tensor`` as one that varies along ``varying``, computed by ``convert``."""
-    if executor.trace() is None and not tensor.is_meta:
-        tensor._storage_.place(frame)
+    if not tensor.is_meta:
+        executor.current().place(tensor._storage_, frame)
     source = tensor._form.placed(frame)
     about = source.shape, source.stride, 0, source.dtype
     target = device_form(frame, *about, varying, source.meta)

@@ -198,8 +198,7 @@ def reduce_over_devices(
     """
     # What was made after `replicate` (of meta tensors, say) lies on one device until it is used.
     frame = frame_of(parallel.mesh) if form.frame is None else form.frame
-    if executor.trace() is None:
-        grad._storage_.place(frame)
+    executor.current().place(grad._storage_, frame)
     source = grad._form.placed(frame)
     axes = parallel.axes
     varying = tuple(name for name in source.varying if name not in axes)

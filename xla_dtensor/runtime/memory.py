@@ -175,9 +175,7 @@ def _in_use_and_peak(statistics: list[dict[str, int]]) -> tuple[int, int]:
 
 
 def _statistics() -> list[dict[str, int]]:
-    trace = executor.trace()
-    if trace is not None:
-        trace.refuse("how much memory is in use, which")
+    executor.current().refuse("how much memory is in use, which")
     events.settle()
     devices = _devices()
     found = [device.memory_stats() for device in devices]

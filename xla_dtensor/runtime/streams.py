@@ -42,9 +42,7 @@ class Event(torch.Event):
 
     def record(self, stream: Any = None) -> None:
         """Make this moment the event's."""
-        trace = executor.trace()
-        if trace is not None:
-            trace.refuse("when an event is recorded, which")
+        executor.current().refuse("when an event is recorded, which")
         if self.enable_timing:
             memory.synchronize()
             self._time = time.perf_counter()

@@ -216,16 +216,12 @@ class TensorMethods(HasMemory):
             assert x.grad.tolist() == [2, 2, 2]
             x.grad = None
         """
-        trace = executor.trace()
-        if trace is not None:
-            trace.reads_grad(self)
+        executor.current().reads_grad(self)
         return grad_of_tensor(self)
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        trace = executor.trace()
-        if trace is not None:
-            trace.sets_grad(self)
+        executor.current().sets_grad(self)
         _grad.__set__(self, value)
 
     @grad.deleter

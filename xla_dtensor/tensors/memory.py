@@ -45,11 +45,10 @@ class DeviceMemory(torch.UntypedStorage):
         return torch.device("xla:0")
 
     def data_ptr(self) -> int:
-        if executor.trace() is not None:
-            raise UnsupportedOpError(
-                "data_ptr() in a compiled step: another tensor of the next call would have another "
-                "one; compare tensors with `is`, or ask before the step"
-            )
+        executor.current().not_in_step(
+            "data_ptr() in a compiled step: another tensor of the next call would have another "
+            "one; compare tensors with `is`, or ask before the step"
+        )
         return self._address
 
     def __repr__(self) -> str:

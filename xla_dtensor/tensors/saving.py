@@ -55,9 +55,7 @@ def _of_all_devices(tensor: Any) -> torch.Tensor:
         raise UnsupportedOpError(
             f"saving a tensor {form} that varies and has reductions pending: redistribute it first"
         )
-    trace = executor.trace()
-    if trace is not None:
-        trace.refuse("saving a tensor")
+    executor.current().refuse("saving a tensor")
     lead = form.array_shape[: len(form.varying)]
     with reading(tensor) as array:
         return to_host(fetch(array, (*lead, *form.shape)))
