@@ -292,8 +292,18 @@ def _of_numpy(function: Any) -> Callable[[Any], float]:
 
 
 def _array_ufunc(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-    """NumPy, which takes it for a float, is given an object that it computes with by operators."""
-    return getattr(ufunc, method)(*map(_boxed, inputs), **kwargs)
+    """NumPy, which takes it for a float, is given an object that it computes with by operators.
+    Together with an array that would be an array of objects, so there it is the number itself."""
+    has_array = any(isinstance(x, np.ndarray) and x.dtype != object for x in inputs)
+    return getattr(ufunc, method)(*map(_itself if has_array else _boxed, inputs), **kwargs)
+
+
+def _itself(value: Any) -> Any:
+    """The present value of a symbolic number, on which the program depends then."""
+    if not is_number(value):
+        return value
+    value.node.guard(value.node, "==", value.node.value)
+    return value.node.value
 
 
 def _boxed(value: Any) -> Any:
