@@ -3,6 +3,7 @@ work in threads and queues, which is refused."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib
 import queue
@@ -98,6 +99,22 @@ def test_which_of_two_equal_values_it_is() -> None:
     holder = SimpleNamespace(kept=kept)
     step = xd.compile(lambda x: x * (2 if holder.kept is kept else 3))
     assert values(step, lambda: setattr(holder, "kept", tuple(numbers))) == [2, 2]
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, argparse.Namespace])
+def test_what_namespaces_compare_and_show(kind: Any) -> None:
+    """The code says nothing of the attribute; and there may be tensors among the others."""
+    one, other = kind(k=1.0), kind(k=1.0)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if one == other else 3)
+
+    assert values(xd.compile(function), lambda: setattr(other, "k", 5.0)) == [2, 2]
+    other.k = 1.0
+    stale_for_the_audit(function, lambda: setattr(other, "k", 5.0))
+    compared = xd.compile(lambda x, a, b: x * (2 if a == b else 3))
+    x = torch.ones(2, device="xla")
+    assert [compared(x, kind(k=1), kind(k=k))[0].item() for k in (1, 2)] == [2, 3]
 
 
 def test_a_weak_reference() -> None:

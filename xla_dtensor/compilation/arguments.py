@@ -194,6 +194,7 @@ class Arguments:
             return (
                 (cls, *value.shape),
                 value.stride(),
+                value._is_view(),  # of which another part may be what the step finds elsewhere
                 value.dtype,
                 value.device,
                 value.requires_grad,

@@ -239,6 +239,14 @@ class HostOperations(TorchDispatchMode):
         return known[1] if known is not None and known[0]() is tensor else None
 
     def _input(self, tensor: torch.Tensor) -> _Input:
+        memory = tensor.untyped_storage()._cdata
+        if not self._is_overwritten(tensor) and any(
+            written.untyped_storage()._cdata == memory for written, _ in self._overwritten
+        ):
+            self._trace.refuse(
+                f"a CPU tensor {list(tensor.shape)} whose memory the step has written through "
+                "another tensor: each call writes that when its program has run, so it"
+            )
         index = self._arguments.get(id(tensor))
         return _Input(tensor if index is None else None, index)
 

@@ -58,12 +58,23 @@ class Same:
         return repr(self._object())
 
 
+def _on_host(tensor: Any) -> int:
+    """What tells the memory of a CPU tensor."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a sparse one has none
+        return id(tensor)
+
+
 def aliases(tensors: Sequence[Any]) -> tuple[Any, ...]:
     """Which of the tensors share memory (a write to one is a write to the other), and which of
     those are one object; empty if none do."""
     if len(tensors) < 2:
         return ()
-    storages = [id(getattr(t, "_storage_", t)) for t in tensors]
+    storages = [
+        _on_host(t) if (storage := getattr(t, "_storage_", None)) is None else id(storage)
+        for t in tensors
+    ]
     if len(set(storages)) == len(storages):
         return ()
     first: dict[int, int] = {}

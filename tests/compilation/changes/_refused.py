@@ -15,6 +15,17 @@ REFUSED: dict[str, str] = {
     "host-cpu_argument_written": CPU,
     "host-cpu_view_written": CPU,
     "host-cpu_tensor_written_after_a_view": CPU,
+    **dict.fromkeys(
+        (
+            f"host-{name}-{part}"
+            for name in (
+                "cpu_tensor_read_through_another_that_is_written",
+                "cpu_argument_that_is_part_of_a_captured_one",
+            )
+            for part in ("view", "data", "detached")
+        ),
+        CPU,
+    ),
     # What the step's Python does besides computing.
     "effects-left_behind-list_append": r"list|holder",
     "effects-left_behind-list_append_number": r"list|holder",

@@ -393,3 +393,40 @@ def history_of_losses_shortened(world: World) -> Program:
     yield step(world.batch(0))
     world.change(losses.pop)
     yield step(world.batch(0))
+
+
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view": lambda table: table[1:],
+    "data": lambda table: table.data,
+    "detached": lambda table: table.detach(),
+}
+
+
+@rows(PARTS)
+def cpu_tensor_read_through_another_that_is_written(world: World, part: Callable) -> Program:
+    table = torch.zeros(3)
+    other = part(table) if world.changes else part(table.clone())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        table.add_(1)
+        return x * other.sum().to(x.device) + sum(other.tolist())
+
+    step = world.compile(function)
+    for i in range(3):
+        yield step(world.batch(i)), table.clone()
+
+
+@rows(PARTS)
+def cpu_argument_that_is_part_of_a_captured_one(world: World, part: Callable) -> Program:
+    """It is written: at first another, then one that the step reads elsewhere, too."""
+    table = torch.zeros(3)
+
+    def function(x: torch.Tensor, t: torch.Tensor, also: torch.Tensor) -> torch.Tensor:
+        t.add_(1)
+        return x + also.sum().to(x.device) + table.sum().to(x.device)
+
+    step = world.compile(function)
+    x = world.batch(0)
+    yield step(x, torch.ones(3), torch.ones(3)), table.clone()
+    given = table if world.changes else table.clone()
+    yield step(x, given, part(given)), table.clone()
