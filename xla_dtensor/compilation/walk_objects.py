@@ -209,7 +209,7 @@ class WalkObjects(WalkOptimizers):
             self._library_methods(cls)
             self._attributes(value, own, path)
             self._slots(value, path)
-        elif getattr(cls, "__slots__", None) is not None and not self._of_library(cls):
+        elif getattr(cls, "__slots__", None) is not None and self._has_users_slots(value):
             self._note(path, "object", cls)
             self._slots(value, path)
         else:
@@ -228,8 +228,7 @@ class WalkObjects(WalkOptimizers):
     def _slots(self, value: Any, path: str) -> None:
         """What an object holds in slots."""
         cls = type(value)
-        has = not self._of_library(cls) or isinstance(value, BaseException)
-        known = all_slots_of(cls) if has else ()  # type: ignore[arg-type]
+        known = all_slots_of(cls) if self._has_users_slots(value) else ()
         read = list(filter(self._is_read, known))
         if read:
             place = Slots(value, read, path)
