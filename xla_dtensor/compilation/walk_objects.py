@@ -228,7 +228,8 @@ class WalkObjects(WalkOptimizers):
     def _slots(self, value: Any, path: str) -> None:
         """What an object holds in slots."""
         cls = type(value)
-        known = all_slots_of(cls) if self._has_users_slots(value) else ()
+        has = self._has_users_slots(value)
+        known = all_slots_of(cls) if has else ()  # type: ignore[arg-type]
         read = list(filter(self._is_read, known))
         if read:
             place = Slots(value, read, path)
