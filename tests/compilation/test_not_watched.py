@@ -217,3 +217,21 @@ def test_modules_of_made_up_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values(step, lambda: setattr(module, "scale", 3.0)) == [2.0, 2.0]
     assert values(step, lambda: sys.modules.update(made_up_name=other))[1] == 4.0
     stale_for_the_audit(function, lambda: setattr(other, "scale", 5.0))
+
+
+def test_implementations_of_operators() -> None:
+    """torch's dispatcher, which is C++, keeps what `torch.library.Library.impl` was given."""
+    scale = [2.0]
+    library = torch.library.Library("xla_dtensor_not_watched", "DEF")
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", lambda x: x * scale[0], "CompositeImplicitAutograd")
+    operator = torch.ops.xla_dtensor_not_watched.scaled
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return operator(x)
+
+    try:
+        assert values(xd.compile(function), lambda: scale.__setitem__(0, 3.0)) == [2, 2]
+        stale_for_the_audit(function, lambda: scale.__setitem__(0, 5.0))
+    finally:
+        library._destroy()

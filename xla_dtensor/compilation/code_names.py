@@ -110,6 +110,7 @@ CALLED_BY: dict[str, tuple[str, ...]] = {
     "signature": ("__signature__", "__annotations__"),
     **dict.fromkeys(("get_type_hints", "get_annotations"), ("__annotations__",)),
     "LOAD_BUILD_CLASS": ("__init_subclass__",),
+    **dict.fromkeys(("fields", "asdict", "astuple"), ("__dataclass_fields__",)),
 }
 ASKED_FOR = frozenset(name for names in CALLED_BY.values() for name in names)
 

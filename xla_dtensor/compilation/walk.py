@@ -57,6 +57,7 @@ class Walk:
     _function: Callable[[types.FunctionType, str], None]
     _reader: Callable[[str], None]
     _any_import: Callable[[], None]
+    _registered: Callable[[], None]
     _cell: Callable[[types.CellType, str], None]
     _alone: Callable[[Slots | Variable], None]
     _globals_place: Callable[[dict[str, Any], set[str]], None]
@@ -117,6 +118,7 @@ class Walk:
             for path, value in roots:
                 self._walk(value, path)
             self._global_hooks()
+            self._registered()
             if "__reduce_ex__" in self._names.attributes:  # how objects are copied and pickled
                 self._walk(copyreg.dispatch_table, "copyreg.dispatch_table")
             if self._size() == before:

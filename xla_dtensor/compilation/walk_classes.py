@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import operator
 import types
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -32,6 +34,8 @@ _HEAP_TYPE = 1 << 9
 # Nothing in the code says when an object is thrown away.
 _NEVER_CALLED = ASKED_FOR | {"__del__", "__doc__", "__module__"}
 _OF_CLASSES = ("__name__", "__qualname__")
+# Classes of Python's whose objects are made of what the user's code says.
+_USERS_CONTENT = (BaseException, dataclasses.Field)
 
 
 class WalkClasses(WalkCode):
@@ -52,6 +56,10 @@ class WalkClasses(WalkCode):
                     self._library_reads |= names_of(code).attributes
                     if not special and name in self._names.attributes:  # ``logger.setLevel``
                         self._names.assigned |= names_of(code).assigned
+
+    def _has_users_slots(self, value: Any) -> bool:
+        """Whether an object's slots hold what the user's code has put there."""
+        return not self._of_library(type(value)) or isinstance(value, _USERS_CONTENT)
 
     def _class(self, cls: type) -> None:
         """The methods and attributes that a class gives its objects."""

@@ -22,6 +22,7 @@ from xla_dtensor.compilation.kinds import fields_of
 from xla_dtensor.compilation.objects import is_record
 from xla_dtensor.compilation.places import MISSING, Elements, Entries, Items, Place, Slots
 from xla_dtensor.compilation.readers import names_of_reader, reader
+from xla_dtensor.compilation.registered import REGISTRIES
 from xla_dtensor.compilation.walk import Walk
 
 _MANY_MODULES = 50
@@ -112,6 +113,14 @@ class WalkCode(Walk):
         self._asks_types |= name == "type"
         if names.any_module:
             self._any_import()
+
+    def _registered(self) -> None:
+        """What torch calls for code that names one of its functions."""
+        for registry in REGISTRIES:
+            if self._calls(*registry.named) or registry.named & self._names.attributes:
+                self.live.append((dict.values, registry.table))  # another may be put there
+                for path, function in registry.functions():
+                    self._walk(function, path)
 
     def _any_import(self) -> None:
         """The code imports by names that it makes up."""

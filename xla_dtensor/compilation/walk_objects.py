@@ -201,7 +201,7 @@ class WalkObjects(WalkCalled):
             self._library_methods(cls)
             self._attributes(value, own, path)
             self._slots(value, path)
-        elif getattr(cls, "__slots__", None) is not None and not self._of_library(cls):
+        elif getattr(cls, "__slots__", None) is not None and self._has_users_slots(value):
             self._note(path, "object", cls)
             self._slots(value, path)
         else:
@@ -220,7 +220,7 @@ class WalkObjects(WalkCalled):
     def _slots(self, value: Any, path: str) -> None:
         """What an object holds in slots."""
         cls = type(value)
-        has = not self._of_library(cls) or isinstance(value, BaseException)
+        has = self._has_users_slots(value)
         known = all_slots_of(cls) if has else ()  # type: ignore[arg-type]
         read = list(filter(self._is_read, known))
         if read:
