@@ -195,6 +195,32 @@ class Slots(Place):
         return [], [(operator.attrgetter(*names), self.owner)]
 
 
+class OfThread(Slots):
+    """Attributes of a ``threading.local``: those of the thread that asks, which is another one in
+    another call."""
+
+    __slots__ = ()
+
+    def only(self, keys: Iterable[str], guarded: bool = True) -> OfThread:
+        """Some of them."""
+        return OfThread(self.owner, keys, self.path, guarded=guarded)
+
+    def content(self) -> dict[Any, Any]:
+        own = vars(self.owner)
+        return {key: own.get(key, MISSING) for key in self.keys}
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        own = vars(self.owner)
+        for key, value in content.items():
+            if value is not MISSING:
+                own[key] = value
+            else:
+                own.pop(key, None)
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        return [], [(lambda owner: (len(vars(owner)), *self.content().values()), self.owner)]
+
+
 # Those whose truth is their length, whatever a user's class may say.
 _CONTAINERS = frozenset((list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict))
 

@@ -12,7 +12,7 @@ import random
 import threading
 import types
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from xla_dtensor.compilation.places import (
     Elements,
     Entries,
     Items,
+    OfThread,
     Slots,
     class_of_content,
 )
@@ -231,15 +232,17 @@ class WalkObjects(WalkOptimizers):
         has = not self._of_library(cls) or isinstance(value, BaseException)
         known = all_slots_of(cls) if has else ()  # type: ignore[arg-type]
         read = list(filter(self._is_read, known))
-        if read:
-            place = Slots(value, read, path)
-            for name in self._without_taken(place):
-                content = place.at(name)
-                if content is not MISSING:
-                    self._walk(content, f"{path}.{name}")
         assigned = [name for name in known if name in self._names.assigned and name not in read]
+        if read or assigned:
+            self._named(Slots(value, read, path), assigned)
+
+    def _named(self, place: Slots, assigned: Iterable[str]) -> None:
+        """Attributes that the code reads, and those that it only assigns."""
+        for name in self._without_taken(place):
+            if (content := place.at(name)) is not MISSING:
+                self._walk(content, place.label(name))
         if assigned:
-            self._place(Slots(value, assigned, path, guarded=False))
+            self._place(place.only(assigned, guarded=False))
 
     def _attributes(self, value: Any, own: dict[str, Any], path: str) -> None:
         names = list(filter(self._is_read, own))
@@ -311,7 +314,7 @@ class WalkObjects(WalkOptimizers):
     def _probe(self, path: str, read: Callable[[], Any]) -> None:
         """What only a call tells, by value."""
         value = read()
-        self.probes.append((functools.partial(_equals, read, value), True))
+        self.probes.append((lambda: bool(read() == value), True))
         self._note(path, "value", value)
 
     def _of_tensor(self, tensor: torch.Tensor, path: str) -> None:
@@ -383,9 +386,9 @@ class WalkObjects(WalkOptimizers):
     def _thread_local(self, local: threading.local, path: str) -> None:
         """What it holds in this thread; each has a dict of its own."""
         self._note(path, "object", type(local))
-        own = vars(local)
-        self.probes.append((functools.partial(vars, local), own))
-        self._entries(own, list(filter(self._is_read, own)), path, local)
+        assigned = self._names.assigned
+        read = sorted(filter(self._is_read, {*vars(local), *assigned}))
+        self._named(OfThread(local, read, path), assigned.difference(read))
         self._class(type(local))
 
 
@@ -394,7 +397,3 @@ def _hook_flags(own: dict[str, Any]) -> list[Any]:
     given = [own.get(name) or () for name in _HOOK_FLAGS]
     hooks = (key for name in _MODULE_HOOKS for key in own.get(name) or ())
     return [own.get("_is_full_backward_hook"), *([key in g for g in given] for key in hooks)]
-
-
-def _equals(read: Any, value: Any) -> bool:
-    return bool(read() == value)
