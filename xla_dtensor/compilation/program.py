@@ -54,7 +54,7 @@ class Program(WriteBack):
         """
         run = Run(arguments, prepared or self._prepared)
         history = self._traced.history
-        if history is None or not torch.is_grad_enabled():
+        if history is None:
             self._execute(run)
         else:
             try:
@@ -84,7 +84,9 @@ class Program(WriteBack):
 
         inputs = [outside.of(run.arguments) for outside in history.inputs]
         # The node keeps none of what this call has: its own results among that would be a cycle.
-        found = WithHistory.apply(Call(execute, self._run_backward), *inputs)
+        # The step may have turned gradients on itself.
+        with torch.enable_grad():
+            found = WithHistory.apply(Call(execute, self._run_backward), *inputs)
         made = zip(history.outputs, found, strict=True)
         run.made.update((id(template), result) for template, result in made)
 

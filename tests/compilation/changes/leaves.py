@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -340,3 +341,29 @@ def retain_grad_of_a_kept_tensor(world: World) -> Program:
     del kept
     yield step(world.batch(0), False)
     yield step(world.batch(0), world.changes)
+
+
+@rows({"for_a_time": False, "from_then_on": True})
+def history_made_inside_no_grad(world: World, stays: bool) -> Program:
+    """The step makes a history where its caller doesn't want one."""
+    weight = world.parameter(numbers(0, 8, 6))
+    world.watch(weight=weight)
+    holder = SimpleNamespace(on=False)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(before or holder.on)
+        loss = (x @ weight.T).pow(2).sum()
+        if not stays:
+            torch.set_grad_enabled(before)
+        return loss
+
+    step = world.compile(step)
+    for i in range(4):
+        holder.on = world.changes and i != 2
+        with torch.no_grad():
+            loss = step(world.batch(i))
+            on = torch.is_grad_enabled()
+        if loss.requires_grad:
+            loss.backward()
+        yield loss.detach(), loss.requires_grad, on

@@ -397,6 +397,41 @@ def thread_local_of_another_thread(world: World) -> Program:
         yield found[-1], step(x)
 
 
+def _counted(local: Any, x: torch.Tensor) -> torch.Tensor:
+    local.count = getattr(local, "count", 0) + 1
+    return x * local.count
+
+
+def _kept(local: Any, x: torch.Tensor) -> torch.Tensor:
+    local.state = x if not hasattr(local, "state") else local.state * 0.5 + x
+    return local.state * 2
+
+
+def _left(local: Any, x: torch.Tensor) -> torch.Tensor:
+    local.last = x.sum()
+    return x * 2
+
+
+@rows({"count": _counted, "state": _kept, "last": _left})
+def thread_local_written(world: World, function: Callable) -> Program:
+    """Each thread has a state of its own."""
+    local = threading.local()
+    step = world.compile(lambda x: function(local, x))
+    found: list[Any] = []
+
+    def calls(x: torch.Tensor) -> None:
+        found.extend([step(x), dict(vars(local))] for _ in range(3))
+
+    for i in range(2):
+        calls(world.batch(i))
+        yield found[-3:]
+        if world.changes:
+            thread = threading.Thread(target=calls, args=(world.batch(i + 2),))
+            thread.start()
+            thread.join()
+        yield found[-3:], vars(local)
+
+
 # Their checks look at values.
 normal = functools.partial(distributions.Normal, validate_args=False)
 DISTRIBUTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
