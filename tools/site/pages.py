@@ -130,6 +130,8 @@ def reference() -> str:
 
 
 def _entry(path: str, value: Any) -> list[str]:
+    if type(value).__module__.startswith("xla_dtensor"):  # an object, as xd.config
+        value = type(value)
     module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
     if not (module or "").startswith("xla_dtensor") or not name:
         where = f"{module}.{name}".strip(".")
