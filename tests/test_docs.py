@@ -47,6 +47,7 @@ def blocks(page: str) -> list[str]:
                 "[dp, None; sum over tp] -> [dp, None]            all-reduce over tp, 384 B",
             ],
         ),
+        ("how_it_works.md", 6, ["layer_norm"]),
         ("coming_from.md", 7, []),
         ("torch_xla.md", 1, []),
         ("paddle.md", 3, []),

@@ -222,3 +222,35 @@ def _(x):
 def test_a_kernel_that_looks_at_values(x):
     with pytest.raises(NotImplementedError, match=r"kernel of test_reviewed::host\.default looks"):
         host(x.detach())
+
+
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [("local", 1), ("computed", 2), ("placed", 2)],
+    ids=["local", "computed", "placed"],
+)
+def test_preprocess_runs_once_where_the_rule_moves_an_input(mesh_2x4, own_ops, how, times):
+    """But where it computes with what is moved, or says how its gradient lies."""
+    calls = []
+
+    class Op(DistributedOp):
+        def preprocess(self, args, kwargs):
+            calls.append([a.layout for a in args])
+            x, y = args
+            shown = x.to_local(grad_placements=x.placements) if how == "placed" else x.to_local()
+            return (shown * 1 if how == "computed" else shown, y.to_local()), {}, calls[-1]
+
+        def infer_layout(self, cache_values):
+            empty = Layout.from_device_mesh(cache_values[0].mesh)
+            return (empty("dp", "None"),), (empty("None", "None"), empty("dp", "None"))
+
+    Op("reviewed.Scores")
+    x, y = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    d, e = place(x, mesh_2x4, S(0), S(1)), place(y, mesh_2x4, R, R)
+    out = Scores.apply(d, e)
+    want = y @ x.mT
+    same(out, want)
+    assert len(calls) == times
+    out.square().sum().backward()
+    want.square().sum().backward()
+    same(d.grad, x.grad)

@@ -23,7 +23,17 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "site")]
 import plots  # noqa: E402  (which lies in this folder: the hook is no module of a package)
 from notebooks import markdown  # noqa: E402  (a script, which lies beside it)
 
-INSIDE = ("compilation", "dispatch", "lowering", "rules", "custom_ops", "parallel", "checkpoint")
+INSIDE = (
+    "compilation",
+    "dispatch",
+    "plans",
+    "execution",
+    "lowering",
+    "rules",
+    "custom_ops",
+    "parallel",
+    "checkpoint",
+)
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -189,7 +190,9 @@ class StandIns:
                     )
             return value
         if cls is list or cls is tuple:
-            return cls(map(self.restore, value))
+            items = list(map(self.restore, value))
+            # The very same where nothing stands for a number: who asks goes by that.
+            return value if all(map(operator.is_, items, value)) else cls(items)
         return value
 
     def in_place_of(self, number: Any, double: Double, call: tuple[Any, ...]) -> Any:

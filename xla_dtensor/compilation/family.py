@@ -49,6 +49,14 @@ class Family:
         self.why_static = ""
         self._static = self._static_fields = False
 
+    def settings(self) -> Family:
+        """A family without programs that traces as this one does, until one of both learns more."""
+        other = Family()
+        other.dynamic, other.last, other.latest = self.dynamic, self.last, self.latest
+        other.positions, other.why_static = self.positions, self.why_static
+        other._static, other._static_fields = self._static, self._static_fields
+        return other
+
     def takes(self, lengths: frozenset[int]) -> None:
         """These numbers are inputs from the first call on."""
         if not self._static and not lengths <= self.dynamic:

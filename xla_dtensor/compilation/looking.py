@@ -1,4 +1,4 @@
-"""A step's program looked at without being run, and calls of steps where there is no data."""
+"""What a call of a compiled step is where tensors have no data (``xd.abstract``)."""
 
 from __future__ import annotations
 
@@ -6,37 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xla_dtensor.base.thread_state import tracing
-from xla_dtensor.compilation.arguments import Arguments, ReadsMore
-from xla_dtensor.compilation.attempts import trace
-from xla_dtensor.compilation.program import Program
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.execution import lazy
-
-
-def looked_at(step: Any, args: Any, kwargs: Any, look: Callable[[Program], Any]) -> Any:
-    """What ``look`` sees of a step's program for these arguments, which is lowered and not
-    compiled; nothing runs, changes or is counted. State that the step's optimizer makes is there
-    while it looks.
-
-    Args:
-        step: a `CompiledStep`.
-        args, kwargs: as of a call.
-        look: is given the `Program`.
-    """
-    lazy.flush_all()
-    arguments = Arguments(args, kwargs, step._reads)
-    with step._lock, tracing, step._checks:
-        try:
-            traced, _ = trace(step._function, arguments, arguments.lengths, step._carried)
-        except ReadsMore as more:
-            arguments = Arguments(args, kwargs, more.reads)
-            traced, _ = trace(step._function, arguments, arguments.lengths, step._carried)
-        try:
-            return look(Program(traced, traced.take_call(), None, step._options))
-        finally:
-            traced.undo()
-
 
 _elsewhere: list[Callable[..., Any]] = []
 

@@ -15,7 +15,7 @@ from xla_dtensor.compilation.audit import compare
 from xla_dtensor.compilation.buckets import BucketedArguments, check_lengths
 from xla_dtensor.compilation.decided import ManyTraces
 from xla_dtensor.compilation.family import KINDS, Family
-from xla_dtensor.compilation.looking import called_without_data, looked_at
+from xla_dtensor.compilation.looking import called_without_data
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.step_traces import StepTraces
 from xla_dtensor.compilation.streams import call_with_streams, has_streams
@@ -141,7 +141,7 @@ class CompiledStep(StepTraces):
         """
         if self._buckets is not None:
             args, kwargs, _ = self._buckets.padded(args, kwargs)
-        return looked_at(self, args, kwargs, operator.attrgetter("lowered"))
+        return self.looked_at(args, kwargs, operator.attrgetter("lowered"))
 
     def clear_cache(self) -> None:
         """Forget all programs; the next call traces and compiles. The counts stay.

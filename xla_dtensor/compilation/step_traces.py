@@ -27,6 +27,7 @@ from xla_dtensor.compilation.numbers import Changed, Decision
 from xla_dtensor.compilation.program import Program
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.errors import DataDependentError
+from xla_dtensor.execution import lazy
 
 logger = logging.getLogger("xla_dtensor")
 
@@ -47,6 +48,7 @@ class StepTraces(BaseStep):
     _left_alone: set[str]
     _many: ManyTraces
     _reads: frozenset[str] | None
+    _lock: Any
     _call: Callable[[Arguments], Any]
 
     def _trace(
@@ -65,8 +67,7 @@ class StepTraces(BaseStep):
             why, program = missed
             decided = program.decided
             path, paths = program.changed_path, program.changed_paths
-            changed = program.changed_numbers - self._not_carried.keys()
-            self._carried, self._counted = self._carried | changed, self._counted | changed
+            self._take_changed(program)
         with tracing, self._checks:
             try:
                 traced = self._traced_with_cuts(arguments, family, path)
@@ -99,6 +100,60 @@ class StepTraces(BaseStep):
         if told is not None:
             logger.warning("xla_dtensor: %s %s", self._name(), told)
         return result
+
+    def looked_at(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Callable[[Program], Any]
+    ) -> Any:
+        """What ``look`` sees of the program that a call with these arguments would run, which is
+        lowered and not compiled; nothing runs, changes or is counted. State that the step's
+        optimizer makes is there while it looks."""
+        lazy.flush_all()
+        arguments = self._arguments(args, kwargs)
+        known = self._carried, self._counted, self._not_carried, self._left_alone, self._reads
+        with self._lock, tracing, self._checks:
+            self._not_carried, self._left_alone = dict(known[2]), set(known[3])
+            try:
+                try:
+                    traced = self._as_called(arguments)
+                except ReadsMore as more:
+                    self._read(more.reads)
+                    arguments = self._arguments(args, kwargs)
+                    traced = self._as_called(arguments)
+                try:
+                    return look(Program(traced, traced.take_call(), None, self._options))
+                finally:
+                    traced.undo()
+            finally:
+                self._carried, self._counted, self._not_carried, self._left_alone, self._reads = (
+                    known
+                )
+
+    def _as_called(self, arguments: Arguments) -> Traced:
+        """The trace behind the program that a call would find, or that it would make."""
+        there = self._families.get(arguments.key) or Family()
+        family = there.settings()
+        family.takes(arguments.lengths)
+        missed: Program | None = None
+        for call, programs in there.candidates(arguments):
+            for position, program in enumerate(programs):
+                if position and program.decides_otherwise(call):
+                    continue
+                if program.mismatch(call) is None:
+                    family.dynamic = program.traced.dynamic
+                    family.positions = program.traced.trace.positions is not None
+                    self._carried = program.traced.names_of_carried
+                    return self._trace_once(arguments, family)
+                missed = missed or program
+        if missed is not None:
+            self._take_changed(missed)
+        elif there.programs:
+            family.varies(arguments)
+        return self._traced(arguments, family, None if missed is None else missed.changed_path)
+
+    def _take_changed(self, missed: Program) -> None:
+        """Numbers outside of the step that have changed since a program was made are inputs."""
+        changed = missed.changed_numbers - self._not_carried.keys()
+        self._carried, self._counted = self._carried | changed, self._counted | changed
 
     def _compare_what_it_assigns(self, traced: Traced, changed: frozenset[str]) -> None:
         """Compare in later calls what the step's Python assigns somewhere, and has left, or put, as

@@ -20,7 +20,7 @@ from xla_dtensor.custom_ops.results import results, shapes_of
 from xla_dtensor.errors import LayoutRuleError, MeshMismatchError, UnsupportedOpError
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, root_mesh
 from xla_dtensor.mesh.layout import Layout, layout_of
-from xla_dtensor.movement.local_view import as_sharded, last_local
+from xla_dtensor.movement.local_view import as_sharded, gives_gradient_as_it_is, last_local
 from xla_dtensor.rules import TensorInfo
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -127,12 +127,43 @@ def _by_preprocess(
     sharded = sharded_tensors(args, kwargs)
     inferred = op._infer(_key(op, values), lambda: _of_values(op, values, sharded))
     if inferred.inputs is not None:
+        before = sharded
         args, kwargs, moved = _redistributed(op, args, kwargs, sharded, inferred.inputs)
         if moved:
             sharded = sharded_tensors(args, kwargs)
-            local_args, local_kwargs, _ = _checked_preprocess(op, op.preprocess(args, kwargs))
+            exchanged = _exchanged((local_args, local_kwargs), (args, kwargs), before, sharded)
+            if exchanged is None:  # it has computed with what is elsewhere now
+                exchanged = _checked_preprocess(op, op.preprocess(args, kwargs))[:2]
+            local_args, local_kwargs = exchanged
     replacement = lambda run: op.get_expand_impl(run, inferred.returned, values)
     return _Prepared(tuple(local_args), dict(local_kwargs), sharded, inferred, replacement)
+
+
+def _exchanged(
+    local: tuple[Any, Any],
+    given: Any,
+    before: Sequence[XLAShardedTensor],
+    after: Sequence[XLAShardedTensor],
+) -> tuple[Any, Any] | None:
+    """What ``preprocess`` has given for the tensors ``before``, for those that the rule has moved
+    ``after`` it; None where it has given other tensors than these, what devices hold of them, and
+    what it was given."""
+    instead: dict[int, Any] = {id(x): x for x in tree_leaves(given) if isinstance(x, torch.Tensor)}
+    for old, new in zip(before, after, strict=True):
+        shown = last_local(old)
+        if new is not old and not gives_gradient_as_it_is(old):
+            return None
+        pairs = [(old, new)] if shown is None else [(old, new), (shown, None)]
+        for tensor, other in pairs:
+            if other is None:
+                other = shown if new is old else new.to_local()
+            if instead.setdefault(id(tensor), other) is not other:
+                return None  # one tensor is two arguments, wanted in two layouts
+    leaves, tree = tree_flatten(local)
+    if any(isinstance(x, torch.Tensor) and id(x) not in instead for x in leaves):
+        return None
+    local_args, local_kwargs = tree_unflatten([instead.get(id(x), x) for x in leaves], tree)
+    return local_args, local_kwargs
 
 
 def _checked_preprocess(op: DistributedOp, local: Any) -> tuple[Any, Any, list[Any]]:

@@ -317,6 +317,11 @@ def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | No
     return local
 
 
+def gives_gradient_as_it_is(tensor: XLAShardedTensor) -> bool:
+    """Whether `to_local` was called last without ``grad_placements``."""
+    return tensor._local is None or tensor._local[0][2] is None
+
+
 def last_local(tensor: XLAShardedTensor) -> torch.Tensor | None:
     """The very object that `to_local` gave last, if it still exists."""
     known = tensor._local

@@ -14,7 +14,6 @@ import torch
 from jax._src import config
 
 from xla_dtensor.compilation import CompiledStep, compile
-from xla_dtensor.compilation.looking import looked_at
 from xla_dtensor.compilation.module_scopes import naming_modules
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
@@ -82,7 +81,7 @@ def plan(
             f"model and arguments, and call xd.plan, in `with xd.abstract({topology!r}):`"
         )
     with naming_modules():
-        seen = looked_at(step, args, kwargs, _look)
+        seen = step.looked_at(args, kwargs, _look)
     frame = seen["frame"]
     if frame is None:
         raise TopologyError(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import time
 from pathlib import Path
 
 from xla_dtensor.base.config import config
 
 MAX_BYTES = 2**31  # what was not used for longest goes
+_WRITTEN_BY_NOW = 60.0  # seconds, after which a program without a time was left by a dead process
 _OPTIONS = (  # of JAX: name, its default, ours
     ("jax_compilation_cache_max_size", -1, MAX_BYTES),
     # Many eager programs take less than a second; reading one back takes a few milliseconds.
@@ -56,7 +58,20 @@ def use() -> None:
         return
     if not os.access(where, os.W_OK):
         return
+    _forget_halves(where)
     jax.config.update("jax_compilation_cache_dir", str(where))
     for name, default, ours in _OPTIONS:
         if getattr(jax.config, name) == default:  # the user's own stay
             jax.config.update(name, ours)
+
+
+def _forget_halves(where: Path) -> None:
+    """Remove programs that a process was killed over while it wrote them: JAX, which looks at the
+    time of each when it adds one, would warn at each new program from then on."""
+    for program in where.glob("*-cache"):
+        used = program.with_name(program.name.removesuffix("cache") + "atime")
+        try:
+            if not used.exists() and time.time() - program.stat().st_mtime > _WRITTEN_BY_NOW:
+                program.unlink()
+        except OSError:  # another process has removed it
+            continue

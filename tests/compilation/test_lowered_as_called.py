@@ -1,0 +1,85 @@
+"""`lower()` shows the program that the call runs, and changes nothing of the step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import xla_dtensor as xd
+from xla_dtensor.compilation.program import Program
+
+
+class Holder:
+    """A counter that the step keeps."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+
+
+def numbers() -> tuple[Callable[..., Any], list[Any]]:
+    return lambda x, s: x * s, [(0.5,), (0.25,), (0.75,), (0.75,), (0.5,)]
+
+
+def positions() -> tuple[Callable[..., Any], list[Any]]:
+    return lambda x, n: x[n].sin() + x[: n + 1].sum(), [(0,), (1,), (2,), (1,)]
+
+
+def counter() -> tuple[Callable[..., Any], list[Any]]:
+    holder = Holder()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        holder.count += 1
+        return x * holder.count
+
+    return step, [()] * 4
+
+
+def outside() -> tuple[Callable[..., Any], list[Any]]:
+    holder = Holder()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * holder.count
+
+    def changed(count: float) -> tuple[()]:
+        holder.count = count
+        return ()
+
+    return step, [lambda c=c: changed(c) for c in (1.0, 2.0, 3.0, 3.0)]
+
+
+def optimizer() -> tuple[Callable[..., Any], list[Any]]:
+    weight = torch.nn.Parameter(torch.ones(4, device="xla"))
+    adam = torch.optim.AdamW([weight])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (weight * x).sum()
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        return loss.detach()
+
+    return step, [()] * 3
+
+
+@pytest.mark.parametrize("case", [numbers, positions, counter, outside, optimizer])
+def test_lower_shows_what_the_call_runs(
+    case: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, given = case()
+    step, x = xd.compile(function), torch.arange(4.0).to("xla")
+    ran: list[Any] = []
+    run = Program.run
+    monkeypatch.setattr(Program, "run", lambda self, call: ran.append(self) or run(self, call))
+    for arguments in given:
+        arguments = arguments() if callable(arguments) else arguments
+        before = step.traces, step.compilations, list(step.recompilations)
+        shown = step.lower(x, *arguments).as_text()
+        assert (step.traces, step.compilations, step.recompilations) == before
+        again = step.lower(x, *arguments).as_text()
+        assert again == shown
+        step(x, *arguments)
+        assert hashlib.sha256(shown.encode()).hexdigest()[:16] == ran[-1].digest, shown
