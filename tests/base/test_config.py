@@ -297,6 +297,45 @@ def test_other_threads_see_it(config: Config) -> None:
     assert found == ["strict"]
 
 
+def test_blocks_of_threads_that_overlap(config: Config) -> None:
+    """The first to begin ends first; nothing is left of either."""
+    first, second = config.override(audit=1), config.override(audit=2)
+    first.__enter__()
+    second.__enter__()
+    assert config.audit == 2
+    first.__exit__(None, None, None)
+    assert (config.audit, config.source("audit")) == (2, "set")
+    second.__exit__(None, None, None)
+    assert (config.audit, config.source("audit")) == (0, "default")
+
+
+def test_many_threads_at_once(config: Config) -> None:
+    together = threading.Barrier(8)
+
+    def run(number: int) -> None:
+        together.wait()
+        for _ in range(200):
+            with config.override(audit=number, eager="strict"):
+                assert config.audit > 0 and config.eager == "strict"
+            config.start_timeout = float(number)
+
+    failed: list[BaseException] = []
+
+    def noted(number: int) -> None:
+        try:
+            run(number)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=noted, args=(n,)) for n in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert (config.audit, config.eager) == (0, "lazy") and 1 <= config.start_timeout <= 8
+
+
 def test_who_listens_is_told_of_changes_alone(config: Config) -> None:
     told: list[str] = []
     config.listen("eager", lambda: told.append(config.eager))
@@ -324,6 +363,8 @@ def test_what_has_been_read_once(config: Config) -> None:
         config.fix("cache")
     assert config.cache == "off"  # it is
     config.cache = "off"
+    with config.override(cache="off"):
+        pass
     with pytest.raises(RuntimeError, match=r"cache = '/a': it is 'off' in this process.*CACHE"):
         config.cache = "/a"
     with pytest.raises(RuntimeError, match="when JAX starts"), config.override(cache="user"):

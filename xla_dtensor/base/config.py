@@ -7,10 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from xla_dtensor.base.switches import SWITCHES, Switch, listed
+
+
+class _Level:
+    """A value of a switch, and where it is from. The first level is the process's; each block that
+    has not ended has put one of its own on top."""
+
+    def __init__(self, value: Any, source: str) -> None:
+        self.value, self.source = value, source
+
+    def become(self, other: _Level) -> None:
+        self.value, self.source = other.value, other.source
 
 
 class Config:
@@ -19,7 +31,8 @@ class Config:
     Each begins with what its environment variable says when xla_dtensor is imported, or with its
     default; ``print(xd.config)`` shows them, and which of these it was. docs/config.md says what
     they do and when they are read. A value counts for the whole process: other threads see it, too.
-    Processes that this one starts read their own environment.
+    Threads may set switches at the same time. Processes that this one starts read their own
+    environment.
 
     Attributes:
         eager: how eager operations are launched.
@@ -63,24 +76,33 @@ class Config:
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
         own = vars(self)
-        own["_sources"] = sources = {}
+        own["_lock"] = threading.RLock()
+        own["_levels"] = levels = {}
         own["_listeners"] = {name: [] for name in SWITCHES}
-        own["_fixed"] = {}
+        own["_fixed"] = set()
         for name, switch in SWITCHES.items():
             value = switch.of(environ)
-            sources[name] = "default" if value is None else "environment"
-            own[name] = switch.default if value is None else value
+            level = _Level(value, "environment")
+            if value is None:
+                level = _Level(switch.default, "default")
+            levels[name] = [level]
+            own[name] = level.value
 
     if not TYPE_CHECKING:  # or type checkers would take any name
 
         def __setattr__(self, name: str, value: Any) -> None:
-            value = self._checked(name, value)
-            self._put({name: (value, "set")})
+            own = vars(self)
+            with own["_lock"]:
+                level = _Level(self._checked(name, value), "set")
+                own["_levels"][name][-1].become(level)
+                self._update([name])
 
     @contextlib.contextmanager
     def override(self, **values: Any) -> Iterator[None]:
         """Have other values for a block, in the whole process: other threads see them, too. After
         it, however it ends, they are as they were, but for what is read once and was in the block.
+        What is assigned to them meanwhile counts until its end. Where blocks of several threads
+        overlap, the one that began last counts; when all have ended nothing is left of any.
 
         Args:
             values: by the names of switches.
@@ -98,15 +120,23 @@ class Config:
                 assert xd.config.audit == 1
             assert xd.config.audit == 0
         """
-        new = {name: (self._checked(name, value), "set") for name, value in values.items()}
         own = vars(self)
-        before = {name: (own[name], own["_sources"][name]) for name in new}
+        lock, levels = own["_lock"], own["_levels"]
+        with lock:
+            new = {name: _Level(self._checked(name, v), "set") for name, v in values.items()}
+            for name, level in new.items():
+                levels[name].append(level)
         try:
-            self._put(new)
+            with lock:
+                self._update(new)
             yield
         finally:
-            fixed = own["_fixed"]  # in the block, which can't be taken back
-            self._put({name: then for name, then in before.items() if name not in fixed})
+            with lock:
+                for name, level in new.items():
+                    if name in own["_fixed"]:  # in the block, which can't be taken back
+                        levels[name][0].become(levels[name][-1])
+                    levels[name].remove(level)
+                self._update(new)
 
     def source(self, name: str) -> str:
         """Where the value of a switch is from.
@@ -127,7 +157,7 @@ class Config:
             with xd.config.override(eager="strict"):
                 assert xd.config.source("eager") == "set"
         """
-        return str(vars(self)["_sources"][_switch(name).name])
+        return str(vars(self)["_levels"][_switch(name).name][-1].source)
 
     def listen(self, name: str, listener: Callable[[], object]) -> None:
         """Call ``listener`` after each change of a switch, in the thread that makes it: for the
@@ -137,7 +167,7 @@ class Config:
     def fix(self, *names: str) -> None:
         """These have been read, and aren't read again: whoever sets them later gets an error. For
         the package's own use."""
-        vars(self)["_fixed"].update((name, None) for name in names)
+        vars(self)["_fixed"].update(names)
 
     def __repr__(self) -> str:
         own = vars(self)
@@ -165,12 +195,12 @@ class Config:
             )
         return value
 
-    def _put(self, new: Mapping[str, tuple[Any, str]]) -> None:
+    def _update(self, names: Iterable[str]) -> None:
+        """Have the attributes say what the last levels do, and tell who listens."""
         own = vars(self)
-        changed = [name for name, (value, _) in new.items() if value != own[name]]
-        for name, (value, source) in new.items():
-            own[name] = value
-            own["_sources"][name] = source
+        now = {name: own["_levels"][name][-1].value for name in names}
+        changed = [name for name, value in now.items() if value != own[name]]
+        own.update(now)
         for name in changed:
             for listener in own["_listeners"][name]:
                 listener()
