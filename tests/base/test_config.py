@@ -19,8 +19,8 @@ import torch
 
 import xla_dtensor as xd
 from tools import config_table
+from xla_dtensor.base import assertions, executor
 from xla_dtensor.base import config as module
-from xla_dtensor.base import executor
 from xla_dtensor.base.config import Config
 from xla_dtensor.base.switches import SWITCHES, OneOf
 from xla_dtensor.execution.lazy import Lazy
@@ -97,7 +97,7 @@ import xla_dtensor as xd
 print(json.dumps([[getattr(xd.config, n), xd.config.source(n)] for n in json.loads(sys.argv[1])]))
 assert "jax" not in sys.modules
 import torch
-from xla_dtensor.base import executor
+from xla_dtensor.base import assertions, executor
 x = torch.ones(3, device="xla")
 print(type(executor.current()).__name__)
 import jax
@@ -402,9 +402,9 @@ def test_the_next_operation_is_run_as_it_says(untouched: None) -> None:
 def test_check_indices(untouched: None, before: Any, off: str, on: str) -> None:
     """It is about eager operations, and leaves compiled steps as they are."""
     xd.config.checks = before
-    xd.check_indices(False)
+    assertions.check_indices(False)
     assert xd.config.checks == off
-    xd.check_indices(True)
+    assertions.check_indices(True)
     assert xd.config.checks == on
 
 

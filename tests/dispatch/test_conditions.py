@@ -189,8 +189,10 @@ def test_many_indices(
 
 
 def test_off() -> None:
-    xd.check_indices(False)
-    assert torch.equal(F.embedding(i(12).to("xla"), X.to("xla")).cpu(), X[9:])
+    with xd.config.override(checks="off"):
+        assert torch.equal(F.embedding(i(12).to("xla"), X.to("xla")).cpu(), X[9:])
+    with pytest.raises(IndexError):
+        F.embedding(i(12).to("xla"), X.to("xla")).sum().item()
 
 
 def test_padding_and_empty() -> None:

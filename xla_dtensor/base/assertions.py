@@ -36,23 +36,11 @@ _state = _ThreadState()
 
 
 def check_indices(enabled: bool) -> None:
-    """Whether eager operations look for indices out of range, for the whole process.
-
-    They do at first: gathers, scatters, embeddings, losses by class and the like raise what CPU
-    torch raises. Without, such an index reads the nearest element, and its write is dropped. This
-    sets ``xd.config.checks``, and leaves what that says of compiled steps.
+    """An old name: whether eager operations look for indices out of range. It sets
+    ``config.checks``, and leaves what that says of compiled steps.
 
     Args:
         enabled: whether they do.
-
-    Example::
-
-        import torch, xla_dtensor as xd
-
-        table = torch.ones(4, 2, device="xla")
-        xd.check_indices(False)
-        assert torch.nn.functional.embedding(torch.tensor([9]).to("xla"), table).shape == (1, 2)
-        xd.check_indices(True)
     """
     if config.checks in COMPILED:
         config.checks = "all" if enabled else "compiled"

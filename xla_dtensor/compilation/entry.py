@@ -112,7 +112,7 @@ def compile(
         if audit or checks is not None or buckets is not None:
             raise ValueError(
                 'xd.compile(watch="replay") takes no audit= (its Python runs in every call), no '
-                "checks= (indices are looked at as in eager code: xd.check_indices) and no buckets="
+                "checks= (indices are looked at as in eager code: xd.config.checks) and no buckets="
             )
         return ReplayedStep(function, compiler_options)
     if watch != "auto":
