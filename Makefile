@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
+.PHONY: help env train quick test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -24,25 +24,22 @@ LAUNCH := $(if $(filter-out 1,$(PROCESSES)),-m torch.distributed.run --standalon
 train: env ## train the example on a simulated 2x4 mesh (about two minutes); PROCESSES=2 shares it out
 	$(BIN)/python $(LAUNCH) examples/train_llama/train.py $(ARGS)
 
-# Another processor rounds in another way. Each of these is another one to MKL, to torch's own kernels
-# or to XLA, whose programs have a folder of their own then.
-PROCESSORS := MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default XLA_FLAGS=--xla_cpu_max_isa=AVX2
+RUN := $(BIN)/python tests/run.py
+quick: env ## one test in fifty, a first signal in 90 seconds
+	$(RUN) quick -- $(ARGS)
+
 PROCESSOR ?=
-AS_PROCESSOR := $(if $(PROCESSOR),env $(word $(PROCESSOR),$(PROCESSORS)) XLA_DTENSOR_CACHE=off \
-  JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax-$(PROCESSOR))
 test: env ## all tests but the slow ones (17 minutes on two cores); PROCESSOR=1..4 rounds as another
-	$(AS_PROCESSOR) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
+	$(RUN) $(if $(PROCESSOR),processor $(PROCESSOR),fast) -- $(ARGS)
 
 test-slow: env ## the slow tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+	$(RUN) slow -- $(ARGS)
 
-test-processors: env ## the tests as four other processors round (an hour)
-	for i in 1 2 3 4; do $(MAKE) test PROCESSOR=$$i || exit; done
+test-processors: env ## the tests as four other processors round (two hours)
+	$(RUN) processors -- $(ARGS)
 
-AUDITED := tests/compilation $(shell grep -rl 'xd\.compile' tests --include='test_*.py' | grep -v '^tests/compilation')
 test-audit: env ## the tests of compiled steps, each call audited (about twelve minutes)
-	XLA_DTENSOR_AUDIT=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(AUDITED) \
-	  -k 'not optim_db and not the_change_shows and not checkpointing' $(ARGS)
+	$(RUN) audit -- $(ARGS)
 
 test-all: check test test-slow test-audit rules-check suites fuzz-short ## everything there is (about two hours on two cores)
 

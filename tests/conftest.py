@@ -74,9 +74,16 @@ def mesh_2x4() -> DeviceMesh:
     return make_mesh("2x4")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m`
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the variants that ``one_in`` leaves out as slow; of each test one or more stays."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-in", type=int, default=1, help="one test in so many, by its name")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Mark the variants that ``one_in`` leaves out as slow; of each test one or more stays. With
+    ``--one-in n`` a sample of what ``-m`` then leaves, the same one in every process."""
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("one_in") and not item.get_closest_marker("slow"):
@@ -88,6 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kept = [item for item in group if zlib.crc32(item.nodeid.encode()) % count == 0]
         for item in set(group) - set(kept or group[:1]):
             item.add_marker("slow")
+    yield  # pytest looks at `-m`
+    n = config.getoption("--one-in")
+    if n > 1:
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % n == 0]
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ ASK_FOR_A_TRACE = {
     *("compilation.scan", "compilation.scan_equal", "compilation.schedulers"),
     *("compilation.threads", "debug._recorder", "plan.abstract"),
     *("integration.backward", "integration.optimizers"),
-    *("horovod.devices", "horovod.several", "horovod.where"),
+    *("horovod.in_trace", "horovod.ranks.devices", "horovod.ranks.several"),
     *("compat.torch_xla.core.steps", "compat.torch_xla.distributed.spmd.marking"),
 }
 

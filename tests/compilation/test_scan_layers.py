@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 from tests.plan.tpus import needs_libtpu
-from xla_dtensor.compilation.looking import looked_at
 from xla_dtensor.errors import UnsupportedOpError
 
 
@@ -249,7 +248,7 @@ def counted(depth: int, make_optimizer: Any = None) -> tuple[int, int]:
             optimizer.zero_grad()
         return loss.detach()
 
-    jaxpr = looked_at(xd.compile(step), (torch.ones(8, WIDTH, device="xla"),), {}, _jaxpr)
+    jaxpr = xd.compile(step).looked_at((torch.ones(8, WIDTH, device="xla"),), {}, _jaxpr)
     text = xd.compile(step).lower(torch.ones(8, WIDTH, device="xla")).as_text()
     return len(jaxpr.eqns), text.count("stablehlo.dot_general")
 

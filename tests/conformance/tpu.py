@@ -21,7 +21,6 @@ from tests.conformance.layouts import Distributor, fresh, map_leaves, tensors
 from tests.conformance.tpu_eager import compile_launches
 from tests.conftest import make_mesh
 from xla_dtensor.compilation import CompiledStep
-from xla_dtensor.compilation.looking import looked_at
 from xla_dtensor.errors import DataDependentError, XlaDTensorError
 from xla_dtensor.plan.planning import not_kept
 
@@ -91,7 +90,7 @@ class _Sample:
     def _step_compiles(self, topology: str, mesh: str, whole: bool) -> None:
         with xd.abstract(topology) as there, not_kept(there.topology), jax.enable_x64(True):
             self._lay_out(make_mesh(mesh), whole)
-            look = lambda form: looked_at(CompiledStep(self._step(form)), self.given, {}, _compiled)
+            look = lambda form: CompiledStep(self._step(form)).looked_at(self.given, {}, _compiled)
             if not self.grad:
                 look("forward")
                 self._note("forward", PASS)

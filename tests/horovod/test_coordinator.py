@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xla_dtensor.horovod.coordinator import Coordinator
-from xla_dtensor.horovod.fusion import Waiting, batches
+from xla_dtensor.horovod.ranks.coordinator import Coordinator
+from xla_dtensor.horovod.ranks.fusion import Waiting, batches
 from xla_dtensor.horovod.requests import Request, Response
 
 

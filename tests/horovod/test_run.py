@@ -14,7 +14,7 @@ import torch
 
 import xla_dtensor as xd
 import xla_dtensor.horovod as hvd
-from xla_dtensor.horovod import exchange
+from xla_dtensor.horovod.ranks import exchange
 
 
 def test_arguments_and_results() -> None:

@@ -10,8 +10,6 @@ the value.
 
 from __future__ import annotations
 
-import builtins
-import functools
 import math
 import operator
 import sys
@@ -24,7 +22,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import executor, interrupts
-from xla_dtensor.base.printed import PrintedNumbers, only_printed
+from xla_dtensor.base.printed import only_printed
 from xla_dtensor.base.traced_number import NumberNode
 
 # Scalars of NumPy's that are numbers like Python's.
@@ -292,8 +290,18 @@ def _of_numpy(function: Any) -> Callable[[Any], float]:
 
 
 def _array_ufunc(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-    """NumPy, which takes it for a float, is given an object that it computes with by operators."""
-    return getattr(ufunc, method)(*map(_boxed, inputs), **kwargs)
+    """NumPy, which takes it for a float, is given an object that it computes with by operators.
+    Together with an array that would be an array of objects, so there it is the number itself."""
+    has_array = any(isinstance(x, np.ndarray) and x.dtype != object for x in inputs)
+    return getattr(ufunc, method)(*map(_itself if has_array else _boxed, inputs), **kwargs)
+
+
+def _itself(value: Any) -> Any:
+    """The present value of a symbolic number, on which the program depends then."""
+    if not is_number(value):
+        return value
+    value.node.guard(value.node, "==", value.node.value)
+    return value.node.value
 
 
 def _boxed(value: Any) -> Any:
@@ -327,60 +335,10 @@ def _install() -> None:
 _install()
 
 
-# Functions of Python's `math` whose arguments are numbers.
-_MATH = (
-    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "copysign", "cos"),
-    *("cosh", "degrees", "erf", "erfc", "exp", "exp2", "expm1", "fabs", "fmod", "gamma", "gcd"),
-    *("hypot", "isfinite", "isinf", "isnan", "isqrt", "ldexp", "lgamma", "log", "log10", "log1p"),
-    *("log2", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh"),
-)
-
-
-def _of_math(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    text = f"math.{name}({{}})"
-
-    @functools.wraps(function)
-    def of_numbers(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and any(map(is_pythons, args)):
-            return computed(function, text.replace("{}", ", ".join(["{}"] * len(args))), *args)
-        return function(*args, **kwargs)
-
-    return of_numbers
-
-
-def _of_types(function: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(function)
-    def of_types(cls: Any, *args: Any, **kwargs: Any) -> bool:
-        return function(cls.stands_for if type(cls) is _Kind else cls, *args, **kwargs)
-
-    return of_types
-
-
 def present_value(value: Any) -> Any:
     """What a symbolic number is now, without the program's depending on it; other values as they
     are."""
     return value.node.value if is_number(value) else value
-
-
-class MathOfNumbers:
-    """While it is entered, the functions of Python's ``math`` take symbolic numbers, which C code
-    can't compute with, ``issubclass`` takes their types for those that they stand for, and what
-    prints and logs them gets plain ones."""
-
-    def __enter__(self) -> None:
-        self._printed = PrintedNumbers(present_value)
-        self._printed.__enter__()
-        self._issubclass = builtins.issubclass
-        builtins.issubclass = _of_types(self._issubclass)
-        self._before = {name: getattr(math, name) for name in _MATH if hasattr(math, name)}
-        for name, function in self._before.items():
-            setattr(math, name, _of_math(function, name))
-
-    def __exit__(self, *exc_info: object) -> None:
-        builtins.issubclass = self._issubclass
-        for name, function in self._before.items():
-            setattr(math, name, function)
-        self._printed.__exit__(*exc_info)
 
 
 def as_float(value: Any = 0.0) -> Any:
@@ -391,5 +349,5 @@ def as_float(value: Any = 0.0) -> Any:
     return number if number.node.is_float() else computed(float, "float({})", number)
 
 
-for _cls in (_PythonNumber, Float, Int, MathOfNumbers):
+for _cls in (_PythonNumber, Float, Int):
     interrupts.atomic_methods(_cls)

@@ -192,7 +192,7 @@ class Arguments:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             return (
-                tuple(value.shape),
+                (cls, *value.shape),
                 value.stride(),
                 value.dtype,
                 value.device,

@@ -1,11 +1,12 @@
-"""Places whose content is had by calling: context variables, files in memory, events' flags."""
+"""Places whose content is had by calling: context variables, files in memory, events' flags, what
+a thread has of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xla_dtensor.compilation.places import MISSING, Place
+from xla_dtensor.compilation.places import MISSING, Entries, Place
 
 
 class Variable(Place):
@@ -71,3 +72,30 @@ class Flag(Place):
 
     def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
         return [], [(lambda event: (event.is_set(),), self.owner)]
+
+
+class OfThread(Entries):
+    """Attributes of a ``threading.local``, in the thread that asks: a program of one thread's finds
+    and leaves there what is the next one's in that."""
+
+    __slots__ = ("local",)
+
+    def __init__(self, local: Any, keys: Iterable[str], path: str, guarded: bool = True) -> None:
+        self.local = local
+        super().__init__(vars(local), keys, path, guarded)
+
+    @property
+    def owner(self) -> Any:
+        return {} if self.local is None else vars(self.local)
+
+    @owner.setter
+    def owner(self, value: Any) -> None:
+        if value is None:  # an effect that has been done with
+            self.local = None
+
+    @property
+    def container(self) -> int:
+        return id(self.local)
+
+    def only(self, keys: Iterable[str], guarded: bool = True) -> OfThread:
+        return OfThread(self.local, keys, self.path, guarded)

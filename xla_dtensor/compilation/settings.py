@@ -12,6 +12,7 @@ import gc
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -147,6 +148,18 @@ _named(
 )
 
 
+def _set_filters(filters: list[Any]) -> None:
+    warnings.filters[:] = filters  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+# They say whether a warning is raised, or collected.
+_named(
+    "warnings.filters",
+    lambda: list(warnings.filters),
+    _set_filters,
+    *("warn", "warn_explicit", "catch_warnings", "filterwarnings", "simplefilter"),
+)
 _named("numpy.geterr()", np.geterr, lambda on: np.seterr(**on), "geterr", "seterr", "errstate")
 _named(
     "numpy.get_printoptions()",

@@ -12,7 +12,8 @@ import torch
 from torch.nn.utils import parametrize
 
 from xla_dtensor.base import executor, interrupts
-from xla_dtensor.base.python_numbers import MathOfNumbers, like_a_number
+from xla_dtensor.base.math_of_numbers import MathOfNumbers
+from xla_dtensor.base.python_numbers import like_a_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.asked_ids import AskedIds
 from xla_dtensor.compilation.carried import each_once

@@ -287,6 +287,7 @@ class Walk:
             for function in (value.fget, value.fset, value.fdel):
                 self._walk(function, path)
         elif isinstance(value, functools.cached_property):
+            self._names.assigned.update(filter(None, (value.attrname,)))  # where its value goes
             self._walk(value.func, path)
         elif isinstance(value, functools.singledispatchmethod):
             self._walk(value.func, path)

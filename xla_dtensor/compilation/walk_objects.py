@@ -12,7 +12,7 @@ import random
 import threading
 import types
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xla_dtensor.compilation.called_places import Flag, Text
 from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.places import (
     MISSING,
@@ -34,19 +33,12 @@ from xla_dtensor.compilation.places import (
     class_of_content,
 )
 from xla_dtensor.compilation.reflection import CACHED, all_slots_of, dict_of
-from xla_dtensor.compilation.settings import Settings, guards_of
 from xla_dtensor.compilation.stepped import ReadState
-from xla_dtensor.compilation.walk_optimizers import WalkOptimizers
+from xla_dtensor.compilation.walk_called import WalkCalled
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 # Of content beyond this the length is compared, and as many as SAMPLES: vocabularies, data sets.
 MANY, SAMPLES = 10_000, 256
-_READS_TEXT = frozenset(
-    {
-        *("getvalue", "getbuffer", "read", "read1", "readinto", "readinto1", "readline"),
-        *("readlines", "tell"),
-    }
-)
 _LOCK = type(threading.Lock())
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 # What tells that the first parameter or submodule of a module matters, under whatever name.
@@ -71,7 +63,7 @@ _OF_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
 _NOT_USERS = _MODULE_OWN | OWN_ATTRIBUTES
 
 
-class WalkObjects(WalkOptimizers):
+class WalkObjects(WalkCalled):
     """What is found in them; see `Watch`."""
 
     def _module(self, module: nn.Module, path: str) -> None:
@@ -308,12 +300,6 @@ class WalkObjects(WalkOptimizers):
         self._note(path, type(value), (id(value), len(value)))
         self._note(f"some of {path}", "value", some)
 
-    def _probe(self, path: str, read: Callable[[], Any]) -> None:
-        """What only a call tells, by value."""
-        value = read()
-        self.probes.append((functools.partial(_equals, read, value), True))
-        self._note(path, "value", value)
-
     def _of_tensor(self, tensor: torch.Tensor, path: str) -> None:
         """What the user has put on a tensor, or may, and what else code may ask of it that has no
         guard of its own."""
@@ -331,70 +317,9 @@ class WalkObjects(WalkOptimizers):
             if "requires_grad" in self._names.attributes:
                 self._probe(f"{path}.requires_grad", lambda: tensor.requires_grad)
 
-    def _settings(self) -> None:
-        """Those of torch and Python that functions keep."""
-        called = (names for _, names in self._globals.values())
-        names = self._names.attributes.union(self._readers, *called)
-        for text, read in guards_of(names):
-            self._probe(text, read)
-        self._place(Settings(names))
-        self._library_class(torch.Tensor)
-
-    def _text(self, text: io.StringIO | io.BytesIO, path: str) -> None:
-        """What the step reads from memory as from a file. Where it only writes to it that happens
-        once, as with any file."""
-        self._note(path, "object", type(text))
-        names = self._names.attributes
-        if not _READS_TEXT.isdisjoint(names) or not (
-            self._calls("print") or "write" in names or "writelines" in names
-        ):
-            place = Text(text, path)
-            self._place(place)
-            for key in place.content():
-                self._probe(place.label(key), functools.partial(place.at, key))
-        self._own_parts(text, path)
-
-    def _event(self, event: threading.Event, path: str) -> None:
-        self._note(path, "object", type(event))
-        names = self._names.attributes
-        flag = Flag(event, path, guarded=not names.isdisjoint({"is_set", "isSet", "wait"}))
-        if flag.guarded:
-            self._note(f"{path}.is_set()", "value", event.is_set())
-        if not names.isdisjoint({"set", "clear"}):
-            self._place(flag)
-        elif flag.guarded:  # other threads set it
-            self.live += flag.live()[1]
-        if not self._of_library(type(event)):
-            self._own_parts(event, path)
-
-    def _random_source(self, source: Any, path: str) -> None:
-        """A generator of random numbers. The step mustn't draw from it; but it may look at it."""
-        self.random_sources.append(source)
-        self._note(path, "random generator", source)
-        names = self._names.attributes
-        if isinstance(source, random.Random):
-            if "getstate" in names:
-                self._probe(f"{path}.getstate()", source.getstate)
-        elif not names.isdisjoint({"get_state", "bit_generator"}):
-            generator = source.bit_generator if hasattr(source, "bit_generator") else source
-            read = lambda: repr(getattr(generator, "state", None) or source.get_state())
-            self._probe(f"{path}'s state", read)
-
-    def _thread_local(self, local: threading.local, path: str) -> None:
-        """What it holds in this thread; each has a dict of its own."""
-        self._note(path, "object", type(local))
-        own = vars(local)
-        self.probes.append((functools.partial(vars, local), own))
-        self._entries(own, list(filter(self._is_read, own)), path, local)
-        self._class(type(local))
-
 
 def _hook_flags(own: dict[str, Any]) -> list[Any]:
     """With what a module calls each of its hooks."""
     given = [own.get(name) or () for name in _HOOK_FLAGS]
     hooks = (key for name in _MODULE_HOOKS for key in own.get(name) or ())
     return [own.get("_is_full_backward_hook"), *([key in g for g in given] for key in hooks)]
-
-
-def _equals(read: Any, value: Any) -> bool:
-    return bool(read() == value)

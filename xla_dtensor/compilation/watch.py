@@ -28,6 +28,7 @@ from xla_dtensor.compilation.places import MISSING, Entries, Place, Slots
 from xla_dtensor.compilation.reflection import cache_of
 from xla_dtensor.compilation.walk_objects import WalkObjects
 from xla_dtensor.errors import DataDependentError
+from xla_dtensor.tensors.base import CLASS_OF_TENSOR
 
 
 class Watch(WalkObjects):
@@ -99,7 +100,7 @@ class Watch(WalkObjects):
         """The names of attributes that the step's code may read; None for any."""
         if self._names.any_attribute:
             return None
-        return frozenset(self._names.attributes | self._library_reads)
+        return frozenset(self._names.attributes | self._library_reads | CLASS_OF_TENSOR)
 
     @property
     def asks_ids(self) -> bool:
@@ -263,7 +264,7 @@ class Watch(WalkObjects):
                 and all(probe() is content for probe, content in self.probes)
                 and self.forgotten() is None
             )
-        except (KeyError, AttributeError, ValueError, RuntimeError):
+        except (LookupError, AttributeError, ValueError, RuntimeError):
             return False  # something is gone, or another thread is at it
 
     def differences(self, other: Watch) -> list[tuple[Found | None, Found | None]]:

@@ -6,18 +6,7 @@ threads of `run`. docs/horovod.md has what that means for a script.
 
 from xla_dtensor.errors import HorovodInternalError
 from xla_dtensor.horovod import elastic
-from xla_dtensor.horovod.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
-from xla_dtensor.horovod.builds import (
+from xla_dtensor.horovod.api.builds import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -29,11 +18,14 @@ from xla_dtensor.horovod.builds import (
     nccl_built,
     rocm_built,
 )
-from xla_dtensor.horovod.calls import barrier, join, poll, synchronize
-from xla_dtensor.horovod.compression import Compression
-from xla_dtensor.horovod.gathering import (
+from xla_dtensor.horovod.api.calls import barrier, join, poll, synchronize
+from xla_dtensor.horovod.api.collectives import (
     allgather,
     allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
     alltoall,
     alltoall_async,
     broadcast,
@@ -42,8 +34,26 @@ from xla_dtensor.horovod.gathering import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
 )
-from xla_dtensor.horovod.lifecycle import (
+from xla_dtensor.horovod.api.optimizer import DistributedOptimizer
+from xla_dtensor.horovod.api.sparse import sparse_allreduce_async
+from xla_dtensor.horovod.api.state_of_training import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from xla_dtensor.horovod.api.sync_batch_norm import SyncBatchNorm
+from xla_dtensor.horovod.compression import Compression
+from xla_dtensor.horovod.launching.lifecycle import (
     add_process_set,
     cross_rank,
     cross_size,
@@ -59,24 +69,10 @@ from xla_dtensor.horovod.lifecycle import (
     shutdown,
     size,
 )
-from xla_dtensor.horovod.optimizer import DistributedOptimizer
+from xla_dtensor.horovod.launching.running import run
 from xla_dtensor.horovod.process_sets import ProcessSet, global_process_set
 from xla_dtensor.horovod.rank_number import PerRank
-from xla_dtensor.horovod.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
 from xla_dtensor.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
-from xla_dtensor.horovod.running import run
-from xla_dtensor.horovod.state_of_training import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from xla_dtensor.horovod.sync_batch_norm import SyncBatchNorm
 from xla_dtensor.horovod.timeline import start_timeline, stop_timeline
 
 __all__ = [

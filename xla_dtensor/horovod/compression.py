@@ -1,4 +1,4 @@
-"""What gradients are compressed to for their way between the ranks."""
+"""Horovod's `Compression`: gradients are cast to float16 or bfloat16 before they are reduced."""
 
 from __future__ import annotations
 

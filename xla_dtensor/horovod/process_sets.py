@@ -1,11 +1,11 @@
-"""Sets of ranks that have collectives of their own."""
+"""Horovod's process sets: subsets of the ranks that have collectives of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from xla_dtensor.horovod.state import current
+from xla_dtensor.horovod.current_world import current
 
 
 class ProcessSet:

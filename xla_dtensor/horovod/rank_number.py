@@ -1,4 +1,4 @@
-"""The number of a rank where one process drives all of them: another one on each device."""
+"""`hvd.rank()` where one process drives all devices: another number on each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reductions that Horovod names, and how its older argument ``average`` says one."""
+"""Horovod's reductions (`Average`, `Sum`, ...), and its older argument ``average``."""
 
 from __future__ import annotations
 

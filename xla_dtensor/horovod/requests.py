@@ -1,5 +1,6 @@
-"""What a rank asks for, and what all of them are told to do: plain data, which goes between threads
-as it is and between processes as text.
+"""Requests and responses: what a rank tells the coordinator, and what all ranks then launch.
+
+They are plain data, which goes between threads as it is and between processes as JSON.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""When which collective was asked for, agreed on and done: a JSON file that ``chrome://tracing``
-and Perfetto show. What the devices do is in ``jax.profiler``'s own traces.
+"""Horovod's timeline: when each collective was asked for, agreed on and waited for.
+
+It is a JSON file that ``chrome://tracing`` and Perfetto show. What the devices do is in
+``jax.profiler``'s own traces.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The ranks, and which of them the caller is: of one process that drives them all (`devices`), of
-several processes (`several`) or of threads (`threads`).
+"""`World`, the interface of the three kinds of ranks, and `HorovodRequest`, what it is given.
+
+The ranks are the devices of one process (`ranks.devices`), processes (`ranks.several`) or threads
+(`ranks.threads`).
 """
 
 from __future__ import annotations
@@ -14,29 +16,32 @@ from xla_dtensor.horovod.reductions import ReduceOp
 
 
 @dataclass
-class Call:
-    """A collective as a rank asks for it.
+class HorovodRequest:
+    """A collective as its caller asks for it, with tensors; `requests.Request` is what of it the
+    other ranks have to know.
 
     Attributes:
         kind: allreduce, allgather, broadcast, alltoall or reducescatter.
         tensors: one, or those of a grouped collective.
         name: the user's; None to number it.
+        process_set: the ranks that take part.
         op, prescale, postscale: of those that reduce.
+        compression: what the tensors travel as, of `Compression`; None for what they are.
         root: the rank that a broadcast comes from.
         splits: of an alltoall, how many rows go to each rank; None for equal parts.
-        process_set: the ranks that take part.
         targets: the tensors that the results are written to; None for new ones.
     """
 
     kind: str
     tensors: Sequence[Any]
     name: str | None = None
+    process_set: ProcessSet = field(default_factory=lambda: global_process_set)
     op: ReduceOp = ReduceOp.Sum
     prescale: float = 1.0
     postscale: float = 1.0
+    compression: Any = None
     root: int = -1
     splits: Any = None
-    process_set: ProcessSet = field(default_factory=lambda: global_process_set)
     targets: Sequence[Any] | None = None
 
 
@@ -110,7 +115,7 @@ class World(ABC):
         """Whether the caller is this rank, or drives it."""
 
     @abstractmethod
-    def start(self, call: Call) -> Handle:
+    def start(self, call: HorovodRequest) -> Handle:
         """Begin a collective."""
 
     @abstractmethod

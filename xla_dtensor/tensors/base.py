@@ -35,6 +35,9 @@ OWN_ATTRIBUTES = frozenset(
     | {"_summed"}
 )
 
+# What `isinstance` asks a tensor for where the class is `nn.Parameter` or `nn.Buffer`.
+CLASS_OF_TENSOR = frozenset({"_is_param", "_is_buffer"})
+
 
 _DEVICE = torch.device("xla:0")
 _requires_grad: Any = torch.Tensor.requires_grad

@@ -747,3 +747,39 @@ def the_size_of_a_tensor(world: World) -> Program:
     for n in (1, 2, 3 if world.changes else 2):
         result, size, shape = step(a, torch.Size((n, *a.shape)))
         yield result, size.numel(), shape.numel(), isinstance(shape, torch.Size)
+
+
+@row()
+def a_parameter_or_a_tensor(world: World) -> Program:
+    """Which one it is asked by `isinstance`, which looks at an attribute of DTensors."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        kinds = isinstance(x, nn.Parameter), isinstance(x, nn.Buffer)
+        return (x * (3 if kinds[0] else 5 if kinds[1] else 2)).detach()
+
+    step = world.compile(function)
+    yield step(world.batch(0))
+    makers: list[Callable] = [nn.Parameter, nn.Buffer, lambda t: nn.Parameter(t, False)]
+    for make in makers:
+        yield step(make(world.batch(0)) if world.changes else world.batch(0))
+
+
+@row()
+def a_parameter_or_a_tensor_on_the_host(world: World) -> Program:
+    step = world.compile(lambda x, t: x * (3 if isinstance(t, nn.Parameter) else 2))
+    for make in (torch.clone, lambda t: nn.Parameter(t, requires_grad=False)):
+        yield step(world.batch(0), make(numbers(1, 2)) if world.changes else numbers(1, 2))
+
+
+@row()
+def an_array_times_a_number(world: World) -> Program:
+    """With a number that is an input it would be an array of objects."""
+    array = np.array([1.0, 2.0], np.float32)
+
+    def function(x: torch.Tensor, k: float) -> tuple:
+        made = array * k + np.maximum(k, array)
+        return x * torch.from_numpy(k - array).to(x.device).sum(), made, made.dtype.name
+
+    step = world.compile(function)
+    for k in (2.0, 3.0, 4.0):
+        yield step(world.batch(0), k if world.changes else 2.0)

@@ -5,8 +5,10 @@ Every call does it under torch. Random numbers of the host are drawn anew in eve
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -648,3 +650,48 @@ def number_removed_in_every_call(world: World, remove: Callable) -> Program:
         yield step(world.batch(0)), sorted(vars(held))
         held.scale = 3.0 + number
         world.change(setattr, held, "kept", 2.0 + number)
+
+
+@row()
+def cached_property_made_again(world: World) -> Program:
+    """`functools.cached_property` puts the attribute there itself, and the user takes it away."""
+
+    class Holder:
+        k, made = 2.0, 0
+
+        @functools.cached_property
+        def scale(self) -> float:
+            self.made += 1
+            return self.k * 10
+
+    holder = Holder()
+    step = world.compile(lambda x: x * holder.scale)
+    yield step(world.batch(0)), holder.made
+    for k in (3.0, 4.0):
+        holder.k = k
+        yield step(world.batch(0)), holder.made
+        world.change(delattr, holder, "scale")
+        yield step(world.batch(0)), holder.made, "scale" in vars(holder)
+
+
+@row()
+def counted_in_each_thread(world: World) -> Program:
+    """A ``threading.local``: each thread's calls count its own."""
+    local = threading.local()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        local.n = getattr(local, "n", 0) + 1
+        return x * local.n
+
+    step, x = world.compile(function), world.batch(0)
+    yield step(x), step(x), local.n
+    for _ in range(2):
+        found: list[Any] = []
+
+        def calls(found: list[Any] = found) -> None:
+            found.extend((step(x), local.n) for _ in range(3))
+
+        in_a_thread = threading.Thread(target=calls)
+        world.change(in_a_thread.start)
+        world.change(in_a_thread.join)
+        yield found, step(x), local.n

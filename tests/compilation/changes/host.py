@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -378,3 +379,17 @@ def device_context_around_the_call(world: World) -> Program:
     with torch.device("meta") if world.changes else contextlib.nullcontext():
         results = step(x)
     yield results
+
+
+@row()
+def history_of_losses_shortened(world: World) -> Program:
+    """A list of numbers of which one has changed, and that is shorter than it was."""
+    losses = [1.0, 2.0, 9.0]
+    step = world.compile(lambda x: x * float(np.mean(losses)))
+    yield step(world.batch(0))
+    losses[0] = 5.0
+    yield step(world.batch(0))
+    world.change(losses.pop, 0)
+    yield step(world.batch(0))
+    world.change(losses.pop)
+    yield step(world.batch(0))

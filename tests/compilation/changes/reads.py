@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import threading
+import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -501,3 +502,33 @@ def what_an_exception_was_made_with(world: World) -> Program:
     yield step(x)
     world.change(setattr, error, "args", (5.0,))
     yield step(x)
+
+
+@row()
+def filters_of_warnings(world: World) -> Program:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        try:
+            warnings.warn("small", UserWarning, stacklevel=1)
+        except UserWarning:
+            return x * 3
+        return x * 2
+
+    step = world.compile(function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield step(world.batch(0))
+        world.change(warnings.simplefilter, "error")
+        yield step(world.batch(0))
+
+
+@row()
+def filters_of_warnings_set_in_the_step(world: World) -> Program:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        warnings.simplefilter("error" if world.changes else "ignore")
+        return x * 2
+
+    step = world.compile(function)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield step(world.batch(0)), warnings.filters[0][0]

@@ -1,4 +1,4 @@
-"""Training that goes on when processes come and go: `horovod.torch.elastic`."""
+"""Horovod's elastic training: it goes on from the last commit when processes come and go."""
 
 from xla_dtensor.horovod.elastic.running import run
 from xla_dtensor.horovod.elastic.sampler import ElasticSampler

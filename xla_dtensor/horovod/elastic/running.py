@@ -1,4 +1,4 @@
-"""Running a training function again from what was last committed."""
+"""`elastic.run`: calls a training function again, from its last commit, after a failure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_dtensor.errors import HorovodInternalError, HostsUpdatedInterrupt
 from xla_dtensor.horovod.elastic.state import State
-from xla_dtensor.horovod.lifecycle import init, shutdown
+from xla_dtensor.horovod.launching.lifecycle import init, shutdown
 
 logger = logging.getLogger("xla_dtensor")
 

@@ -1,4 +1,4 @@
-"""The rows of a data set that are left in an epoch, shared out among the ranks there are."""
+"""`ElasticSampler`: shares out an epoch's remaining rows when the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.horovod.state import current
+from xla_dtensor.horovod.current_world import current
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

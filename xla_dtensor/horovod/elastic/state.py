@@ -1,4 +1,4 @@
-"""What a training run consists of, as it was when it was last committed."""
+"""`State`, `ObjectState`, `TorchState`: what training commits, and goes back to."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from xla_dtensor.checkpoint import CheckpointManager
 from xla_dtensor.errors import HostsUpdatedInterrupt
-from xla_dtensor.horovod.elastic.sampler import ElasticSampler
-from xla_dtensor.horovod.state import current
-from xla_dtensor.horovod.state_of_training import (
+from xla_dtensor.horovod.api.state_of_training import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from xla_dtensor.horovod.current_world import current
+from xla_dtensor.horovod.elastic.sampler import ElasticSampler
 from xla_dtensor.runtime import processes
 
 ADDED, REMOVED = 1, 2

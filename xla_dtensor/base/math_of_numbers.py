@@ -1,0 +1,65 @@
+"""Python's ``math`` for numbers that are inputs of a trace."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from xla_dtensor.base import interrupts
+from xla_dtensor.base.printed import PrintedNumbers
+from xla_dtensor.base.python_numbers import _Kind, computed, is_pythons, present_value
+
+# Functions of Python's `math` whose arguments are numbers.
+_MATH = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "copysign", "cos"),
+    *("cosh", "degrees", "erf", "erfc", "exp", "exp2", "expm1", "fabs", "fmod", "gamma", "gcd"),
+    *("hypot", "isfinite", "isinf", "isnan", "isqrt", "ldexp", "lgamma", "log", "log10", "log1p"),
+    *("log2", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh"),
+)
+
+
+def _of_math(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    text = f"math.{name}({{}})"
+
+    @functools.wraps(function)
+    def of_numbers(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs and any(map(is_pythons, args)):
+            return computed(function, text.replace("{}", ", ".join(["{}"] * len(args))), *args)
+        return function(*args, **kwargs)
+
+    return of_numbers
+
+
+def _of_types(function: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(function)
+    def of_types(cls: Any, *args: Any, **kwargs: Any) -> bool:
+        return function(cls.stands_for if type(cls) is _Kind else cls, *args, **kwargs)
+
+    return of_types
+
+
+class MathOfNumbers:
+    """While it is entered, the functions of Python's ``math`` take symbolic numbers, which C code
+    can't compute with, ``issubclass`` takes their types for those that they stand for, and what
+    prints and logs them gets plain ones."""
+
+    def __enter__(self) -> None:
+        self._printed = PrintedNumbers(present_value)
+        self._printed.__enter__()
+        self._issubclass = builtins.issubclass
+        builtins.issubclass = _of_types(self._issubclass)
+        self._before = {name: getattr(math, name) for name in _MATH if hasattr(math, name)}
+        for name, function in self._before.items():
+            setattr(math, name, _of_math(function, name))
+
+    def __exit__(self, *exc_info: object) -> None:
+        builtins.issubclass = self._issubclass
+        for name, function in self._before.items():
+            setattr(math, name, function)
+        self._printed.__exit__(*exc_info)
+
+
+interrupts.atomic_methods(MathOfNumbers)

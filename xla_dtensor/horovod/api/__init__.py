@@ -1,0 +1,1 @@
+"""The functions and classes of ``horovod.torch``: collectives, optimizers, broadcasts of state."""

@@ -1,0 +1,1 @@
+"""Finding out which ranks there are, and starting ranks that are threads."""

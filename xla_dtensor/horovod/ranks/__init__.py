@@ -1,0 +1,1 @@
+"""Three kinds of ranks: devices of one process, threads, processes; and their collectives."""

@@ -1,0 +1,91 @@
+"""A collective on a per-device tensor: one of XLA's, eagerly or in a compiled step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from xla_dtensor.base import executor
+from xla_dtensor.forms.form import Form, device_form
+from xla_dtensor.forms.per_device import union
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.horovod.ranks.kernels import Axes, Kernel
+from xla_dtensor.mesh import Frame
+from xla_dtensor.movement.relayout import relayout
+from xla_dtensor.rules.cost import Collective
+from xla_dtensor.tensors.device_tensor import XLATensor
+
+_KINDS = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "broadcast": "all-reduce",
+    "alltoall": "all-to-all",
+    "reducescatter": "reduce-scatter",
+}
+
+
+@dataclass(frozen=True)
+class _OnDevices:
+    """A kernel as `relayout` takes it."""
+
+    kernel: Kernel
+    axes: Axes
+
+    def moves(self, source: Form, target: Form) -> list[Collective]:
+        """What it communicates."""
+        assert target.frame is not None
+        count = math.prod(target.frame.sizes[name] for name in self.axes)
+        nbytes = math.prod(source.shape) * source.dtype.itemsize
+        kind = _KINDS[self.kernel.kind] if self.kernel.sets is None else "all-gather"
+        return [Collective(kind, self.axes, count, nbytes * (count if "gather" in kind else 1))]
+
+    def __call__(self, array: Any, source: Form, target: Form) -> Any:
+        assert target.frame is not None
+        own, result = len(source.varying), len(target.varying)
+
+        def one(block: Any) -> Any:
+            value = self.kernel.on_device(block.reshape(block.shape[own:]), self.axes)
+            return value.reshape((1,) * result + value.shape)
+
+        spec = jax.sharding.PartitionSpec
+        with jax.enable_x64(True):
+            return jax.shard_map(
+                one,
+                mesh=target.frame.jax_mesh,
+                in_specs=spec(*source.varying),
+                out_specs=spec(*target.varying),
+                check_vma=False,
+            )(array)
+
+
+def run(kernel: Kernel, tensor: XLATensor, frame: Frame) -> XLATensor:
+    """What each device has afterwards; below autograd.
+
+    Args:
+        kernel: the collective, over all devices of the frame.
+        tensor: a per-device tensor.
+        frame: its mesh.
+    """
+    axes = tuple(axis.name for axis in frame.axes if axis.size > 1)
+    if not tensor.is_meta:
+        executor.current().place(tensor._storage_, frame)
+    source = tensor._form.placed(frame)
+    source.check_axes(kernel.kind, frame)
+    count = len(kernel.sets[0]) if kernel.sets else math.prod(frame.sizes[name] for name in axes)
+    shape = source.shape
+    # In the memory order of the tensor, so that it can take the result's place.
+    stride = source.stride if kernel.kind in ("allreduce", "broadcast") else None
+    if kernel.kind == "allgather":
+        shape = (shape[0] * count, *shape[1:])
+    elif kernel.kind == "reducescatter":
+        shape = (shape[0] // count, *shape[1:])
+    same = kernel.sets is None and kernel.kind in ("allreduce", "allgather", "broadcast")
+    varying = () if same else union(frame, [source.varying, axes])
+    target = device_form(frame, shape, stride, 0, source.dtype, varying, source.meta)
+    if source.meta:
+        return XLATensor(Storage(None, target), target)
+    result: XLATensor = relayout(tensor, source, target, _OnDevices(kernel, axes))
+    return result

@@ -1,0 +1,181 @@
+"""Ranks that are processes, which a launcher started; a process's first device has its values."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from xla_dtensor.base import executor
+from xla_dtensor.horovod.ranks import exchange
+from xla_dtensor.horovod.ranks.devices import Devices
+from xla_dtensor.horovod.ranks.fusion import batches, size_of, threshold
+from xla_dtensor.horovod.ranks.ranked import Ranked, RankedHandle
+from xla_dtensor.horovod.ranks.service import Service, incoming, outgoing
+from xla_dtensor.horovod.requests import Response, failed
+from xla_dtensor.horovod.timeline import timeline
+from xla_dtensor.horovod.world import Handle, HorovodRequest
+from xla_dtensor.mesh import frame_of
+from xla_dtensor.movement.device_values import from_device_values
+from xla_dtensor.runtime import all_devices, processes, start
+
+_BLOCKED = 2.0  # seconds after which a process says that it waits
+_generations = itertools.count()
+
+
+class Several(Ranked):
+    """The processes."""
+
+    def __init__(self) -> None:
+        super().__init__(processes.index(), processes.count())
+        start()
+        self._generation = next(_generations)
+        hosts = [processes.known(i).host for i in range(self.size)]
+        own = hosts[self._rank]
+        self.local_size = hosts.count(own)
+        self._local_rank = hosts[: self._rank].count(own)
+        names = list(dict.fromkeys(hosts))
+        self.cross_size, self.cross_rank = len(names), names.index(own)
+        first = {device.process_index: device for device in reversed(all_devices())}
+        self._devices = [first[i] for i in range(self.size)]
+        self._mesh = DeviceMesh("xla", list(range(len(all_devices()))), mesh_dim_names=("rank",))
+        one_each = frame_of(self._mesh).one_each
+        self._compiled = Devices(self._mesh) if one_each else None
+        self._service = Service(self.size, self._generation) if self._rank == 0 else None
+        self._handles: dict[str, RankedHandle] = {}
+        self._outbox: list[tuple[str, str]] = []
+        self._bytes = self._sent = self._read = 0
+        self._closed = False
+        atexit.register(self._leave, "has come to the end of its program")
+
+    @property
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    # --- in a compiled step: all processes have the same program --------------------------------
+
+    def start(self, call: HorovodRequest) -> Handle:
+        if executor.trace() is not None and self._compiled is not None:
+            return self._compiled.start(call)
+        return super().start(call)
+
+    def poll(self, handle: Handle) -> bool:
+        return not isinstance(handle, RankedHandle) or super().poll(handle)
+
+    def synchronize(self, handle: Handle) -> Any:
+        if not isinstance(handle, RankedHandle):
+            assert self._compiled is not None
+            return self._compiled.synchronize(handle)
+        return super().synchronize(handle)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._mesh
+
+    def on_devices(self, value: torch.Tensor) -> torch.Tensor:
+        if self._compiled is None:
+            return value.to("xla")
+        return from_device_values([value], self._mesh)
+
+    # --- to the others -------------------------------------------------------------------------
+
+    def send(self, handle: RankedHandle) -> None:
+        self._handles[handle.request.key] = handle
+        self._outbox.append(("submit", handle.request.text()))
+        self._bytes += size_of(handle.request)
+        if self._bytes >= threshold():
+            self._flush()
+            while self._receive(0):
+                pass
+
+    def _flush(self) -> None:
+        if self._outbox:
+            text = json.dumps([self._read, self._outbox])
+            self._outbox, self._bytes = [], 0
+            if self._service is not None:
+                self._service.take(self._rank, text)
+            else:
+                key = outgoing(self._generation, self._rank, self._sent)
+                processes.store().put(key, text)
+                self._sent += 1
+
+    # --- from the others -----------------------------------------------------------------------
+
+    def wait(self, handle: RankedHandle) -> None:
+        self._flush()
+        since = time.monotonic()
+        while handle.response is None:
+            if not self._receive(_BLOCKED) and time.monotonic() - since > _BLOCKED:
+                since = time.monotonic()
+                self._outbox.append(("block", handle.request.key))
+                self._flush()
+
+    def look(self, handle: RankedHandle) -> bool:
+        self._flush()
+        while handle.response is None and self._receive(0):
+            pass
+        return handle.response is not None
+
+    def _receive(self, seconds: float) -> bool:
+        """Launch what is next in the list of responses, if it is there in this time."""
+        if self._service is not None:
+            text = self._service.wait_for(self._read, seconds)
+        else:
+            key = incoming(self._generation, self._read)
+            store = processes.store()
+            text = store.wait_for(key, seconds) if seconds else store.look(key)
+        if text is None:
+            return False
+        self._read += 1
+        found = [Response.of_text(each) for each in json.loads(text)]
+        mine = [response for response in found if self._rank in response.ranks]
+        launched = [r for r in mine if not r.error and any(q.shapes for q in r.requests.values())]
+        for batch in batches(launched):
+            self._launch(batch)
+        for response in mine:
+            if response not in launched:
+                self._deliver(response, [])
+        return True
+
+    def _launch(self, batch: Sequence[Response]) -> None:
+        values = [{self._rank: self._value(response)} for response in batch]
+        timeline.launch([r.requests[self._rank] for r in batch if self._rank in r.requests])
+        try:
+            found = exchange.run(batch, values, self._devices)
+        except Exception as error:
+            for response in batch:
+                self._deliver(failed(response, error), [])
+            return
+        for response, outputs in zip(batch, found, strict=True):
+            self._deliver(response, outputs[self._rank])
+
+    def _value(self, response: Response) -> Sequence[Any]:
+        if self._rank not in response.requests:
+            return exchange.zeros(response)
+        return self._handles[response.key].arrays
+
+    def _deliver(self, response: Response, outputs: list[Any]) -> None:
+        if self._rank in response.requests:
+            handle = self._handles.pop(response.key)
+            handle.outputs = outputs
+            handle.response = response
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        super().close()
+        self._leave("has called hvd.shutdown()")
+        atexit.unregister(self._leave)
+
+    def _leave(self, why: str) -> None:
+        if self._closed or not processes.store().is_open():
+            return
+        self._closed = True
+        self._outbox.append(("end", why))
+        self._flush()
