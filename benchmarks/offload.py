@@ -14,7 +14,7 @@ from xla_dtensor.plan import Report
 
 PLACES = {
     "on the chips": (False, False),
-    "`xd.offload_state(optimizer)`": (False, True),
+    "`xd.parallel.offload_state(optimizer)`": (False, True),
     "`CPUOffloadPolicy`": (True, False),
 }
 
@@ -32,7 +32,7 @@ def report(topology: str, parameters: bool, state: bool, width: int, blocks: int
         model = xd.fully_shard(nn.Sequential(*layers), mesh=mesh, **options)
         optimizer = torch.optim.AdamW(model.parameters())
         if state:
-            xd.offload_state(optimizer)
+            xd.parallel.offload_state(optimizer)
         x = xd.distribute_tensor(torch.randn(64, width), mesh, [xd.Shard(0)])
 
         def step(x: torch.Tensor) -> torch.Tensor:

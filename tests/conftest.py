@@ -58,9 +58,8 @@ def strict_eager() -> Iterator[None]:
     """Every eager operation is launched where it stands: for tests that count launches, or look at
     what is in a tensor's storage."""
     lazy.flush()
-    before, lazy.switch.lazy = lazy.switch.lazy, False
-    yield
-    lazy.switch.lazy = before
+    with xd.config.override(eager="strict"):
+        yield
 
 
 @pytest.fixture(params=list(MESHES))

@@ -21,17 +21,17 @@ from xla_dtensor.custom_ops import distributed_op
 RULES = ("Alternative", "Call", "Merged", "TensorInfo", "register_rule", "replicate_rule")
 """What of `xd.rules` users write rules with; the other names are the library's."""
 
-TORCHS = ("FSDPModule", "PipelineStage", "ReplicateModule", "XLADeviceMesh")
+TORCHS = ("FSDPModule", "parallel.ReplicateModule", "pipeline.PipelineStage", "XLADeviceMesh")
 """Their methods are torch's, whose documentation has them."""
 
 HAVE_OWN = (
     "CompiledStep",
     "DFunction",
     "DistributedOp",
-    "Explanation",
     "Layout",
     "XLAShardedTensor",
     "XLATensor",
+    "debug.Explanation",
 )
 """Each method of these has an example; a property may be in that of its class."""
 
@@ -42,6 +42,8 @@ def names() -> Iterator[tuple[str, Any]]:
         if inspect.ismodule(value):
             for inner in RULES if name == "rules" else value.__all__:
                 yield f"{name}.{inner}", getattr(value, inner)
+        elif not inspect.isclass(value) and type(value).__module__.startswith("xla_dtensor"):
+            yield name, type(value)  # an object, as `config`
         else:
             yield name, value
 

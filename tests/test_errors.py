@@ -42,8 +42,8 @@ PAIR = "DeviceMesh((2,), 'xla', stride=(1,))"
 ALL = "[0, 1, 2, 3, 4, 5, 6, 7]"
 OF_EACH_DEVICE = (
     "has a different value on each device, and one process drives them all: "
-    "xla_dtensor.axis_index(mesh, dim) has the coordinate along a dim as a per-device tensor; "
-    "full_tensor(), local_shards and collectives see every device"
+    "xla_dtensor.collectives.axis_index(mesh, dim) has the coordinate along a dim as a per-device "
+    "tensor; full_tensor(), local_shards and collectives see every device"
 )
 ON_THE_HOST = (
     "its value on the host (.cpu(), .item(), printing, ...) would differ from device to device. "
@@ -263,8 +263,8 @@ CASES: dict[str, Case] = {
         xd.PerDeviceValueError,
         RuntimeError,
         "the rank in group 'xla:0,1,2,3,4,5,6,7:dp=2,tp=4:tp' differs from device to device, and "
-        "one process drives them all: xla_dtensor.axis_index(mesh, dim) has it as a per-device "
-        "tensor",
+        "one process drives them all: xla_dtensor.collectives.axis_index(mesh, dim) has it as a "
+        "per-device tensor",
     ),
     "group of a mesh of several dims": (
         lambda: mesh().get_group(),

@@ -6,12 +6,16 @@ python -m tests.test_public_api        # write it anew
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import xla_dtensor as xd
 
@@ -41,6 +45,12 @@ def described(path: str, value: Any) -> Iterator[str]:
     elif callable(value):
         ours = (getattr(value, "__module__", "") or "").startswith("xla_dtensor")
         yield f"{path}{signature(value)}" if ours else f"{path} = {named(value)}"
+    elif type(value).__module__.startswith("xla_dtensor"):
+        yield f"{path}: {type(value).__name__}"
+        attributes = (n for n in inspect.get_annotations(type(value)) if not n.startswith("_"))
+        yield from (f"    {name}" for name in attributes)
+        methods = sorted(n for n in vars(type(value)) if not n.startswith("_"))
+        yield from (f"    {member_text(name, vars(type(value))[name])}" for name in methods)
     else:
         yield f"{path}: {'module' if inspect.ismodule(value) else type(value).__name__}"
 
@@ -91,8 +101,86 @@ def test_dir_shows_the_public_names() -> None:
 
 
 def test_every_name_says_how_stable_it_is() -> None:
-    told = re.findall(r"^\| `([\w.]+)`", STABLE.read_text(), re.MULTILINE)
+    told = re.findall(r"^\| `([\w.]+)`", page()[0], re.MULTILINE)
     assert sorted(told) == sorted(xd.__all__)
+
+
+def page() -> tuple[str, str]:
+    """docs/api.md: what there is, and what had another name."""
+    names, _, renamed = STABLE.read_text().partition("## Renamed")
+    return names, renamed
+
+
+def test_every_old_name_says_what_it_is_now() -> None:
+    told = re.findall(r"^\| `xd\.(\w+)` \| `(xd[\w.]+)`", page()[1], re.MULTILINE)
+    assert dict(told) == {name: new for name, (_, new) in xd._RENAMED.items()}
+    assert not set(xd._RENAMED) & set(xd.__all__)
+
+
+ALIKE = {name: new for name, (_, new) in xd._RENAMED.items() if new.split(".")[-1] == name}
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has asked for no old name."""
+    for name in xd._RENAMED:
+        monkeypatch.delitem(vars(xd), name, raising=False)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_old_names_are_the_new_ones(name: str, forgotten: None) -> None:
+    with pytest.warns(DeprecationWarning, match=re.escape(f"xd.{name} is now {ALIKE[name]};")):
+        found = getattr(xd, name)
+    assert found is eval(ALIKE[name], {"xd": xd})
+    vars(xd).pop(name)
+
+
+def test_old_names_that_are_more_than_moved(forgotten: None) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))).to("xla")
+    with pytest.warns(DeprecationWarning, match=r"is now xd\.scan_layers;"):
+        block = xd.scan_equal_layers
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with block(at_least=2, recompute=True):
+            return model(x).sum()
+
+    assert "stablehlo.while" in xd.compile(step).lower(torch.ones(2, 4).to("xla")).as_text()
+    with pytest.warns(DeprecationWarning, match=r"is now xd\.config\.checks;"):
+        check_indices = xd.check_indices
+    table, wrong = torch.ones(4, 2, device="xla"), torch.tensor([9]).to("xla")
+    with xd.config.override(checks="eager"):
+        check_indices(False)
+        assert torch.nn.functional.embedding(wrong, table).shape == (1, 2)
+        check_indices(True)
+        with pytest.raises(IndexError):
+            torch.nn.functional.embedding(wrong, table).sum().item()
+
+
+def test_an_old_name_is_told_once_in_a_process_and_at_its_line(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import xla_dtensor as xd\n"
+        "for _ in range(3):\n"
+        "    xd.zero\n"
+        "xd.zero\n"
+        "from xla_dtensor import zero, shard_batch\n"
+        "assert zero is xd.parallel.zero and shard_batch is xd.data.shard_batch\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always::DeprecationWarning:__main__", str(program)],
+        env=os.environ | {"PYTHONPATH": str(STABLE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    told = re.findall(r"train\.py:(\d+): DeprecationWarning: (xd\.\w+)", done.stderr)
+    assert told == [("3", "xd.zero"), ("5", "xd.shard_batch")], done.stderr
+
+
+def test_names_that_never_were() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'zeros'"):
+        xd.zeros  # noqa: B018
 
 
 OURS = [

@@ -39,26 +39,20 @@ _LAZY = {
     "CompiledStep": "xla_dtensor.compilation",
     "DFunction": "xla_dtensor.custom_ops",
     "DistributedOp": "xla_dtensor.custom_ops",
-    "Explanation": "xla_dtensor.debug",
     "FSDPModule": "xla_dtensor.parallel",
     "Layout": "xla_dtensor.mesh.layout",
     "MixedPrecisionPolicy": "xla_dtensor.parallel",
     "OffloadPolicy": "xla_dtensor.parallel",
     "Partial": "torch.distributed.tensor.placement_types",
-    "PipelineSchedule": "xla_dtensor.pipeline",
-    "PipelineStage": "xla_dtensor.pipeline",
     "ReplayedStep": "xla_dtensor.compilation",
     "Replicate": "torch.distributed.tensor.placement_types",
-    "ReplicateModule": "xla_dtensor.parallel",
     "Shard": "torch.distributed.tensor.placement_types",
-    "ShardedLoader": "xla_dtensor.data",
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.tensors.sharded_tensor",
     "XLATensor": "xla_dtensor.tensors.device_tensor",
     "abstract": "xla_dtensor.plan",
-    "axis_index": "xla_dtensor.movement.collectives",
-    "check_indices": "xla_dtensor.base.assertions",
     "compile": "xla_dtensor.compilation",
+    "config": "xla_dtensor.base.config",
     "distribute_module": "xla_dtensor.movement.factories",
     "distribute_tensor": "xla_dtensor.movement.factories",
     "explain": "xla_dtensor.debug",
@@ -67,19 +61,12 @@ _LAZY = {
     "fully_shard": "xla_dtensor.parallel",
     "get_mesh": "xla_dtensor.mesh",
     "jax_function": "xla_dtensor.custom_ops",
-    "offload_state": "xla_dtensor.parallel",
-    "parallelize": "xla_dtensor.parallel",
     "plan": "xla_dtensor.plan",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
-    "scan_equal_layers": "xla_dtensor.compilation",
     "scan_layers": "xla_dtensor.compilation",
     "set_mesh": "xla_dtensor.mesh",
-    "shard_batch": "xla_dtensor.data",
-    "shard_by_size": "xla_dtensor.parallel",
-    "stage_meshes": "xla_dtensor.pipeline",
     "to_jax": "xla_dtensor.movement.jax_arrays",
-    "zero": "xla_dtensor.parallel",
 }
 _MODULES = {
     "checkpoint": "xla_dtensor.checkpoint",
@@ -87,7 +74,27 @@ _MODULES = {
     "data": "xla_dtensor.data",
     "debug": "xla_dtensor.debug",
     "distributed": "xla_dtensor.runtime.distributed",
+    "parallel": "xla_dtensor.parallel",
+    "pipeline": "xla_dtensor.pipeline",
     "rules": "xla_dtensor.rules",
+}
+
+# Old names, which stay for one release: where their values are, and what to write instead.
+_RENAMED = {
+    "Explanation": ("xla_dtensor.debug", "xd.debug.Explanation"),
+    "PipelineSchedule": ("xla_dtensor.pipeline", "xd.pipeline.PipelineSchedule"),
+    "PipelineStage": ("xla_dtensor.pipeline", "xd.pipeline.PipelineStage"),
+    "ReplicateModule": ("xla_dtensor.parallel", "xd.parallel.ReplicateModule"),
+    "ShardedLoader": ("xla_dtensor.data", "xd.data.ShardedLoader"),
+    "axis_index": ("xla_dtensor.movement.collectives", "xd.collectives.axis_index"),
+    "check_indices": ("xla_dtensor.base.assertions", "xd.config.checks"),
+    "offload_state": ("xla_dtensor.parallel", "xd.parallel.offload_state"),
+    "parallelize": ("xla_dtensor.parallel", "xd.parallel.parallelize"),
+    "scan_equal_layers": ("xla_dtensor.compilation.scan_equal", "xd.scan_layers"),
+    "shard_batch": ("xla_dtensor.data", "xd.data.shard_batch"),
+    "shard_by_size": ("xla_dtensor.parallel", "xd.parallel.shard_by_size"),
+    "stage_meshes": ("xla_dtensor.pipeline", "xd.pipeline.stage_meshes"),
+    "zero": ("xla_dtensor.parallel", "xd.parallel.zero"),
 }
 
 __all__ = [
@@ -101,7 +108,6 @@ __all__ = [
     "DistributedError",
     "DistributedOp",
     "DivergenceError",
-    "Explanation",
     "FSDPModule",
     "Layout",
     "LayoutRuleError",
@@ -113,14 +119,10 @@ __all__ = [
     "Partial",
     "PerDeviceValueError",
     "PipelineError",
-    "PipelineSchedule",
-    "PipelineStage",
     "PlacementError",
     "ReplayedStep",
     "Replicate",
-    "ReplicateModule",
     "Shard",
-    "ShardedLoader",
     "StaleStepError",
     "TopologyError",
     "UnsupportedOpError",
@@ -129,11 +131,10 @@ __all__ = [
     "XLATensor",
     "XlaDTensorError",
     "abstract",
-    "axis_index",
-    "check_indices",
     "checkpoint",
     "collectives",
     "compile",
+    "config",
     "data",
     "debug",
     "distribute_module",
@@ -146,31 +147,37 @@ __all__ = [
     "get_mesh",
     "init_device_mesh",
     "jax_function",
-    "offload_state",
-    "parallelize",
+    "parallel",
+    "pipeline",
     "plan",
     "register_rule",
     "replicate",
     "rules",
-    "scan_equal_layers",
     "scan_layers",
     "set_mesh",
-    "shard_batch",
-    "shard_by_size",
-    "stage_meshes",
     "to_jax",
-    "zero",
 ]
 
 
 def __getattr__(name: str) -> Any:
     import importlib
+    import warnings
 
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     if name in _LAZY:
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
+        return value
+    if name in _RENAMED:
+        module, new = _RENAMED[name]
+        value = getattr(importlib.import_module(module), name)
+        warnings.warn(
+            f"xd.{name} is now {new}; the next release won't have the old name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        globals()[name] = value  # once in a process
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -141,7 +141,7 @@ class PerDeviceValueError(XlaDTensorError, RuntimeError):
         import xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
-        xd.axis_index(mesh).item()
+        xd.collectives.axis_index(mesh).item()
     """
 
 
@@ -154,8 +154,9 @@ class PipelineError(XlaDTensorError, RuntimeError, ValueError):
 
         import torch, xla_dtensor as xd
 
-        (mesh,) = xd.stage_meshes(xd.init_device_mesh("xla", (1,), mesh_dim_names=("pp",)))
-        xd.PipelineStage(torch.nn.Linear(8, 8), 0, 1, mesh)  # its parameters are on the CPU
+        mesh = xd.init_device_mesh("xla", (1,), mesh_dim_names=("pp",))
+        (on,) = xd.pipeline.stage_meshes(mesh)
+        xd.pipeline.PipelineStage(torch.nn.Linear(8, 8), 0, 1, on)  # its parameters are on the CPU
     """
 
 

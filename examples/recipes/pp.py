@@ -66,15 +66,17 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 def train(steps: int) -> list[float]:
     mesh = xd.init_device_mesh("xla", (PP, DP), mesh_dim_names=("pp", "dp"))
-    meshes = xd.stage_meshes(mesh)
+    meshes = xd.pipeline.stage_meshes(mesh)
     torch.manual_seed(0)
     stages = []
     for i, module in enumerate(modules()):
         on = meshes[i % PP]
         stages.append(
-            xd.PipelineStage(xd.distribute_module(module, on), i, STAGES, on, compile=True)
+            xd.pipeline.PipelineStage(xd.distribute_module(module, on), i, STAGES, on, compile=True)
         )
-    pipeline = xd.PipelineSchedule(ScheduleInterleaved1F1B, stages, MICROBATCHES, next_token)
+    pipeline = xd.pipeline.PipelineSchedule(
+        ScheduleInterleaved1F1B, stages, MICROBATCHES, next_token
+    )
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
 

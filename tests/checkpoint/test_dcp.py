@@ -188,9 +188,9 @@ def test_a_shard_of_what_varies(tmp_path: Path) -> None:
 
 
 def test_another_number_of_devices_is_refused_for_what_varies(tmp_path: Path) -> None:
-    save({"x": xd.axis_index(make_mesh("8"))}, tmp_path)
+    save({"x": xd.collectives.axis_index(make_mesh("8"))}, tmp_path)
     with pytest.raises(BaseException, match="Size mismatch between saved"):
-        load({"x": xd.axis_index(make_mesh("5"))}, tmp_path)
+        load({"x": xd.collectives.axis_index(make_mesh("5"))}, tmp_path)
 
 
 # --- what is loaded into -------------------------------------------------------------------------

@@ -261,7 +261,11 @@ def test_what_files_can_not_hold(tmp_path: Path) -> None:
     partial = DTensor.from_local(torch.ones(2).to("xla"), mesh, [Partial()])
     for state, error, told in [
         ({"p": partial}, xd.UnsupportedOpError, "'p'.*Partial"),
-        ({"v": xd.axis_index(mesh)}, xd.UnsupportedOpError, "'v' has another value on each"),
+        (
+            {"v": xd.collectives.axis_index(mesh)},
+            xd.UnsupportedOpError,
+            "'v' has another value on each",
+        ),
         ({"n": 3}, TypeError, "'n' is a int"),
         ({"c": torch.ones(2, dtype=torch.complex128)}, TypeError, "'c' is of torch.complex128"),
         ({"m": torch.ones(2, device="meta")}, xd.UnsupportedOpError, "'m' is on the meta"),

@@ -35,7 +35,7 @@ KINDS: dict[str, Any] = {
     "a parameter": lambda: torch.nn.Parameter(laid_out(VALUE, "both")),
     "pending": lambda: DTensor.from_local(torch.ones(3).to("xla"), make_mesh("8"), [Partial()]),
     "varying": lambda: xd.from_device_values([VALUE + i for i in range(8)], make_mesh("2x4")),
-    "varying along one": lambda: xd.axis_index(make_mesh("2x4"), "tp"),
+    "varying along one": lambda: xd.collectives.axis_index(make_mesh("2x4"), "tp"),
     "varying on a submesh": on_a_submesh,
 }
 

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import xla_dtensor as xd
 from tests.dispatch.out_of_range import CALLS, LAYOUTS, OTHER_TEXTS, R, S, X, i, place
 from tests.parallel.harness import full
-from xla_dtensor.base import assertions
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
 
@@ -73,7 +72,7 @@ def test_a_result_with_a_history() -> None:
 
 
 def test_without_checks_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assertions.switch, "compiled", False)
+    monkeypatch.setattr(xd.config, "checks", "eager")
     call = lambda x, index: x[index]
     step, checking = xd.compile(call), xd.compile(call, checks=True)
     x = X.to("xla")
@@ -81,7 +80,7 @@ def test_without_checks_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) ->
     checking(x, i(1).to("xla"))
     counts = [len(s.compiled_programs()[0].out_tree.children()) for s in (step, checking)]
     assert counts == [1, 2]
-    monkeypatch.setattr(assertions.switch, "compiled", True)
+    monkeypatch.setattr(xd.config, "checks", "all")
     with pytest.raises(IndexError):
         xd.compile(call)(x, i(12).to("xla"))
 

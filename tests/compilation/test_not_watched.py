@@ -22,12 +22,11 @@ import torch
 
 import xla_dtensor as xd
 from xla_dtensor.compilation import walk_code
-from xla_dtensor.compilation.entry import AUDIT_VARIABLE
 
 
 @pytest.fixture(autouse=True)
 def only_audited_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(AUDIT_VARIABLE, raising=False)
+    monkeypatch.setattr(xd.config, "audit", 0)
 
 
 def values(step: Callable[..., Any], change: Callable[[], Any], *args: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""`xd.scan_equal_layers` against the same models on the CPU."""
+"""`xd.scan_layers` against the same models on the CPU."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def trained(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        with xd.scan_equal_layers(**options):
+        with xd.scan_layers(**options):
             loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -207,7 +207,7 @@ def test_the_program_is_a_loop() -> None:
 
         @xd.compile
         def step(x: Any) -> Any:
-            with xd.scan_equal_layers(**options):
+            with xd.scan_layers(**options):
                 loss = model(x).square().mean()
             loss.backward()
             return loss.detach()
@@ -246,7 +246,7 @@ def test_random_numbers_are_those_of_the_loop(p: float) -> None:
             if not scans:
                 y = ours(x)
             else:
-                with xd.scan_equal_layers():
+                with xd.scan_layers():
                     y = ours(x)
             y.square().sum().backward()
             return y.detach(), torch.rand_like(y)
@@ -278,7 +278,7 @@ def test_random_numbers_after_a_loop_that_was_left(caplog: pytest.LogCaptureFixt
 
         @xd.compile
         def step(x: Any, at_least: int = at_least) -> Any:
-            with xd.scan_equal_layers(at_least=at_least):
+            with xd.scan_layers(at_least=at_least):
                 return model(x), torch.rand_like(x)
 
         # The second call, too: the generator goes on from where the loop would have left it.
@@ -294,7 +294,7 @@ def test_random_numbers_between_layers() -> None:
 
     @xd.compile
     def step(x: Any) -> Any:
-        with xd.scan_equal_layers():
+        with xd.scan_layers():
             return model(x)
 
     with pytest.raises(xd.UnsupportedOpError, match="something between two of them does, too"):
@@ -322,7 +322,7 @@ def test_why_layers_are_no_loop(caplog: pytest.LogCaptureFixture) -> None:
 
         @xd.compile
         def step(x: Any) -> Any:
-            with xd.scan_equal_layers():
+            with xd.scan_layers():
                 return model(x)
 
         caplog.clear()
@@ -341,8 +341,8 @@ def test_why_layers_are_no_loop(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_outside_of_a_step() -> None:
     model, x = Model(plainly), torch.randn(8, WIDTH)
-    with xd.scan_equal_layers():
+    with xd.scan_layers():
         inside = model(x)
     assert torch.equal(inside, model(x))
-    with pytest.raises(ValueError, match="two layers or more"), xd.scan_equal_layers(at_least=1):
+    with pytest.raises(ValueError, match="two layers or more"), xd.scan_layers(at_least=1):
         pass

@@ -52,15 +52,16 @@ def _described(leaf: Any) -> Any:
 def _recorded() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     compiled = Computation.compiled
-    before, lazy.switch.lazy = lazy.switch.lazy, False
     cache.clear("plans")
     try:
-        with mock.patch.object(
-            Computation, "compiled", lambda self: _Recorder(compiled(self), launches)
+        with (
+            xd.config.override(eager="strict"),
+            mock.patch.object(
+                Computation, "compiled", lambda self: _Recorder(compiled(self), launches)
+            ),
         ):
             yield launches
     finally:
-        lazy.switch.lazy = before
         cache.clear("plans")
 
 

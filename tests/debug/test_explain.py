@@ -309,7 +309,7 @@ def test_fully_shard(mesh_2x4):
 
 
 def test_a_compiled_step_is_explained_while_it_is_traced(sharded, monkeypatch):
-    monkeypatch.delenv("XLA_DTENSOR_AUDIT", raising=False)  # an audit is a trace, too
+    monkeypatch.setattr(xd.config, "audit", 0)  # an audit is a trace, too
     x = sharded((8, 16), R, S(1))
     step = xd.compile(lambda x: torch.relu(x).redistribute(placements=[R, R]))
     seen = quiet(step, x)

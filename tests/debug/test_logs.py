@@ -14,7 +14,6 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
-from xla_dtensor.debug._logs import start_from_environment
 
 R, S = Replicate(), Shard
 LINE = (
@@ -97,10 +96,3 @@ def test_the_environment_switch(tmp_path):
     # The program's own handler takes over.
     assert lines[1].startswith("mine: aten::relu.default (dp=2, tp=4) [dp, None] -> [dp, None]  ")
     assert len(lines) == 2
-
-
-@pytest.mark.parametrize("value", ["layouts,recompiles", "recompiles", "layouts, recompiles"])
-def test_an_unknown_artifact_in_the_environment(monkeypatch, value):
-    monkeypatch.setenv("XLA_DTENSOR_LOGS", value)
-    with pytest.raises(ValueError, match=f"{value}: .* 'recompiles'; known are 'layouts'"):
-        start_from_environment()

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import xla_dtensor as xd
 from tests.dispatch.out_of_range import CALLS, LAYOUTS, OTHER_TEXTS, R, X, i, place
 from tests.parallel.harness import full
-from xla_dtensor.base import assertions
 from xla_dtensor.execution import conditions
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
@@ -20,10 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
 
 @pytest.fixture(autouse=True)
 def _on() -> Iterator[None]:
-    before = assertions.switch.eager
-    xd.check_indices(True)
-    yield
-    xd.check_indices(before)
+    with xd.config.override(checks="all"):
+        yield
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -192,8 +189,10 @@ def test_many_indices(
 
 
 def test_off() -> None:
-    xd.check_indices(False)
-    assert torch.equal(F.embedding(i(12).to("xla"), X.to("xla")).cpu(), X[9:])
+    with xd.config.override(checks="off"):
+        assert torch.equal(F.embedding(i(12).to("xla"), X.to("xla")).cpu(), X[9:])
+    with pytest.raises(IndexError):
+        F.embedding(i(12).to("xla"), X.to("xla")).sum().item()
 
 
 def test_padding_and_empty() -> None:

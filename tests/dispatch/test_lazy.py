@@ -38,7 +38,7 @@ LAYOUTS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _lazily(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lazy.flush()
-    monkeypatch.setattr(lazy.switch, "lazy", True)
+    monkeypatch.setattr(xd.config, "eager", "lazy")
     monkeypatch.setattr(lazy, "FEW", 2)  # so that small programs are launched together, too
     yield
     lazy.flush()
@@ -77,14 +77,6 @@ def test_what_nobody_reads_waits() -> None:
     y = x + 1
     assert waits(y) and not waits(x)
     assert y.sum().item() == 6 and not waits(y)
-
-
-def test_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lazy.ENVIRONMENT_VARIABLE, "strict")
-    assert lazy._from_environment() is False
-    monkeypatch.setenv(lazy.ENVIRONMENT_VARIABLE, "quick")
-    with pytest.raises(ValueError, match="XLA_DTENSOR_EAGER='quick': it is lazy or strict"):
-        lazy._from_environment()
 
 
 def _overwrite(x: torch.Tensor) -> list[torch.Tensor]:
@@ -275,7 +267,7 @@ def test_random_numbers_are_the_strict_ones(monkeypatch: pytest.MonkeyPatch) -> 
         return [t.cpu() for t in (x, y, z, torch.rand(2, device="xla", generator=generator))]
 
     ours = [draw(), draw()]
-    monkeypatch.setattr(lazy.switch, "lazy", False)
+    monkeypatch.setattr(xd.config, "eager", "strict")
     for one in ours:
         for result, want in zip(one, draw(), strict=True):
             torch.testing.assert_close(result, want)
@@ -456,7 +448,7 @@ def test_a_refused_draw_takes_no_number(monkeypatch: pytest.MonkeyPatch) -> None
         return torch.cat([first, torch.rand(2, device="xla")]).cpu()
 
     ours = draw()
-    monkeypatch.setattr(lazy.switch, "lazy", False)
+    monkeypatch.setattr(xd.config, "eager", "strict")
     torch.testing.assert_close(ours, draw())
 
 

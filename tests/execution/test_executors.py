@@ -13,7 +13,7 @@ import torch
 
 import xla_dtensor as xd
 from xla_dtensor.base import executor
-from xla_dtensor.execution import batched, lazy
+from xla_dtensor.execution import batched
 from xla_dtensor.execution.abstract import Abstract
 from xla_dtensor.execution.batch import Batch
 from xla_dtensor.execution.lazy import Lazy
@@ -27,14 +27,14 @@ def kind() -> type:
 
 def test_what_a_thread_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind() is Lazy
-    monkeypatch.setattr(lazy.switch, "lazy", False)
+    monkeypatch.setattr(xd.config, "eager", "strict")
     assert kind() is Strict
     with xd.abstract("cpu:8"):
         assert kind() is Abstract
         with executor.running_at_once():
             assert kind() is Abstract  # there are no values
     assert kind() is Strict
-    monkeypatch.setattr(lazy.switch, "lazy", True)
+    monkeypatch.setattr(xd.config, "eager", "lazy")
     with executor.running_at_once():
         assert kind() is Strict
     assert kind() is Lazy
@@ -99,11 +99,11 @@ def calls(function: Callable[[], Any]) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize(("is_lazy", "most"), [(True, 36), (False, 33)])
+@pytest.mark.parametrize(("eager", "most"), [("lazy", 36), ("strict", 33)])
 def test_an_addition_takes_few_calls(
-    is_lazy: bool, most: int, monkeypatch: pytest.MonkeyPatch
+    eager: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lazy.switch, "lazy", is_lazy)
+    monkeypatch.setattr(xd.config, "eager", eager)
     x, y = torch.randn(4, 4).to("xla"), torch.randn(4, 4).to("xla")
     kept = [x + y for _ in range(3)]
     found = calls(lambda: kept.append(x + y))

@@ -91,7 +91,7 @@ def permute(x, order, mesh, axis):
 
 def axis_index(mesh, axis):
     if isinstance(mesh, DeviceMesh):
-        return xd.axis_index(mesh, axis)
+        return xd.collectives.axis_index(mesh, axis)
     shape = [n if i == axis else 1 for i, n in enumerate(mesh)]
     return torch.arange(mesh[axis]).reshape(shape)
 

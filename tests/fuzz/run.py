@@ -75,7 +75,7 @@ def run(program: Program, way: str) -> Run:
     Raises:
         Exception: xla_dtensor refuses it, or fails.
     """
-    lazy.switch.lazy = way == "lazy"
+    xd.config.eager = "lazy" if way == "lazy" else "strict"
     function = program.function(mesh_of(program.mesh))
     leaves = distributed(program)
     torch.manual_seed(SEED)
@@ -93,7 +93,7 @@ def run(program: Program, way: str) -> Run:
         try:
             lazy.flush()
         finally:
-            lazy.switch.lazy = True
+            xd.config.eager = "lazy"
 
 
 def _with_backward(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -97,7 +97,7 @@ def test_replicate(mesh: DeviceMesh, newer: bool) -> None:
         model = function(reference(), mesh=mesh["dp"])
     else:
         model = replicate(reference(), device_mesh=mesh["dp"])
-    assert isinstance(model, xd.ReplicateModule)
+    assert isinstance(model, xd.parallel.ReplicateModule)
     inputs = batches(4)
     loss_of(model(per_device(inputs, mesh, ["dp"]))).backward()
     check_gradients(model, expected_gradients(inputs))
@@ -276,7 +276,7 @@ model = replicate(torch.nn.Linear(2, 2))
 model(torch.ones(1, 2)).sum().backward()
 assert not isinstance(model, xd.FSDPModule)
 assert isinstance(fully_shard(torch.nn.Linear(8, 8), mesh=on_xla), xd.FSDPModule)
-assert isinstance(replicate(torch.nn.Linear(8, 8), device_mesh=on_xla), xd.ReplicateModule)
+assert isinstance(replicate(torch.nn.Linear(8, 8), device_mesh=on_xla), xd.parallel.ReplicateModule)
 dist.destroy_process_group()
 """
 

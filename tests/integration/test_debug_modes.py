@@ -138,12 +138,14 @@ def test_what_the_compiler_chooses(mesh_2x4: DeviceMesh) -> None:
 
 
 def test_collectives_in_place_and_other_threads(mesh_2x4: DeviceMesh) -> None:
-    x = xd.axis_index(mesh_2x4, "dp").reshape(1).clone()
+    x = xd.collectives.axis_index(mesh_2x4, "dp").reshape(1).clone()
     sharded = distribute_tensor(torch.ones(8), mesh_2x4["dp"], [Shard(0)])
     with CommDebugMode() as outer:
         dist.all_reduce(x, group=mesh_2x4.get_group("dp"))
         with CommDebugMode() as inner:
-            xd.collectives.permute(xd.axis_index(mesh_2x4, "tp"), mesh_2x4["tp"], [1, 2, 3, 0])
+            xd.collectives.permute(
+                xd.collectives.axis_index(mesh_2x4, "tp"), mesh_2x4["tp"], [1, 2, 3, 0]
+            )
             thread = threading.Thread(target=sharded.full_tensor)
             thread.start()
             thread.join()
@@ -176,7 +178,7 @@ def test_other_devices_are_counted_by_torch() -> None:
 def test_debug_mode(mesh_2x4: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 16), mesh_2x4, [Shard(0), Replicate()])
     w = distribute_tensor(torch.ones(16, 4), mesh_2x4, [Replicate(), Shard(0)])
-    own = xd.axis_index(mesh_2x4, "dp").float()
+    own = xd.collectives.axis_index(mesh_2x4, "dp").float()
     with DebugMode() as mode:
         y = x @ w
         own + 1

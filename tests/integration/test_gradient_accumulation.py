@@ -23,8 +23,8 @@ def test_plain_leaf(order: tuple[str, ...], compiled: str) -> None:
     leaf = torch.ones(3, device="xla", requires_grad=True)
     factors = {
         "shared": torch.tensor(2.0, device="xla"),
-        "dp": xd.axis_index(mesh, "dp").float(),
-        "tp": 10 * xd.axis_index(mesh, "tp").float(),
+        "dp": xd.collectives.axis_index(mesh, "dp").float(),
+        "tp": 10 * xd.collectives.axis_index(mesh, "tp").float(),
     }
 
     def use(name: str) -> Callable[[], None]:
@@ -55,7 +55,7 @@ def test_sharded_leaf(first: str, placement: Shard | Replicate) -> None:
     """On a submesh: its gradient differs between the other submeshes."""
     mesh = make_mesh("2x4")
     leaf = distribute_tensor(torch.ones(8), mesh["tp"], [placement]).requires_grad_()
-    own = xd.axis_index(mesh, "dp").float()
+    own = xd.collectives.axis_index(mesh, "dp").float()
     uses = [lambda: (leaf * 2).sum().backward(), lambda: (leaf * own).sum().backward()]
     for use in uses if first == "shared" else uses[::-1]:
         use()

@@ -381,7 +381,7 @@ all_reduce(x)
 dist.barrier()
 assert x.tolist() == [1, 1, 1] and (get_rank(), get_world_size()) == (0, 1)
 mesh = xd.init_device_mesh("xla", (8,))
-y = xd.axis_index(mesh).clone()
+y = xd.collectives.axis_index(mesh).clone()
 all_reduce(y, group=mesh.get_group())
 assert y.item() == 28
 try:

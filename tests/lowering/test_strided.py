@@ -23,7 +23,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """How a program runs: operations joined however few they are, one by one, forward and
     backward as one compiled step, or the forward alone."""
     lazy.flush()
-    monkeypatch.setattr(lazy.switch, "lazy", request.param == "lazy")
+    monkeypatch.setattr(xd.config, "eager", "lazy" if request.param == "lazy" else "strict")
     monkeypatch.setattr(lazy, "OFTEN", 0)
     yield request.param
     lazy.flush()

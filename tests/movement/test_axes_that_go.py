@@ -42,7 +42,7 @@ def moves(ndim: int) -> list[tuple[tuple, tuple, tuple]]:
 def test_rows_stay_where_they_are(
     make: str, how: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lazy.switch, "lazy", True)
+    monkeypatch.setattr(xd.config, "eager", "lazy")
     monkeypatch.setattr(lazy, "FEW", 0)
     mesh = xd.init_device_mesh("xla", shape)
     # Of the result each device has one row, copies along the first mesh dim.

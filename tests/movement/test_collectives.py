@@ -132,7 +132,7 @@ def test_in_a_compiled_step(mesh_name: str, dim: str, groups: list[list[int]], n
                 return function(x, group)
             x = x.detach().requires_grad_()
             y = function(x, group)
-            weight = xd.axis_index(mesh, dim).to(y.dtype) + y.detach().sin()
+            weight = xd.collectives.axis_index(mesh, dim).to(y.dtype) + y.detach().sin()
             (grad,) = torch.autograd.grad(y, x, weight)
             return y, grad
 
@@ -155,7 +155,7 @@ def test_several_in_a_compiled_step(mesh_2x4: DeviceMesh) -> None:
 
     def step(x: Any) -> Any:
         a, b = funcol.all_gather_into_tensor_coalesced([x, x[:8]], tp)
-        local = funcol.wait_tensor(a)[: xd.axis_index(mesh_2x4, "tp").ndim + 4] * 2
+        local = funcol.wait_tensor(a)[: xd.collectives.axis_index(mesh_2x4, "tp").ndim + 4] * 2
         return a, b, local, funcol.all_reduce(x[:4], "bxor", tp)
 
     compiled = xd.compile(step)
@@ -373,13 +373,15 @@ def test_one_device() -> None:
 
 
 def test_axis_index(mesh_2x4: DeviceMesh) -> None:
-    index = xd.axis_index(mesh_2x4, "tp")
+    index = xd.collectives.axis_index(mesh_2x4, "tp")
     assert (index.shape, index.dtype, index.varying) == ((), torch.int64, ("tp",))
     check(index, [torch.tensor(i % 4) for i in range(8)])
-    check(xd.axis_index(mesh_2x4, 0), [torch.tensor(i // 4) for i in range(8)])
-    check(xd.axis_index(mesh_2x4._flatten("dp_tp")), [torch.tensor(i) for i in range(8)])
+    check(xd.collectives.axis_index(mesh_2x4, 0), [torch.tensor(i // 4) for i in range(8)])
+    check(
+        xd.collectives.axis_index(mesh_2x4._flatten("dp_tp")), [torch.tensor(i) for i in range(8)]
+    )
     x = torch.arange(8.0).to("xla")
-    picked = xd.compile(lambda x: x[xd.axis_index(mesh_2x4, "tp") + 1] * 2)(x)
+    picked = xd.compile(lambda x: x[xd.collectives.axis_index(mesh_2x4, "tp") + 1] * 2)(x)
     check(picked, [torch.tensor(2.0 * (i % 4 + 1)) for i in range(8)])
     assert repr(index) == (
         "XLATensor(shape=[], dtype=torch.int64, varying along tp, device='xla:0')"
@@ -463,7 +465,7 @@ def test_gradients_of_maxima_and_means(mesh_2x4: DeviceMesh, op: str) -> None:
     """Of a maximum it goes to the device that has it, and in equal parts to all that do."""
     values = [torch.tensor([float(i), 1.0, -i, i // 2]) for i in range(8)]
     x = xd.from_device_values(values, mesh_2x4).requires_grad_()
-    weight = xd.axis_index(mesh_2x4, "tp") + 1.0
+    weight = xd.collectives.axis_index(mesh_2x4, "tp") + 1.0
     (C.all_reduce(x, mesh_2x4["tp"], op) * weight).sum().backward()
     whole = torch.stack(values).view(2, 4, 4).requires_grad_()
     reduce = {"max": torch.amax, "min": torch.amin, "avg": torch.mean}[op]
@@ -589,7 +591,7 @@ def test_meshes_made_later() -> None:
     rows = xd.from_device_values([values[i // 4] for i in range(8)], mesh, ["late_dp"])
     before = w.to_local()
     fine = mesh["late_tp"]._unflatten(0, (2, 2), ("outer", "inner"))
-    index = xd.axis_index(fine, "inner")
+    index = xd.collectives.axis_index(fine, "inner")
     check(x + 1, [v + 1 for v in values])
     for call in (
         lambda: x + index,

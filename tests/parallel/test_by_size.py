@@ -31,7 +31,7 @@ def test_what_is_cut(shape: tuple[int, ...], mesh: tuple[int, ...], wanted: list
     module.weight = nn.Parameter(torch.randn(shape))
     value = module.weight.detach().clone()
     on = xd.init_device_mesh("xla", mesh)
-    xd.shard_by_size(module, on, least=64)
+    xd.parallel.shard_by_size(module, on, least=64)
     assert list(module.weight.placements) == wanted
     assert torch.equal(module.weight.detach().full_tensor().cpu(), value)
 
@@ -49,7 +49,7 @@ def test_a_model_with_shared_weights() -> None:
 
     expected = Tied()
     mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
-    model = xd.shard_by_size(copy.deepcopy(expected), mesh, least=256)
+    model = xd.parallel.shard_by_size(copy.deepcopy(expected), mesh, least=256)
     assert model.out.weight is model.embed.weight and not model.scale.requires_grad
     tokens = torch.randint(32, (4, 6))
     for run, given in (
@@ -61,4 +61,4 @@ def test_a_model_with_shared_weights() -> None:
     assert found is not None
     torch.testing.assert_close(found.full_tensor().cpu(), expected.embed.weight.grad)
     with pytest.raises(xd.MeshError, match="no xla mesh"):
-        xd.shard_by_size(Tied(), None)  # type: ignore[arg-type]
+        xd.parallel.shard_by_size(Tied(), None)  # type: ignore[arg-type]

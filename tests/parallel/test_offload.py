@@ -83,7 +83,7 @@ def test_training_is_torchs(
     model = sharded(mesh, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=EPS)
     if not parameters:
-        assert xd.offload_state(xd.offload_state(optimizer)) is optimizer
+        assert xd.parallel.offload_state(xd.parallel.offload_state(optimizer)) is optimizer
     step = train(model, optimizer)
     step = xd.compile(step) if compiled else step
     x = xd.from_device_values(batches(), mesh)
@@ -143,7 +143,7 @@ def test_states_come_back_where_they_were(mesh: DeviceMesh) -> None:
     for name, value in other.state_dict().items():
         assert memory(value) == HOST
         torch.testing.assert_close(value.full_tensor().cpu(), saved[name])
-    again = xd.offload_state(torch.optim.AdamW(other.parameters(), lr=0.1))
+    again = xd.parallel.offload_state(torch.optim.AdamW(other.parameters(), lr=0.1))
     again.load_state_dict(optimizer.state_dict())
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         moment, before = again.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"]
@@ -177,7 +177,7 @@ def test_state_that_is_there_moves(mesh: DeviceMesh) -> None:
     step(xd.from_device_values(batches(), mesh))
     moment = optimizer.state[model[0].weight]["exp_avg"]
     before = moment.full_tensor().cpu()
-    xd.offload_state(optimizer)
+    xd.parallel.offload_state(optimizer)
     after = optimizer.state[model[0].weight]["exp_avg"]
     assert memory(moment) == "device" and memory(after) == HOST
     torch.testing.assert_close(after.full_tensor().cpu(), before)
@@ -185,7 +185,7 @@ def test_state_that_is_there_moves(mesh: DeviceMesh) -> None:
 
 def test_what_is_refused(mesh: DeviceMesh) -> None:
     with pytest.raises(MeshError, match="on no mesh"):
-        xd.offload_state(torch.optim.SGD(nn.Linear(2, 2).to("xla").parameters()))
+        xd.parallel.offload_state(torch.optim.SGD(nn.Linear(2, 2).to("xla").parameters()))
     kinds = [SimpleNamespace(kind="device")]
     device = SimpleNamespace(device_kind="NPU", addressable_memories=lambda: kinds)
     devices = SimpleNamespace(flat=[device])
@@ -214,7 +214,7 @@ def test_the_program_for_tpus_has_it_in_the_hosts_memory(parameters: bool) -> No
         xd.fully_shard(model, mesh=mesh, **options)
         optimizer = torch.optim.AdamW(model.parameters())
         if not parameters:
-            xd.offload_state(optimizer)
+            xd.parallel.offload_state(optimizer)
         x = xd.distribute_tensor(torch.randn(64, 256), mesh, [xd.Shard(0)])
         found = xd.plan(train(model, optimizer), x).memory
     own = 4 * (2 * 256 * 512 + 512 + 256) // 8

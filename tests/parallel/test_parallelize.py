@@ -1,4 +1,4 @@
-"""``xd.parallelize``: a model and its optimizer by one config."""
+"""``xd.parallel.parallelize``: a model and its optimizer by one config."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_levels(level: int, mesh: DeviceMesh) -> None:
         "dp_config": {"sharding_level": level},
         "mp_config": {"parallelize_plan": plan()},
     }
-    found, same = xd.parallelize(model, optimizer, mesh, config)
+    found, same = xd.parallel.parallelize(model, optimizer, mesh, config)
     assert found is model and same is optimizer
     for seed in range(2):
         inputs = batches(4, seed=seed)
@@ -62,7 +62,7 @@ def test_the_current_mesh_and_no_optimizer(mesh: DeviceMesh) -> None:
     model, expected = reference(), reference()
     xd.set_mesh(mesh)
     try:
-        xd.parallelize(model, config={})
+        xd.parallel.parallelize(model, config={})
     finally:
         xd.set_mesh(None)
     inputs = batches(4)
@@ -88,8 +88,8 @@ def test_errors(mesh: DeviceMesh) -> None:
         (MeshDimError, "'mp' or 'tp'", (None, line, {"mp_config": {"parallelize_plan": plan()}})),
     ):
         with pytest.raises(error, match=said):
-            xd.parallelize(model, *arguments)  # type: ignore[arg-type]
+            xd.parallel.parallelize(model, *arguments)  # type: ignore[arg-type]
         assert dict(model.named_parameters()) == before
         assert next(model.parameters()).device.type == "cpu"
     with pytest.raises(ValueError, match="is called"):
-        xd.parallelize(model, None, mesh, named)
+        xd.parallel.parallelize(model, None, mesh, named)

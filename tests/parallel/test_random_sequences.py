@@ -1,5 +1,6 @@
 """Training under random changes between steps: what the user freezes, loads, sets and clears, in
-eager and compiled steps, with `xd.zero` and sharding in place; the numbers are CPU torch's."""
+eager and compiled steps, with `xd.parallel.zero` and sharding in place; the numbers are CPU
+torch's."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def test_changes_between_steps(kind: str, seed: int) -> None:
     make = draw.choice(OPTIMIZERS)
     optimizer, on_cpu = make(model.parameters()), make(expected.parameters())
     if kind != "marks":
-        xd.zero(optimizer, mesh["dp"], stage=1 + seed % 2)
+        xd.parallel.zero(optimizer, mesh["dp"], stage=1 + seed % 2)
     step, wanted = step_of(model, optimizer), step_of(expected, on_cpu)
     compiled = xd.compile(step)
     names = [name for name, _ in expected.named_parameters()]

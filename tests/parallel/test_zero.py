@@ -1,5 +1,5 @@
-"""``xd.zero``: the numbers are those of CPU torch, the optimizer's state is sharded, the compiled
-program is as small and communicates as little as that means."""
+"""``xd.parallel.zero``: the numbers are those of CPU torch, the optimizer's state is sharded, the
+compiled program is as small and communicates as little as that means."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_eager(name: str, stage: int, mesh: DeviceMesh) -> None:
     model, expected = on_mesh(mesh), reference()
     objects = {id(p) for p in model.parameters()}
-    optimizer = xd.zero(OPTIMIZERS[name](model.parameters()), mesh, stage=stage)
+    optimizer = xd.parallel.zero(OPTIMIZERS[name](model.parameters()), mesh, stage=stage)
     data = [batch(mesh, seed) for seed in range(3)]
     train(model, optimizer, lambda step: step, [x for _, x in data])
     train(
@@ -94,7 +94,9 @@ def test_eager(name: str, stage: int, mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_compiled(stage: int, mesh: DeviceMesh) -> None:
     model, expected = on_mesh(mesh), reference()
-    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), mesh, stage=stage)
+    optimizer = xd.parallel.zero(
+        torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), mesh, stage=stage
+    )
     wanted = torch.optim.AdamW(expected.parameters(), lr=0.05, eps=EPS)
 
     @xd.compile
@@ -127,7 +129,7 @@ def bytes_of_arguments(stage: int, mesh: DeviceMesh) -> tuple[int, int, int]:
     model = xd.distribute_module(nn.Linear(256, 128, bias=False), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS)
     if stage:
-        xd.zero(optimizer, mesh, stage=stage)
+        xd.parallel.zero(optimizer, mesh, stage=stage)
 
     @xd.compile
     def step(x: Any) -> None:
@@ -150,7 +152,7 @@ def test_memory(mesh: DeviceMesh) -> None:
 
 def test_gradients_of_stage_2_are_sharded(mesh: DeviceMesh) -> None:
     model, expected = on_mesh(mesh), reference()
-    optimizer = xd.zero(torch.optim.SGD(model.parameters(), lr=0.1), mesh, stage=2)
+    optimizer = xd.parallel.zero(torch.optim.SGD(model.parameters(), lr=0.1), mesh, stage=2)
     value, x = batch(mesh, 0)
     for _ in range(2):  # they add up, and stay sharded after a step
         loss_of(model(x)).backward()
@@ -171,7 +173,9 @@ def test_per_device_batches(mesh: DeviceMesh) -> None:
     grid = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("dp", "tp"))
     for run in (lambda step: step, xd.compile):
         model, expected = xd.replicate(reference(), mesh=grid["dp"]), reference()
-        optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), grid["dp"])
+        optimizer = xd.parallel.zero(
+            torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), grid["dp"]
+        )
         wanted = torch.optim.AdamW(expected.parameters(), lr=0.05, eps=EPS)
         for seed in range(2):
             inputs = batches(4, seed=seed)
@@ -197,7 +201,7 @@ def test_over_tensor_parallelism(stage: int) -> None:
             module.register_parameter(key, nn.Parameter(placed))
 
     model = xd.distribute_module(copy.deepcopy(expected), grid, partition)
-    optimizer = xd.zero(
+    optimizer = xd.parallel.zero(
         torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), grid["dp"], stage=stage
     )
     data = [batch(grid, seed) for seed in range(2)]
@@ -223,7 +227,9 @@ def test_over_torchs_tensor_parallel_styles() -> None:
     model = copy.deepcopy(expected).to("xla")
     parallelize_module(model, grid["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     xd.replicate(model, mesh=grid["dp"])
-    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), grid["dp"])
+    optimizer = xd.parallel.zero(
+        torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), grid["dp"]
+    )
     inputs = batches(2)
     train(model, optimizer, lambda step: step, [per_device(inputs, grid, ["dp"])], clip=False)
     averaged_gradients(expected, inputs)
@@ -241,7 +247,7 @@ def test_schedules_closures_and_accumulation(mesh: DeviceMesh) -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         if module is model:
-            xd.zero(optimizer, mesh)
+            xd.parallel.zero(optimizer, mesh)
         for pair in data:
 
             def closure(module: Any = module, x: Any = pair[which], o: Any = optimizer) -> Any:
@@ -264,7 +270,7 @@ def test_a_state_that_is_loaded_is_sharded(mesh: DeviceMesh) -> None:
     train(expected, plain, lambda step: step, [value])
     xd_state = copy.deepcopy(plain.state_dict())
     model.load_state_dict(expected.state_dict())
-    optimizer = xd.zero(torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), mesh)
+    optimizer = xd.parallel.zero(torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), mesh)
     optimizer.load_state_dict(xd_state)
     train(model, optimizer, lambda step: step, [x])
     train(expected, plain, lambda step: step, [value])
@@ -273,7 +279,7 @@ def test_a_state_that_is_loaded_is_sharded(mesh: DeviceMesh) -> None:
     assert isinstance(moment.placements[0], Shard)
     stepped = torch.optim.AdamW(model.parameters())  # and one that had a state before
     train(model, stepped, lambda step: step, [x])
-    xd.zero(stepped, mesh)
+    xd.parallel.zero(stepped, mesh)
     assert isinstance(stepped.state[next(model.parameters())]["exp_avg"].placements[0], Shard)
 
 
@@ -287,7 +293,7 @@ def test_a_step_that_fails_leaves_everything_as_it_was(
         raise ZeroDivisionError
 
     handle = optimizer.register_step_pre_hook(fails)
-    xd.zero(optimizer, mesh)
+    xd.parallel.zero(optimizer, mesh)
     loss_of(model(batch(mesh, 0)[1])).backward()
     before = [p.detach().cpu() for p in model.parameters()]
     grads = [p.grad for p in model.parameters()]
@@ -325,7 +331,7 @@ def test_what_hooks_of_the_step_change(stage: int, run: Any, mesh: DeviceMesh) -
     x, sharded = batch(mesh, 0)
     for name, hook in HOOKS.items():
         model, expected = on_mesh(mesh), reference()
-        optimizer = xd.zero(
+        optimizer = xd.parallel.zero(
             torch.optim.AdamW(model.parameters(), lr=0.05, eps=EPS), mesh, stage=stage
         )
         on_cpu = torch.optim.AdamW(expected.parameters(), lr=0.05, eps=EPS)
@@ -369,7 +375,10 @@ def test_an_own_optimizer_that_fails_halfway(mesh: DeviceMesh) -> None:
     """What it has written stays, as without `zero`."""
     x, sharded = batch(mesh, 0)
     model, expected = on_mesh(mesh), reference()
-    optimizers = xd.zero(OneByOne(model.parameters()), mesh), OneByOne(expected.parameters())
+    optimizers = (
+        xd.parallel.zero(OneByOne(model.parameters()), mesh),
+        OneByOne(expected.parameters()),
+    )
     for fails in (True, False):
         for module, optimizer, data in zip(
             (model, expected), optimizers, (sharded, x), strict=True
@@ -402,7 +411,7 @@ def test_a_closure_that_is_wanted_later(mesh: DeviceMesh) -> None:
     _, x = batch(mesh, 0)
     for cls in (Sharpness, Twice):
         model = on_mesh(mesh)
-        optimizer = xd.zero(cls(model.parameters(), lr=0.1), mesh)
+        optimizer = xd.parallel.zero(cls(model.parameters(), lr=0.1), mesh)
 
         def closure(model: nn.Module = model) -> torch.Tensor:
             loss = loss_of(model(x))
@@ -419,7 +428,12 @@ def test_scaled_gradients(mesh: DeviceMesh) -> None:
     model, expected = on_mesh(mesh), reference()
     value, x = batch(mesh, 0)
     for module, optimizer, data, device in (
-        (model, xd.zero(torch.optim.SGD(model.parameters(), lr=0.1), mesh, stage=2), x, "xla"),
+        (
+            model,
+            xd.parallel.zero(torch.optim.SGD(model.parameters(), lr=0.1), mesh, stage=2),
+            x,
+            "xla",
+        ),
         (expected, torch.optim.SGD(expected.parameters(), lr=0.1), value, "cpu"),
     ):
         scaler = torch.amp.GradScaler(device, init_scale=64.0)
@@ -439,7 +453,7 @@ def test_what_stays_as_it_is(mesh: DeviceMesh) -> None:
         nn.Parameter(distribute_tensor(sharded.detach(), mesh, [Shard(0)])),
         nn.Parameter(distribute_tensor(torch.tensor(1.0), mesh, [R])),
     ]
-    optimizer = xd.zero(torch.optim.Adam(parameters, lr=0.5), mesh)
+    optimizer = xd.parallel.zero(torch.optim.Adam(parameters, lr=0.5), mesh)
     sum(p.square().sum() for p in parameters).backward()  # type: ignore[union-attr]
     optimizer.step()
     placements = [optimizer.state[p]["exp_avg"].placements[0] for p in parameters]
@@ -452,25 +466,25 @@ def test_errors(mesh: DeviceMesh) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     grid = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
     with pytest.raises(MeshError, match="of one dim"):
-        xd.zero(optimizer, grid)
+        xd.parallel.zero(optimizer, grid)
     with pytest.raises(ValueError, match="fully_shard"):
-        xd.zero(optimizer, mesh, stage=3)
+        xd.parallel.zero(optimizer, mesh, stage=3)
     with pytest.raises(UnsupportedOpError, match="LBFGS"):
-        xd.zero(torch.optim.LBFGS(model.parameters()), mesh)
-    xd.zero(optimizer, mesh)
+        xd.parallel.zero(torch.optim.LBFGS(model.parameters()), mesh)
+    xd.parallel.zero(optimizer, mesh)
     with pytest.raises(ValueError, match="already"):
-        xd.zero(optimizer, mesh)
+        xd.parallel.zero(optimizer, mesh)
     other = xd.init_device_mesh("xla", (4,), mesh_dim_names=("dp",))
     elsewhere = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(MeshError, match="give a dim of its mesh"):
-        xd.zero(elsewhere, other, stage=2)
-    xd.zero(elsewhere, mesh)  # nothing was done before
+        xd.parallel.zero(elsewhere, other, stage=2)
+    xd.parallel.zero(elsewhere, mesh)  # nothing was done before
 
 
 def test_a_group_that_comes_later(mesh: DeviceMesh) -> None:
     model = on_mesh(mesh)
     first, *rest = model.parameters()
-    optimizer = xd.zero(torch.optim.AdamW([first], lr=0.05, eps=EPS), mesh, stage=2)
+    optimizer = xd.parallel.zero(torch.optim.AdamW([first], lr=0.05, eps=EPS), mesh, stage=2)
     optimizer.add_param_group({"params": rest})
     for _ in range(2):
         loss_of(model(batch(mesh, 0)[1])).backward()

@@ -49,10 +49,10 @@ def stages_of(
     meshes: list[DeviceMesh],
     lay_out: Callable[[nn.Module, DeviceMesh], nn.Module] = xd.distribute_module,
     **options: Any,
-) -> list[xd.PipelineStage]:
+) -> list[xd.pipeline.PipelineStage]:
     """Copies of the modules as stages, each laid out on its mesh."""
     return [
-        xd.PipelineStage(lay_out(copy.deepcopy(m), on), i, len(modules), on, **options)
+        xd.pipeline.PipelineStage(lay_out(copy.deepcopy(m), on), i, len(modules), on, **options)
         for i, (m, on) in enumerate(zip(modules, meshes, strict=True))
     ]
 
@@ -63,12 +63,12 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, xd.XLAShardedTensor) else value).cpu()
 
 
-def parameters(stages: list[xd.PipelineStage]) -> list[nn.Parameter]:
+def parameters(stages: list[xd.pipeline.PipelineStage]) -> list[nn.Parameter]:
     return [p for stage in stages for p in stage.submod.parameters()]
 
 
 def assert_gradients(
-    stages: list[xd.PipelineStage], expected: list[nn.Module], **tolerance: float
+    stages: list[xd.pipeline.PipelineStage], expected: list[nn.Module], **tolerance: float
 ) -> None:
     """The stages' gradients are those of the modules on the CPU."""
     for stage, module in zip(stages, expected, strict=True):

@@ -21,7 +21,9 @@ from tests.pipeline.harness import DIM, mesh_of, parameters, parts, stages_of, w
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def state(stages: list[xd.PipelineStage], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state(
+    stages: list[xd.pipeline.PipelineStage], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
     """Under the names of the model that isn't cut."""
     model = nn.Sequential(*[stage.submod for stage in stages])
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -31,9 +33,9 @@ def state(stages: list[xd.PipelineStage], optimizer: torch.optim.Optimizer) -> d
 def test_a_run_goes_on_with_other_meshes(tmp_path: Path) -> None:
     x, y = torch.randn(8, DIM), torch.randn(8, DIM)
 
-    def made(*shape: int) -> tuple[list[xd.PipelineStage], Any, torch.optim.Optimizer]:
-        stages = stages_of(parts(2), xd.stage_meshes(mesh_of(*shape)))
-        pipeline = xd.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
+    def made(*shape: int) -> tuple[list[xd.pipeline.PipelineStage], Any, torch.optim.Optimizer]:
+        stages = stages_of(parts(2), xd.pipeline.stage_meshes(mesh_of(*shape)))
+        pipeline = xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
         return stages, pipeline, torch.optim.AdamW(parameters(stages), lr=0.1)
 
     def train(pipeline: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -25,77 +25,82 @@ from xla_dtensor.pipeline.order import BACKWARD, FORWARD, Action, merged
 mse = nn.functional.mse_loss
 
 
-def pipeline(count: int = 2, n_microbatches: int = 2, **options: Any) -> xd.PipelineSchedule:
-    stages = stages_of(parts(count), xd.stage_meshes(mesh_of(count, 2)))
-    return xd.PipelineSchedule(ScheduleGPipe, stages, n_microbatches, mse, **options)
+def pipeline(
+    count: int = 2, n_microbatches: int = 2, **options: Any
+) -> xd.pipeline.PipelineSchedule:
+    stages = stages_of(parts(count), xd.pipeline.stage_meshes(mesh_of(count, 2)))
+    return xd.pipeline.PipelineSchedule(ScheduleGPipe, stages, n_microbatches, mse, **options)
 
 
 def test_stage_meshes() -> None:
     mesh = mesh_of(2, 2, 2)
-    assert [m.mesh.tolist() for m in xd.stage_meshes(mesh)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    by_tp = xd.stage_meshes(mesh, "tp")
+    assert [m.mesh.tolist() for m in xd.pipeline.stage_meshes(mesh)] == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+    ]
+    by_tp = xd.pipeline.stage_meshes(mesh, "tp")
     assert [m.mesh_dim_names for m in by_tp] == [("pp", "dp")] * 2
     assert [m.mesh.tolist() for m in by_tp] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-    (first, _) = xd.stage_meshes(mesh_of(2))
+    (first, _) = xd.pipeline.stage_meshes(mesh_of(2))
     assert first.mesh_dim_names == ("pp",) and first.mesh.tolist() == [0]
     with pytest.raises(xd.MeshDimError, match="no mesh dim 'ep'"):
-        xd.stage_meshes(mesh, "ep")
+        xd.pipeline.stage_meshes(mesh, "ep")
     with pytest.raises(xd.MeshError, match="leaves out devices"):
-        xd.stage_meshes(mesh["pp", "dp"])
+        xd.pipeline.stage_meshes(mesh["pp", "dp"])
     with pytest.raises(xd.MeshError, match="mesh_dim_names"):
-        xd.stage_meshes(xd.init_device_mesh("xla", (2, 2)))
+        xd.pipeline.stage_meshes(xd.init_device_mesh("xla", (2, 2)))
 
 
 def test_a_stage_on_a_wrong_mesh() -> None:
-    meshes = xd.stage_meshes(mesh_of(2, 2))
+    meshes = xd.pipeline.stage_meshes(mesh_of(2, 2))
     module = xd.distribute_module(nn.Linear(DIM, DIM), meshes[0])
     with pytest.raises(xd.MeshMismatchError, match=r"PipelineStage 1: 'weight' .*devices \[0, 1\]"):
-        xd.PipelineStage(module, 1, 2, meshes[1])
+        xd.pipeline.PipelineStage(module, 1, 2, meshes[1])
     with pytest.raises(xd.PipelineError, match="'weight' is on the cpu device"):
-        xd.PipelineStage(nn.Linear(2, 2), 0, 2, meshes[0])
+        xd.pipeline.PipelineStage(nn.Linear(2, 2), 0, 2, meshes[0])
     with pytest.raises(xd.PipelineError, match="'weight' is on the meta device"):
-        xd.PipelineStage(nn.Linear(2, 2, device="meta"), 0, 2, meshes[0])
+        xd.pipeline.PipelineStage(nn.Linear(2, 2, device="meta"), 0, 2, meshes[0])
     with pytest.raises(xd.MeshError, match="stage_meshes"):
-        xd.PipelineStage(nn.Linear(2, 2).to("xla"), 0, 2, mesh_of(2, 2)["dp"])
+        xd.pipeline.PipelineStage(nn.Linear(2, 2).to("xla"), 0, 2, mesh_of(2, 2)["dp"])
     with pytest.raises(ValueError, match="one of 0 to 1"):
-        xd.PipelineStage(nn.Linear(2, 2).to("xla"), 2, 2, meshes[0])
+        xd.pipeline.PipelineStage(nn.Linear(2, 2).to("xla"), 2, 2, meshes[0])
 
 
 def test_a_module_on_no_mesh_goes_to_the_stages() -> None:
-    mesh = xd.stage_meshes(mesh_of(2, 2))[1]
-    stage = xd.PipelineStage(nn.Linear(2, 2).to("xla"), 0, 1, mesh)
+    mesh = xd.pipeline.stage_meshes(mesh_of(2, 2))[1]
+    stage = xd.pipeline.PipelineStage(nn.Linear(2, 2).to("xla"), 0, 1, mesh)
     devices = stage.submod.weight._storage_.array.sharding.device_set
     assert sorted(d.id for d in devices) == [2, 3]
 
 
 def test_stages_that_are_no_pipeline() -> None:
-    meshes = xd.stage_meshes(mesh_of(2, 2))
+    meshes = xd.pipeline.stage_meshes(mesh_of(2, 2))
     stages = stages_of(parts(2), meshes)
     for wrong in (stages[:1], [stages[0], stages[0]], []):
         with pytest.raises(xd.PipelineError, match="all stages of one pipeline"):
-            xd.PipelineSchedule(ScheduleGPipe, wrong, 2)
+            xd.pipeline.PipelineSchedule(ScheduleGPipe, wrong, 2)
     with pytest.raises(xd.PipelineError, match=r"no xla_dtensor\.PipelineStage"):
-        xd.PipelineSchedule(ScheduleGPipe, [PipelineStage.__new__(PipelineStage)], 2)  # type: ignore[list-item]
+        xd.pipeline.PipelineSchedule(ScheduleGPipe, [PipelineStage.__new__(PipelineStage)], 2)  # type: ignore[list-item]
     with pytest.raises(xd.PipelineError, match="the class of a schedule"):
-        xd.PipelineSchedule("1F1B", stages, 2)
+        xd.pipeline.PipelineSchedule("1F1B", stages, 2)
     with pytest.raises(xd.PipelineError, match="1 or more"):
-        xd.PipelineSchedule(ScheduleGPipe, stages, 0)
+        xd.pipeline.PipelineSchedule(ScheduleGPipe, stages, 0)
     with pytest.raises(ValueError, match="must be greater"):  # torch's
-        xd.PipelineSchedule(Schedule1F1B, stages, 1)
+        xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 1)
 
 
 def test_stages_where_the_schedule_has_others() -> None:
-    meshes = xd.stage_meshes(mesh_of(2, 2))
+    meshes = xd.pipeline.stage_meshes(mesh_of(2, 2))
     loop, v = (stages_of(parts(4), where(style, 4, meshes)) for style in ("loop", "v"))
     with pytest.raises(xd.PipelineError, match="one stage for each coordinate"):
-        xd.PipelineSchedule(Schedule1F1B, loop, 4)
+        xd.pipeline.PipelineSchedule(Schedule1F1B, loop, 4)
     with pytest.raises(xd.PipelineError, match=r"\[0, 1, 1, 0\] .* they are on \[0, 1, 0, 1\]"):
-        xd.PipelineSchedule(ScheduleZBVZeroBubble, loop, 4)
+        xd.pipeline.PipelineSchedule(ScheduleZBVZeroBubble, loop, 4)
     with pytest.raises(xd.PipelineError, match=r"\[0, 1, 0, 1\] .* they are on \[0, 1, 1, 0\]"):
-        xd.PipelineSchedule(ScheduleInterleaved1F1B, v, 4)
+        xd.pipeline.PipelineSchedule(ScheduleInterleaved1F1B, v, 4)
     overlapping = [DeviceMesh("xla", ids, mesh_dim_names=("dp",)) for ids in ([0, 1], [1, 2])]
     with pytest.raises(xd.PipelineError, match="the same devices or none in common"):
-        xd.PipelineSchedule(ScheduleGPipe, stages_of(parts(2), overlapping), 2)
+        xd.pipeline.PipelineSchedule(ScheduleGPipe, stages_of(parts(2), overlapping), 2)
 
 
 def test_batches_that_do_not_divide() -> None:
@@ -118,7 +123,7 @@ def test_losses_and_targets_that_are_missing() -> None:
     x, y = torch.randn(4, DIM), torch.randn(4, DIM)
     with pytest.raises(xd.PipelineError, match="needs target="):
         pipeline().step(x)
-    without = xd.PipelineSchedule(ScheduleGPipe, pipeline()._stages, 2)
+    without = xd.pipeline.PipelineSchedule(ScheduleGPipe, pipeline()._stages, 2)
     with pytest.raises(xd.PipelineError, match="no loss function"):
         without.step(x, losses=[])
     with pytest.raises(xd.PipelineError, match="no loss function"):
@@ -132,10 +137,10 @@ def test_outputs_that_are_no_tensors() -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return {"x": x}
 
-    meshes = xd.stage_meshes(mesh_of(2))
-    stages = [xd.PipelineStage(Wrong(), i, 2, on) for i, on in enumerate(meshes)]
+    meshes = xd.pipeline.stage_meshes(mesh_of(2))
+    stages = [xd.pipeline.PipelineStage(Wrong(), i, 2, on) for i, on in enumerate(meshes)]
     with pytest.raises(xd.PipelineError, match="stage 0 gave a dict as output 0"):
-        xd.PipelineSchedule(ScheduleGPipe, stages, 2).step(torch.ones(2, 2))
+        xd.pipeline.PipelineSchedule(ScheduleGPipe, stages, 2).step(torch.ones(2, 2))
 
 
 def test_activations_that_do_not_fit_the_next_mesh() -> None:
@@ -143,8 +148,10 @@ def test_activations_that_do_not_fit_the_next_mesh() -> None:
         DeviceMesh("xla", ids, mesh_dim_names=(name,))
         for ids, name in (([0, 1], "dp"), ([2, 3], "tp"))
     )
-    stages = [xd.PipelineStage(nn.Identity(), i, 2, on) for i, on in enumerate((first, second))]
-    made = xd.PipelineSchedule(ScheduleGPipe, stages, 1)
+    stages = [
+        xd.pipeline.PipelineStage(nn.Identity(), i, 2, on) for i, on in enumerate((first, second))
+    ]
+    made = xd.pipeline.PipelineSchedule(ScheduleGPipe, stages, 1)
     with pytest.raises(xd.MeshMismatchError, match=r"output 0 of stage 0: .* has no dim 'dp'"):
         made.step(distribute_tensor(torch.ones(4), first, [Shard(0)]))
     own = xd.from_device_values([torch.ones(4), torch.ones(4)], first)
@@ -153,10 +160,10 @@ def test_activations_that_do_not_fit_the_next_mesh() -> None:
 
 
 def test_compiled_stages_have_one_backward() -> None:
-    meshes = where("loop", 4, xd.stage_meshes(mesh_of(2)))
+    meshes = where("loop", 4, xd.pipeline.stage_meshes(mesh_of(2)))
     stages = stages_of(parts(4), meshes, compile=True)
     with pytest.raises(xd.PipelineError, match="stage 0 is compiled"):
-        xd.PipelineSchedule(ScheduleInterleavedZeroBubble, stages, 4, mse)
+        xd.pipeline.PipelineSchedule(ScheduleInterleavedZeroBubble, stages, 4, mse)
 
 
 # --- the order -----------------------------------------------------------------------------------
@@ -173,9 +180,9 @@ def most_in_flight(order: list[Action], stage: int) -> int:
 
 
 def test_1f1b_keeps_as_many_activations_as_stages_follow() -> None:
-    stages = stages_of(parts(4), xd.stage_meshes(mesh_of(4)))
+    stages = stages_of(parts(4), xd.pipeline.stage_meshes(mesh_of(4)))
     for schedule, wanted in ((Schedule1F1B, [4, 3, 2, 1]), (ScheduleGPipe, [8, 8, 8, 8])):
-        order = xd.PipelineSchedule(schedule, stages, 8, mse).order
+        order = xd.pipeline.PipelineSchedule(schedule, stages, 8, mse).order
         assert [most_in_flight(order, i) for i in range(4)] == wanted
 
 
@@ -220,8 +227,8 @@ def test_a_schedule_of_ones_own() -> None:
             for i in range(self._n_microbatches):
                 stage.backward_one_chunk(i, loss=None)
 
-    stages = stages_of(parts(2), xd.stage_meshes(mesh_of(2)))
-    made = xd.PipelineSchedule(Backwards, stages, 2)
+    stages = stages_of(parts(2), xd.pipeline.stage_meshes(mesh_of(2)))
+    made = xd.pipeline.PipelineSchedule(Backwards, stages, 2)
     x = torch.randn(4, DIM)
     assert [a.microbatch for a in made.order if a.kind == FORWARD and a.stage == 0] == [1, 0]
     out: Any = made.step(x)

@@ -65,9 +65,9 @@ def on_cpu(
 def test_losses_and_gradients(name: str) -> None:
     schedule, count, style = SCHEDULES[name]
     modules = parts(count)
-    meshes = where(style, count, xd.stage_meshes(mesh_of(2, 2)))
+    meshes = where(style, count, xd.pipeline.stage_meshes(mesh_of(2, 2)))
     stages = stages_of(modules, meshes)
-    pipeline = xd.PipelineSchedule(schedule, stages, 4, nn.functional.mse_loss)
+    pipeline = xd.pipeline.PipelineSchedule(schedule, stages, 4, nn.functional.mse_loss)
     x, y = batch()
     losses: list[Any] = []
     # Cut over "dp", and then into microbatches: each is a part of the batch on every device.
@@ -84,8 +84,8 @@ def test_losses_and_gradients(name: str) -> None:
 
 def test_microbatches_of_a_batch_on_the_cpu_are_its_rows() -> None:
     modules = parts(2)
-    stages = stages_of(modules, xd.stage_meshes(mesh_of(2, 4)))
-    pipeline = xd.PipelineSchedule(Schedule1F1B, stages, 4, nn.functional.mse_loss)
+    stages = stages_of(modules, xd.pipeline.stage_meshes(mesh_of(2, 4)))
+    pipeline = xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 4, nn.functional.mse_loss)
     x, y = batch()
     losses: list[Any] = ["old"]
     out = pipeline.step(x, target=y, losses=losses)
@@ -100,8 +100,8 @@ def test_microbatches_of_a_batch_on_the_cpu_are_its_rows() -> None:
 def test_without_other_dims() -> None:
     """A stage on one device."""
     modules = parts(4)
-    stages = stages_of(modules, xd.stage_meshes(mesh_of(4)))
-    pipeline = xd.PipelineSchedule(Schedule1F1B, stages, 4, nn.functional.mse_loss)
+    stages = stages_of(modules, xd.pipeline.stage_meshes(mesh_of(4)))
+    pipeline = xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 4, nn.functional.mse_loss)
     x, y = batch()
     pipeline.step(x, target=y)
     on_cpu(modules, x, y)
@@ -112,8 +112,8 @@ def test_without_other_dims() -> None:
 
 def test_gradients_add_up_without_a_mean() -> None:
     modules = parts(2)
-    stages = stages_of(modules, xd.stage_meshes(mesh_of(2)))
-    pipeline = xd.PipelineSchedule(
+    stages = stages_of(modules, xd.pipeline.stage_meshes(mesh_of(2)))
+    pipeline = xd.pipeline.PipelineSchedule(
         ScheduleGPipe, stages, 2, nn.functional.mse_loss, scale_grads=False
     )
     x, y = batch()
@@ -131,12 +131,12 @@ def test_gradients_add_up_without_a_mean() -> None:
 def test_a_parameter_of_two_stages(schedule: Any, style: str, other: int) -> None:
     """On one mesh stages may share one; its gradient is divided once, when both are done."""
     expected = parts(4)
-    stages = stages_of(expected, where(style, 4, xd.stage_meshes(mesh_of(2, 2))))
+    stages = stages_of(expected, where(style, 4, xd.pipeline.stage_meshes(mesh_of(2, 2))))
     for modules in (expected, [stage.submod for stage in stages]):
         first, second = (modules[i].up for i in (0, other))
         second.weight = first.weight  # type: ignore[union-attr]
     x, y = torch.randn(16, DIM), torch.randn(16, DIM)
-    xd.PipelineSchedule(schedule, stages, 4, nn.functional.mse_loss).step(x, target=y)
+    xd.pipeline.PipelineSchedule(schedule, stages, 4, nn.functional.mse_loss).step(x, target=y)
     nn.functional.mse_loss(nn.Sequential(*expected)(x), y).backward()
     assert_gradients(stages, expected)
 
@@ -144,7 +144,7 @@ def test_a_parameter_of_two_stages(schedule: Any, style: str, other: int) -> Non
 def test_fully_shard_and_tensor_parallelism() -> None:
     """Each device along "dp" has a batch of its own; parameters are sharded over both dims."""
     modules = parts(2)
-    meshes = xd.stage_meshes(mesh_of(2, 2, 2))
+    meshes = xd.pipeline.stage_meshes(mesh_of(2, 2, 2))
 
     def lay_out(module: Any, mesh: Any) -> Any:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -152,7 +152,7 @@ def test_fully_shard_and_tensor_parallelism() -> None:
         return xd.fully_shard(module, mesh=mesh["dp"])
 
     stages = stages_of(modules, meshes, lay_out)
-    pipeline = xd.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
+    pipeline = xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
     own = [batch(4) for _ in range(2)]
     x = xd.from_device_values([x for x, _ in own], meshes[0]["dp"])
     y = xd.from_device_values([y for _, y in own], meshes[1]["dp"])
@@ -178,10 +178,10 @@ def test_activations_keep_their_layout() -> None:
             seen.append(x)
             return x * 2
 
-    meshes = xd.stage_meshes(mesh_of(2, 2, 2))
+    meshes = xd.pipeline.stage_meshes(mesh_of(2, 2, 2))
     x = distribute_tensor(torch.randn(4, DIM), meshes[0], [Shard(0), Shard(1)])
-    stages = [xd.PipelineStage(Looking(), i, 2, on) for i, on in enumerate(meshes)]
-    xd.PipelineSchedule(ScheduleGPipe, stages, 1).step(x)
+    stages = [xd.pipeline.PipelineStage(Looking(), i, 2, on) for i, on in enumerate(meshes)]
+    xd.pipeline.PipelineSchedule(ScheduleGPipe, stages, 1).step(x)
     assert [t.device_mesh for t in seen] == meshes
     assert [t.placements for t in seen] == [(Shard(0), Shard(1))] * 2
     for before, after in zip(seen[0].local_shards, seen[1].local_shards, strict=True):
@@ -212,13 +212,13 @@ def test_several_tensors_between_stages() -> None:
 
     torch.manual_seed(1)
     modules: list[nn.Module] = [First(), Second()]
-    stages = stages_of(modules, xd.stage_meshes(mesh_of(2, 2)))
+    stages = stages_of(modules, xd.pipeline.stage_meshes(mesh_of(2, 2)))
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
     tokens, target = torch.randint(10, (4, 3)), torch.randint(10, (4, 3))
-    pipeline = xd.PipelineSchedule(Schedule1F1B, stages, 2, loss_fn)
+    pipeline = xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 2, loss_fn)
     losses: list[Any] = []
     pipeline.step(tokens, target=target, losses=losses)
     wanted = loss_fn(modules[1](*modules[0](tokens)), target)
@@ -230,8 +230,8 @@ def test_several_tensors_between_stages() -> None:
 def test_a_stage_without_gradients() -> None:
     modules = parts(3)
     modules[0].requires_grad_(False)
-    stages = stages_of(modules, xd.stage_meshes(mesh_of(3)))
-    pipeline = xd.PipelineSchedule(Schedule1F1B, stages, 3, nn.functional.mse_loss)
+    stages = stages_of(modules, xd.pipeline.stage_meshes(mesh_of(3)))
+    pipeline = xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 3, nn.functional.mse_loss)
     x, y = batch(6)
     pipeline.step(x, target=y)
     on_cpu(modules, x, y)
@@ -241,8 +241,8 @@ def test_a_stage_without_gradients() -> None:
 
 def test_an_input_that_requires_grad() -> None:
     modules = parts(2)
-    stages = stages_of(modules, xd.stage_meshes(mesh_of(2)))
-    pipeline = xd.PipelineSchedule(
+    stages = stages_of(modules, xd.pipeline.stage_meshes(mesh_of(2)))
+    pipeline = xd.pipeline.PipelineSchedule(
         ScheduleGPipe, stages, 2, nn.functional.mse_loss, scale_grads=False
     )
     x, y = batch()
@@ -256,8 +256,10 @@ def test_an_input_that_requires_grad() -> None:
 
 def test_eval_computes_no_gradients() -> None:
     modules = parts(4)
-    stages = stages_of(modules, where("v", 4, xd.stage_meshes(mesh_of(2))))
-    pipeline = xd.PipelineSchedule(ScheduleZBVZeroBubble, stages, 4, nn.functional.mse_loss)
+    stages = stages_of(modules, where("v", 4, xd.pipeline.stage_meshes(mesh_of(2))))
+    pipeline = xd.pipeline.PipelineSchedule(
+        ScheduleZBVZeroBubble, stages, 4, nn.functional.mse_loss
+    )
     x, y = batch()
     losses: list[Any] = []
     with torch.no_grad():
@@ -275,8 +277,8 @@ def test_eval_computes_no_gradients() -> None:
 
 def test_forward_alone() -> None:
     modules = parts(2)
-    stages = stages_of(modules, xd.stage_meshes(mesh_of(2, 2)))
-    pipeline = xd.PipelineSchedule(ScheduleGPipe, stages, 2)
+    stages = stages_of(modules, xd.pipeline.stage_meshes(mesh_of(2, 2)))
+    pipeline = xd.pipeline.PipelineSchedule(ScheduleGPipe, stages, 2)
     x, _ = batch()
     out = pipeline.step(x)
     torch.testing.assert_close(whole(out), nn.Sequential(*modules)(x).detach())
@@ -287,8 +289,8 @@ def test_a_batch_on_the_whole_mesh_goes_to_the_stages() -> None:
     """What a loader has placed on ``mesh["dp"]``, which all stages' devices have."""
     mesh = mesh_of(2, 2, 2)
     modules = parts(2)
-    stages = stages_of(modules, xd.stage_meshes(mesh))
-    pipeline = xd.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
+    stages = stages_of(modules, xd.pipeline.stage_meshes(mesh))
+    pipeline = xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
     x, y = batch()
     given = [distribute_tensor(v, mesh["dp"], [Shard(0)]) for v in (x, y)]
     pipeline.step(given[0], target=given[1])
@@ -314,8 +316,8 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
             return self.inner(x)
 
     modules = parts(2)
-    stages = stages_of([modules[0], Failing(modules[1])], xd.stage_meshes(mesh_of(2)))
-    pipeline = xd.PipelineSchedule(ScheduleGPipe, stages, 2, nn.functional.mse_loss)
+    stages = stages_of([modules[0], Failing(modules[1])], xd.pipeline.stage_meshes(mesh_of(2)))
+    pipeline = xd.pipeline.PipelineSchedule(ScheduleGPipe, stages, 2, nn.functional.mse_loss)
     x, y = batch()
     with pytest.raises(RuntimeError, match="Stage 1") as caught:
         pipeline.step(x, target=y)

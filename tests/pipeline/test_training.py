@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def train(
-    pipeline: xd.PipelineSchedule,
+    pipeline: xd.pipeline.PipelineSchedule,
     optimizer: torch.optim.Optimizer,
     own: list[nn.Parameter],
     mesh: Any,
@@ -72,9 +72,11 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_optimizer_for_all_stages(name: str) -> None:
     modules = parts(4)
-    meshes = where("loop", 4, xd.stage_meshes(mesh_of(2, 2)))
+    meshes = where("loop", 4, xd.pipeline.stage_meshes(mesh_of(2, 2)))
     stages = stages_of(modules, meshes)
-    pipeline = xd.PipelineSchedule(ScheduleInterleaved1F1B, stages, 2, nn.functional.mse_loss)
+    pipeline = xd.pipeline.PipelineSchedule(
+        ScheduleInterleaved1F1B, stages, 2, nn.functional.mse_loss
+    )
     own = parameters(stages)
     found = train(pipeline, OPTIMIZERS[name](own), own, meshes[0], 3)
     on_cpu = [p for module in modules for p in module.parameters()]
@@ -89,7 +91,7 @@ def test_one_optimizer_for_all_stages(name: str) -> None:
 )
 def test_clip_grad_norm(clipping: dict[str, Any]) -> None:
     modules = parts(2)
-    meshes = xd.stage_meshes(mesh_of(2, 2, 2))
+    meshes = xd.pipeline.stage_meshes(mesh_of(2, 2, 2))
     stages = stages_of(modules, meshes)
     torch.manual_seed(3)
     on_cpu = [p for module in modules for p in module.parameters()]
@@ -111,7 +113,7 @@ def test_clip_grad_norm(clipping: dict[str, Any]) -> None:
 def test_lists_over_stages() -> None:
     """Moving averages, clipping by value: what is done to lists of all stages' tensors."""
     values = [torch.randn(4, 4) for _ in range(4)]
-    meshes = xd.stage_meshes(mesh_of(2, 2))
+    meshes = xd.pipeline.stage_meshes(mesh_of(2, 2))
     ours = [distribute_tensor(v, meshes[i % 2], [Shard(0)]) for i, v in enumerate(values)]
     others = [v * 2 for v in ours]
     torch._foreach_lerp_(ours, others, 0.25)
@@ -132,7 +134,7 @@ def test_a_scalar_with_a_gradient_stays() -> None:
     """Its gradient would have to find its way back, which `redistribute` does."""
     a, b = (
         distribute_tensor(torch.randn(4), on, [Shard(0)]).requires_grad_()
-        for on in xd.stage_meshes(mesh_of(2, 2))
+        for on in xd.pipeline.stage_meshes(mesh_of(2, 2))
     )
     losses = [a.square().sum(), b.square().sum()]
     with pytest.raises(xd.MeshMismatchError, match="redistribute"):
@@ -147,7 +149,7 @@ def test_a_scalar_with_a_gradient_stays() -> None:
 
 def test_a_failed_optimizer_step_is_undone_in_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = parts(2)
-    stages = stages_of(modules, xd.stage_meshes(mesh_of(2)))
+    stages = stages_of(modules, xd.pipeline.stage_meshes(mesh_of(2)))
     own = parameters(stages)
     optimizer = torch.optim.SGD(own, lr=1.0)
     for p in own:
@@ -172,9 +174,11 @@ def test_a_failed_optimizer_step_is_undone_in_all_stages(monkeypatch: pytest.Mon
 
 def test_compiled_stages() -> None:
     modules = parts(4)
-    meshes = where("loop", 4, xd.stage_meshes(mesh_of(2, 2)))
+    meshes = where("loop", 4, xd.pipeline.stage_meshes(mesh_of(2, 2)))
     stages = stages_of(modules, meshes, compile=True)
-    pipeline = xd.PipelineSchedule(ScheduleInterleaved1F1B, stages, 2, nn.functional.mse_loss)
+    pipeline = xd.pipeline.PipelineSchedule(
+        ScheduleInterleaved1F1B, stages, 2, nn.functional.mse_loss
+    )
     own = parameters(stages)
     found = train(pipeline, torch.optim.AdamW(own, lr=0.05), own, meshes[0], 4)
     on_cpu = [p for module in modules for p in module.parameters()]
@@ -187,7 +191,7 @@ def test_compiled_stages() -> None:
 @pytest.mark.slow
 def test_compiled_stages_under_fully_shard() -> None:
     modules = parts(2)
-    meshes = xd.stage_meshes(mesh_of(2, 2))
+    meshes = xd.pipeline.stage_meshes(mesh_of(2, 2))
 
     def lay_out(module: Any, mesh: Any) -> Any:
         return xd.fully_shard(module, mesh=mesh)
@@ -195,7 +199,7 @@ def test_compiled_stages_under_fully_shard() -> None:
     eager, compiled = (stages_of(modules, meshes, lay_out, compile=c) for c in (False, True))
     results = []
     for stages in (eager, compiled):
-        pipeline = xd.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
+        pipeline = xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
         own = parameters(stages)
         results.append(train(pipeline, torch.optim.AdamW(own, lr=0.05), own, meshes[0], 3))
     on_cpu = [p for module in modules for p in module.parameters()]
@@ -208,10 +212,10 @@ def test_a_change_between_steps_is_seen() -> None:
     """A mode, a replaced parameter, a frozen one: eagerly and compiled."""
     modules = parts(2)
     x, y = batch(0)
-    on = xd.stage_meshes(mesh_of(2))
+    on = xd.pipeline.stage_meshes(mesh_of(2))
     for compile in (False, True):
         stages = stages_of(modules, on, compile=compile)
-        pipeline = xd.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
+        pipeline = xd.pipeline.PipelineSchedule(Schedule1F1B, stages, 2, nn.functional.mse_loss)
         pipeline.step(x, target=y)
         bias: Any = stages[1].submod.down.bias
         with torch.no_grad():

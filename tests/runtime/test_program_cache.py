@@ -68,10 +68,7 @@ def test_not_asked_for(environment: dict[str, str], where: str, tmp_path: Path) 
 
 def test_a_folder_for_each_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    monkeypatch.delenv(program_cache.ENVIRONMENT_VARIABLE, raising=False)
-    found = program_cache.folder()
+    found = program_cache.folder("user")
     assert found is not None and found.parent == Path("/cache/xla_dtensor/programs")
-    monkeypatch.setenv(program_cache.ENVIRONMENT_VARIABLE, "/elsewhere")
-    assert program_cache.folder() == Path("/elsewhere")
-    monkeypatch.setenv(program_cache.ENVIRONMENT_VARIABLE, "off")
-    assert program_cache.folder() is None
+    assert program_cache.folder("/elsewhere") == Path("/elsewhere")
+    assert program_cache.folder("off") is None

@@ -18,7 +18,7 @@ HOST = torch.arange(24.0).reshape(4, 6)
 def rank(mesh_2x4: DeviceMesh) -> torch.Tensor:
     """0 to 3, the coordinate along the second mesh dim."""
     mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("a", "b"))
-    return xd.axis_index(mesh, "b")
+    return xd.collectives.axis_index(mesh, "b")
 
 
 def check(actual: Any, expected: Callable[[int], torch.Tensor]) -> None:

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("torchtitan", reason="torchtitan isn't installed: make test-torchtitan")
 
+import xla_dtensor as xd
 from tests.torchtitan import harness, plans
 from xla_dtensor import torchtitan
-from xla_dtensor.integration import torchtitan_experts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of float32 autocast on the CPU, among others
 
@@ -94,12 +94,10 @@ def test_some_experts_get_every_token(capacity: float | None, models: Any) -> No
     assert difference < 0.5  # the rest of the model, and experts for what had room
 
 
-def test_a_capacity_is_positive(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        torchtitan.set_expert_capacity(0)
-    monkeypatch.setattr(torchtitan_experts, "_set_by_hand", [])
-    monkeypatch.setenv("XLA_DTENSOR_EXPERT_CAPACITY", "1.5")
-    assert torchtitan_experts.expert_capacity() == 1.5
-    monkeypatch.setenv("XLA_DTENSOR_EXPERT_CAPACITY", "much")
-    with pytest.raises(ValueError, match="a number above 0"):
-        torchtitan_experts.expert_capacity()
+def test_a_capacity_is_positive() -> None:
+    with xd.config.override(expert_capacity=1.5):
+        with pytest.raises(ValueError, match="above 0"):
+            torchtitan.set_expert_capacity(0)
+        assert xd.config.expert_capacity == 1.5
+        torchtitan.set_expert_capacity(None)
+        assert xd.config.expert_capacity is None

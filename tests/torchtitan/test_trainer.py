@@ -240,7 +240,7 @@ def test_the_whole_step_is_one_program(
     mesh: list[str], files: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Clipping and optimizer included; the losses are those of the step in parts."""
-    monkeypatch.setenv("XLA_DTENSOR_TORCHTITAN_STEP", "whole")
+    monkeypatch.setattr(xd.config, "torchtitan_step", "whole")
     backend = "--parallelism.spmd_backend=partial_dtensor"
     made = trainer(files, tmp_path, *mesh, backend, "--training.steps=4")
     state = state_of(made)
@@ -248,7 +248,7 @@ def test_the_whole_step_is_one_program(
     assert losses[0] == pytest.approx(loss_of_ranks(made, files, state, [0, 1, 2, 3]), abs=5e-6)
     check_recompilations(made.xla_step)
     assert all(p.grad is None for p in made.model_parts[0].parameters())
-    monkeypatch.setenv("XLA_DTENSOR_TORCHTITAN_STEP", "parts")
+    monkeypatch.setattr(xd.config, "torchtitan_step", "parts")
     parts = trainer(files, tmp_path, *mesh, backend, "--training.steps=4")
     assert losses == pytest.approx(train(parts), abs=1e-5)
     expected = weights(parts)
@@ -257,7 +257,7 @@ def test_the_whole_step_is_one_program(
 
 
 def test_accumulation_is_no_whole_step(files: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("XLA_DTENSOR_TORCHTITAN_STEP", "whole")
+    monkeypatch.setattr(xd.config, "torchtitan_step", "whole")
     made = trainer(
         files,
         tmp_path,

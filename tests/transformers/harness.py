@@ -59,7 +59,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def by_size(architecture: Architecture, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, Any]]:
     """Parameters cut by their size over all of a ("dp", "tp") mesh, the batch over "dp"."""
-    model = xd.shard_by_size(architecture.make(), mesh, least=256)
+    model = xd.parallel.shard_by_size(architecture.make(), mesh, least=256)
     layout = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
     batch = architecture.batch().items()
     return model, {name: distribute_tensor(value, mesh, layout) for name, value in batch}

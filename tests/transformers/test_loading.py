@@ -146,7 +146,7 @@ def test_one_device_and_no_mesh(saved: tuple[Architecture, Path]) -> None:
         ({"pp_size": 2}, "docs/pipeline.md"),
         ({"fsdp_size": 2}, "xd.fully_shard"),
         ({"dp_replicate_size": 2}, "xd.replicate"),
-        ({"ep_size": 2, "tp_size": 2}, "xd.shard_by_size"),
+        ({"ep_size": 2, "tp_size": 2}, "xd.parallel.shard_by_size"),
     ],
 )
 def test_what_wants_a_process_per_device(

@@ -70,7 +70,7 @@ def test_generate_with_a_static_cache(compiled: bool) -> None:
     wanted = expected.generate(prompt, **options)
     model: Any = llama.make()
     mesh = xd.init_device_mesh("xla", (2, 2), mesh_dim_names=("dp", "tp"))
-    xd.shard_by_size(model, mesh, least=256)
+    xd.parallel.shard_by_size(model, mesh, least=256)
     step = xd.compile(model.forward)
     if compiled:
         model.forward = step

@@ -140,6 +140,8 @@ def reference() -> str:
 
 
 def _entry(path: str, value: Any) -> list[str]:
+    if not inspect.isclass(value) and type(value).__module__.startswith("xla_dtensor"):
+        value = type(value)  # of an object, as xd.config
     module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
     if not (module or "").startswith("xla_dtensor") or not name:
         where = f"{module}.{name}".strip(".")

@@ -8,36 +8,22 @@ a compiled step looks at them itself.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from xla_dtensor.base.config import config
+
 Judge = Callable[[int, int], Exception | None]
 
-ENVIRONMENT_VARIABLE = "XLA_DTENSOR_CHECKS"
-"""What is checked from the start: ``off``, ``eager`` (the default), or ``all``: compiled steps,
-too."""
+EAGER = ("eager", "all")
+"""The values of ``config.checks`` with which eager operations look."""
+COMPILED = ("compiled", "all")
+"""Those with which compiled steps do that don't say themselves."""
 
 _WAITING = 256  # summaries: four bytes each, but each is an array of its own
-
-
-def _from_environment() -> str:
-    value = os.environ.get(ENVIRONMENT_VARIABLE, "eager")
-    if value not in ("off", "eager", "all"):
-        raise ValueError(f"{ENVIRONMENT_VARIABLE}={value!r}: it is off, eager or all")
-    return value
-
-
-class _Switch:
-    eager: bool = _from_environment() != "off"
-    compiled: bool = _from_environment() == "all"
-
-
-switch = _Switch()
-"""Whether eager operations, and compiled steps that don't say, check indices."""
 
 
 class _ThreadState(threading.local):
@@ -50,26 +36,16 @@ _state = _ThreadState()
 
 
 def check_indices(enabled: bool) -> None:
-    """Whether eager operations look for indices out of range, for the whole process.
-
-    They do at first: gathers, scatters, embeddings, losses by class and the like raise what CPU
-    torch raises. Without, such an index reads the nearest element, and its write is dropped. The
-    environment variable ``XLA_DTENSOR_CHECKS=off`` says the same from the start. Compiled steps
-    have ``xd.compile(step, checks=True)``.
+    """An old name: whether eager operations look for indices out of range. It sets
+    ``config.checks``, and leaves what that says of compiled steps.
 
     Args:
         enabled: whether they do.
-
-    Example::
-
-        import torch, xla_dtensor as xd
-
-        table = torch.ones(4, 2, device="xla")
-        xd.check_indices(False)
-        assert torch.nn.functional.embedding(torch.tensor([9]).to("xla"), table).shape == (1, 2)
-        xd.check_indices(True)
     """
-    switch.eager = enabled
+    if config.checks in COMPILED:
+        config.checks = "all" if enabled else "compiled"
+    else:
+        config.checks = "eager" if enabled else "off"
 
 
 class asking:

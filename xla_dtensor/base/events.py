@@ -53,9 +53,6 @@ class Observer(Protocol):
         backward pass; ``text`` gives what XLA made of that part."""
 
 
-ENVIRONMENT_VARIABLE = "XLA_DTENSOR_LOGS"
-"""Names what `xla_dtensor.debug` logs from the start; ``integration`` reads it."""
-
 observer: Observer | None = None
 """Who is told; `observe` says who."""
 

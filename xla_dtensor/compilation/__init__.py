@@ -8,8 +8,7 @@ happens while the step's Python runs on tracers, ``optimizers.py`` the hyperpara
 from xla_dtensor.compilation.buckets import Buckets
 from xla_dtensor.compilation.entry import compile
 from xla_dtensor.compilation.replayed import ReplayedStep
-from xla_dtensor.compilation.scan import scan_layers
-from xla_dtensor.compilation.scan_equal import scan_equal_layers
+from xla_dtensor.compilation.scan_layers import scan_layers
 from xla_dtensor.compilation.step import CompiledStep
 
 __all__ = [
@@ -17,6 +16,5 @@ __all__ = [
     "CompiledStep",
     "ReplayedStep",
     "compile",
-    "scan_equal_layers",
     "scan_layers",
 ]

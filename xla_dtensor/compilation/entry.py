@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from xla_dtensor.base import assertions
+from xla_dtensor.base.config import config
 from xla_dtensor.compilation.base_step import name_of
 from xla_dtensor.compilation.replayed import ReplayedStep
 from xla_dtensor.compilation.step import CompiledStep
-
-AUDIT_VARIABLE = "XLA_DTENSOR_AUDIT"
 
 
 @overload
@@ -61,9 +59,9 @@ def compile(
         function: the step; a method, too (``@xd.compile`` in a class).
         compiler_options: passed to XLA's compiler, by name, as ``jax.jit``'s are.
         audit: in every ``audit``-th call, run the step's Python again and compare what it would do
-            with the program. Default: the environment variable ``XLA_DTENSOR_AUDIT``, or never.
+            with the program. Default: ``xd.config.audit``, which is 0: never.
         checks: look for indices out of range, and raise after the call that had one; a call then
-            waits for the devices. Default: whether ``XLA_DTENSOR_CHECKS`` is ``all``.
+            waits for the devices. Default: what ``xd.config.checks`` says.
         watch: how a call knows that its program still is the step. ``"auto"``: what the Python
             reads is compared, and it doesn't run. ``"replay"``: it runs in every call, while the
             devices compute the step before, and what it asks for is compared: some ten
@@ -114,14 +112,14 @@ def compile(
         if audit or checks is not None or buckets is not None:
             raise ValueError(
                 'xd.compile(watch="replay") takes no audit= (its Python runs in every call), no '
-                "checks= (indices are looked at as in eager code: xd.check_indices) and no buckets="
+                "checks= (indices are looked at as in eager code: xd.config.checks) and no buckets="
             )
         return ReplayedStep(function, compiler_options)
     if watch != "auto":
         raise ValueError(f'watch={watch!r}: it is "auto" or "replay"')
     if audit is None:
-        audit = int(os.environ.get(AUDIT_VARIABLE, "0"))
+        audit = config.audit
     if isinstance(audit, bool) or audit < 0:
         raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
-    checks = assertions.switch.compiled if checks is None else checks
+    checks = config.checks in assertions.COMPILED if checks is None else checks
     return CompiledStep(function, compiler_options, audit, checks, buckets)

@@ -1,4 +1,4 @@
-"""``xd.scan_layers``: equal layers as one loop of the program, forward and backward.
+"""``xd.scan_layers(layers)``: equal layers as one loop of the program, forward and backward.
 
 A Python loop over layers is unrolled: the program grows with the depth, and so does the time to
 trace, lower and compile it. Here one layer is traced, and `jax.lax.scan` runs it with each layer's
@@ -49,43 +49,8 @@ from xla_dtensor.mesh.memories import check_host_memory
 from xla_dtensor.tensors.of_form import Ours, new_tensor
 
 
-def scan_layers(
-    layers: Iterable[nn.Module], *, recompute: bool = True, offload: bool = False
-) -> Callable[..., Any]:
-    """The layers one after the other, as one loop of a compiled step: what is traced, lowered and
-    compiled is one layer, whatever their number. Outside of compiled steps it is a Python loop.
-
-    Losses and gradients are those of the Python loop.
-
-    Args:
-        layers: modules of equal structure: classes, attributes, and the shapes, dtypes and layouts
-            of parameters and buffers (an ``nn.ModuleList``, say). Each takes what the one before
-            gives, and further arguments, the same for all.
-        recompute: in the step each layer's forward runs again in backward, as under
-            ``torch.utils.checkpoint``, and the step keeps each layer's input alone. False: it keeps
-            all that autograd saves.
-        offload: what the step keeps is in the host's memory between forward and backward.
-
-    Returns:
-        a function of the first layer's input and those arguments, which returns the last layer's
-        output, a tensor of the input's shape and dtype.
-
-    Raises:
-        UnsupportedOpError: (when called in a compiled step) the layers differ, or give another
-            shape than they take, or write to what isn't theirs alone (a ``BatchNorm``), or assign
-            attributes; ``offload`` on devices that reach no memory of the host; in backward: they
-            read what needs a gradient and is neither theirs nor an argument, or have changed since
-            forward.
-
-    Example::
-
-        import torch, xla_dtensor as xd
-
-        layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(8)).to("xla")
-        step = xd.compile(lambda x: xd.scan_layers(layers)(x).sum())
-        x = torch.ones(2, 4, device="xla")
-        assert torch.allclose(step(x).cpu(), torch.nn.Sequential(*layers)(x).sum().cpu())
-    """
+def loop_of(layers: Iterable[nn.Module], *, recompute: bool, offload: bool) -> Callable[..., Any]:
+    """What `scan_layers` returns for given layers."""
     modules = list(layers)
 
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``xd.scan_equal_layers``: what models call one after the other becomes a loop, if it is equal.
+"""``with xd.scan_layers():``: what models call one after the other becomes a loop, if it is equal.
 
 The first of a list's equal layers is called: the loop over all of them is traced, and its first
 result returned. The others' calls are answered with the loop's further results, as long as each
@@ -26,49 +26,22 @@ from xla_dtensor.tensors.of_form import Ours
 
 logger = logging.getLogger("xla_dtensor")
 
+AT_LEAST = 4  # equal layers that are worth a loop
+
 
 @contextlib.contextmanager
 def scan_equal_layers(
-    *, at_least: int = 4, recompute: bool = False, offload: bool = False
+    *, at_least: int = AT_LEAST, recompute: bool = False, offload: bool = False
 ) -> Iterator[None]:
-    """In the block, in a compiled step, equal layers that a model calls one after the other are one
-    loop of the program, as by `scan_layers`. Outside of compiled steps nothing is otherwise.
-
-    Layers are those of an ``nn.ModuleList`` or ``nn.Sequential`` in a module that is called in the
-    block. Where a run of them isn't equal, or can't be a loop, or is called in another way than one
-    after the other (inside of ``torch.utils.checkpoint``, say), it is run as it is; the logger
-    ``xla_dtensor`` says why, at the level INFO, and where layers are computed in vain, WARNING.
-
-    Args:
-        at_least: how many equal layers are worth a loop.
-        recompute, offload: as of `scan_layers`.
-
-    Returns:
-        the context, of which nothing is to be taken.
+    """The block of `scan_layers`.
 
     Raises:
         ValueError: ``at_least`` is less than 2.
         UnsupportedOpError: (at the layer after) the layers draw random numbers, and so does the
             model between two of them.
-
-    Example::
-
-        import torch, xla_dtensor as xd
-
-        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(8))).to("xla")
-
-        @xd.compile
-        def step(x):
-            with xd.scan_equal_layers():
-                loss = model(x).square().mean()
-            loss.backward()
-            return loss.detach()
-
-        x = torch.ones(2, 4, device="xla")
-        assert "stablehlo.while" in step.lower(x).as_text()
     """
     if at_least < 2:
-        raise ValueError(f"scan_equal_layers(at_least={at_least}): a loop has two layers or more")
+        raise ValueError(f"scan_layers(at_least={at_least}): a loop has two layers or more")
     trace = executor.trace()
     if not isinstance(trace, StepTrace):
         yield
@@ -140,17 +113,17 @@ class _Chains:
         name = f"{type(part).__name__} of {type(module).__name__}s"
         if run < self._at_least:
             if differs is not None and len(layers) >= self._at_least:
-                logger.info("scan_equal_layers: %s: they differ in %s", name, differs[0])
+                logger.info("scan_layers: %s: they differ in %s", name, differs[0])
             return None
         if any(map(_has_hooks, layers[index : index + run])):
-            logger.info("scan_equal_layers: %s: they have hooks", name)
+            logger.info("scan_layers: %s: they have hooks", name)
             return None
         self.tracing = True
         try:
             chain = _Chain(self._trace, name, layers[index : index + run], args, kwargs)
             chain.begin(self._options)
         except UnsupportedOpError as error:
-            logger.info("scan_equal_layers: %s: %s", name, error)
+            logger.info("scan_layers: %s: %s", name, error)
             # Not once more for each of the layers that follow.
             for layer in layers[index : index + run]:
                 del self._places[id(layer)]
@@ -240,7 +213,7 @@ class _Chain:
         scan = self._scan
         if scan.draws and self._trace.random.counter != scan.random + scan.draws * scan.count:
             raise UnsupportedOpError(
-                f"scan_equal_layers: {self._name} draw random numbers (dropout), and something "
+                f"scan_layers: {self._name} draw random numbers (dropout), and something "
                 "between two of them does, too: the loop has taken the numbers of all of them by "
                 "then. Call what is between them outside of the block, or leave it out"
             )
@@ -252,7 +225,7 @@ class _Chain:
         if self._scan.draws:
             self._trace.random.counter = self._scan.random + self._scan.draws * self._done
         logger.warning(
-            "xla_dtensor: scan_equal_layers: %s: %s; of the loop's %d results %d are used, all are "
+            "xla_dtensor: scan_layers: %s: %s; of the loop's %d results %d are used, all are "
             "computed. Call such a model outside of the block",
             self._name,
             why,

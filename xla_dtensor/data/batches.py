@@ -54,7 +54,7 @@ def shard_batch(
 
         mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
         rows = 8 // xd.distributed.process_count()  # what this process has loaded
-        batch = xd.shard_batch(torch.ones(rows, 16), mesh, [xd.Shard(0), xd.Replicate()])
+        batch = xd.data.shard_batch(torch.ones(rows, 16), mesh, [xd.Shard(0), xd.Replicate()])
         assert batch.shape == (8, 16)
     """
     executor.current().not_in_step(

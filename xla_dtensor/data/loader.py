@@ -34,7 +34,7 @@ class ShardedLoader:
 
         mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
         rows = TensorDataset(torch.arange(32.0).reshape(16, 2))
-        for (batch,) in xd.ShardedLoader(DataLoader(rows, batch_size=8), mesh, [xd.Shard(0)]):
+        for (batch,) in xd.data.ShardedLoader(DataLoader(rows, batch_size=8), mesh, [xd.Shard(0)]):
             assert batch.shape == (8, 2) and batch.placements == (xd.Shard(0),)
     """
 

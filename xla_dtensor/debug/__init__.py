@@ -5,12 +5,10 @@ between calls: `caches`.
 makes an `Operation` of each; ``_explain.py`` collects them, ``_logs.py`` logs them.
 """
 
-import os
-
-from xla_dtensor.base.events import ENVIRONMENT_VARIABLE
+from xla_dtensor.base.config import config
 from xla_dtensor.debug._caches import CacheTable, caches, clear_caches
 from xla_dtensor.debug._explain import Explanation, explain
-from xla_dtensor.debug._logs import set_logs, start_from_environment
+from xla_dtensor.debug._logs import set_logs, switch_logs
 from xla_dtensor.debug._records import Operation, Redistribution, Transfer
 from xla_dtensor.debug._rematerializations import Rematerialization, rematerializations
 from xla_dtensor.debug._rules import RegisteredRule, RuleTable, rules
@@ -32,5 +30,5 @@ __all__ = [
     "set_logs",
 ]
 
-if os.environ.get(ENVIRONMENT_VARIABLE):
-    start_from_environment()
+switch_logs()
+config.listen("logs", switch_logs)

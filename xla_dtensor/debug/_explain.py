@@ -37,7 +37,7 @@ class Explanation:
         mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
         x = xd.distribute_tensor(torch.ones(8), mesh, [xd.Shard(0)])
         seen = xd.explain(lambda: x * 2, file=io.StringIO())
-        assert isinstance(seen, xd.Explanation) and len(seen) == 1 and seen.moved_bytes == 0
+        assert isinstance(seen, xd.debug.Explanation) and len(seen) == 1 and seen.moved_bytes == 0
         assert seen.result.placements == (xd.Shard(0),)
     """
 

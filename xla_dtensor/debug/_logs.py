@@ -1,13 +1,12 @@
-"""Log lines, switched on by ``XLA_DTENSOR_LOGS`` or `set_logs`."""
+"""Log lines, switched on by ``xd.config.logs`` or `set_logs`."""
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Iterable
 
-from xla_dtensor.base import events
+from xla_dtensor.base.config import config
+from xla_dtensor.base.switches import SWITCHES, Names
 from xla_dtensor.debug._recorder import recorder
 from xla_dtensor.debug._records import Operation
 
@@ -61,16 +60,18 @@ class _Fallback(logging.Handler):
         return True
 
 
-_ARTIFACTS = {name: _Artifact(name) for name in ("layouts",)}
+_KIND = SWITCHES["logs"].kind
+assert isinstance(_KIND, Names)
+_ARTIFACTS = {name: _Artifact(name) for name in _KIND.known}
 
 
 def set_logs(**artifacts: bool) -> None:
     """Switch log lines on or off, for the whole process; those that aren't named stay as they are.
 
-    ``set_logs(layouts=True)``, or ``XLA_DTENSOR_LOGS=layouts`` in the environment (several are
-    separated by commas), logs what `explain` prints as the operations run: one line each, to the
-    logger "xla_dtensor.layouts" at level INFO. Without any logging handler the lines go to standard
-    error. Lines of all threads are logged; switch while no other thread runs operations.
+    ``set_logs(layouts=True)``, or ``xd.config.logs = "layouts"``, which it sets, logs what
+    `explain` prints as the operations run: one line each, to the logger "xla_dtensor.layouts" at
+    level INFO. Without any logging handler the lines go to standard error. Lines of all threads are
+    logged; switch while no other thread runs operations.
 
     Args:
         artifacts: by name whether to log; ``layouts`` is the one that there is.
@@ -92,28 +93,18 @@ def set_logs(**artifacts: bool) -> None:
         logging.getLogger("xla_dtensor.layouts").removeHandler(lines)
         assert any("aten::mul" in line for line in seen)
     """
-    _check(artifacts, "set_logs")
-    for name, on in artifacts.items():
-        _ARTIFACTS[name].switch(on)
-
-
-def start_from_environment() -> None:
-    """Switch on what ``XLA_DTENSOR_LOGS`` names.
-
-    Raises:
-        ValueError: no such artifact.
-    """
-    value = os.environ[events.ENVIRONMENT_VARIABLE]
-    names = [name.strip() for name in value.split(",")]
-    _check(names, f"{events.ENVIRONMENT_VARIABLE}={value}")
-    for name in names:
-        _ARTIFACTS[name].switch(True)
-
-
-def _check(names: Iterable[str], what: str) -> None:
-    unknown = [name for name in names if name not in _ARTIFACTS]
+    unknown = [name for name in artifacts if name not in _ARTIFACTS]
     if unknown:
         raise ValueError(
-            f"{what}: nothing to log is called {', '.join(map(repr, unknown))}; known are "
+            f"set_logs: nothing to log is called {', '.join(map(repr, unknown))}; known are "
             f"{', '.join(map(repr, _ARTIFACTS))}"
         )
+    known = {name: name in config.logs.split(",") for name in _ARTIFACTS} | artifacts
+    config.logs = ",".join(name for name, on in known.items() if on)
+
+
+def switch_logs() -> None:
+    """Log what ``config.logs`` names, and nothing else."""
+    names = config.logs.split(",")
+    for name, artifact in _ARTIFACTS.items():
+        artifact.switch(name in names)

@@ -3,6 +3,7 @@ explains it.
 """
 
 from xla_dtensor.base import events, executor
+from xla_dtensor.base.config import config
 from xla_dtensor.execution import lazy
 from xla_dtensor.execution.abstract import Abstract
 from xla_dtensor.execution.batch import Batch
@@ -19,7 +20,7 @@ def _choose() -> None:
     """Which executor threads begin with. It is asked for anew when what it hangs on changes."""
     at_once = _ABSTRACT if abstract.current() is not None else _STRICT
     may_wait = (
-        lazy.switch.lazy
+        config.eager == "lazy"
         and at_once is _STRICT
         and events.observer is None  # wants to see each
         and not processes.several()  # all must launch the same, whatever their collectors do
@@ -29,4 +30,5 @@ def _choose() -> None:
 
 
 executor.choose = _choose
+config.listen("eager", _choose)
 _choose()

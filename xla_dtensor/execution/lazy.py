@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ import jax.numpy as jnp
 from xla_dtensor import rules
 from xla_dtensor.base import assertions, events, executor, interrupts, rng
 from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.config import config
 from xla_dtensor.base.source_line import here
 from xla_dtensor.execution import conditions
 from xla_dtensor.execution.batch import Bases, Batch, Codes, Waiting, executables
@@ -52,9 +52,6 @@ from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.mesh import Frame
 from xla_dtensor.tensors.of_form import new_tensor
 
-ENVIRONMENT_VARIABLE = "XLA_DTENSOR_EAGER"
-"""``lazy`` (the default), or ``strict``: every operation is launched where it stands."""
-
 FEW = 12  # operations that aren't worth a program of their own until they come
 OFTEN = 32  # times in the same order
 ENOUGH = 64  # operations after which a batch ends where something has come round
@@ -64,30 +61,6 @@ ALIKE = 16  # operations in a row that must have come before for it to be a roun
 LARGE = 2**14  # elements
 HELD = 2**31  # bytes of inputs, which live until the batch is launched
 
-
-def _from_environment() -> bool:
-    value = os.environ.get(ENVIRONMENT_VARIABLE, "lazy")
-    if value not in ("lazy", "strict"):
-        raise ValueError(f"{ENVIRONMENT_VARIABLE}={value!r}: it is lazy or strict")
-    return value == "lazy"
-
-
-class _Switch:
-    def __init__(self) -> None:
-        self._lazy = _from_environment()
-
-    @property
-    def lazy(self) -> bool:
-        return self._lazy
-
-    @lazy.setter
-    def lazy(self, value: bool) -> None:
-        self._lazy = value
-        executor.choose()
-
-
-switch = _Switch()
-"""Whether operations wait to be launched together."""
 
 _seen: Cache[Any, int] = Cache("batches run one by one", 1024)
 lowering_changes.listen(_seen.clear)
@@ -132,7 +105,7 @@ class Lazy(Batch):
         return result
 
     def look(self, checked: tuple[Any, ...], call: Call) -> None:
-        if assertions.switch.eager:
+        if config.checks in assertions.EAGER:
             conditions.check(checked, call, self.summary)
 
     def reads(self, array: Any) -> bool:

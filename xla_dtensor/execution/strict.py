@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from xla_dtensor.base import assertions
+from xla_dtensor.base.config import config
 from xla_dtensor.execution import conditions
 from xla_dtensor.execution.interfaces import Call, Plan
 from xla_dtensor.execution.running import Running, launched
@@ -20,7 +21,7 @@ class Strict(Running):
             return super().perform(plan, call)
 
     def look(self, checked: tuple[Any, ...], call: Call) -> None:
-        if assertions.switch.eager:
+        if config.checks in assertions.EAGER:
             conditions.check(checked, call)
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:

@@ -1,14 +1,15 @@
-"""Observers that the environment asks for."""
+"""Who makes log lines that are asked for before `xla_dtensor.debug` is loaded."""
 
 from __future__ import annotations
 
-import os
+import sys
 from typing import Any
 
 from xla_dtensor.base import events
+from xla_dtensor.base.config import config
 
 
-class _FromEnvironment:
+class _NotLoaded:
     """Until the first operation, which is soon enough to load what makes them."""
 
     def __getattr__(self, name: str) -> Any:
@@ -18,6 +19,13 @@ class _FromEnvironment:
 
 
 def install() -> None:
-    """Let `xla_dtensor.debug` be told from the first operation on, if the environment says so."""
-    if os.environ.get(events.ENVIRONMENT_VARIABLE):
-        events.observe(_FromEnvironment())
+    """Let `xla_dtensor.debug` be told from the first operation on, if the switch says so."""
+    _changed()
+    config.listen("logs", _changed)
+
+
+def _changed() -> None:
+    if "xla_dtensor.debug" in sys.modules:  # it listens itself
+        return
+    if config.logs or isinstance(events.observer, _NotLoaded):
+        events.observe(_NotLoaded() if config.logs else None)

@@ -12,24 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 from typing import Any
 
 import torch
 
+from xla_dtensor.base.config import config
 from xla_dtensor.integration.take_over import take_over
 from xla_dtensor.mesh.group import MeshGroup, resolve_group
 from xla_dtensor.movement import row_exchange
-
-CAPACITY = "XLA_DTENSOR_EXPERT_CAPACITY"
-_set_by_hand: list[float | None] = []
 
 
 def set_expert_capacity(factor: float | None) -> None:
     """Say how many rows a device may send to another, over what that would be if all got as many.
 
-    It is read when a program is traced. Before a call it is what the environment variable
-    ``XLA_DTENSOR_EXPERT_CAPACITY`` says, or ``None``.
+    It is read when a program is traced. This sets ``xd.config.expert_capacity``.
 
     Args:
         factor: 1.25 for a quarter more than the mean; ``None`` for room for all rows: none is
@@ -46,21 +42,7 @@ def set_expert_capacity(factor: float | None) -> None:
     """
     if factor is not None and not factor > 0:
         raise ValueError(f"a capacity is above 0, not {factor}")
-    _set_by_hand[:] = [factor]
-
-
-def expert_capacity() -> float | None:
-    """The factor that `set_expert_capacity` or the environment has given."""
-    if _set_by_hand:
-        return _set_by_hand[0]
-    text = os.environ.get(CAPACITY, "")
-    try:
-        factor = float(text) if text else None
-    except ValueError:
-        factor = 0.0
-    if factor is not None and not factor > 0:
-        raise ValueError(f"{CAPACITY}={text!r}: a number above 0, or nothing for room for all rows")
-    return factor
+    config.expert_capacity = factor
 
 
 def dropped_rows(model: torch.nn.Module) -> dict[str, int]:
@@ -157,7 +139,9 @@ def _dispatch(original: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _slots(dispatcher: Any, group: MeshGroup) -> int:
-    return row_exchange.slots_for(dispatcher._xla_dtensor_rows, group.size(), expert_capacity())
+    return row_exchange.slots_for(
+        dispatcher._xla_dtensor_rows, group.size(), config.expert_capacity
+    )
 
 
 def _exchange_counts(original: Any, args: Any, kwargs: Any) -> Any:
@@ -165,7 +149,7 @@ def _exchange_counts(original: Any, args: Any, kwargs: Any) -> Any:
     given = _given(original, args, kwargs)
     dispatcher = given["self"]
     group = _group(dispatcher)
-    if group is None or expert_capacity() is None:
+    if group is None or config.expert_capacity is None:
         return original(**given)
     counts = given["num_local_tokens_per_expert_E"].view(group.size(), -1)
     fitting = row_exchange.kept(counts, _slots(dispatcher, group))

@@ -1,7 +1,7 @@
 """The whole step of torchtitan's trainer as one program, where the user asks for it.
 
 The trainer computes forward and backward in one call (``fwd_bwd_fn``), then clips and updates. With
-``XLA_DTENSOR_TORCHTITAN_STEP=whole`` that call does all of it, and what the trainer then asks for
+``xd.config.torchtitan_step = "whole"`` that call does all of it, and what the trainer then asks for
 has been done already: it gets the norm, and its optimizer's step is passed over. Data, schedules,
 metrics and checkpoints stay the trainer's.
 """
@@ -9,15 +9,13 @@ metrics and checkpoints stay the trainer's.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+from xla_dtensor.base.config import config
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.take_over import take_over
-
-STEP = "XLA_DTENSOR_TORCHTITAN_STEP"
 
 
 class _Done(threading.local):
@@ -35,18 +33,6 @@ class _Done(threading.local):
 _done = _Done()
 
 
-def is_asked_for() -> bool:
-    """Whether the environment says so.
-
-    Raises:
-        ValueError: it says something else.
-    """
-    value = os.environ.get(STEP, "parts")
-    if value not in ("parts", "whole"):
-        raise ValueError(f"{STEP}={value!r}: 'parts' (the default) or 'whole'")
-    return value == "whole"
-
-
 def hook_trainer(module: Any) -> None:
     """``torchtitan.trainer`` of 0.3.0."""
     from torchtitan.components.optimizer import OptimizersContainer
@@ -61,7 +47,7 @@ def hook_trainer(module: Any) -> None:
 def _train_step(original: Any, args: Any, kwargs: Any) -> Any:
     from torchtitan.tools.utils import device_type
 
-    if device_type != "xla" or not is_asked_for():
+    if device_type != "xla" or config.torchtitan_step == "parts":
         return original(*args, **kwargs)
     trainer = args[0]
     if not hasattr(trainer, "xla_step"):
@@ -82,9 +68,10 @@ def _compiled(trainer: Any) -> Any:
 
     if trainer.gradient_accumulation_steps > 1 or trainer.parallel_dims.pp_enabled:
         raise UnsupportedOpError(
-            f"{STEP}=whole with {trainer.gradient_accumulation_steps} gradient accumulation steps: "
-            "each of them is a call of the trainer's, so the step isn't one program; raise "
-            "training.local_batch_size, or leave the variable out"
+            "xd.config.torchtitan_step = 'whole' (XLA_DTENSOR_TORCHTITAN_STEP) with "
+            f"{trainer.gradient_accumulation_steps} gradient accumulation steps: each of them is a "
+            "call of the trainer's, so the step isn't one program; raise "
+            "training.local_batch_size, or leave it at 'parts'"
         )
     dims, limit = trainer.parallel_dims, trainer.config.training.max_norm
 

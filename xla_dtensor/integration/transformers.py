@@ -120,7 +120,7 @@ def _meshes(original: Any, args: Any, kwargs: Any) -> Any:
         return original(*args, **kwargs)
     others = {
         "pp_size": "stages of torch's schedules on meshes of their own, docs/pipeline.md",
-        "ep_size": "xd.shard_by_size(model, mesh), which cuts experts as well",
+        "ep_size": "xd.parallel.shard_by_size(model, mesh), which cuts experts as well",
         "fsdp_size": "xd.fully_shard(model, mesh=mesh['dp']) of the model that was loaded",
         "dp_replicate_size": "xd.replicate(model, mesh=mesh['dp']) of the model that was loaded",
     }

@@ -209,8 +209,8 @@ class XLADeviceMesh(DeviceMesh):
         whose = "several" if processes.several() else "them all"
         raise PerDeviceValueError(
             f"{self!r}.{call} has a different value on each device, and one process drives {whose}:"
-            " xla_dtensor.axis_index(mesh, dim) has the coordinate along a dim as a per-device "
-            "tensor; full_tensor(), local_shards and collectives see every device"
+            " xla_dtensor.collectives.axis_index(mesh, dim) has the coordinate along a dim as a "
+            "per-device tensor; full_tensor(), local_shards and collectives see every device"
         )
 
     def __eq__(self, other: object) -> bool:

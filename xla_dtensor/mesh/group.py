@@ -87,7 +87,7 @@ class MeshGroup(str):
         raise PerDeviceValueError(
             f"the rank in group {str(self)!r} differs from device to device, and one process "
             f"drives {'several' if processes.several() else 'them all'}: "
-            "xla_dtensor.axis_index(mesh, dim) has it as a per-device tensor"
+            "xla_dtensor.collectives.axis_index(mesh, dim) has it as a per-device tensor"
         )
 
     def __getattr__(self, name: str) -> NoReturn:

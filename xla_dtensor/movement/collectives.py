@@ -83,7 +83,7 @@ def all_reduce(tensor: XLATensor, group: Group, op: str = "sum") -> XLATensor:
         import torch, xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
-        index = xd.axis_index(mesh, "tp")  # 0, 1, 2, 3
+        index = xd.collectives.axis_index(mesh, "tp")  # 0, 1, 2, 3
         assert xd.collectives.all_reduce(index, (mesh, "tp")).item() == 6
         assert xd.collectives.all_reduce(index, mesh["tp"], "max").item() == 3
     """
@@ -115,7 +115,7 @@ def all_gather(tensor: XLATensor, group: Group, dim: int = 0) -> XLATensor:
         import torch, xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
-        x = xd.axis_index(mesh, "tp").reshape(1, 1)
+        x = xd.collectives.axis_index(mesh, "tp").reshape(1, 1)
         assert xd.collectives.all_gather(x, (mesh, "tp"), dim=1).tolist() == [[0, 1, 2, 3]]
     """
     group = _group(group)
@@ -236,7 +236,7 @@ def broadcast(tensor: XLATensor, group: Group, src: int = 0) -> XLATensor:
         import xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
-        index = xd.axis_index(mesh, "tp")
+        index = xd.collectives.axis_index(mesh, "tp")
         assert xd.collectives.broadcast(index, (mesh, "tp"), src=3).item() == 3
     """
     check_tensor("broadcast", tensor)
@@ -266,7 +266,8 @@ def permute(tensor: XLATensor, group: Group, src_dst: Sequence[int]) -> XLATenso
         import xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", (4,), mesh_dim_names=("pp",))
-        got = xd.collectives.permute(xd.axis_index(mesh), mesh, [1, 2, 3, 0])  # to the next one
+        index = xd.collectives.axis_index(mesh)
+        got = xd.collectives.permute(index, mesh, [1, 2, 3, 0])  # to the next one
         assert [v.item() for v in got.local_values()] == [3, 0, 1, 2]
     """
     check_tensor("permute", tensor)
@@ -292,7 +293,7 @@ def axis_index(mesh: DeviceMesh, dim: int | str = 0) -> XLATensor:
         import xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
-        index = xd.axis_index(mesh, "tp")
+        index = xd.collectives.axis_index(mesh, "tp")
         assert index.varying == ("tp",)
         assert [v.item() for v in index.local_values()] == [0, 1, 2, 3, 0, 1, 2, 3]
     """

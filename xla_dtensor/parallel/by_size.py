@@ -39,7 +39,7 @@ def shard_by_size(module: nn.Module, mesh: DeviceMesh, *, least: int = 1024) -> 
 
         mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
         model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 64))
-        xd.shard_by_size(model, mesh)
+        xd.parallel.shard_by_size(model, mesh)
         assert model[0].weight.placements == (xd.Shard(1), xd.Shard(0))
         assert model[1].bias.placements == (xd.Replicate(), xd.Replicate())
     """

@@ -14,7 +14,17 @@ from xla_dtensor.parallel._state import State
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns."""
+    """What ``unshard(async_op=True)`` returns.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        model = xd.fully_shard(torch.nn.Linear(16, 8), mesh=mesh)
+        model.unshard(async_op=True).wait()
+        assert isinstance(model.weight, xd.XLATensor)  # the whole one
+    """
 
     def wait(self) -> None:
         """Nothing to wait for: XLA schedules the communication, and uses wait for their values."""

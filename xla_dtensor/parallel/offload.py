@@ -46,7 +46,7 @@ def offload_state(optimizer: Optimizer) -> Optimizer:
 
         mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
         model = xd.fully_shard(torch.nn.Linear(16, 8), mesh=mesh)
-        optimizer = xd.offload_state(torch.optim.AdamW(model.parameters()))
+        optimizer = xd.parallel.offload_state(torch.optim.AdamW(model.parameters()))
         model(xd.from_device_values([torch.randn(4, 16) for _ in range(8)], mesh)).sum().backward()
         optimizer.step()
         assert optimizer.state[model.weight]["exp_avg"].placements == model.weight.placements

@@ -57,7 +57,7 @@ def parallelize(
         optimizer = torch.optim.AdamW(model.parameters())
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
         config = {"dp_config": {"sharding_level": 1}, "mp_config": {"parallelize_plan": plan}}
-        model, optimizer = xd.parallelize(model, optimizer, mesh, config)
+        model, optimizer = xd.parallel.parallelize(model, optimizer, mesh, config)
         batch = xd.from_device_values([torch.ones(2, 8), torch.zeros(2, 8)], mesh["dp"])
         model(batch).square().mean().backward()
         optimizer.step()
@@ -70,7 +70,7 @@ def parallelize(
     if given.get("pp_config"):
         raise UnsupportedOpError(
             "parallelize(pp_config=...): it doesn't cut models; give each stage's module to "
-            "xla_dtensor.PipelineStage, and parallelize the stages one by one"
+            "xla_dtensor.pipeline.PipelineStage, and parallelize the stages one by one"
         )
     if optimizer is not None and any(optimizer.state.values()):
         raise UnsupportedOpError(

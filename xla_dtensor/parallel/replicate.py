@@ -102,8 +102,8 @@ def replicate(
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise UnsupportedOpError(
             "replicate(offload_policy=CPUOffloadPolicy()): whole parameters stay on the devices; "
-            "offload the optimizer's state, xla_dtensor.offload_state(optimizer), or shard them, "
-            "fully_shard(..., offload_policy=CPUOffloadPolicy())"
+            "offload the optimizer's state, xla_dtensor.parallel.offload_state(optimizer), or "
+            "shard them, fully_shard(..., offload_policy=CPUOffloadPolicy())"
         )
     modules = [module] if isinstance(module, nn.Module) else list(module)
     for one in modules:
@@ -146,7 +146,7 @@ class ReplicateModule(FSDPModule):
 
         mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
         model = xd.replicate(torch.nn.Linear(16, 8), mesh=mesh)
-        assert isinstance(model, xd.ReplicateModule) and isinstance(model, torch.nn.Linear)
+        assert isinstance(model, xd.parallel.ReplicateModule) and isinstance(model, torch.nn.Linear)
     """
 
     _orig_cls_mro_index = 4

@@ -58,7 +58,7 @@ def zero(optimizer: Optimizer, mesh: DeviceMesh, *, stage: int = 1) -> Optimizer
 
         mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
         model = xd.distribute_module(torch.nn.Linear(16, 8), mesh)  # whole on every device
-        optimizer = xd.zero(torch.optim.AdamW(model.parameters()), mesh["dp"])
+        optimizer = xd.parallel.zero(torch.optim.AdamW(model.parameters()), mesh["dp"])
         x = xd.distribute_tensor(torch.randn(8, 16), mesh, [xd.Shard(0)])
         model(x).square().mean().backward()
         optimizer.step()

@@ -35,7 +35,7 @@ def stage_meshes(mesh: DeviceMesh, dim: str = "pp") -> list[DeviceMesh]:
         import xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-        first, second = xd.stage_meshes(mesh)
+        first, second = xd.pipeline.stage_meshes(mesh)
         assert first.mesh_dim_names == ("dp", "tp")
         assert second.mesh.tolist() == [[4, 5], [6, 7]]
     """

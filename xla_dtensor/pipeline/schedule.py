@@ -63,10 +63,10 @@ class PipelineSchedule(_PipelineSchedule):
 
         mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("pp", "dp"))
         stages = [
-            xd.PipelineStage(xd.distribute_module(torch.nn.Linear(8, 8), on), i, 2, on)
-            for i, on in enumerate(xd.stage_meshes(mesh))
+            xd.pipeline.PipelineStage(xd.distribute_module(torch.nn.Linear(8, 8), on), i, 2, on)
+            for i, on in enumerate(xd.pipeline.stage_meshes(mesh))
         ]
-        pipeline = xd.PipelineSchedule(
+        pipeline = xd.pipeline.PipelineSchedule(
             Schedule1F1B, stages, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss
         )
         losses = []
@@ -304,8 +304,9 @@ def _in_order(stages: Sequence[PipelineStage]) -> list[PipelineStage]:
     for stage in stages:
         if not isinstance(stage, PipelineStage):
             raise PipelineError(
-                f"PipelineSchedule: {type(stage).__name__} is no xla_dtensor.PipelineStage. "
-                "torch's stages are those of one rank; one process has all stages here"
+                f"PipelineSchedule: {type(stage).__name__} is no "
+                "xla_dtensor.pipeline.PipelineStage. torch's stages are those of one rank; one "
+                "process has all stages here"
             )
     found = [stage.stage_index for stage in stages]
     count = stages[0].num_stages if stages else 0
@@ -336,6 +337,6 @@ def _ranks(stages: list[PipelineStage]) -> list[list[int]]:
                 raise PipelineError(
                     f"PipelineSchedule: stages {indices} are on the devices {list(devices)}, "
                     f"stages {by_devices[other]} on {list(other)}: stages have the same devices or "
-                    "none in common; take their meshes from xla_dtensor.stage_meshes(mesh)"
+                    "none in common; take their meshes from xla_dtensor.pipeline.stage_meshes(mesh)"
                 )
     return list(by_devices.values())

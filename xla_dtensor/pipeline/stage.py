@@ -72,9 +72,9 @@ class PipelineStage(_PipelineStageBase):
         import torch, xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("pp", "dp"))
-        on = xd.stage_meshes(mesh)
+        on = xd.pipeline.stage_meshes(mesh)
         first = xd.distribute_module(torch.nn.Linear(8, 8), on[0])
-        stage = xd.PipelineStage(first, 0, 2, on[0])
+        stage = xd.pipeline.PipelineStage(first, 0, 2, on[0])
         assert stage.is_first and not stage.is_last
     """
 
@@ -99,7 +99,7 @@ class PipelineStage(_PipelineStageBase):
             raise MeshError(
                 f"PipelineStage {stage_index}: {mesh!r} is a part of {root_mesh(mesh)!r}, and lies "
                 "on all its devices; give a mesh of the stage's devices alone, one of "
-                "xla_dtensor.stage_meshes(mesh)"
+                "xla_dtensor.pipeline.stage_meshes(mesh)"
             )
         self.mesh = mesh
         _place(submodule, mesh, f"PipelineStage {stage_index}")

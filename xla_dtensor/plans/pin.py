@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,9 +31,6 @@ from xla_dtensor.runtime import jax_versions
 
 PLANE = PRODUCTS.axes[0] - 1
 """Axes of a mesh on which XLA goes wrong in batches and convolutions alone."""
-
-allowed = os.environ.get("XLA_DTENSOR_LOOSE_PINS", "1") != "0"
-"""Whether programs that take no axes apart are lowered loosely."""
 
 
 Pin = Callable[[Any, Any], Any]

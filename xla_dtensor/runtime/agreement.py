@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable
 
 from xla_dtensor.base import rng
+from xla_dtensor.base.config import config
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DivergenceError
 from xla_dtensor.runtime import processes, watch
@@ -22,18 +22,12 @@ from xla_dtensor.runtime.idle import is_idle
 
 logger = logging.getLogger("xla_dtensor")
 
-VARIABLE = "XLA_DTENSOR_CHECK_PROCESSES"
-"""Set to 1, all processes compare each launch, and what they distribute, not only what they
-compile, read, and bring together from values of their own; set to 0, no values at all."""
-
 _TELL = 10  # seconds after which a process says whom it waits for
 _lock = threading.Lock()
 
 
 class _Sequence:
     number = 0
-    every_launch = os.environ.get(VARIABLE, "0") not in ("", "0")
-    checks_values = os.environ.get(VARIABLE, "") != "0"
 
 
 _sequence = _Sequence()
@@ -41,12 +35,12 @@ _sequence = _Sequence()
 
 def every_launch() -> bool:
     """Whether launches are compared, too."""
-    return _sequence.every_launch and processes.several()
+    return config.check_processes == "launches" and processes.several()
 
 
 def checks_values() -> bool:
     """Whether values that all processes have to have are compared where that is cheap."""
-    return _sequence.checks_values and processes.several()
+    return config.check_processes != "programs" and processes.several()
 
 
 _SAME_PROGRAM = (

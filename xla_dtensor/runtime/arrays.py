@@ -164,8 +164,8 @@ def check_equal(value: Any, what: str = "distributes", *, always: bool = False) 
             f"{what} a value of shape {list(value.shape)}, {value.dtype}, with the checksum "
             f"{zlib.crc32(value.tobytes()):08x}",
             "The value has to be the same in all processes. Where each has its own: "
-            "xla_dtensor.shard_batch(value, mesh, placements), DTensor.from_local(value, mesh, "
-            "placements) or xla_dtensor.from_device_values(values, mesh)",
+            "xla_dtensor.data.shard_batch(value, mesh, placements), DTensor.from_local(value, "
+            "mesh, placements) or xla_dtensor.from_device_values(values, mesh)",
         )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from xla_dtensor.base.config import config
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import launchers, meeting, processes, watch
 from xla_dtensor.runtime.launchers import Launch
@@ -32,11 +33,7 @@ __all__ = [
 
 logger = logging.getLogger("xla_dtensor")
 
-HEARTBEAT_VARIABLE = "XLA_DTENSOR_HEARTBEAT_TIMEOUT"
 _LIBRARIES = ("torch", "jax", "jaxlib", "xla-dtensor")
-START_VARIABLE = "XLA_DTENSOR_START_TIMEOUT"
-"""Seconds that processes may come after each other: 25, as an error is to come within half a
-minute."""
 
 _lock = threading.RLock()
 
@@ -76,7 +73,7 @@ def initialize(
             numbered ``LOCAL_RANK`` where processes share a host, else all. Not for simulated
             devices.
         heartbeat_timeout: after how many seconds without a sign of life a process counts as gone,
-            and the others end; 30, or ``XLA_DTENSOR_HEARTBEAT_TIMEOUT``. The same in all.
+            and the others end; ``xd.config.heartbeat_timeout`` by default. The same in all.
 
     Returns:
         the number of processes.
@@ -180,10 +177,6 @@ def shutdown() -> None:
         jax.distributed.shutdown()
 
 
-def _patience() -> float:
-    return float(os.environ.get(START_VARIABLE, "25"))
-
-
 def _given(address: str | None, count: int | None, index: int | None) -> Launch | None:
     """The launch that the arguments describe, if they do."""
     if count == 1 or (address is None and count is None and index is None):
@@ -244,7 +237,7 @@ def _join(
     from jax._src import xla_bridge
     from jax._src.distributed import global_state
 
-    timeout = heartbeat_timeout or float(os.environ.get(HEARTBEAT_VARIABLE, "30"))
+    timeout = heartbeat_timeout or config.heartbeat_timeout
     if launch.meeting != "adopted":
         if xla_bridge.backends_are_initialized():
             raise DistributedError(
@@ -252,11 +245,11 @@ def _join(
                 "before: make the mesh, or call xla_dtensor.distributed.initialize(), before "
                 "anything asks JAX for devices"
             )
-        address = meeting.address_of_coordinator(launch, _patience())
+        address = meeting.address_of_coordinator(launch, config.start_timeout)
         if launch.process_id == 0:
             meeting.check_free(address, launch)
         else:
-            meeting.wait_until_there(address, launch, _patience())
+            meeting.wait_until_there(address, launch, config.start_timeout)
         ids = launch.local_device_ids if local_device_ids is None else list(local_device_ids)
         _connect(jax, address, launch, ids, timeout)
     store = processes.Store(global_state.client)
@@ -264,6 +257,7 @@ def _join(
     address = global_state.coordinator_address or ""
     processes.join(launch.process_id, table, store, address)
     watch.start(timeout)
+    config.fix("start_timeout", "heartbeat_timeout")
 
 
 def described() -> str:
@@ -286,7 +280,7 @@ def _connect(
         "num_processes": launch.num_processes,
         "process_id": launch.process_id,
         "cluster_detection_method": "deactivate",
-        "initialization_timeout": int(_patience()),
+        "initialization_timeout": int(config.start_timeout),
         "heartbeat_timeout_seconds": int(2 * timeout) + 5,
     }
     if ids is not None and os.environ.get("JAX_LOCAL_DEVICE_IDS") is None:
@@ -319,11 +313,11 @@ def _table(launch: Launch, store: processes.Store) -> tuple[processes.Process, .
     store.put(f"process/{launch.process_id}", own)
     table = []
     for index in range(launch.num_processes):
-        text = store.wait_for(f"process/{index}", _patience())
+        text = store.wait_for(f"process/{index}", config.start_timeout)
         if text is None:
             raise DistributedError(
-                f"{_who(launch)}: process {index} hasn't come within {_patience():g} s "
-                f"({START_VARIABLE})"
+                f"{_who(launch)}: process {index} hasn't come within {config.start_timeout:g} "
+                "s (XLA_DTENSOR_START_TIMEOUT)"
             )
         host, pid, facts = json.loads(text)
         table.append(processes.Process(index, host, pid, facts))

@@ -1,7 +1,7 @@
 """Compiled programs are kept between runs, in the user's cache folder: JAX's persistent cache.
 
 Whoever has configured JAX's own (``JAX_COMPILATION_CACHE_DIR``, ``jax.config``) keeps what they
-have. ``XLA_DTENSOR_CACHE`` is another folder, or ``off``.
+have. ``xd.config.cache`` says where.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import platform
 import time
 from pathlib import Path
 
-ENVIRONMENT_VARIABLE = "XLA_DTENSOR_CACHE"
+from xla_dtensor.base.config import config
+
 MAX_BYTES = 2**31  # what was not used for longest goes
 _WRITTEN_BY_NOW = 60.0  # seconds, after which a program without a time was left by a dead process
 _OPTIONS = (  # of JAX: name, its default, ours
@@ -22,13 +23,12 @@ _OPTIONS = (  # of JAX: name, its default, ours
 )
 
 
-def folder() -> Path | None:
-    """Where programs are kept, or None. Programs for the CPU may use all instructions that it has,
-    so machines that share a home have folders of their own."""
-    asked = os.environ.get(ENVIRONMENT_VARIABLE)
+def folder(asked: str) -> Path | None:
+    """Where programs are kept if the switch says ``asked``, or None. Programs for the CPU may use
+    all instructions that it has, so machines that share a home have folders of their own."""
     if asked == "off":
         return None
-    if asked:
+    if asked != "user":
         return Path(asked).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "xla_dtensor" / "programs" / _machine()
@@ -49,7 +49,7 @@ def use() -> None:
 
     if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         return
-    where = folder()
+    where = folder(config.cache)
     if where is None:
         return
     try:

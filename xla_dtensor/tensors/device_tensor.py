@@ -29,7 +29,7 @@ class XLATensor(TensorMethods, torch.Tensor):
         mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
         ones = torch.ones(3, device="xla")
         assert isinstance(ones, xd.XLATensor) and ones.cpu().tolist() == [1, 1, 1]
-        y = ones * xd.axis_index(mesh)  # each device's own
+        y = ones * xd.collectives.axis_index(mesh)  # each device's own
         assert y.varying == ("dp",) and y.local_values()[5].tolist() == [5, 5, 5]
     """
 
@@ -44,7 +44,7 @@ class XLATensor(TensorMethods, torch.Tensor):
 
             mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
             assert torch.ones(3, device="xla").varying == ()
-            assert xd.axis_index(mesh, "tp").varying == ("tp",)
+            assert xd.collectives.axis_index(mesh, "tp").varying == ("tp",)
         """
         return self._form.varying
 
@@ -63,7 +63,8 @@ class XLATensor(TensorMethods, torch.Tensor):
             import xla_dtensor as xd
 
             mesh = xd.init_device_mesh("xla", (4,), mesh_dim_names=("dp",))
-            assert [v.item() for v in xd.axis_index(mesh).local_values()] == [0, 1, 2, 3]
+            index = xd.collectives.axis_index(mesh)
+            assert [v.item() for v in index.local_values()] == [0, 1, 2, 3]
         """
         return backend().local_values(self)
 

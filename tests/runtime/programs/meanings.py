@@ -79,10 +79,10 @@ def process_local(mesh: xd.DeviceMesh, me: int) -> None:
     whole = torch.arange(64.0).reshape(8, 8)
     part = whole[4 * me : 4 * me + 4]
     for placements in ([Shard(0), Replicate()], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
-        batch = xd.shard_batch(part, mesh, placements)
+        batch = xd.data.shard_batch(part, mesh, placements)
         assert batch.shape == (8, 8) and torch.equal(batch.cpu(), whole), placements
     # Along a mesh dim inside of each process all have the same.
-    batch = xd.shard_batch(whole, mesh, [Replicate(), Shard(0)])
+    batch = xd.data.shard_batch(whole, mesh, [Replicate(), Shard(0)])
     assert torch.equal(batch.cpu(), whole)
     x = DTensor.from_local(part, mesh, [Shard(0), Replicate()])
     assert x.shape == (8, 8) and torch.equal(x.cpu(), whole)
@@ -92,7 +92,7 @@ def process_local(mesh: xd.DeviceMesh, me: int) -> None:
 
     rows = TensorDataset(torch.arange(32.0).reshape(16, 2), torch.arange(16))
     sampler = DistributedSampler(rows, xd.distributed.process_count(), me, shuffle=False)
-    loader = xd.ShardedLoader(
+    loader = xd.data.ShardedLoader(
         DataLoader(rows, batch_size=4, sampler=sampler), mesh, [Shard(0), Replicate()]
     )
     assert len(loader) == 2
@@ -103,14 +103,14 @@ def process_local(mesh: xd.DeviceMesh, me: int) -> None:
     refuses(
         xd.PlacementError,
         "doesn't divide by its 4 devices",
-        lambda: xd.shard_batch(torch.ones(6, 2), mesh, [Shard(0), Shard(0)]),
+        lambda: xd.data.shard_batch(torch.ones(6, 2), mesh, [Shard(0), Shard(0)]),
     )
     refuses(xd.MeshError, "a mesh has to have all of them", lambda: xd.DeviceMesh("xla", [0, 1]))
     across = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("in", "out"))["out", "in"]
     refuses(
         xd.PlacementError,
         "next to each other",
-        lambda: xd.shard_batch(torch.ones(8, 2), across, [Shard(0), Shard(0)]),
+        lambda: xd.data.shard_batch(torch.ones(8, 2), across, [Shard(0), Shard(0)]),
     )
 
 

@@ -26,7 +26,7 @@ def main() -> None:
     gathered = [torch.zeros(3, device="xla") for _ in range(size)]
     dist.all_gather(gathered, own)
     assert [each.tolist() for each in gathered] == [[0] * 3, [1] * 3]
-    varied = (xd.axis_index(mesh, "dp") * torch.arange(6.0).reshape(2, 3)).t()
+    varied = (xd.collectives.axis_index(mesh, "dp") * torch.arange(6.0).reshape(2, 3)).t()
     assert varied.tolist() == [[0, 3 * rank], [rank, 4 * rank], [2 * rank, 5 * rank]]
     assert varied.cpu().stride() == varied.stride() == (1, 3)
     assert f"{4 * rank}.]" in str(varied) and f"{varied[1, 1]:.1f}" == f"{4.0 * rank}"

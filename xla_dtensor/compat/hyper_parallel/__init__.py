@@ -46,7 +46,7 @@ def __getattr__(name: str) -> object:
         "SkipDTensorDispatch": "optimizers take sharded tensors as they are: leave it out",
         "HSDPCell": "use xla_dtensor.fully_shard",
         "hsdp": "use xla_dtensor.fully_shard(module, mesh=mesh['replicate', 'shard'])",
-        "PipelineStage": "use xla_dtensor.PipelineStage, with torch's schedules",
+        "PipelineStage": "use xla_dtensor.pipeline.PipelineStage, with torch's schedules",
     }
     if name in refused:
         raise ImportError(f"{name} has no counterpart: {refused[name]}")

@@ -288,7 +288,8 @@ class Layout(of_package.Layout):
             return 0
         raise PerDeviceValueError(
             f"get_split_id({dim}) of {self!r} is another number on each device, and one process "
-            "drives them all: xla_dtensor.axis_index(mesh, name) has the coordinate as a tensor"
+            "drives them all: xla_dtensor.collectives.axis_index(mesh, name) has the coordinate as "
+            "a tensor"
         )
 
     def repeat_num(self) -> int:
