@@ -58,18 +58,23 @@ class Config:
     torchtitan_step: Literal["parts", "whole"]
     expert_capacity: float | None
 
-    # Values lie in the instance itself, so that to read one is to read an attribute.
+    # To read one is to read a slot, on hot paths, too: what is kept there has been checked.
+    __slots__ = (*SWITCHES, "_fixed", "_listeners", "_sources")
+
+    _sources: dict[str, str]
+    _listeners: dict[str, list[Callable[[], object]]]
+    _fixed: set[str]
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
-        own = vars(self)
-        own["_sources"] = sources = {}
-        own["_listeners"] = {name: [] for name in SWITCHES}
-        own["_fixed"] = {}
+        put = object.__setattr__
+        put(self, "_sources", {})
+        put(self, "_listeners", {name: [] for name in SWITCHES})
+        put(self, "_fixed", set())
         for name, switch in SWITCHES.items():
             value = switch.of(environ)
-            sources[name] = "default" if value is None else "environment"
-            own[name] = switch.default if value is None else value
+            self._sources[name] = "default" if value is None else "environment"
+            put(self, name, switch.default if value is None else value)
 
     if not TYPE_CHECKING:  # or type checkers would take any name
 
@@ -99,14 +104,13 @@ class Config:
             assert xd.config.audit == 0
         """
         new = {name: (self._checked(name, value), "set") for name, value in values.items()}
-        own = vars(self)
-        before = {name: (own[name], own["_sources"][name]) for name in new}
+        before = {name: (getattr(self, name), self._sources[name]) for name in new}
         try:
             self._put(new)
             yield
         finally:
-            fixed = own["_fixed"]  # in the block, which can't be taken back
-            self._put({name: then for name, then in before.items() if name not in fixed})
+            # What has been read once in the block can't be taken back.
+            self._put({name: then for name, then in before.items() if name not in self._fixed})
 
     def source(self, name: str) -> str:
         """Where the value of a switch is from.
@@ -127,26 +131,25 @@ class Config:
             with xd.config.override(eager="strict"):
                 assert xd.config.source("eager") == "set"
         """
-        return str(vars(self)["_sources"][_switch(name).name])
+        return self._sources[_switch(name).name]
 
     def listen(self, name: str, listener: Callable[[], object]) -> None:
         """Call ``listener`` after each change of a switch, in the thread that makes it: for the
         package's own use."""
-        vars(self)["_listeners"][name].append(listener)
+        self._listeners[name].append(listener)
 
     def fix(self, *names: str) -> None:
         """These have been read, and aren't read again: whoever sets them later gets an error. For
         the package's own use."""
-        vars(self)["_fixed"].update((name, None) for name in names)
+        self._fixed.update(names)
 
     def __repr__(self) -> str:
-        own = vars(self)
         rows = [("switch", "value", "from", "allowed")]
         for name, switch in SWITCHES.items():
             source = self.source(name)
             if source == "environment":
                 source = f"environment ({switch.variable})"
-            rows.append((name, repr(own[name]), source, str(switch.kind)))
+            rows.append((name, repr(getattr(self, name)), source, str(switch.kind)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)
@@ -157,22 +160,21 @@ class Config:
     def _checked(self, name: str, value: Any) -> Any:
         switch = _switch(name)
         value = switch.checked(value)
-        own = vars(self)
-        if name in own["_fixed"] and value != own[name]:
+        now = getattr(self, name)
+        if name in self._fixed and value != now:
             raise RuntimeError(
-                f"xd.config.{name} = {value!r}: it is {own[name]!r} in this process, as it is read "
+                f"xd.config.{name} = {value!r}: it is {now!r} in this process, as it is read "
                 f"{switch.read}, which has happened; set it, or {switch.variable}, before that"
             )
         return value
 
     def _put(self, new: Mapping[str, tuple[Any, str]]) -> None:
-        own = vars(self)
-        changed = [name for name, (value, _) in new.items() if value != own[name]]
+        changed = [name for name, (value, _) in new.items() if value != getattr(self, name)]
         for name, (value, source) in new.items():
-            own[name] = value
-            own["_sources"][name] = source
+            object.__setattr__(self, name, value)
+            self._sources[name] = source
         for name in changed:
-            for listener in own["_listeners"][name]:
+            for listener in self._listeners[name]:
                 listener()
 
 
