@@ -45,7 +45,8 @@ def local(d: Draw) -> None:
             back.append(d.choice([*(f"Shard({i})" for i in range(len(shape))), "Partial('sum')"]))
         else:
             back.append("Replicate()")
-    d.let(f"from_local({x}, [{', '.join(back)}], mesh)")
+    # Cloned, for a write to it would be one to the local tensor, too; on the CPU it is a copy.
+    d.let(f"from_local({x}, [{', '.join(back)}], mesh).clone()")
 
 
 def _step(d: Draw, x: str, shape: list[int], free: list[int], varies: list[int]) -> str:
