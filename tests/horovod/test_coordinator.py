@@ -96,7 +96,7 @@ def test_joined_ranks_take_part_until_all_have() -> None:
     (refused,) = coordinator.submit(1, request("b", "allgather", op=""))
     assert "rank 0 joined" in refused.error
     (done,) = coordinator.submit(1, join)
-    assert done.kind == "join" and done.last == 1 and not done.error
+    assert done.key == "0:join" and done.last == 1 and not done.error
     assert coordinator.submit(0, request("c")) == []  # nobody has joined any more
 
 
@@ -104,7 +104,7 @@ def test_a_join_for_which_a_rank_is_gone() -> None:
     coordinator = Coordinator(2)
     coordinator.submit(0, Request("join", "join", (0, 1)))
     (response,) = coordinator.end(1, "has come to its end")
-    assert response.kind == "join" and "rank 1 has come to its end" in response.error
+    assert response.key == "0:join" and "rank 1 has come to its end" in response.error
 
 
 def test_texts_bring_back_what_was_sent() -> None:

@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 
-class _State:
-    world: Any = None  # the process's
+class _OfProcess:
+    world: Any = None
 
 
 class _OfThread(threading.local):
@@ -15,7 +15,7 @@ class _OfThread(threading.local):
     left: Any = None  # of a thread of `hvd.run` that has called shutdown()
 
 
-_state, _of_thread = _State(), _OfThread()
+_of_process, _of_thread = _OfProcess(), _OfThread()
 
 
 def current() -> Any:
@@ -34,12 +34,12 @@ def current_or_none() -> Any:
     """The ranks as the caller sees them; None before ``hvd.init()``."""
     if _of_thread.left is not None:
         return None
-    return _of_thread.world or _state.world
+    return _of_thread.world or _of_process.world
 
 
 def enter(world: Any) -> None:
     """Let the process be one of these ranks, or none any more."""
-    _state.world = world
+    _of_process.world = world
 
 
 def of_thread() -> Any:

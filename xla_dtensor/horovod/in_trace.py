@@ -8,8 +8,11 @@ from xla_dtensor.base import executor
 
 
 class TraceScope:
-    """The place in which it is made. What began in a trace is of no use outside of it, also if the
-    trace has failed."""
+    """The trace in which it is made, or eager code.
+
+    Values of a trace must not be used after it, also where it has failed. Who keeps something from
+    one call to the next asks `is_here` before using it.
+    """
 
     def __init__(self) -> None:
         trace = executor.trace()
@@ -17,9 +20,9 @@ class TraceScope:
 
     @property
     def is_traced(self) -> bool:
-        """Whether it was a trace."""
+        """Whether it was made in a trace."""
         return self._trace is not None
 
     def is_here(self) -> bool:
-        """Whether the caller is in the same one."""
+        """Whether the caller is in the same trace, or in eager code as it was."""
         return executor.trace() is (None if self._trace is None else self._trace())

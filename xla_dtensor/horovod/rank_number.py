@@ -42,24 +42,6 @@ class RankNumber:
             "processes ranks are numbers of Python's"
         )
 
-    def __bool__(self) -> bool:
-        self._refuse()
-
-    def __index__(self) -> int:
-        self._refuse()
-
-    def __int__(self) -> int:
-        self._refuse()
-
-    def __float__(self) -> float:
-        self._refuse()
-
-    def __iter__(self) -> Any:
-        self._refuse()
-
-    def __hash__(self) -> int:
-        self._refuse()
-
     def __repr__(self) -> str:
         return f"<{self._text}: another number on each device>"
 
@@ -69,6 +51,9 @@ class RankNumber:
     def __invert__(self) -> RankNumber:
         return RankNumber(~self.tensor, f"~{self._text}")
 
+
+for _name in ("bool", "index", "int", "float", "iter", "hash"):
+    setattr(RankNumber, f"__{_name}__", RankNumber._refuse)
 
 _SYMBOLS = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",

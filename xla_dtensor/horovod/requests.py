@@ -85,11 +85,6 @@ class Response:
     error: str = ""
     last: int = -1
 
-    @property
-    def kind(self) -> str:
-        """That of the requests."""
-        return next(iter(self.requests.values())).kind
-
     def text(self) -> str:
         """As it goes between processes."""
         requests = {rank: request.text() for rank, request in self.requests.items()}

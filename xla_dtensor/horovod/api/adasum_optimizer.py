@@ -64,16 +64,6 @@ class AdasumOptimizer(GradientHooks):
     # torch's mark of a step that has hooks around it: the wrapped optimizer's has them.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer's.
-
-        Raises:
-            AssertionError: gradients are there that no step has taken.
-        """
-        if self._counted:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before "
-                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause a "
-                "race condition."
-            )
-        return super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+    def is_between_backward_and_step(self) -> bool:
+        """Whether gradients are there that no step has taken."""
+        return self._counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.horovod.current_world import current
 from xla_dtensor.horovod.process_sets import global_process_set
-from xla_dtensor.horovod.rank_number import PerRank, RankNumber
+from xla_dtensor.horovod.rank_number import RankNumber
 from xla_dtensor.horovod.reductions import Average, Sum
 from xla_dtensor.horovod.world import Handle, HorovodRequest
 
@@ -42,6 +42,7 @@ def run(call: HorovodRequest, unpack: Callable[[list[Any]], Any]) -> Any:
     call = dataclasses.replace(call, tensors=tensors)
     wanted = torch.is_grad_enabled() and call.targets is None
     if wanted and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        # Autograd sees tensors that are arguments, not those in an argument's attributes.
         found = list(_Differentiable.apply(dataclasses.replace(call, tensors=()), *tensors))
     else:
         found = synchronize(begin(call, list))
@@ -248,17 +249,3 @@ _BACKWARD: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
     "alltoall": _sent_back,
     "reducescatter": _gathered,
 }
-
-
-def check_tensors(name: str, tensors: Sequence[Any]) -> None:
-    """Raise if what a grouped collective is given is no list of tensors, or is empty.
-
-    Args:
-        name: of the collective.
-        tensors: what it is given.
-
-    Raises:
-        ValueError: it is empty, or none.
-    """
-    if isinstance(tensors, torch.Tensor | PerRank) or not len(tensors):
-        raise ValueError(f"{name}: give a list of tensors, with at least one")

@@ -273,21 +273,11 @@ class AveragingOptimizer(GradientHooks):
     # torch's mark of a step that has hooks around it: the wrapped optimizer's has them.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer's.
-
-        Raises:
-            AssertionError: reductions are on their way.
-        """
+    def is_between_backward_and_step(self) -> bool:
+        """Whether reductions are on their way."""
         if self._handles and self.where.is_traced and not self.where.is_here():
             self.forget()
-        if self._handles:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before "
-                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause a "
-                "race condition."
-            )
-        return super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        return bool(self._handles)
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

@@ -111,3 +111,21 @@ class GradientHooks:
     def gradient_is_there(self, parameter: torch.Tensor) -> None:
         """Backward has added to a gradient as often as it is to."""
         raise NotImplementedError
+
+    def is_between_backward_and_step(self) -> bool:
+        """Whether `zero_grad` would take away gradients that a step is to have."""
+        raise NotImplementedError
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """As the optimizer's.
+
+        Raises:
+            AssertionError: it is called between backward and the step.
+        """
+        if self.is_between_backward_and_step():
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause a "
+                "race condition."
+            )
+        return super().zero_grad(*args, **kwargs)  # type: ignore[misc]

@@ -13,7 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from xla_dtensor.horovod.api.calls import begin, check_tensors, run, single, synchronize
+import torch
+
+from xla_dtensor.horovod.api.calls import begin, run, single, synchronize
+from xla_dtensor.horovod.rank_number import PerRank
 from xla_dtensor.horovod.world import Handle, HorovodRequest
 
 P = ParamSpec("P")
@@ -53,10 +56,7 @@ class Variant(Generic[R]):
         own: Any = types.FunctionType(made.__code__, made.__globals__, name, made.__defaults__)
         own.__qualname__ = name
         own.__annotations__ = {**made.__annotations__, "return": self.type}
-        names = [parameter for parameter in made.__annotations__ if parameter != "return"]
-        own.__doc__ = (
-            made.__doc__ if self is WAITED else _docstring(self, collective, names, raises)
-        )
+        own.__doc__ = made.__doc__ if self is WAITED else _docstring(self, collective, made, raises)
 
         @functools.wraps(own)
         def function(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,11 +67,12 @@ class Variant(Generic[R]):
         return function
 
     def _carry_out(self, name: str, request: HorovodRequest) -> Any:
-        if self.grouped:
-            check_tensors(name, request.tensors)
+        tensors = request.tensors
+        if self.grouped and (isinstance(tensors, torch.Tensor | PerRank) or not len(tensors)):
+            raise ValueError(f"{name}: give a list of tensors, with at least one")
         unpack = list if self.grouped else single
         if self.in_place:
-            request.targets = request.tensors
+            request.targets = tensors
         elif self.waits:
             return run(request, unpack)
         handle = begin(request, unpack)
@@ -115,7 +116,8 @@ Example::
 """
 
 
-def _docstring(variant: Variant[Any], collective: str, parameters: list[str], raises: str) -> str:
+def _docstring(variant: Variant[Any], collective: str, request: Any, raises: str) -> str:
+    parameters = [name for name in request.__annotations__ if name != "return"]
     simplest = f"grouped_{collective}" if variant.grouped else collective
     tensor = parameters[0]
     arguments = [f"{', '.join(parameters)}: as of `{simplest}`."]
@@ -125,19 +127,15 @@ def _docstring(variant: Variant[Any], collective: str, parameters: list[str], ra
         summary = f"`{waiting}` that is not waited for, without a gradient."
         if variant.in_place:
             summary += f" `synchronize` returns ``{tensor}`` with the result."
-        returned = (
-            "a handle for `synchronize`, which raises what the ranks disagree on, and `poll`."
-        )
+        returned = "a handle for `poll`, and for `synchronize`, which raises the other errors."
         errors = ["ValueError: one of this name hasn't been waited for yet."]
     elif variant.in_place:
         summary = f"`{simplest}` into its {tensor}, without a gradient."
         returned = f"``{tensor}``."
     else:
         summary = f"`{collective}` of several tensors in one launch. Differentiable."
-        arguments = [
-            "tensors: as many on all ranks.",
-            f"{', '.join(parameters[1:])}: as of `{collective}`.",
-        ]
+        arguments = ["tensors: as many on all ranks."]
+        arguments.append(f"{', '.join(parameters[1:])}: as of `{collective}`.")
         returned = f"a list of what `{collective}` returns of each."
     if variant.grouped:
         errors.append("ValueError: there are no tensors.")

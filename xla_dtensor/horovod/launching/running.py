@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xla_dtensor.horovod import current_world
-from xla_dtensor.horovod.ranks.threads import Meeting, Thread
+from xla_dtensor.horovod.ranks.threads import Rendezvous, Thread
 from xla_dtensor.mesh import current_mesh, frame_of, root_mesh
 from xla_dtensor.runtime import all_devices, device_count, devices, processes, start
 
@@ -87,13 +87,13 @@ def run(
         raise ValueError(
             "hvd.run in one of several processes: these are the ranks, call the function itself"
         )
-    meeting = Meeting(_devices(np if num_proc is None else num_proc))
-    results: list[Any] = [None] * meeting.size
+    rendezvous = Rendezvous(_devices(np if num_proc is None else num_proc))
+    results: list[Any] = [None] * rendezvous.size
     errors: list[tuple[int, BaseException]] = []
 
     def one(rank: int) -> None:
-        world = Thread(rank, meeting)
-        meeting.turns.begin(rank)
+        world = Thread(rank, rendezvous)
+        rendezvous.turns.begin(rank)
         current_world.enter_thread(world)
         try:
             results[rank] = func(*args, **(kwargs or {}))
@@ -103,24 +103,24 @@ def run(
             why = f"has raised {type(error).__name__}: {error}"
         finally:
             current_world.enter_thread(None)
-        meeting.end(rank, why)
+        rendezvous.end(rank, why)
 
     threads = [
         threading.Thread(target=one, args=(rank,), name=f"horovod rank {rank}", daemon=True)
-        for rank in range(meeting.size)
+        for rank in range(rendezvous.size)
     ]
     for thread in threads:
         thread.start()
-    meeting.turns.give(0)
+    rendezvous.turns.give(0)
     try:
         for thread in threads:
             thread.join()
     except BaseException:
-        meeting.turns.is_over = True
+        rendezvous.turns.is_over = True
         raise
     if errors:
         rank, error = errors[0]
-        error.add_note(f"raised by rank {rank} of {meeting.size} of hvd.run")
+        error.add_note(f"raised by rank {rank} of {rendezvous.size} of hvd.run")
         raise error
     return results
 

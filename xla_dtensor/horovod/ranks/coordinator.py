@@ -13,7 +13,7 @@ from xla_dtensor.horovod.requests import Request, Response
 
 
 class Coordinator:
-    """The requests that haven't been answered.
+    """The requests of all ranks that haven't been answered yet.
 
     Args:
         size: how many ranks there are.

@@ -32,7 +32,7 @@ from xla_dtensor.tensors.device_tensor import XLATensor
 
 
 class Devices(World):
-    """All devices of a mesh.
+    """The ranks are all devices of a mesh, which this process drives.
 
     Args:
         mesh: by default the current mesh, or all devices there are.

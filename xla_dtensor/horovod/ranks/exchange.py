@@ -18,7 +18,7 @@ import numpy as np
 
 from xla_dtensor.horovod.ranks.kernels import Kernel
 from xla_dtensor.horovod.reductions import ReduceOp
-from xla_dtensor.horovod.requests import Request, Response
+from xla_dtensor.horovod.requests import Request, Response, failed
 from xla_dtensor.runtime import arrays
 
 Array = Any  # a NumPy array, or a jax.Array on one device
@@ -53,6 +53,20 @@ def run(
          for rank in own}
         for group in jobs
     ]  # fmt: skip
+
+
+def outcomes(
+    responses: Sequence[Response], values: Sequence[Values], devices: Sequence[Any]
+) -> list[tuple[Response, dict[int, list[Output]]]]:
+    """As `run`, each with its response; where it fails all of them say why, and have no results.
+
+    Args:
+        responses, values, devices: as of `run`.
+    """
+    try:
+        return list(zip(responses, run(responses, values, devices), strict=True))
+    except Exception as error:  # XLA's, which is an error of all ranks
+        return [(failed(response, error), {}) for response in responses]
 
 
 class Output:

@@ -35,7 +35,7 @@ def size_of(request: Request) -> int:
 
 
 class Waiting:
-    """Responses in the order in which they are to be launched."""
+    """Responses that wait to be launched together, in their order."""
 
     def __init__(self) -> None:
         self._responses: list[Response] = []

@@ -21,7 +21,7 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One collective; equal ones share a program.
+    """What one collective is for a device; equal ones share a compiled program.
 
     Attributes:
         kind: allreduce, allgather, broadcast, alltoall or reducescatter.
@@ -77,7 +77,7 @@ class Kernel:
         return total
 
     def _of_nothing(self, value: Any, axes: Axes) -> Any:
-        """XLA's collectives want elements."""
+        """The result for a value without elements, which XLA's collectives don't take."""
         count = jax.lax.axis_size(axes) if self.sets is None else len(self.sets[0])
         rows = {"allgather": lambda n: n * count, "reducescatter": lambda n: n // count}
         if self.kind not in rows:
@@ -141,7 +141,7 @@ def adasum(values: list[Any]) -> Any:
     return adasum(pairs)
 
 
-_TINY = math.sqrt(2.2250738585072014e-308)  # below it a norm counts as none
+_TINY = math.sqrt(2.2250738585072014e-308)  # a smaller squared norm counts as 0: no division
 
 
 def _adasum_pair(a: Any, b: Any) -> Any:

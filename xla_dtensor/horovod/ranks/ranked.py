@@ -47,7 +47,7 @@ class RankedHandle(Handle):
 
 
 class Ranked(World):
-    """The ranks as one of several sees them.
+    """A rank that has tensors of its own, and asks the others for each collective.
 
     Args:
         rank: its number.
@@ -199,7 +199,7 @@ class Ranked(World):
     def join(self) -> int:
         response = self._meet("join", range(self.size), 0)
         self._joins += 1
-        # Ranks that have joined have counted fewer.
+        # Ranks that joined early have counted fewer unnamed operations than the others.
         self._numbers = {key: n for key, n in self._numbers.items() if key[0]}
         return response.last
 

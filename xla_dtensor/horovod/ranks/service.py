@@ -17,21 +17,21 @@ from xla_dtensor.runtime import processes
 
 logger = logging.getLogger("xla_dtensor")
 
-_LISTEN = 0.5  # seconds after which a thread looks whether it is to stop
+_LISTEN = 0.5  # seconds after which a listening thread sees that the store is closed
 
 
 def outgoing(generation: int, rank: int, number: int) -> str:
-    """The key of a message to process 0."""
+    """The key of a message of a rank to process 0, by its number."""
     return f"horovod/{generation}/out/{rank}/{number}"
 
 
 def incoming(generation: int, number: int) -> str:
-    """The key of a list of responses."""
+    """The key of a list of responses, which all processes read in the order of its numbers."""
     return f"horovod/{generation}/in/{number}"
 
 
 class Service:
-    """Process 0's part.
+    """Process 0's part: a thread per other process puts its messages into one `Coordinator`.
 
     Args:
         size: how many processes there are.

@@ -18,19 +18,20 @@ from xla_dtensor.horovod.ranks.devices import Devices
 from xla_dtensor.horovod.ranks.fusion import batches, size_of, threshold
 from xla_dtensor.horovod.ranks.ranked import Ranked, RankedHandle
 from xla_dtensor.horovod.ranks.service import Service, incoming, outgoing
-from xla_dtensor.horovod.requests import Response, failed
+from xla_dtensor.horovod.requests import Response
 from xla_dtensor.horovod.timeline import timeline
 from xla_dtensor.horovod.world import Handle, HorovodRequest
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.movement.device_values import from_device_values
 from xla_dtensor.runtime import all_devices, processes, start
 
-_BLOCKED = 2.0  # seconds after which a process says that it waits
+# Seconds after which a process tells the coordinator that it waits, so that a deadlock is found.
+_BLOCKED = 2.0
 _generations = itertools.count()
 
 
 class Several(Ranked):
-    """The processes."""
+    """The ranks are the processes that the launcher started; this one is one of them."""
 
     def __init__(self) -> None:
         super().__init__(processes.index(), processes.count())
@@ -146,14 +147,8 @@ class Several(Ranked):
     def _launch(self, batch: Sequence[Response]) -> None:
         values = [{self._rank: self._value(response)} for response in batch]
         timeline.launch([r.requests[self._rank] for r in batch if self._rank in r.requests])
-        try:
-            found = exchange.run(batch, values, self._devices)
-        except Exception as error:
-            for response in batch:
-                self._deliver(failed(response, error), [])
-            return
-        for response, outputs in zip(batch, found, strict=True):
-            self._deliver(response, outputs[self._rank])
+        for response, outputs in exchange.outcomes(batch, values, self._devices):
+            self._deliver(response, outputs.get(self._rank, []))
 
     def _value(self, response: Response) -> Sequence[Any]:
         if self._rank not in response.requests:

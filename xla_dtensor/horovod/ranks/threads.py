@@ -21,12 +21,12 @@ from xla_dtensor.horovod.ranks import exchange
 from xla_dtensor.horovod.ranks.coordinator import Coordinator
 from xla_dtensor.horovod.ranks.fusion import Waiting
 from xla_dtensor.horovod.ranks.ranked import Ranked, RankedHandle
-from xla_dtensor.horovod.requests import Response, failed
+from xla_dtensor.horovod.requests import Response
 from xla_dtensor.horovod.timeline import timeline
 
 
 class Turns:
-    """Whose turn it is.
+    """Lets one of the threads run, with its own random numbers, while the others wait.
 
     Args:
         size: how many threads there are.
@@ -68,8 +68,9 @@ def _set_random_state(state: tuple[Any, ...]) -> None:
     rng.set_state(state[3])
 
 
-class Meeting:
-    """Where the threads' collectives come together. Whose turn it is may call it.
+class Rendezvous:
+    """Where the threads' collectives come together. Only the thread whose turn it is calls it, so
+    nothing is locked.
 
     Args:
         devices: by rank, its JAX device.
@@ -144,13 +145,7 @@ class Meeting:
                 {rank: self._value(response, rank) for rank in response.ranks} for response in batch
             ]
             timeline.launch([r for response in batch for r in response.requests.values()])
-            try:
-                found = exchange.run(batch, values, self.devices)
-            except Exception as error:  # all ranks get it
-                for response in batch:
-                    self._deliver(failed(response, error), {})
-                continue
-            for response, outputs in zip(batch, found, strict=True):
+            for response, outputs in exchange.outcomes(batch, values, self.devices):
                 self._deliver(response, outputs)
 
     def _value(self, response: Response, rank: int) -> Sequence[Any]:
@@ -170,13 +165,13 @@ class Thread(Ranked):
 
     Args:
         rank: its number.
-        meeting: where it meets the others.
+        rendezvous: where it meets the others.
     """
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
-        super().__init__(rank, meeting.size)
-        self.local_size = meeting.size
-        self._meeting = meeting
+    def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
+        super().__init__(rank, rendezvous.size)
+        self.local_size = rendezvous.size
+        self._rendezvous = rendezvous
 
     @property
     def local_rank(self) -> int:
@@ -192,10 +187,10 @@ class Thread(Ranked):
         return value.to("xla")
 
     def send(self, handle: RankedHandle) -> None:
-        self._meeting.submit(self._rank, handle)
+        self._rendezvous.submit(self._rank, handle)
 
     def wait(self, handle: RankedHandle) -> None:
-        self._meeting.wait(self._rank, handle)
+        self._rendezvous.wait(self._rank, handle)
 
     def look(self, handle: RankedHandle) -> bool:
-        return self._meeting.look(self._rank, handle)
+        return self._rendezvous.look(self._rank, handle)
