@@ -159,14 +159,10 @@ class Config:
         """
         return str(vars(self)["_levels"][_switch(name).name][-1].source)
 
-    def listen(self, name: str, listener: Callable[[], object]) -> None:
-        """Call ``listener`` after each change of a switch, in the thread that makes it: for the
-        package's own use."""
+    def _listen(self, name: str, listener: Callable[[], object]) -> None:
         vars(self)["_listeners"][name].append(listener)
 
-    def fix(self, *names: str) -> None:
-        """These have been read, and aren't read again: whoever sets them later gets an error. For
-        the package's own use."""
+    def _fix(self, *names: str) -> None:
         vars(self)["_fixed"].update(names)
 
     def __repr__(self) -> str:
@@ -217,3 +213,16 @@ def _the_one() -> Config:
 
 
 config = Config()
+
+
+# For the package's own use.
+
+
+def listen(name: str, listener: Callable[[], object]) -> None:
+    """Call ``listener`` after each change of a switch, in the thread that makes it."""
+    config._listen(name, listener)
+
+
+def fix(*names: str) -> None:
+    """These switches have been read, and aren't read again: to set another value raises now."""
+    config._fix(*names)
