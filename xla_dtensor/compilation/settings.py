@@ -1,4 +1,5 @@
-"""Settings of torch and Python that functions in C keep: what is read and set by calling them.
+"""Settings of torch and Python that functions in C keep, and the package's switches: what is read
+and set by calling them.
 
 Those that change what every step computes are in the key of programs (`global_state.py`);
 here is how to set them again. The others are compared where the step's code names what reads them.
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from xla_dtensor.base.config import config
+from xla_dtensor.base.switches import SWITCHES
 from xla_dtensor.compilation.places import MISSING, Place
 
 
@@ -170,6 +173,14 @@ _named(
 _named("random.getstate()", random.getstate, None, "getstate")
 _named("numpy.random.get_state()", _numpys_rng_state, None, "get_state")
 
+
+for _name in SWITCHES:
+    _named(
+        f"xd.config.{_name}",
+        functools.partial(getattr, config, _name),
+        functools.partial(setattr, config, _name),
+        _name,
+    )
 
 NAMED = frozenset().union(*(setting.named for setting in SETTINGS.values()))
 """All names that say that code may read or set one of them."""

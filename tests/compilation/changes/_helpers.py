@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+import xla_dtensor as xd
+
 SCALE = 2.0
 SCALE_LIST = [2.0]
 CONFIG = SimpleNamespace(inner=SimpleNamespace(scale=2.0))
@@ -125,3 +127,4 @@ def reset() -> None:
     CONFIG.inner.scale, F.relu, Scaler.scale, Scaler.static = 2.0, torch.relu, 2.0, _static
     SCALER.own = 2.0
     os.environ["XLA_DTENSOR_TEST_SCALE"] = "2"
+    xd.config.expert_capacity = None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import xla_dtensor as xd
 from tests.compilation.changes import _helpers
 from tests.compilation.changes._table import Program, row, rows
 from tests.compilation.changes._world import World, numbers
@@ -301,6 +302,10 @@ HELPERS: dict[str, tuple[Callable, Callable[[], Any]]] = {
     "environment": (
         lambda x: x * float(_helpers.os.environ["XLA_DTENSOR_TEST_SCALE"]),
         lambda: _helpers.os.environ.update(XLA_DTENSOR_TEST_SCALE="3"),
+    ),
+    "a_switch": (
+        lambda x: x * (xd.config.expert_capacity or 2.0),
+        lambda: setattr(xd.config, "expert_capacity", 3.0),
     ),
     "environment_in_bytes": (
         lambda x: x * float(_helpers.os.environb[b"XLA_DTENSOR_TEST_SCALE"]),

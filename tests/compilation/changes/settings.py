@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+import xla_dtensor as xd
 from tests.compilation.changes._table import Program, rows
 from tests.compilation.changes._world import World
 
@@ -249,6 +250,18 @@ def anomaly(world: World) -> Left:
     return f, torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(False)
 
 
+def switch_set(world: World) -> Left:
+    def f(x):
+        xd.config.expert_capacity = 1.5
+        return x * 2
+
+    return (
+        f,
+        lambda: xd.config.expert_capacity,
+        lambda: setattr(xd.config, "expert_capacity", None),
+    )
+
+
 def recursion_set(world: World) -> Left:
     sys.getrecursionlimit()
 
@@ -334,6 +347,7 @@ MAKERS: tuple[Callable[[World], Left], ...] = (
     cudnn_flag,
     num_threads_set,
     anomaly,
+    switch_set,
     recursion_set,
     logger_level,
     validate_args_set,
