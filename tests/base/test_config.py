@@ -274,7 +274,7 @@ def test_an_exception_in_a_block(config: Config) -> None:
 
 def test_one_wrong_value_changes_nothing(config: Config) -> None:
     told: list[str] = []
-    config.listen("eager", lambda: told.append(config.eager))
+    config._listen("eager", lambda: told.append(config.eager))
     with pytest.raises(ValueError), config.override(eager="strict", audit=-1):
         raise AssertionError
     assert config.eager == "lazy" and told == []
@@ -338,7 +338,7 @@ def test_many_threads_at_once(config: Config) -> None:
 
 def test_who_listens_is_told_of_changes_alone(config: Config) -> None:
     told: list[str] = []
-    config.listen("eager", lambda: told.append(config.eager))
+    config._listen("eager", lambda: told.append(config.eager))
     config.eager = "lazy"
     config.audit = 1
     assert told == []
@@ -352,7 +352,7 @@ def test_a_listener_that_raises(config: Config) -> None:
         if config.eager == "strict":
             raise KeyError("mine")
 
-    config.listen("eager", refuse)
+    config._listen("eager", refuse)
     with pytest.raises(KeyError, match="mine"), config.override(audit=1, eager="strict"):
         raise AssertionError
     assert (config.eager, config.audit) == ("lazy", 0)
@@ -360,7 +360,7 @@ def test_a_listener_that_raises(config: Config) -> None:
 
 def test_what_has_been_read_once(config: Config) -> None:
     with config.override(cache="off"):
-        config.fix("cache")
+        config._fix("cache")
     assert config.cache == "off"  # it is
     config.cache = "off"
     with config.override(cache="off"):

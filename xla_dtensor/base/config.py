@@ -71,30 +71,35 @@ class Config:
     torchtitan_step: Literal["parts", "whole"]
     expert_capacity: float | None
 
-    # Values lie in the instance itself, so that to read one is to read an attribute.
+    # To read one is to read a slot, on hot paths, too: what is kept there has been checked.
+    __slots__ = (*SWITCHES, "_fixed", "_levels", "_listeners", "_lock")
+
+    _lock: threading.RLock
+    _levels: dict[str, list[_Level]]
+    _listeners: dict[str, list[Callable[[], object]]]
+    _fixed: set[str]
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
-        own = vars(self)
-        own["_lock"] = threading.RLock()
-        own["_levels"] = levels = {}
-        own["_listeners"] = {name: [] for name in SWITCHES}
-        own["_fixed"] = set()
+        put = object.__setattr__
+        put(self, "_lock", threading.RLock())
+        put(self, "_levels", {})
+        put(self, "_listeners", {name: [] for name in SWITCHES})
+        put(self, "_fixed", set())
         for name, switch in SWITCHES.items():
             value = switch.of(environ)
             level = _Level(value, "environment")
             if value is None:
                 level = _Level(switch.default, "default")
-            levels[name] = [level]
-            own[name] = level.value
+            self._levels[name] = [level]
+            put(self, name, level.value)
 
     if not TYPE_CHECKING:  # or type checkers would take any name
 
         def __setattr__(self, name: str, value: Any) -> None:
-            own = vars(self)
-            with own["_lock"]:
+            with self._lock:
                 level = _Level(self._checked(name, value), "set")
-                own["_levels"][name][-1].become(level)
+                self._levels[name][-1].become(level)
                 self._update([name])
 
     @contextlib.contextmanager
@@ -120,22 +125,21 @@ class Config:
                 assert xd.config.audit == 1
             assert xd.config.audit == 0
         """
-        own = vars(self)
-        lock, levels = own["_lock"], own["_levels"]
-        with lock:
+        with self._lock:
             new = {name: _Level(self._checked(name, v), "set") for name, v in values.items()}
             for name, level in new.items():
-                levels[name].append(level)
+                self._levels[name].append(level)
         try:
-            with lock:
+            with self._lock:
                 self._update(new)
             yield
         finally:
-            with lock:
+            with self._lock:
                 for name, level in new.items():
-                    if name in own["_fixed"]:  # in the block, which can't be taken back
-                        levels[name][0].become(levels[name][-1])
-                    levels[name].remove(level)
+                    levels = self._levels[name]
+                    if name in self._fixed:  # in the block, which can't be taken back
+                        levels[0].become(levels[-1])
+                    levels.remove(level)
                 self._update(new)
 
     def source(self, name: str) -> str:
@@ -157,26 +161,21 @@ class Config:
             with xd.config.override(eager="strict"):
                 assert xd.config.source("eager") == "set"
         """
-        return str(vars(self)["_levels"][_switch(name).name][-1].source)
+        return self._levels[_switch(name).name][-1].source
 
-    def listen(self, name: str, listener: Callable[[], object]) -> None:
-        """Call ``listener`` after each change of a switch, in the thread that makes it: for the
-        package's own use."""
-        vars(self)["_listeners"][name].append(listener)
+    def _listen(self, name: str, listener: Callable[[], object]) -> None:
+        self._listeners[name].append(listener)
 
-    def fix(self, *names: str) -> None:
-        """These have been read, and aren't read again: whoever sets them later gets an error. For
-        the package's own use."""
-        vars(self)["_fixed"].update(names)
+    def _fix(self, *names: str) -> None:
+        self._fixed.update(names)
 
     def __repr__(self) -> str:
-        own = vars(self)
         rows = [("switch", "value", "from", "allowed")]
         for name, switch in SWITCHES.items():
             source = self.source(name)
             if source == "environment":
                 source = f"environment ({switch.variable})"
-            rows.append((name, repr(own[name]), source, str(switch.kind)))
+            rows.append((name, repr(getattr(self, name)), source, str(switch.kind)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)
@@ -187,22 +186,22 @@ class Config:
     def _checked(self, name: str, value: Any) -> Any:
         switch = _switch(name)
         value = switch.checked(value)
-        own = vars(self)
-        if name in own["_fixed"] and value != own[name]:
+        now = getattr(self, name)
+        if name in self._fixed and value != now:
             raise RuntimeError(
-                f"xd.config.{name} = {value!r}: it is {own[name]!r} in this process, as it is read "
+                f"xd.config.{name} = {value!r}: it is {now!r} in this process, as it is read "
                 f"{switch.read}, which has happened; set it, or {switch.variable}, before that"
             )
         return value
 
     def _update(self, names: Iterable[str]) -> None:
         """Have the attributes say what the last levels do, and tell who listens."""
-        own = vars(self)
-        now = {name: own["_levels"][name][-1].value for name in names}
-        changed = [name for name, value in now.items() if value != own[name]]
-        own.update(now)
+        now = {name: self._levels[name][-1].value for name in names}
+        changed = [name for name, value in now.items() if value != getattr(self, name)]
+        for name, value in now.items():
+            object.__setattr__(self, name, value)
         for name in changed:
-            for listener in own["_listeners"][name]:
+            for listener in self._listeners[name]:
                 listener()
 
 
@@ -217,3 +216,16 @@ def _the_one() -> Config:
 
 
 config = Config()
+
+
+# For the package's own use.
+
+
+def listen(name: str, listener: Callable[[], object]) -> None:
+    """Call ``listener`` after each change of a switch, in the thread that makes it."""
+    config._listen(name, listener)
+
+
+def fix(*names: str) -> None:
+    """These switches have been read, and aren't read again: to set another value raises now."""
+    config._fix(*names)

@@ -42,7 +42,7 @@ class WalkCalled(WalkOptimizers):
         names = self._names.attributes.union(self._readers, *called)
         for text, read in guards_of(names):
             self._probe(text, read)
-        self._place(Settings(names))
+        self._place(Settings(names | self._names.assigned))  # a switch is an attribute
         self._library_class(torch.Tensor)
 
     def _text(self, text: io.StringIO | io.BytesIO, path: str) -> None:

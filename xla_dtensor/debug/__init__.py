@@ -5,7 +5,7 @@ between calls: `caches`.
 makes an `Operation` of each; ``_explain.py`` collects them, ``_logs.py`` logs them.
 """
 
-from xla_dtensor.base.config import config
+from xla_dtensor.base.config import listen
 from xla_dtensor.debug._caches import CacheTable, caches, clear_caches
 from xla_dtensor.debug._explain import Explanation, explain
 from xla_dtensor.debug._logs import set_logs, switch_logs
@@ -31,4 +31,4 @@ __all__ = [
 ]
 
 switch_logs()
-config.listen("logs", switch_logs)
+listen("logs", switch_logs)

@@ -3,7 +3,7 @@ explains it.
 """
 
 from xla_dtensor.base import events, executor
-from xla_dtensor.base.config import config
+from xla_dtensor.base.config import config, listen
 from xla_dtensor.execution import lazy
 from xla_dtensor.execution.abstract import Abstract
 from xla_dtensor.execution.batch import Batch
@@ -30,5 +30,5 @@ def _choose() -> None:
 
 
 executor.choose = _choose
-config.listen("eager", _choose)
+listen("eager", _choose)
 _choose()

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from xla_dtensor.base import events
-from xla_dtensor.base.config import config
+from xla_dtensor.base.config import config, listen
 
 
 class _NotLoaded:
@@ -21,7 +21,7 @@ class _NotLoaded:
 def install() -> None:
     """Let `xla_dtensor.debug` be told from the first operation on, if the switch says so."""
     _changed()
-    config.listen("logs", _changed)
+    listen("logs", _changed)
 
 
 def _changed() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from xla_dtensor.base.config import config
+from xla_dtensor.base.config import config, fix
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import launchers, meeting, processes, watch
 from xla_dtensor.runtime.launchers import Launch
@@ -257,7 +257,7 @@ def _join(
     address = global_state.coordinator_address or ""
     processes.join(launch.process_id, table, store, address)
     watch.start(timeout)
-    config.fix("start_timeout", "heartbeat_timeout")
+    fix("start_timeout", "heartbeat_timeout")
 
 
 def described() -> str:

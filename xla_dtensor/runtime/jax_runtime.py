@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from xla_dtensor.base import forked
-from xla_dtensor.base.config import config
+from xla_dtensor.base.config import fix
 from xla_dtensor.errors import DeviceCountError
 from xla_dtensor.runtime import abstract, agreement, distributed, processes, program_cache
 
@@ -54,7 +54,7 @@ def start(min_cpu_devices: int = 1) -> None:
         forked.refuse()
     with _start_lock:
         distributed.initialize()
-        config.fix("cache")
+        fix("cache")
         if is_started():
             forked.watch()
             return
