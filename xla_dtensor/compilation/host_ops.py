@@ -128,8 +128,8 @@ class HostOperations(TorchDispatchMode):
         self._functions = _HostReads(self)
         # Tensors from outside that the step writes: (the tensor, its value before).
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Memory of tensors from outside that operations have used.
-        self._outside: set[int] = set()
+        # Memory of tensors from outside that operations have used: one of the tensors.
+        self._outside: dict[int, _Input] = {}
 
     def __enter__(self) -> HostOperations:
         self._functions.__enter__()
@@ -272,14 +272,21 @@ class HostOperations(TorchDispatchMode):
         # The step may write to the tensor later on.
         return _Value(self.program.add(torch.ops.aten.clone.default, (made,), {}, True), 0)
 
+    def given_away(self, tensor: torch.Tensor) -> tuple[_Value | None, _Input | None]:
+        """A CPU tensor that the step has made and gives away at its end: where it comes from (None:
+        a constant), and the tensor from outside whose memory it shows, if it does."""
+        source = self._made_here(tensor) if self.program.depends else None
+        return source, self._outside.get(tensor.untyped_storage()._cdata)
+
     def _symbols(self, value: Any) -> Any:
         def symbol(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
                 made = self._made_here(x)
                 if made is not None:
                     return made
-                self._outside.add(x.untyped_storage()._cdata)
-                return self._input(x)
+                known = self._input(x)
+                self._outside.setdefault(x.untyped_storage()._cdata, known)
+                return known
             if isinstance(x, _Symbolic):
                 return x.node
             return x
