@@ -24,6 +24,7 @@ from xla_dtensor.base.traced_number import NumberNode
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.compilation.trace import StepTrace
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.views import is_at_traced, refuse_offset
 from xla_dtensor.tensors.of_form import Ours
@@ -128,7 +129,9 @@ class HostOperations(TorchDispatchMode):
         self._functions = _HostReads(self)
         # Tensors from outside that the step writes: (the tensor, its value before).
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Memory of tensors from outside that operations have used: one of the tensors.
+        # Tensors that show a NumPy array: (the tensor, its content at first).
+        self._of_arrays: list[tuple[torch.Tensor, Any]] = []
+        # Memory of tensors from outside that operations have used.
         self._outside: dict[int, _Input] = {}
 
     def __enter__(self) -> HostOperations:
@@ -177,6 +180,8 @@ class HostOperations(TorchDispatchMode):
             # A constant written in the step: torch.tensor(2.0).
             source = args[0].detach().clone() if self._made_here(args[0]) is None else args[0]
             result = func(*plain_args, **plain_kwargs)
+            if not result.untyped_storage().resizable():  # torch.from_numpy
+                self._of_arrays.append((result, _as_plain(source)))
             number = self.program.add(
                 torch.ops.aten.clone.default, self._symbols((source,)), {}, False
             )
@@ -220,6 +225,11 @@ class HostOperations(TorchDispatchMode):
     def writes(self) -> list[tuple[Any, Any]]:
         """The tensors from outside that the step has written, and where their values come from."""
         found = []
+        with _disable_current_modes():
+            for tensor, content in self._of_arrays if self.program.depends else ():
+                if not tensor._version and _as_plain(tensor) != content:
+                    raise DataDependentError(_ARRAY_WRITTEN)
+        self._of_arrays = []
         for tensor, _ in self._overwritten:
             found.append((self._input(tensor), self.use(tensor)))
         return found
@@ -361,6 +371,7 @@ class _HostReads(TorchFunctionMode):
         return like_a_number(result) if func is torch.Tensor.item and is_number(result) else result
 
 
+_ARRAY_WRITTEN = "the step writes to an array behind its torch.from_numpy(array): do it before that"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})

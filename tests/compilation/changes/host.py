@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -420,3 +421,20 @@ def view_of_a_cpu_argument_given_away(world: World) -> Program:
         if world.changes:
             found[1].zero_()
         yield found, cpu, found[2] is cpu
+
+
+@row()
+def array_written_behind_from_numpy(world: World) -> Program:
+    scale = torch.ones(())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        array = np.zeros(3, np.float32)
+        shown = torch.from_numpy(array)
+        if world.changes:
+            array += 1
+        return x * (shown * scale).sum()
+
+    step = world.compile(function)
+    for i in range(2):
+        yield step(world.batch(i))
+        scale.add_(1)
