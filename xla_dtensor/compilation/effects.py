@@ -176,6 +176,12 @@ class Surroundings:
         argument."""
         return id(value) in self._there or self._arguments.position(value) is not None
 
+    def memory(self) -> list[Any]:
+        """The arrays, and the tensors, that were there before the step."""
+        watch, given = self._watch, self._arguments
+        arrays = [value for value, _ in (*given.arrays, *watch.arrays)]
+        return [*arrays, *given.tensors, *watch.leaves]
+
     def effects(self) -> list[Effect]:
         """What has changed by now."""
         found = []

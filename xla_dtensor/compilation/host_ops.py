@@ -24,6 +24,7 @@ from xla_dtensor.base.traced_number import NumberNode
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.compilation.trace import StepTrace
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.views import is_at_traced, refuse_offset
 from xla_dtensor.tensors.of_form import Ours
@@ -128,8 +129,10 @@ class HostOperations(TorchDispatchMode):
         self._functions = _HostReads(self)
         # Tensors from outside that the step writes: (the tensor, its value before).
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Tensors that show a NumPy array: (the tensor, its content at first).
+        self._of_arrays: list[tuple[torch.Tensor, Any]] = []
         # Memory of tensors from outside that operations have used.
-        self._outside: set[int] = set()
+        self._outside: dict[int, _Input] = {}
 
     def __enter__(self) -> HostOperations:
         self._functions.__enter__()
@@ -177,6 +180,8 @@ class HostOperations(TorchDispatchMode):
             # A constant written in the step: torch.tensor(2.0).
             source = args[0].detach().clone() if self._made_here(args[0]) is None else args[0]
             result = func(*plain_args, **plain_kwargs)
+            if not result.untyped_storage().resizable():  # torch.from_numpy
+                self._of_arrays.append((result, _as_plain(source)))
             number = self.program.add(
                 torch.ops.aten.clone.default, self._symbols((source,)), {}, False
             )
@@ -220,6 +225,11 @@ class HostOperations(TorchDispatchMode):
     def writes(self) -> list[tuple[Any, Any]]:
         """The tensors from outside that the step has written, and where their values come from."""
         found = []
+        with _disable_current_modes():
+            for tensor, content in self._of_arrays if self.program.depends else ():
+                if not tensor._version and _as_plain(tensor) != content:
+                    raise DataDependentError(_ARRAY_WRITTEN)
+        self._of_arrays = []
         for tensor, _ in self._overwritten:
             found.append((self._input(tensor), self.use(tensor)))
         return found
@@ -280,14 +290,21 @@ class HostOperations(TorchDispatchMode):
         # The step may write to the tensor later on.
         return _Value(self.program.add(torch.ops.aten.clone.default, (made,), {}, True), 0)
 
+    def given_away(self, tensor: torch.Tensor) -> tuple[_Value | None, _Input | None]:
+        """A CPU tensor that the step has made and gives away at its end: where it comes from (None:
+        a constant), and the tensor from outside whose memory it shows, if it does."""
+        source = self._made_here(tensor) if self.program.depends else None
+        return source, self._outside.get(tensor.untyped_storage()._cdata)
+
     def _symbols(self, value: Any) -> Any:
         def symbol(x: Any) -> Any:
             if isinstance(x, torch.Tensor):
                 made = self._made_here(x)
                 if made is not None:
                     return made
-                self._outside.add(x.untyped_storage()._cdata)
-                return self._input(x)
+                known = self._input(x)
+                self._outside.setdefault(x.untyped_storage()._cdata, known)
+                return known
             if isinstance(x, _Symbolic):
                 return x.node
             return x
@@ -362,6 +379,7 @@ class _HostReads(TorchFunctionMode):
         return like_a_number(result) if func is torch.Tensor.item and is_number(result) else result
 
 
+_ARRAY_WRITTEN = "the step writes to an array behind its torch.from_numpy(array): do it before that"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})

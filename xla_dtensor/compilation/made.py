@@ -86,7 +86,9 @@ class Made:
             return self.tensor(value)
         host = self._traced.host
         if isinstance(value, torch.Tensor) and host.made(value):
-            return Host(host.use(value), value)
+            known = self._known.get(id(value)) or (value, Host(value, *host.given_away(value)))
+            self._known[id(value)] = known
+            return known[1]
         return Existing(value)
 
     def tensor(self, value: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from xla_dtensor.compilation.array_views import ARRAY_VIEW, whole_of
 from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.garbage import NewObjects
 from xla_dtensor.compilation.kind import Kind
@@ -45,32 +46,35 @@ class Tree:
 
     Attributes:
         nodes: of each its kind, what else makes it, and what it consists of.
+        numbers: of each which of the step's objects it is: it may be in several trees.
         root: the whole.
     """
 
-    __slots__ = ("nodes", "root")
+    __slots__ = ("nodes", "numbers", "root")
 
     def __init__(self) -> None:
         self.nodes: list[tuple[Kind, Any, tuple[int, ...]]] = []
+        self.numbers: list[int] = []
         self.root = 0
 
     def is_leaf(self) -> bool:
         """Whether it consists of one leaf."""
         return self.root < 0
 
-    def build(self, leaves: list[Any]) -> Any:
-        """The objects anew, around these leaves."""
-        return leaves[~self.root] if self.root < 0 else self._build(self.root, leaves, {})
+    def build(self, leaves: list[Any], made: dict[int, Any]) -> Any:
+        """The objects anew, around these leaves; ``made`` has those that other trees of one call
+        have made, too."""
+        return leaves[~self.root] if self.root < 0 else self._build(self.root, leaves, made)
 
     # No closure: one that calls itself would keep a call's results until the next collection.
     def _build(self, number: int, leaves: list[Any], made: dict[int, Any]) -> Any:
         if number < 0:
             return leaves[~number]
-        if number in made:
-            return made[number]
+        if self.numbers[number] in made:
+            return made[self.numbers[number]]
         kind, data, parts = self.nodes[number]
         needed = [self._build(part, leaves, made) for part in parts[: kind.needs]]
-        made[number] = found = kind.make(data, needed)
+        made[self.numbers[number]] = found = kind.make(data, needed)
         if kind.needs is not None:
             rest = [self._build(part, leaves, made) for part in parts[kind.needs :]]
             kind.fill(found, data, needed + rest)
@@ -95,7 +99,6 @@ class _Flat:
         self.tree = Tree()
         self.leaves: list[Any] = []
         self.seen: dict[int, int] = {}
-        self.alive: list[Any] = []  # what is known by its id
 
     def leaf(self, value: Any) -> int:
         """Another leaf; what stands for it in the tree."""
@@ -125,14 +128,21 @@ class MadeObjects:
         new: the block in which the step ran.
         kept: whether an object is one that was there before: an argument, a list outside.
         is_own: whether a tensor is one that the step has made.
+        arrays: the arrays and tensors from outside that the step's own arrays may show.
     """
 
     def __init__(
-        self, new: NewObjects, kept: Callable[[Any], bool], is_own: Callable[[Any], bool]
+        self,
+        new: NewObjects,
+        kept: Callable[[Any], bool],
+        is_own: Callable[[Any], bool],
+        arrays: list[Any],
     ) -> None:
-        self._new, self._kept, self._is_own = new, kept, is_own
+        self._new, self._kept, self._is_own, self._arrays = new, kept, is_own, arrays
         self._made: set[int] | None = None
         self._asked = False
+        # All that has been taken apart: which it is, and itself, so that its id stays its own.
+        self._known: dict[int, tuple[int, Any]] = {}
 
     def flatten(self, value: Any) -> tuple[list[Any], Tree]:
         """The leaves of what a step gives away, and how to make it of others."""
@@ -148,8 +158,12 @@ class MadeObjects:
         if kind is None:
             return flat.leaf(value)
         number = flat.seen[id(value)] = len(nodes)
-        flat.alive.append(value)
-        data, parts = kind.split(value)
+        flat.tree.numbers.append(self._known.setdefault(id(value), (len(self._known), value))[0])
+        whole = whole_of(value, self._arrays)
+        if whole is not None:
+            kind, (data, parts) = ARRAY_VIEW, ARRAY_VIEW.taken(value, whole)
+        else:
+            data, parts = kind.split(value)
         nodes.append((kind, data, ()))
         first = [flat.leaf(parts.pop(0))] if kind is TAGGED else []
         nodes[number] = kind, data, (*first, *(self._take(part, flat) for part in parts))

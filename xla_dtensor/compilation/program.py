@@ -67,11 +67,12 @@ class Program(WriteBack):
         if run.error is not None:
             raise run.error
         results = [self._result(result, run) for result in self._traced.results]
+        left = run.objects
         if self._traced.cuts and run.arguments.padding is not None:
-            results = cut_back(results, self._traced.cuts, run.arguments.padding)
+            results, left = cut_back(results, self._traced.cuts, run.arguments.padding), {}
         if self._traced.judges:
             self._judge(run)
-        return self._traced.result_tree.build(results)
+        return self._traced.result_tree.build(results, left)
 
     def _run_with_history(self, history: History, run: Run) -> None:
         """Execute the program as a node of the caller's history."""

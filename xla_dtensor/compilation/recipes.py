@@ -170,14 +170,15 @@ class Host:
     """A result that is a CPU tensor which the step made.
 
     Attributes:
-        source: where its value comes from in the host's program; None for a constant.
-        tensor: the constant.
+        source: where it comes from in the host's program; None for a constant.
+        tensor: the constant, or None.
+        of: the tensor from outside whose memory it shows, or None.
     """
 
-    __slots__ = ("source", "tensor")
+    __slots__ = ("of", "source", "tensor")
 
-    def __init__(self, source: Any, tensor: torch.Tensor) -> None:
-        self.source, self.tensor = source, tensor
+    def __init__(self, tensor: torch.Tensor, source: Any, of: Any) -> None:
+        self.tensor, self.source, self.of = tensor if source is None else None, source, of
 
 
 class Built:

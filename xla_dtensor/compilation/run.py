@@ -29,15 +29,17 @@ class Run:
         arguments, prepared: of the call.
         arrays: what the program has computed; None before it has.
         made: the tensors made of that, by what stands for them.
+        objects: the objects made around them, by their numbers.
         error: what has failed first in writing back, or None.
     """
 
-    __slots__ = ("arguments", "arrays", "error", "made", "prepared")
+    __slots__ = ("arguments", "arrays", "error", "made", "objects", "prepared")
 
     def __init__(self, arguments: Arguments, prepared: Prepared) -> None:
         self.arguments, self.prepared = arguments, prepared
         self.arrays: Any = None
         self.made: dict[int, Any] = {}
+        self.objects: dict[int, Any] = {}
         self.error: BaseException | None = None
 
     def succeeds(self, piece: Callable[[Run], Any]) -> bool:

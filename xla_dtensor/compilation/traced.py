@@ -177,9 +177,9 @@ class Traced(TracedEffects):
                         new,
                         surroundings.holds,
                         lambda t: id(t) not in watch.tensors and id(t) not in given,
+                        surroundings.memory(),
                     )
                     closed = in_context_of_its_own(jax.make_jaxpr(traced))
-                    del self._made
                     arguments.end_trace()
                     if any(number() is not None for number in trace.python_numbers):
                         raise NumberLeft("the step leaves a number where it isn't seen")
@@ -344,7 +344,7 @@ class Traced(TracedEffects):
                 )
             history.differentiate(self.template, set(made.shown))
             self.history = history
-        del flat, made, history
+        del flat, made, history, self._made
         gc.collect()  # what only cycles still hold isn't left behind
         self.captured = sorted(
             (c for c in trace.captured if c.first_use is not None),

@@ -124,7 +124,7 @@ class WriteBack(Guarded):
             return value
         if id(value) not in run.made:
             parts = [self._result(part, run) for part in value.parts]
-            run.made[id(value)] = value.tree.build(parts)
+            run.made[id(value)] = value.tree.build(parts, run.objects)
         return run.made[id(value)]
 
     def _repeat(self, effect: Effect, run: Run) -> None:
@@ -151,15 +151,33 @@ class WriteBack(Guarded):
         if isinstance(result, Computed):
             return result.node.compute(run.prepared.numbers)
         if isinstance(result, Host):
-            if result.source is None:
-                return result.tensor.clone()
-            read = self._traced.host.reader(result.source)
-            return read(arguments, run.prepared.host).clone()
+            if id(result) not in run.made:
+                run.made[id(result)] = self._on_host(result, run)
+            return run.made[id(result)]
         if isinstance(result, GivenContainer):
             found = arguments.containers[result.index]
             return found.iterator if type(found) is Stream else found
         assert isinstance(result, GivenBack)
         return arguments.tensors[result.index]
+
+    def _on_host(self, result: Host, run: Run) -> torch.Tensor:
+        """A CPU tensor of this call's; those that share memory under torch do so here."""
+        like = result.tensor
+        if like is not None:
+            memory = like.untyped_storage()
+            if memory._cdata not in run.made:
+                run.made[memory._cdata] = memory.clone()
+            where = like.storage_offset(), like.shape, like.stride()
+            return torch.empty(0, dtype=like.dtype).set_(run.made[memory._cdata], *where)
+        made = self._traced.host.reader(result.source)(run.arguments, run.prepared.host)
+        if result.of is None:
+            return made
+        whole = result.of.read(run.arguments)
+        if made.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+            return made
+        # What the step writes to is a copy in the host's program.
+        whole, start = whole.view(made.dtype), made.storage_offset()
+        return whole.as_strided(made.shape, made.stride(), whole.storage_offset() + start)
 
     def _tensor(self, template: Template, run: Run) -> Any:
         tensor = run.made.get(id(template))

@@ -14,6 +14,7 @@ REFUSED: dict[str, str] = {
     "host-cpu_numbers_drawn": CPU,
     "host-cpu_argument_written": CPU,
     "host-cpu_view_written": CPU,
+    "host-array_written_behind_from_numpy": r"from_numpy",
     "host-cpu_tensor_written_after_a_view": CPU,
     **dict.fromkeys(
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -430,3 +431,61 @@ def cpu_argument_that_is_part_of_a_captured_one(world: World, part: Callable) ->
     yield step(x, torch.ones(3), torch.ones(3)), table.clone()
     given = table if world.changes else table.clone()
     yield step(x, given, part(given)), table.clone()
+
+
+GIVEN_AWAY: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "views": lambda c, n: (c[1], c.view(-1), c.detach(), c.T),
+    "row": lambda c, n: c[n],
+    "row_of_what_is_written": lambda c, n: c.add_(1)[n],
+    "its_own": lambda c, n: ((c + 1)[None].unbind()[0],) * 2,
+    "constants": lambda c, n: (lambda made: (made, made[1], made))(torch.zeros(2, 3)),
+}
+
+
+@rows(GIVEN_AWAY)
+def cpu_view_given_away(world: World, view: Callable) -> Program:
+    """The caller writes to what a step has returned or left, and looks at all that shares it."""
+    cpu, holder = numbers(0, 3, 4), SimpleNamespace(left=None)
+    world.watch(cpu=cpu, holder=holder)
+
+    def function(x: torch.Tensor, n: int) -> list[Any]:
+        shown = view(cpu, n)
+        holder.left = shown[0]
+        return [x * 2, shown]
+
+    step = world.compile(function)
+    for n in range(3):
+        found = step(world.batch(n), n)
+        if world.changes:
+            last = found[1] if isinstance(found[1], torch.Tensor) else found[1][-1]
+            last.flatten()[0] = n
+            last.mul_(3)
+        yield found
+
+
+@row()
+def view_of_a_cpu_argument_given_away(world: World) -> Program:
+    step = world.compile(lambda x, cpu: [x * cpu[0], cpu[1:], cpu])
+    for n in range(3):
+        cpu = numbers(n, 3)
+        found = step(world.batch(n), cpu)
+        if world.changes:
+            found[1].zero_()
+        yield found, cpu, found[2] is cpu
+
+
+@row()
+def array_written_behind_from_numpy(world: World) -> Program:
+    scale = torch.ones(())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        array = np.zeros(3, np.float32)
+        shown = torch.from_numpy(array)
+        if world.changes:
+            array += 1
+        return x * (shown * scale).sum()
+
+    step = world.compile(function)
+    for i in range(2):
+        yield step(world.batch(i))
+        scale.add_(1)

@@ -709,3 +709,77 @@ def step_copied(world: World) -> Program:
         other = copy.deepcopy(step)
         world.change(lambda: model.weight.mul_(2))
         yield step(x), other(x)
+
+
+ARRAY_VIEWS: dict[str, Callable[[np.ndarray], Any]] = {
+    "slice": lambda a: a[1:],
+    "reversed_column": lambda a: a[::-1, 1],
+    "transposed": lambda a: a.T,
+    "as_integers": lambda a: a.view(np.int64),
+    "shown_by_a_tensor": lambda a: CPU.numpy()[1:],
+    "its_own": lambda a: (lambda made: [made, made[1:], made.T])(np.arange(6.0).reshape(2, 3)),
+}
+CPU = torch.zeros(3)
+
+
+@rows(
+    {
+        f"{name}_of_{how}": (f, how == "an_argument")
+        for name, f in ARRAY_VIEWS.items()
+        for how in ("a_captured_one", "an_argument")
+    }
+)
+def view_of_an_array_given_away(world: World, case: tuple) -> Program:
+    """The caller writes to what a step has returned or left, and looks at all that shares it."""
+    view, given = case
+    array, holder = np.arange(12.0).reshape(4, 3), SimpleNamespace(left=None)
+    CPU.zero_()
+    world.watch(array=array, holder=holder, cpu=CPU)
+
+    def function(x: torch.Tensor, own: np.ndarray) -> list[Any]:
+        shown = view(own if given else array)
+        holder.left = [shown]
+        return [x * 2, shown]
+
+    step = world.compile(function)
+    for n in range(3):
+        own = np.ones((6, 3))[n : n + 4]
+        found = step(world.batch(n), own)
+        if world.changes:
+            last = found[1][-1] if isinstance(found[1], list) else found[1]
+            last[0] = n + 5
+        yield found, own
+
+
+def _record(x: torch.Tensor) -> Any:
+    return SimpleNamespace(loss=x.sum(), more={})
+
+
+TWICE: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]] = {
+    "dict": (lambda x: {"loss": x.sum()}, lambda made: made.__setitem__("rate", 0.1)),
+    "list": (lambda x: [x.sum()], lambda made: made.append(0.1)),
+    "record": (_record, lambda made: made.more.update(rate=0.1)),
+    "array": (lambda x: np.zeros(3), lambda made: made.__setitem__(1, 0.1)),
+}
+
+
+@rows(TWICE)
+def returned_and_left(world: World, case: tuple) -> Program:
+    """One object that is a result, and in an attribute, a list of the caller's, another object."""
+    make, change = case
+    holder = SimpleNamespace(last=None, history=None)
+    world.watch(holder=holder)
+
+    def function(x: torch.Tensor, seen: list) -> Any:
+        made = holder.last = make(x)
+        holder.history = (made, 1)
+        seen.append(made)
+        return made
+
+    step = world.compile(function)
+    for i in range(3):
+        seen: list[Any] = []
+        found = step(world.batch(i), seen)
+        if world.changes:
+            change(found)
+        yield found, seen, [found is other for other in (holder.last, holder.history[0], *seen)]
