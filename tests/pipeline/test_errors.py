@@ -79,7 +79,7 @@ def test_stages_that_are_no_pipeline() -> None:
     for wrong in (stages[:1], [stages[0], stages[0]], []):
         with pytest.raises(xd.PipelineError, match="all stages of one pipeline"):
             xd.pipeline.PipelineSchedule(ScheduleGPipe, wrong, 2)
-    with pytest.raises(xd.PipelineError, match=r"no xla_dtensor\.PipelineStage"):
+    with pytest.raises(xd.PipelineError, match=r"no xla_dtensor\.pipeline\.PipelineStage"):
         xd.pipeline.PipelineSchedule(ScheduleGPipe, [PipelineStage.__new__(PipelineStage)], 2)  # type: ignore[list-item]
     with pytest.raises(xd.PipelineError, match="the class of a schedule"):
         xd.pipeline.PipelineSchedule("1F1B", stages, 2)
