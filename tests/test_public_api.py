@@ -47,10 +47,9 @@ def described(path: str, value: Any) -> Iterator[str]:
         yield f"{path}{signature(value)}" if ours else f"{path} = {named(value)}"
     elif type(value).__module__.startswith("xla_dtensor"):
         yield f"{path}: {type(value).__name__}"
-        attributes = (n for n in inspect.get_annotations(type(value)) if not n.startswith("_"))
-        yield from (f"    {name}" for name in attributes)
-        methods = sorted(n for n in vars(type(value)) if not n.startswith("_"))
-        yield from (f"    {member_text(name, vars(type(value))[name])}" for name in methods)
+        for name, member in sorted(vars(type(value)).items()):
+            if not name.startswith("_"):
+                yield f"    {member_text(name, member)}"
     else:
         yield f"{path}: {'module' if inspect.ismodule(value) else type(value).__name__}"
 

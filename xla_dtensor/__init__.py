@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xla_dtensor import integration
+from xla_dtensor.base.config import config
 from xla_dtensor.version import VERSION as __version__  # noqa: F401
 
 integration.install()
@@ -52,7 +53,6 @@ _LAZY = {
     "XLATensor": "xla_dtensor.tensors.device_tensor",
     "abstract": "xla_dtensor.plan",
     "compile": "xla_dtensor.compilation",
-    "config": "xla_dtensor.base.config",
     "distribute_module": "xla_dtensor.movement.factories",
     "distribute_tensor": "xla_dtensor.movement.factories",
     "explain": "xla_dtensor.debug",

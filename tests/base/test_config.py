@@ -155,10 +155,11 @@ def test_an_empty_variable_says_nothing(name: str) -> None:
 
 
 def test_no_variable_is_read_elsewhere() -> None:
-    """The package's other files name some in messages, and read none."""
-    for path in (ROOT / "xla_dtensor").rglob("*.py"):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            assert "XLA_DTENSOR_" not in line or "environ" not in line, f"{path}:{number}"
+    """Three other files have some in messages."""
+    files = (ROOT / "xla_dtensor").rglob("*.py")
+    naming = {f"{p.parent.name}/{p.name}" for p in files if "XLA_DTENSOR_" in p.read_text()}
+    in_messages = {"runtime/meeting.py", "runtime/distributed.py", "integration/torchtitan_step.py"}
+    assert naming == {"base/switches.py"} | in_messages
 
 
 # --- values --------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def test_numbers_and_paths_are_kept_in_one_way(config: Config, tmp_path: Path) -
 
 
 def test_types_are_those_of_the_table() -> None:
-    hints = typing.get_type_hints(Config)
+    hints = {n: h for n, h in typing.get_type_hints(Config).items() if not n.startswith("_")}
     assert list(hints) == list(SWITCHES)
     for name, switch in SWITCHES.items():
         if isinstance(switch.kind, OneOf):

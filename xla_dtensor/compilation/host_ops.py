@@ -13,20 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.number_functions import plain_number
-from xla_dtensor.base.python_numbers import is_number, is_pythons, like_a_number
 from xla_dtensor.base.traced_number import NumberNode
 from xla_dtensor.compilation.arguments import Arguments
-from xla_dtensor.compilation.doubles import MAKERS, body_of, call_with_numbers
+from xla_dtensor.compilation.host_reads import HostReads
 from xla_dtensor.compilation.trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.host_values import to_numpy
-from xla_dtensor.forms.views import is_at_traced, refuse_offset
 from xla_dtensor.tensors.of_form import Ours
 
 _Symbolic = torch.SymFloat | torch.SymInt
@@ -126,7 +123,7 @@ class HostOperations(TorchDispatchMode):
         # Values that the step's Python has looked at: (how to compute one, what it was, text).
         self.looked_at: list[tuple[Callable[[Arguments, list[Any]], Any], Any, str]] = []
         self.stand_ins = trace.stand_ins
-        self._functions = _HostReads(self)
+        self._functions = HostReads(self)
         # Tensors from outside that the step writes: (the tensor, its value before).
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Tensors that show a NumPy array: (the tensor, its content at first).
@@ -354,35 +351,7 @@ class HostOperations(TorchDispatchMode):
         return lambda arguments, results: results[operation][index]
 
 
-class _HostReads(TorchFunctionMode):
-    """Sees what hands out a CPU tensor's memory without an operation, and functions of torch's that
-    are given symbolic numbers."""
-
-    def __init__(self, operations: HostOperations) -> None:
-        super().__init__()
-        self._operations = operations
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and args and type(args[0]) in _PLAIN and args[0].device.type == "cpu":
-            self._operations.look(args[0], f"{func.__name__}()")
-        if func is torch.Tensor.storage_offset and is_at_traced(getattr(args[0], "_steps", ())):
-            refuse_offset()
-        if func in _BACKWARD and not torch._C._len_torch_function_stack():
-            # Python that runs in it (recomputation, the user's functions and hooks) is seen, too.
-            with self:
-                return body_of(func)(*args, **(kwargs or {}))
-        numbers = any(map(is_pythons, args)) or (kwargs and any(map(is_pythons, kwargs.values())))
-        if (numbers or func in MAKERS) and set(types) <= {torch.Tensor}:  # which functorch names
-            return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
-        # Code that asks for its type finds a float.
-        return like_a_number(result) if func is torch.Tensor.item and is_number(result) else result
-
-
 _ARRAY_WRITTEN = "the step writes to an array behind its torch.from_numpy(array): do it before that"
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
 
 
 def _present(x: Any) -> Any:

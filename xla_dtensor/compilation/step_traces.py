@@ -106,7 +106,23 @@ class StepTraces(BaseStep):
     ) -> Any:
         """What ``look`` sees of the program that a call with these arguments would run, which is
         lowered and not compiled; nothing runs, changes or is counted. State that the step's
-        optimizer makes is there while it looks."""
+        optimizer makes is there while it looks. `lower` and ``xd.plan`` are such looks.
+
+        Args:
+            args, kwargs: as of a call.
+            look: is given the program (`compilation.program.Program`).
+
+        Returns:
+            what ``look`` does.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            x = torch.ones(4, device="xla")
+            jaxpr = step.looked_at((x,), {}, lambda program: program.jaxpr)
+            assert "mul" in str(jaxpr) and step.traces == 0
+        """
         lazy.flush_all()
         arguments = self._arguments(args, kwargs)
         known = self._carried, self._counted, self._not_carried, self._left_alone, self._reads
