@@ -83,6 +83,7 @@ class WalkObjects(WalkCalled):
                 for name, value in inner.items():
                     if name not in place.carried:
                         self._walk(value, f"{path}.{name}")
+                self._note(f"the order in {path}.{part}", "order", tuple(inner))
         tables = [*_MODULE_HOOKS]
         if "state_dict" in self._names.attributes:
             tables += _SAVING

@@ -284,6 +284,7 @@ MEMBERS: dict[str, Change] = {
     "submodule_inserted": lambda w, m: m.insert(0, nn.Tanh()),
     "submodule_deleted": lambda w, m: m.__delitem__(1),
     "submodules_swapped": lambda w, m: m._modules.update({"1": m[2], "2": m[1]}),
+    "submodules_in_another_order": lambda w, m: m._modules.update({"1": m._modules.pop("1")}),
 }
 
 
@@ -401,6 +402,28 @@ def container(world: World, change: Callable[[World, Stack], Any]) -> Program:
     yield step(world.batch(0))
     yield step(world.batch(0))
     world.change(change, world, model)
+    yield step(world.batch(0))
+
+
+ORDERED: dict[str, nn.Module] = {
+    "modules": nn.ModuleDict({"a": nn.Tanh(), "b": nn.Softplus(), "c": nn.Sigmoid()}),
+    "parameters": nn.ParameterDict({"a": torch.ones(6), "b": torch.ones(6) * 2}),
+}
+
+
+@rows(ORDERED)
+def dict_in_another_order(world: World, ordered: nn.Module) -> Program:
+    table: Any = copy.deepcopy(ordered).to(world.device)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for value in table.values():
+            x = value(x) if isinstance(value, nn.Module) else x * value + 1
+        return x.detach()
+
+    step = world.compile(function)
+    yield step(world.batch(0))
+    yield step(world.batch(0))
+    world.change(lambda: table.update({"a": table.pop("a")}))
     yield step(world.batch(0))
 
 
