@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from xla_dtensor.base import sequence_order
+from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation.code_names import describe
+from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.identities import Same
+from xla_dtensor.compilation.reflection import referents
 from xla_dtensor.mesh import current_mesh
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -53,12 +59,38 @@ def global_state() -> tuple[Any, ...]:
         torch.get_autocast_dtype("xla") if on_xla else None,
         torch.get_autocast_dtype("cpu") if on_cpu else None,
         getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        _saving(),
         _modes() if _function_modes() or _dispatch_modes() else None,
         torch._C._is_torch_function_enabled(),
         sequence_order.current(),
         current_mesh(),
     )
+
+
+def saving_hooks() -> list[tuple[str, Any]]:
+    """The hooks through which autograd saves tensors, with how to call them; not those of
+    ``torch.utils.checkpoint``, which see none of a compiled step's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ == torch.utils.checkpoint.__name__:
+        return []
+    return [(f"the saved-tensor hook {describe(hook)}", hook) for hook in hooks]
+
+
+def _saving() -> Any:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return None
+    return tuple(_key_of_hook(hook) for _, hook in saving_hooks())
+
+
+def _key_of_hook(hook: Any) -> Any:
+    """Hooks that are made anew for each call are the same ones around the same things."""
+    if isinstance(hook, types.MethodType):
+        return _key_of_hook(hook.__func__), Same(hook.__self__)
+    if not isinstance(hook, types.FunctionType):
+        return Same(hook)
+    parts = [part for cell in hook.__closure__ or () for part in referents(cell)]
+    parts += hook.__defaults__ or ()
+    return hook.__code__, *(exact(x) if is_atom(x) else Same(x) for x in parts)
 
 
 _function_modes, _dispatch_modes = (

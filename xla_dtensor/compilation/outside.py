@@ -125,8 +125,8 @@ class Outside:
             return f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
         if getattr(tensor, "_storage_", None) is not self.storage:
             return (
-                f"the memory of {name}, which is another tensor's now (.data = or set_, or a "
-                "module's double(), half() or to())"
+                f"the memory of {name}, which is another tensor's now (.data = or set_, where "
+                "copy_() keeps the memory, or a module's double(), half() or to())"
             )
         if getattr(tensor, "_steps", ()) != self.steps:
             return f"what of its memory {name} shows"
