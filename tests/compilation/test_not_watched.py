@@ -234,3 +234,30 @@ def test_implementations_of_operators() -> None:
         stale_for_the_audit(function, lambda: scale.__setitem__(0, 5.0))
     finally:
         library._destroy()
+
+
+def test_hooks_of_autograds_nodes() -> None:
+    weight = torch.ones(2, device="xla", requires_grad=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        weight.grad = None
+        (weight * x).sum().backward()
+        return weight.grad * 1  # type: ignore[operator]
+
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    hook = lambda grads: (grads[0] * 3,)
+    assert values(xd.compile(function), lambda: node.register_prehook(hook)) == [1, 1]
+
+
+def test_functions_of_a_library() -> None:
+    factor = [2.0]
+    library = torch.library.Library("xla_dtensor_not_watched", "DEF")
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", lambda x: x * factor[0], "CompositeImplicitAutograd")
+    scaled = torch.ops.xla_dtensor_not_watched.scaled
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return scaled(x)
+
+    assert values(xd.compile(function), lambda: factor.__setitem__(0, 3.0)) == [2, 2]
+    stale_for_the_audit(function, lambda: factor.__setitem__(0, 4.0))

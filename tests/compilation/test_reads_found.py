@@ -172,7 +172,22 @@ def state_that_is_only_read(x: Any) -> Any:
     )
 
 
+def the_kernel_of_an_operator(x: Any) -> Any:
+    factor, name = [2.0], f"scaled_on_{x.device.type}"
+    operator = torch.library.custom_op(
+        f"xla_dtensor_reads::{name}",
+        lambda x: x * factor[0],
+        mutates_args=(),
+        schema="(Tensor x) -> Tensor",
+    )
+    operator.register_fake(torch.empty_like)
+    packet = getattr(torch.ops.xla_dtensor_reads, name)
+    # It is found by its name, as long as somebody holds it.
+    return (lambda x: packet(x)), lambda: (operator, factor.__setitem__(0, 5.0))
+
+
 SCRIPTS = [
+    the_kernel_of_an_operator,
     *(a_decorator_object, what_a_decorator_object_wraps, a_class_attribute_of_a_dict),
     *(a_class_attribute_of_a_list, an_attribute_put_on_a_parameter, subclasses, a_setter),
     *(whether_a_parameter_has_an_attribute, an_attribute_of_a_subclass, a_descriptors_setter),

@@ -20,7 +20,7 @@ from xla_dtensor.compilation.carried import each_once
 from xla_dtensor.compilation.consumed import nothing_consumed
 from xla_dtensor.compilation.effects import Surroundings, in_context_of_its_own
 from xla_dtensor.compilation.garbage import NewObjects
-from xla_dtensor.compilation.global_state import active_modes
+from xla_dtensor.compilation.global_state import active_modes, saving_hooks
 from xla_dtensor.compilation.history import History
 from xla_dtensor.compilation.host_ops import HostOperations
 from xla_dtensor.compilation.host_random import none_drawn
@@ -106,6 +106,7 @@ class Traced(TracedEffects):
             ("the step", function),
             *arguments.roots(),
             *active_modes(),
+            *saving_hooks(),
         ]
         self.names_of_carried = carried
         self._executed, self.fixed = recorder.executed(), fixed
@@ -219,7 +220,7 @@ class Traced(TracedEffects):
             for key, optimizer in watch.optimizers.items():
                 if "state" in watch.reads and key not in self.hooks.stepped:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
-            watch.check_caches()
+            watch.check()
             self._roots += watch.made_meanwhile()
             same = len(self._roots) == before and not watch.meets_installed
             self.watch = watch if same else self.look_again(watch)

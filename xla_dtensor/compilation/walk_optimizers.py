@@ -12,16 +12,18 @@ from torch.optim import optimizer as torch_optimizer
 from xla_dtensor.compilation.hyperparameters import is_input
 from xla_dtensor.compilation.places import Elements, Entries, Items, Slots
 from xla_dtensor.compilation.stepped import SteppedOptimizer, of_one
-from xla_dtensor.compilation.walk_classes import WalkClasses
+from xla_dtensor.compilation.walk_told import WalkTold
 
 
-class WalkOptimizers(WalkClasses):
+class WalkOptimizers(WalkTold):
     """What is found in optimizers; see `Watch`."""
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> None:
         """What the step's own code reads of it, and that of its class and its hooks; what else its
         ``step`` reads has guards of its own."""
         self._note(path, "optimizer", optimizer)
+        self._note(f"{path}'s class", "class", type(optimizer))
+        self._typed.append(optimizer)
         self._class(type(optimizer))
         own = vars(optimizer)
         wanted = [n for n in own if self._is_read(n) and n not in ("param_groups", "state")]

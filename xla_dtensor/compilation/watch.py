@@ -56,6 +56,7 @@ class Watch(WalkObjects):
         shared: queues, locks and semaphores found, with their paths: the step mustn't put, take,
             or leave them acquired.
         consumed: iterators found, with their paths: the step mustn't take from them.
+        scripted: modules of TorchScript's.
         random_sources: generators of random numbers that the step may draw from.
         optimizers: the optimizers found, by id.
         settings: the entries of their param groups, if the code names those: (``id`` of the group,
@@ -147,12 +148,15 @@ class Watch(WalkObjects):
             found += [(f"what {path} keeps", p) for p in inner if not isinstance(p, type)]
         return found
 
-    def check_caches(self) -> None:
+    def check(self) -> None:
         """Called after a trace.
 
         Raises:
-            DataDependentError: it has emptied a cache of a function.
+            DataDependentError: it has emptied a cache of a function, or changed what C++ holds of a
+                module.
         """
+        for scripted in self.scripted:
+            scripted.check()
         path = self.forgotten() if "cache_clear" in self._names.attributes else None
         if path is not None:
             raise DataDependentError(

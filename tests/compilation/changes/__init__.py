@@ -25,6 +25,7 @@ from tests.compilation.changes import (
     settings,
     stepping,
     structure,
+    told,
     unnamed,
 )
 from tests.compilation.changes._refused import REFUSED
@@ -69,5 +70,6 @@ __all__ = [
     "settings",
     "stepping",
     "structure",
+    "told",
     "unnamed",
 ]

@@ -718,3 +718,23 @@ def groups_of_other_sizes(world: World, case: tuple[Callable, dict]) -> Program:
     for i in range(5):
         yield step(world.batch(i))
     world.traced_at_most(2, step)
+
+
+class Careful(SGD):
+    """Steps in a way of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad.tanh(), alpha=0.5)
+
+
+@row()
+def another_class(world: World) -> Program:
+    model = mlp(world)
+    optimizer, step = trainer(world, model)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+    world.change(setattr, optimizer, "__class__", Careful)
+    yield step(world.batch(2))
+    yield step(world.batch(3))
