@@ -52,9 +52,7 @@ def slow(*more: str) -> int:
 def quick(*more: str) -> int:
     """One fast test in `QUICK`, the same ones each time, and those of the floors and the README."""
     whole = ["tests/test_layers.py", "tests/test_readme.py"]
-    return run("-m", "not slow", "--one-in", str(QUICK), "-q", "--durations=0", *more) or run(
-        *whole, "-q"
-    )
+    return run("-m", "not slow", "--one-in", str(QUICK), "-q", *more) or run(*whole, "-q")
 
 
 def audit(*more: str) -> int:

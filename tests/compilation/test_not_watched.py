@@ -247,17 +247,3 @@ def test_hooks_of_autograds_nodes() -> None:
     node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     hook = lambda grads: (grads[0] * 3,)
     assert values(xd.compile(function), lambda: node.register_prehook(hook)) == [1, 1]
-
-
-def test_functions_of_a_library() -> None:
-    factor = [2.0]
-    library = torch.library.Library("xla_dtensor_not_watched", "DEF")
-    library.define("scaled(Tensor x) -> Tensor")
-    library.impl("scaled", lambda x: x * factor[0], "CompositeImplicitAutograd")
-    scaled = torch.ops.xla_dtensor_not_watched.scaled
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return scaled(x)
-
-    assert values(xd.compile(function), lambda: factor.__setitem__(0, 3.0)) == [2, 2]
-    stale_for_the_audit(function, lambda: factor.__setitem__(0, 4.0))

@@ -56,7 +56,7 @@ class Executor:
         """
 
     def perform(self, plan: Any, call: Any) -> Any:
-        """The results of a call, by its plan (`execution.running.Plan`)."""
+        """The results of a call, by its plan (`execution.interfaces.Plan`)."""
         raise NotImplementedError
 
     def convert(self, tensor: Any, conversion: Any, form: Any) -> Any:

@@ -80,6 +80,22 @@ class Family:
             if call is not None:
                 yield call, self._programs_for(call, where)
 
+    def find(
+        self, arguments: Arguments
+    ) -> tuple[tuple[Arguments, Programs, Program] | None, tuple[str, Program] | None]:
+        """The program that fits, with the arguments that it takes and those that it is one of; and
+        the first one that doesn't, with the reason."""
+        missed: tuple[str, Program] | None = None
+        for call, programs in self.candidates(arguments):
+            for position, program in enumerate(programs):
+                if position and program.decides_otherwise(call):
+                    continue
+                why = program.mismatch(call)
+                if why is None:
+                    return (call, programs, program), missed
+                missed = missed or (why, program)
+        return None, missed
+
     def _places(self) -> dict[Any, list[Carried]]:
         """The places that programs take more arguments from, by what tells them from others, those
         of the latest first. Programs alone refer to them: to a place belongs an object."""

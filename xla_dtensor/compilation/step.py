@@ -102,27 +102,22 @@ class CompiledStep(StepTraces):
         family = self._families.get_or_make(arguments.key, Family)
         if arguments.lengths:
             family.takes(arguments.lengths)
-        missed: tuple[str, Program] | None = None
-        for call, programs in family.candidates(arguments):
-            for position, program in enumerate(programs):
-                if position and program.decides_otherwise(call):
-                    continue
-                why = program.mismatch(call)
-                if why is None:
-                    if position:
-                        programs.first(program)
-                    if arguments.padding is not None:
-                        check_lengths(program.traced.cuts or [], arguments.padding)
-                    self._last = call, program
-                    self._many.in_a_row = 0
-                    observer = events.observer
-                    if observer is not None:
-                        observer.compiled(self._name())
-                    if self._audit:
-                        self._look_again(program, call)
-                    return program.run(call)
-                missed = missed or (why, program)
-        return self._trace(arguments, family, missed)
+        found, missed = family.find(arguments)
+        if found is None:
+            return self._trace(arguments, family, missed)
+        call, programs, program = found
+        if programs.latest() is not program:
+            programs.first(program)
+        if arguments.padding is not None:
+            check_lengths(program.traced.cuts or [], arguments.padding)
+        self._last = call, program
+        self._many.in_a_row = 0
+        observer = events.observer
+        if observer is not None:
+            observer.compiled(self._name())
+        if self._audit:
+            self._look_again(program, call)
+        return program.run(call)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step's program for these arguments, not compiled and not run; nothing changes.

@@ -125,8 +125,8 @@ class StepTraces(BaseStep):
         """
         lazy.flush_all()
         arguments = self._arguments(args, kwargs)
-        known = self._carried, self._counted, self._not_carried, self._left_alone, self._reads
         with self._lock, tracing, self._checks:
+            known = self._carried, self._counted, self._not_carried, self._left_alone, self._reads
             self._not_carried, self._left_alone = dict(known[2]), set(known[3])
             try:
                 try:
@@ -149,22 +149,19 @@ class StepTraces(BaseStep):
         there = self._families.get(arguments.key) or Family()
         family = there.settings()
         family.takes(arguments.lengths)
-        missed: Program | None = None
-        for call, programs in there.candidates(arguments):
-            for position, program in enumerate(programs):
-                if position and program.decides_otherwise(call):
-                    continue
-                if program.mismatch(call) is None:
-                    family.dynamic = program.traced.dynamic
-                    family.positions = program.traced.trace.positions is not None
-                    self._carried = program.traced.names_of_carried
-                    return self._trace_once(arguments, family)
-                missed = missed or program
+        found, missed = there.find(arguments)
+        if found is not None:
+            traced = found[-1].traced
+            family.dynamic, self._carried = traced.dynamic, traced.names_of_carried
+            family.positions = traced.trace.positions is not None
+            return self._trace_once(arguments, family)
+        path: str | None = None
         if missed is not None:
-            self._take_changed(missed)
+            self._take_changed(missed[1])
+            path = missed[1].changed_path
         elif there.programs:
             family.varies(arguments)
-        return self._traced(arguments, family, None if missed is None else missed.changed_path)
+        return self._traced(arguments, family, path)
 
     def _take_changed(self, missed: Program) -> None:
         """Numbers outside of the step that have changed since a program was made are inputs."""

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.base.modes import unseen
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.plans.call import Call, Slot
+from xla_dtensor.execution.interfaces import Slot
+from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.lower import flatten_results
 from xla_dtensor.tensors.base import TensorMethods
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from xla_dtensor.base import rng
 from xla_dtensor.forms.form import Form
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where leaf ``index`` of a call stands in its arguments."""
+
+    index: int
 
 
 class Call(Protocol):
@@ -14,7 +22,7 @@ class Call(Protocol):
 
     Attributes:
         info: the overload (`plans.ops.OpInfo`).
-        args, kwargs: the arguments, in which a slot stands for each leaf.
+        args, kwargs: the arguments with each leaf replaced by its `Slot`.
         leaves: the tensors (ours or the CPU's) and the numbers that may vary, in order.
         forms: of each leaf its `Form`, or the Python type of a number.
         stream: where random numbers come from.

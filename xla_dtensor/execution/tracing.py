@@ -12,7 +12,7 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.number_functions import number_value
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import conditions
-from xla_dtensor.execution.interfaces import Call, Plan
+from xla_dtensor.execution.interfaces import Call, Plan, Slot
 from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import constant_recipe, read
@@ -169,10 +169,9 @@ def _of_one(call: Call, leaves: list[Any]) -> Any:
         return None
 
     def text(value: Any) -> Any:
-        index = getattr(value, "index", None)
-        if not isinstance(index, int):  # no slot
+        if not isinstance(value, Slot):
             return repr(value)
-        leaf = leaves[index]
+        leaf = leaves[value.index]
         return repr(leaf) if isinstance(leaf, _NUMBERS) else id(leaf)
 
     parts: list[Any] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,19 +13,12 @@ from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.generator import stream_of
 from xla_dtensor.base.python_numbers import is_number, like_a_number
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.views import leave_open
 from xla_dtensor.plans.ops import DROPPED, OpInfo
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where leaf ``index`` of a call stands in its arguments."""
-
-    index: int
-
 
 _slot = functools.cache(Slot)
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from xla_dtensor.base import executor
 from xla_dtensor.execution.conditions import Checked, raise_if_wrong
+from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.bounds import bounds_of
-from xla_dtensor.plans.call import Call, Slot
+from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.ops import info_of
 
 

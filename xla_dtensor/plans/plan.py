@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import leave_open
-from xla_dtensor.plans.call import Call, Slot
+from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.computation import Computation, Write
 from xla_dtensor.plans.conditions import conditions_of
 from xla_dtensor.plans.cut import cut_of
