@@ -9,15 +9,17 @@ counter) can't be had that way, and is refused.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import operator
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from xla_dtensor.base.python_numbers import present_value
+from xla_dtensor.base.python_numbers import is_number, present_value
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.carried import Carried
 from xla_dtensor.compilation.found import is_atom, same_atom
@@ -161,10 +163,14 @@ class Surroundings:
         """Let the step find ``value`` in a place. If it is there at the end, nothing is changed."""
         place, key = carried.place, carried.key
         before = self._held.get(place.container, {}).get(key, MISSING)
-        if before is not MISSING and place.at(key) is not before:
-            self.others.add(place.label(key))  # since the call has read it
-        else:
-            self.put(place, key, value)
+        with _no_other_thread():
+            now = place.at(key)
+            moved = before is not MISSING and now is not before
+            # The number was read with the call's arguments, and `before` a little later.
+            if moved or (is_number(value) and not _same(present_value(value), now)):
+                self.others.add(place.label(key))
+            else:
+                self.put(place, key, value)
 
     def put(self, place: Place, key: Any, value: Any) -> None:
         """The same, whatever another thread has made of it."""
@@ -228,8 +234,10 @@ class Surroundings:
             others = self._of_other_threads(place, before, after)
             for key, planted in self._planted_in(place).items():
                 if key in others:  # what another thread has made of it stays, as a number
-                    present = place.at(key)
-                    place.put({key: before[key] if present is planted else present_value(present)})
+                    with _no_other_thread():
+                        present = place.at(key)
+                        own = present is planted
+                        place.put({key: before[key] if own else present_value(present)})
             after |= others
             if list(before) != list(after):
                 place.replace(before)
@@ -251,6 +259,19 @@ class Surroundings:
         if names is None or (self._threads == 1 and len(sys._current_frames()) == 1):
             return {}
         return {key: before[key] for key in after if key not in names and key in before}
+
+
+@contextlib.contextmanager
+def _no_other_thread() -> Iterator[None]:
+    """Let no other thread run Python between a look at a place and what is put there: Python has no
+    "replace it if it is still this", and what the other has written in between would be lost."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # seconds
+    time.sleep(0)  # who has waited for the old interval has its turn before
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _is_untouched(before: dict[Any, Any], now: dict[Any, Any]) -> bool:

@@ -42,7 +42,7 @@ from xla_dtensor.mesh import Frame
 from xla_dtensor.plans.ops import info_of
 from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray, traced
-from xla_dtensor.tensors.base import grad_of, set_grad_of
+from xla_dtensor.tensors.base import TensorMethods, grad_of, set_grad_of
 
 # What marks of reads are called, in front of their number.
 READ = "xla_dtensor reads "
@@ -421,5 +421,9 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
             outside.forget_writes()
         for outside in found:
             tensor = outside.get()
-            if tensor is not None and outside.is_leaf and grad_of(tensor) is not outside.grad:
+            if tensor is None or not outside.is_leaf or grad_of(tensor) is outside.grad:
+                continue
+            # The step sets the gradient of what it uses, or has said so (`sets_grad`). That of
+            # another leaf of ours has been set by another thread, which trains another model.
+            if id(tensor) in self.outside or not isinstance(tensor, TensorMethods):
                 set_grad_of(tensor, outside.grad)
