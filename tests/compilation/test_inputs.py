@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -132,6 +134,38 @@ def test_schedulers_stepped_in_the_step(
         assert getattr(schedule, counter, 0) == getattr(reference_schedule, counter, 0)
     assert_same_parameters(reference, model)
     assert compiled.compilations == 1
+
+
+READS_OF_SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "get_last_lr": lambda schedule: schedule.get_last_lr()[0],
+    "last_epoch": lambda schedule: schedule.last_epoch,
+    "state_dict": lambda schedule: schedule.state_dict()["last_epoch"],
+}
+
+
+@pytest.mark.parametrize("scheduler", ["step", "user's"])
+@pytest.mark.parametrize("read", READS_OF_SCHEDULES)
+def test_schedules_read_in_the_step_that_moves_them(
+    mesh_2x4: DeviceMesh, scheduler: str, read: str
+) -> None:
+    """Before it is moved it is what it is; afterwards the step's program must have run."""
+    seen: dict[str, list[Any]] = {}
+    for name, model in zip(("cpu", "xla"), twin_models(mesh_2x4), strict=True):
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = IN_THE_STEP[scheduler](opt)
+
+        def step(before: bool, opt: Any = opt, schedule: Any = schedule) -> Any:
+            found = READS_OF_SCHEDULES[read](schedule) if before else None
+            opt.step()
+            schedule.step()
+            return found if before else READS_OF_SCHEDULES[read](schedule)
+
+        call = xd.compile(step) if name == "xla" else step
+        seen[name] = [call(True) for _ in range(5)]
+        if name == "xla":
+            with pytest.raises(xd.DataDependentError, match="puts off until its program has run"):
+                call(False)
+    assert seen["xla"] == seen["cpu"]
 
 
 def test_a_scheduler_that_takes_the_loss_is_refused(mesh_2x4: DeviceMesh) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import xla_dtensor as xd
+
 VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: x.narrow(0, 1, 2),
     lambda x: x.reshape(2, 8)[1],
@@ -45,6 +47,70 @@ def test_writes_through_views_below_a_custom_op() -> None:
 
     x = torch.randn(4, 3)
     torch.testing.assert_close(fill_part(x.to("xla")).cpu(), fill_part(x))
+
+
+FACTOR = [1.0]
+
+
+@torch.library.custom_op("xla_dtensor_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTOR[0]
+
+
+scaled.register_fake(torch.empty_like)
+scaled.register_autograd(lambda ctx, grad: grad * FACTOR[0])
+
+
+@torch.library.custom_op("xla_dtensor_tests::shifted_", mutates_args={"x"})
+def shifted_(x: torch.Tensor) -> None:
+    x.add_(FACTOR[0])
+
+
+LIBRARY = torch.library.Library("xla_dtensor_tests", "FRAGMENT")
+LIBRARY.define("by_hand(Tensor x) -> Tensor")
+LIBRARY.impl("by_hand", lambda x: x * FACTOR[0], "CompositeExplicitAutograd")
+
+
+def with_gradient(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(scaled(x).square().sum(), x)
+    return grad
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    written = x.clone()
+    shifted_(written[:, 1:])
+    return written
+
+
+KERNELS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "result": lambda x: scaled(x),
+    "gradient": with_gradient,
+    "in place": in_place,
+    "by hand": lambda x: torch.ops.xla_dtensor_tests.by_hand(x),
+}
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda function: function,
+    "compiled": xd.compile,
+    "replay": lambda function: xd.compile(function, watch="replay"),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_kernel_reads_is_read_in_each_call(
+    way: str, kernel: str, mesh_2x4: DeviceMesh
+) -> None:
+    """Somebody's Python isn't a function of its arguments alone."""
+    if (kernel, way) == ("by hand", "compiled"):
+        pytest.skip("docs/compile.md: what Library.impl is given isn't watched")
+    plain = torch.arange(16.0).view(4, 4)
+    ours = distribute_tensor(plain, mesh_2x4, [Shard(0), Replicate()])
+    function = WAYS[way](KERNELS[kernel])
+    for FACTOR[0] in (2.0, 3.0, 2.0):
+        got, want = function(ours), KERNELS[kernel](plain)
+        torch.testing.assert_close(got.full_tensor().cpu(), want)
+        assert got.placements == (Shard(0), Replicate())
 
 
 def test_tensor_split_by_a_tensor_of_the_mesh(mesh_2x4: DeviceMesh) -> None:

@@ -40,6 +40,10 @@ Plant = Callable[[Place, Any, Any], None]
 """Puts something into a place for the time of a trace."""
 
 
+# What torch itself knows of a tensor and few steps ask for.
+_ASKED = frozenset({"_version", "is_inference"})
+
+
 class Arguments:
     """The arguments of one call.
 
@@ -81,7 +85,7 @@ class Arguments:
         reads: frozenset[str] | None = frozenset(),
     ) -> None:
         self.args, self.kwargs, self._reads = args, kwargs, reads
-        self._versions = reads is not None and "_version" in reads
+        self._asked = _ASKED & (reads or frozenset())
         self.values: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.numbers: dict[int, int | float] = {}
@@ -165,14 +169,18 @@ class Arguments:
             value.requires_grad and value.is_leaf,
             tuple(map(Same, hooks)),
             None
-            if value.__dict__.keys() <= OWN_ATTRIBUTES and not self._versions
+            if value.__dict__.keys() <= OWN_ATTRIBUTES and not self._asked
             else self._attributes(value),
         )
 
     def _attributes(self, value: Any) -> Any:
         """What the user has put on a tensor, as far as the step's code may read it."""
         own, reads = value.__dict__, self._reads
-        found = value._version if self._versions and not value.is_inference() else None
+        found = None
+        if self._asked:
+            inference = value.is_inference()
+            counted = "_version" in self._asked and not inference
+            found = "is_inference" in self._asked and inference, value._version if counted else 0
         if own.keys() <= OWN_ATTRIBUTES:
             return found
         names = sorted(own.keys() - OWN_ATTRIBUTES)

@@ -14,14 +14,15 @@ from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DataDependentError
 
 # What a scheduler's step changes.
-SCHEDULE = frozenset({"get_last_lr", "_last_lr", "last_epoch", "_step_count"})
+_SCHEDULE = ("_last_lr", "last_epoch", "_step_count")
 
 
 class DeferredSchedulers:
     """While it is entered, ``scheduler.step()`` of torch's learning rate schedulers is put off.
 
     It changes hyperparameters, which are read before each call of the step: after the step's
-    program has run, the calls that were put off are made, in every call.
+    program has run, the calls that were put off are made, in every call. What the step reads of
+    such a scheduler afterwards would be the value from before: it is refused.
 
     Attributes:
         calls: (scheduler, the class's own step, arguments), in order.
@@ -31,23 +32,66 @@ class DeferredSchedulers:
     def __init__(self) -> None:
         self.put_off: Callable[[Any], None] | None = None
         self.calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
-        self._patched: list[tuple[type, Any]] = []
+        self._patched: list[tuple[type, str, Any]] = []
         self._trace: Any = None
 
     def __enter__(self) -> DeferredSchedulers:
         self._trace = executor.trace()
         for cls in {lr_scheduler.LRScheduler, *_subclasses(lr_scheduler.LRScheduler)}:
-            step = cls.__dict__.get("step")
-            if step is not None:
-                self._patched.append((cls, step))
-                cls.step = self._deferring(cls, step)
+            for name, patched in (("step", self._deferring), ("state_dict", self._reading)):
+                own = cls.__dict__.get(name)
+                if own is not None:
+                    self._patched.append((cls, name, own))
+                    setattr(cls, name, patched(own))
+        for name in _SCHEDULE:
+            setattr(lr_scheduler.LRScheduler, name, self._watched(name))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for cls, step in self._patched:
-            cls.step = step  # type: ignore[attr-defined]
+        for cls, name, own in self._patched:
+            setattr(cls, name, own)
+        for name in _SCHEDULE:
+            delattr(lr_scheduler.LRScheduler, name)
 
-    def _deferring(self, cls: type, step: Any) -> Any:
+    def _watched(self, name: str) -> property:
+        """An attribute of schedulers, which stays where it is: in the object's ``__dict__``."""
+
+        def get(scheduler: Any) -> Any:
+            self._check(scheduler, name)
+            try:
+                return scheduler.__dict__[name]
+            except KeyError:
+                raise AttributeError(
+                    f"{type(scheduler).__name__!r} object has no attribute {name!r}"
+                ) from None
+
+        def put(scheduler: Any, value: Any) -> None:
+            scheduler.__dict__[name] = value
+
+        return property(get, put, lambda scheduler: scheduler.__dict__.pop(name))
+
+    def _reading(self, state_dict: Any) -> Any:
+        def checked(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            self._check(scheduler, "state_dict()")
+            return state_dict(scheduler, *args, **kwargs)
+
+        checked.__wrapped__ = state_dict  # type: ignore[attr-defined]
+        return checked
+
+    def _check(self, scheduler: Any, name: str) -> None:
+        """Refuse that ``name`` is read of a scheduler whose step has been put off, or that of
+        another one of its optimizer (which may step this one, as a `ChainedScheduler` does)."""
+        if executor.trace() is not self._trace:
+            return
+        own = getattr(scheduler, "optimizer", None)
+        if any(s is scheduler or getattr(s, "optimizer", s) is own for s, *_ in self.calls):
+            raise DataDependentError(
+                f"the step calls {type(scheduler).__name__}.step(), which a compiled step puts off "
+                f"until its program has run, and then reads {name}, which would be the value from "
+                f"before: read it outside of the step{user_line()}"
+            )
+
+    def _deferring(self, step: Any) -> Any:
         def deferred(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if executor.trace() is not self._trace or self._trace is None:
                 return step(scheduler, *args, **kwargs)

@@ -31,7 +31,7 @@ from xla_dtensor.compilation.objects import MadeObjects
 from xla_dtensor.compilation.optimizers import OptimizerHooks
 from xla_dtensor.compilation.recipes import Template
 from xla_dtensor.compilation.saving import unseen_by_checkpoint
-from xla_dtensor.compilation.schedulers import SCHEDULE, DeferredSchedulers
+from xla_dtensor.compilation.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.stepped import ReadState
 from xla_dtensor.compilation.threads import none_started
 from xla_dtensor.compilation.trace import StepTrace
@@ -293,13 +293,6 @@ class Traced(TracedEffects):
                 "backward() in the compiled step reaches an argument that was computed before it: "
                 "it would go on there when the step is traced, and in no later call; compute that "
                 "inside of the step, too, or call backward() outside, on the step's result"
-            )
-        if self.schedulers.calls and watch.reads & SCHEDULE:
-            raise DataDependentError(
-                f"the step calls {type(self.schedulers.calls[0][0]).__name__}.step(), which a "
-                "compiled step puts off until its program has run, and reads "
-                f"{sorted(watch.reads & SCHEDULE)}, which would be the value from before: read it "
-                "outside of the step"
             )
         for outside in trace.outside.values():
             changed = outside.changed(but_requires_grad=True)

@@ -20,7 +20,7 @@ from xla_dtensor.lowering import (
 )
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.one_mesh import on_one_mesh
-from xla_dtensor.plans.ops import info_of
+from xla_dtensor.plans.ops import composition, info_of
 from xla_dtensor.plans.plan import Plan, mutated_leaves
 from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.runtime import agreement
@@ -60,7 +60,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return result
     if info.taken_apart:
         # Autograd's kernels do so, but aren't asked in inference mode and below other kernels.
-        return func.decompose(*args, **kwargs)
+        return composition(func)(*args, **kwargs)
     call = Call(info, args, kwargs)
     while running.joins(call):
         call = Call(info, args, kwargs)

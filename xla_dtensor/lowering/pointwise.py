@@ -88,6 +88,7 @@ _SAME_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "abs": jnp.abs,
     "bitwise_not": jnp.bitwise_not,
     "clone": lambda x: x,
+    "_lazy_clone": lambda x: x,
     "conj_physical": jnp.conj,
     "_conj_physical": jnp.conj,
     "logical_not": lambda x: x == 0,

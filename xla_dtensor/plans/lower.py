@@ -17,7 +17,7 @@ from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.plans.alike import once_for_alike
-from xla_dtensor.plans.ops import OpInfo
+from xla_dtensor.plans.ops import OpInfo, composition
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 # (results that alias no argument, new values of the mutated arguments), both flat
@@ -79,7 +79,7 @@ def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
         if func in table:
             return table[func]
     if info.taken_apart:
-        return func.decompose
+        return composition(func)
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.CompositeExplicitAutograd):
         return lambda *args, **kwargs: func._op_dk(key.CompositeExplicitAutograd, *args, **kwargs)
     if func in decomposition_table:

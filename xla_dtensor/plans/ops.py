@@ -14,6 +14,8 @@ from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_vie
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.lowering.meta import shapes_of
+from xla_dtensor.rules import changes as rules_changes
+from xla_dtensor.rules import find_registration
 
 # Where and how a result is stored is the runtime's business, not a lowering's.
 DROPPED = frozenset(
@@ -53,8 +55,9 @@ class OpInfo:
         is_out: whether the arguments written are ``out=`` ones, which torch resizes.
         may_contract: whether it may contain a matrix product, whose precision is a setting of
             torch's.
-        taken_apart: whether it is torch's composition of other operations, which may give views
-            (``reshape``), end on the host (``item``) or read values on the way (``cov``).
+        taken_apart: whether it is a composition of other operations: torch's, which may give views
+            (``reshape``), end on the host (``item``) or read values on the way (``cov``), or one
+            in Python (`kernel_in_python`), unless it has a rule for its layouts.
         makes_like: whether it makes a tensor like another one, whose values it doesn't read.
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.
@@ -96,9 +99,11 @@ _CONVERTED = {
     "threshold": ("threshold", "value"),
     "scalar_tensor": ("s",),
 }
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
 _infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
 lowering_changes.listen(_infos.clear)
+rules_changes.listen(_infos.clear)
 
 
 def info_of(func: Any) -> OpInfo:
@@ -149,7 +154,7 @@ def _make(func: Any) -> OpInfo:
         returns_lists=tuple("List[" in str(r.type) for r in schema.returns),
         is_out=any(map(_is_out, schema.arguments)),
         may_contract=view is None and torch.Tag.pointwise not in func.tags,
-        taken_apart=view is None and lowering is None and _is_composite(func),
+        taken_apart=view is None and lowering is None and _is_taken_apart(func),
         makes_like=is_(Kind.LIKE, name),
         counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
         routes=() if (handler := SPECIAL.get(name)) is None else (handler,),
@@ -183,8 +188,29 @@ def _is_symbolic(type_name: str, lowering: Lowering | None) -> bool:
     return type_name in ("float", "Optional[float]") and lowering.symbolic_floats
 
 
-def _is_composite(func: Any) -> bool:
+def _is_taken_apart(func: Any) -> bool:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return _has_kernel(func, key) or (kernel_in_python(func) and find_registration(func) is None)
+
+
+def kernel_in_python(func: Any) -> bool:
+    """Whether its kernel for all devices is somebody's Python (``torch.library``), which may read
+    and do anything: it is run in each call."""
+    namespace, name = func.name().split("::")
+    kernel = f"{namespace}/{name}/{_EXPLICIT.name}"
+    return kernel in torch.library._impls and _has_kernel(func, _EXPLICIT)
+
+
+def composition(func: Any) -> Callable[..., Any]:
+    """What an overload that is taken apart does, as a function of tensors."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if _has_kernel(func, key):
+        decompose: Callable[..., Any] = func.decompose
+        return decompose
+    return lambda *args, **kwargs: func._op_dk(_EXPLICIT, *args, **kwargs)
+
+
+def _has_kernel(func: Any, key: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 

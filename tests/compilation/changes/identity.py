@@ -310,6 +310,17 @@ def versions_of_arguments(world: World) -> Program:
 
 
 @row()
+def an_argument_made_in_inference_mode(world: World) -> Program:
+    step = world.compile(lambda x: x * (2 if x.is_inference() else 3))
+    given = [world.batch(0)]
+    with torch.inference_mode():
+        other = world.batch(0)
+    yield step(given[0])
+    world.change(given.__setitem__, 0, other)
+    yield step(given[0])
+
+
+@row()
 def version_of_a_captured_tensor(world: World) -> Program:
     w = world.batch(1)
     start = w._version
