@@ -218,25 +218,31 @@ def test_modules_of_made_up_names(monkeypatch: pytest.MonkeyPatch) -> None:
     stale_for_the_audit(function, lambda: setattr(other, "scale", 5.0))
 
 
-def test_implementations_of_operators() -> None:
-    """torch's dispatcher, which is C++, keeps what `torch.library.Library.impl` was given."""
-    scale = [2.0]
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_another_implementation_of_an_operator() -> None:
+    """torch's dispatcher, which is C++, keeps what `torch.library.Library.impl` was given. (What
+    that reads is watched.)"""
     library = torch.library.Library("xla_dtensor_not_watched", "DEF")
     library.define("scaled(Tensor x) -> Tensor")
-    library.impl("scaled", lambda x: x * scale[0], "CompositeImplicitAutograd")
+    library.impl("scaled", lambda x: x * 2, "CompositeImplicitAutograd")
     operator = torch.ops.xla_dtensor_not_watched.scaled
+    other = torch.library.Library("xla_dtensor_not_watched", "IMPL")
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return operator(x)
 
+    def change() -> None:
+        other.impl("scaled", lambda x: x * 3, "CompositeImplicitAutograd", allow_override=True)
+
     try:
-        assert values(xd.compile(function), lambda: scale.__setitem__(0, 3.0)) == [2, 2]
-        stale_for_the_audit(function, lambda: scale.__setitem__(0, 5.0))
+        assert values(xd.compile(function), change) == [2, 2]
     finally:
+        other._destroy()
         library._destroy()
 
 
 def test_hooks_of_autograds_nodes() -> None:
+    """Another one. (What those read that were there is watched.)"""
     weight = torch.ones(2, device="xla", requires_grad=True)
 
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from xla_dtensor.compilation.kinds import (
 from xla_dtensor.compilation.kinds_of_code import Stream, without_cells
 from xla_dtensor.compilation.outside import hooks_of
 from xla_dtensor.compilation.places import UNREAD, Attributes, Place
+from xla_dtensor.compilation.readers import ReadsMore
 from xla_dtensor.compilation.reflection import is_strict, own_of
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 from xla_dtensor.tensors.device_tensor import XLATensor
@@ -180,7 +181,7 @@ class Arguments:
         if self._asked:
             inference = value.is_inference()
             counted = "_version" in self._asked and not inference
-            found = "is_inference" in self._asked and inference, value._version if counted else 0
+            found = inference, value._version if counted else 0
         if own.keys() <= OWN_ATTRIBUTES:
             return found
         names = sorted(own.keys() - OWN_ATTRIBUTES)
@@ -398,11 +399,3 @@ class Arguments:
         """What differs from another call, in words; None if nothing but numbers does."""
         names = self.names()
         return difference(self, other, names[: len(self.key[1])], names[len(self.key[1]) :])
-
-
-class ReadsMore(BaseException):
-    """A step reads attributes of tensors among its arguments that it wasn't known to read: the call
-    has another key. No error of the step's."""
-
-    def __init__(self, reads: frozenset[str] | None) -> None:
-        self.reads = reads

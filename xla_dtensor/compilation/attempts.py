@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from xla_dtensor.base import interrupts
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.host_random import OWN, MaybeAnotherThread
-from xla_dtensor.compilation.installed import Recorder
+from xla_dtensor.compilation.installed import Recorder, functions_of
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
@@ -70,22 +72,23 @@ def _trace(
     carried: frozenset[str],
     positions: Positions | None = None,
 ) -> Traced:
-    """A trace of a step that knew what it may change: if it comes to code of installed packages for
-    the first time, it may not be the first one. One more may be needed for `host_random`, and one
-    where the step's Python can't do with hyperparameters that are inputs."""
+    """A trace of a step that knew what it may change: if it comes to code of installed packages, or
+    to code that torch calls, for the first time, it may not be the first one. One more may be
+    needed for `host_random`, and one where the step's Python can't do with hyperparameters that are
+    inputs."""
+    attempt_with = functools.partial(Traced, function, arguments, dynamic, carried, positions)
     fixed = False
+    unmet: list[FunctionType] = []
     while True:
         recorder = Recorder()
         attempt = Attempt()
         try:
             try:
-                traced = Traced(function, arguments, dynamic, carried, recorder, positions, fixed)
+                traced = attempt_with(recorder, fixed, unmet)
             except MaybeAnotherThread:
                 token = OWN.set(True)
                 try:
-                    traced = Traced(
-                        function, arguments, dynamic, carried, recorder, positions, fixed
-                    )
+                    traced = attempt_with(recorder, fixed, unmet)
                 finally:
                     OWN.reset(token)
         except Exception as error:
@@ -96,6 +99,8 @@ def _trace(
                     raise
                 fixed = True
         else:
-            if not traced.unforeseen:
+            met = [f for f in functions_of(recorder.unmet) if f not in unmet]
+            if not (traced.unforeseen or met):
                 return traced
             traced.undo()
+            unmet += met

@@ -9,10 +9,11 @@ from typing import Any
 from jax._src import source_info_util
 
 from xla_dtensor.base.source_line import is_users
-from xla_dtensor.compilation.arguments import Arguments, ReadsMore
+from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.attempts import trace
 from xla_dtensor.compilation.found import is_atom
 from xla_dtensor.compilation.jaxpr_text import text_of
+from xla_dtensor.compilation.readers import ReadsMore
 from xla_dtensor.compilation.recipes import Built, Computed
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.errors import StaleStepError

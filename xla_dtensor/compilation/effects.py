@@ -167,7 +167,8 @@ class Surroundings:
             now = place.at(key)
             moved = before is not MISSING and now is not before
             # The number was read with the call's arguments, and `before` a little later.
-            if moved or (is_number(value) and not _same(present_value(value), now)):
+            read = present_value(value) if is_number(value) else now
+            if moved or not (read is now or _same(read, present_value(now))):
                 self.others.add(place.label(key))
             else:
                 self.put(place, key, value)

@@ -76,3 +76,11 @@ def names_of_reader(name: str) -> Names:
         others_globals=name in EVALUATES or name in TABLES,
         environment=name in ENVIRONMENT,
     )
+
+
+class ReadsMore(BaseException):
+    """A step reads attributes of tensors among its arguments that it wasn't known to read: the call
+    has another key. No error of the step's."""
+
+    def __init__(self, reads: frozenset[str] | None) -> None:
+        self.reads = reads

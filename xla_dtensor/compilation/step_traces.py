@@ -9,7 +9,7 @@ from typing import Any
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.keys import exact
 from xla_dtensor.base.thread_state import tracing
-from xla_dtensor.compilation.arguments import Arguments, ReadsMore
+from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.attempts import Attempt, trace
 from xla_dtensor.compilation.base_step import BaseStep
 from xla_dtensor.compilation.buckets import (
@@ -25,6 +25,7 @@ from xla_dtensor.compilation.effects import counter_refused, is_counted_on
 from xla_dtensor.compilation.family import Family
 from xla_dtensor.compilation.numbers import Changed, Decision
 from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.readers import ReadsMore
 from xla_dtensor.compilation.traced import Traced
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.execution import lazy

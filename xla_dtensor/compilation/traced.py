@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from xla_dtensor.base.python_numbers import like_a_number
 from xla_dtensor.compilation.arguments import Arguments
 from xla_dtensor.compilation.asked_ids import AskedIds
 from xla_dtensor.compilation.carried import each_once
+from xla_dtensor.compilation.code_names import describe
 from xla_dtensor.compilation.consumed import nothing_consumed
 from xla_dtensor.compilation.effects import Surroundings, in_context_of_its_own
 from xla_dtensor.compilation.garbage import NewObjects
@@ -83,9 +85,10 @@ class Traced(TracedEffects):
         arguments: Arguments,
         dynamic: frozenset[int],
         carried: frozenset[str],
+        positions: Positions | None,
         recorder: Recorder,
-        positions: Positions | None = None,
-        fixed: bool = False,
+        fixed: bool,
+        unmet: Sequence[FunctionType],
     ) -> None:
         caller = arguments.given
         arguments = caller.without_history()
@@ -107,6 +110,7 @@ class Traced(TracedEffects):
             *arguments.roots(),
             *active_modes(),
             *saving_hooks(),
+            *((f"{describe(function)}, which torch calls", function) for function in unmet),
         ]
         self.names_of_carried = carried
         self._executed, self.fixed = recorder.executed(), fixed
@@ -172,7 +176,7 @@ class Traced(TracedEffects):
                     executor.running(trace),
                     torch.autograd.set_multithreading_enabled(False),
                     jax.enable_x64(True),
-                    recorder.recording(watch.meets_installed),
+                    recorder.recording(watch.meets_installed, watch.codes),
                 ):
                     self._made = MadeObjects(
                         new,

@@ -201,6 +201,7 @@ class Walk:
         self._large: list[Any] = []
         self._seen = {}
         self._placed_globals: set[int] = set()
+        self.codes: set[types.CodeType] = set()
         self._seen_classes: set[type] = set()
         self.consumed: list[tuple[Any, str]] = []
         self.shared: list[tuple[Any, str]] = []

@@ -35,6 +35,7 @@ class WalkCode(Walk):
 
     def _function(self, function: types.FunctionType, path: str) -> None:
         code = function.__code__
+        self.codes.add(code)
         self._note(path, "function", code)
         module = function.__globals__.get("__name__")
         wrapped = function.__dict__.get("__wrapped__")

@@ -64,6 +64,7 @@ class Watch(WalkObjects):
         carried: the places found of those that each call takes its values from.
         inside: the lists, dicts and objects that are part of what is there (`Place.container`).
         meets_installed: whether the code names any of installed packages.
+        codes: the code of all functions found.
     """
 
     def __init__(

@@ -94,6 +94,54 @@ def another_function_registered(world: World) -> Program:
         default_collate_fn_map[Box] = before
 
 
+_LIBRARY = torch.library.Library("xla_dtensor_changes", "DEF")
+_LIBRARY.define("scaled(Tensor x) -> Tensor")
+_LIBRARY.define("taken_apart(Tensor x) -> Tensor")
+_LIBRARY.impl("scaled", lambda x: x * FACTOR[0], "CompositeExplicitAutograd")
+_LIBRARY.impl("taken_apart", lambda x: x * FACTOR[0], "CompositeImplicitAutograd")
+
+
+def _node_with_a_hook(leaf: torch.Tensor) -> Any:
+    factor = FACTOR
+    node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_prehook(lambda grads: (grads[0] * factor[0],))
+    return node
+
+
+@row()
+def number_of_a_hook_of_a_node(world: World) -> Program:
+    FACTOR[:] = [2.0]
+    leaf = torch.ones_like(world.batch(0)).requires_grad_()
+    node = _node_with_a_hook(leaf)
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        leaf.grad = None
+        (leaf * x).sum().backward()
+        return leaf.grad * 1  # type: ignore[operator]
+
+    step = world.compile(gradient)
+    yield step(world.batch(0))
+    world.change(FACTOR.__setitem__, 0, 5.0)
+    yield step(world.batch(0))
+    del node
+
+
+@rows(
+    {
+        "implementation": lambda x: torch.ops.xla_dtensor_changes.scaled(x),
+        "composition": lambda x: torch.ops.xla_dtensor_changes.taken_apart(x),
+    }
+)
+def number_of_an_operator(world: World, use: Callable) -> Program:
+    """torch's dispatcher, which is C++, keeps the function."""
+    FACTOR[:] = [2.0]
+    step = world.compile(lambda x: use(x))
+    yield step(world.batch(0))
+    world.change(FACTOR.__setitem__, 0, 5.0)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+
+
 def _of_metadata(settings: Any, x: torch.Tensor) -> torch.Tensor:
     return x * sum(field.metadata["factor"] for field in dataclasses.fields(settings))
 
