@@ -442,6 +442,13 @@ def test_values_in_a_compiled_step(look: Callable[[Any], Any], what: str) -> Non
     assert f"\n{way_out}" == WAY_OUT
 
 
+def test_checks_of_a_distribution_in_a_compiled_step() -> None:
+    normal = torch.distributions.Normal
+    with pytest.raises(xd.DataDependentError, match="Give the distribution validate_args=False"):
+        xd.compile(lambda x: normal(x, x).log_prob(x))(sharded())
+    xd.compile(lambda x: normal(x, x, validate_args=False).log_prob(x))(sharded())
+
+
 def test_a_closed_over_tensor_of_another_root_mesh() -> None:
     far = sharded(pair())
 

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor.base import executor, rng, thread_state
 from xla_dtensor.base.modes import unseen
-from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.source_line import is_called_through, user_line
 from xla_dtensor.base.valueless_number import valueless_number
 from xla_dtensor.compilation import captured as outside_storages
 from xla_dtensor.compilation import module_scopes
@@ -291,11 +291,16 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         return known[1]
 
     def refuse(self, what: str) -> NoReturn:
+        way = (
+            "Keep the value on the devices (torch.where, a tensor in place of a number), return it "
+            "from the step and look at it there, or move this line out of the compiled function"
+        )
+        if is_called_through("distributions"):
+            way = (
+                "Give the distribution validate_args=False: what checks its arguments looks at them"
+            )
         raise DataDependentError(
-            f"{what} needs a value that doesn't exist while the step is compiled"
-            f"{user_line()}\nKeep the value on the devices (torch.where, a tensor in place of a "
-            "number), return it from the step and look at it there, or move this line out of the "
-            "compiled function"
+            f"{what} needs a value that doesn't exist while the step is compiled{user_line()}\n{way}"
         )
 
     # --- recomputation ------------------------------------------------------------------------
