@@ -300,7 +300,8 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
                 "Give the distribution validate_args=False: what checks its arguments looks at them"
             )
         raise DataDependentError(
-            f"{what} needs a value that doesn't exist while the step is compiled{user_line()}\n{way}"
+            f"{what} needs a value that doesn't exist while the step is compiled"
+            f"{user_line()}\n{way}"
         )
 
     # --- recomputation ------------------------------------------------------------------------
