@@ -90,7 +90,7 @@ _RENAMED = {
     "check_indices": ("xla_dtensor.base.assertions", "xd.config.checks"),
     "offload_state": ("xla_dtensor.parallel", "xd.parallel.offload_state"),
     "parallelize": ("xla_dtensor.parallel", "xd.parallel.parallelize"),
-    "scan_equal_layers": ("xla_dtensor.compilation.scan_equal", "xd.scan_layers"),
+    "scan_equal_layers": ("xla_dtensor.compilation.scan.equal", "xd.scan_layers"),
     "shard_batch": ("xla_dtensor.data", "xd.data.shard_batch"),
     "shard_by_size": ("xla_dtensor.parallel", "xd.parallel.shard_by_size"),
     "stage_meshes": ("xla_dtensor.pipeline", "xd.pipeline.stage_meshes"),

@@ -24,7 +24,7 @@ import xla_dtensor as xd
 from benchmarks.hlo import collective_traffic
 from tests.compilation.random_products import OPERATIONS, check, groupings
 from tests.conftest import make_mesh
-from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.program.program import Program
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.plans import pin
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from xla_dtensor.compilation import programs
+from xla_dtensor.compilation.program import programs
 
 Function = Callable[..., Any]
 

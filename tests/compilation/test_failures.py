@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
 from xla_dtensor.base import executor
-from xla_dtensor.compilation import program, write_back
-from xla_dtensor.compilation.effects import Effect
+from xla_dtensor.compilation.program import program, write_back
+from xla_dtensor.compilation.watch.effects import Effect
 from xla_dtensor.forms.storage import Storage
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from xla_dtensor.compilation.identities import by_id, identities, of_tuple
+from xla_dtensor.compilation.code.identities import by_id, identities, of_tuple
 
 EVERY_KIND = (None, 1, 1.0, -0.0, "x", (), (1,), [], {}, object(), int, print)
 

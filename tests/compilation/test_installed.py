@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import xla_dtensor as xd
-from xla_dtensor.compilation import installed
+from xla_dtensor.compilation.code import installed
 
 PACKAGE = {
     "__init__.py": """

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xla_dtensor as xd
-from xla_dtensor.compilation.program import Program
+from xla_dtensor.compilation.program.program import Program
 
 
 class Holder:

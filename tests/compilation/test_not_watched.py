@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import xla_dtensor as xd
-from xla_dtensor.compilation import walk_code
+from xla_dtensor.compilation.watch import walk_code
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 from xla_dtensor.base import traced_number
-from xla_dtensor.compilation import doubles
+from xla_dtensor.compilation.trace import doubles
 
 VALUES = (0.3, 0.11, 0.22, 0.33, 0.44, 0.17)
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

@@ -148,7 +148,7 @@ def trained(
 
 def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each loop has answered for; filled when traces end."""
-    from xla_dtensor.compilation import scan_equal
+    from xla_dtensor.compilation.scan import equal as scan_equal
 
     found: list[int] = []
     original = scan_equal._Chain.next

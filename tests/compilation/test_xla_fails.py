@@ -12,8 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
-from xla_dtensor.compilation import lowered
-from xla_dtensor.compilation.input_layouts import apart
+from xla_dtensor.compilation.program import lowered
+from xla_dtensor.compilation.program.input_layouts import apart
 
 
 def test_two_layouts_of_an_uneven_weight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 Operations run where they stand, wait to be launched together, become part of a step's program, or
 run on nothing at all (``xd.abstract``). Nobody asks which of these it is: whoever works with
 storages tells the executor, and whoever needs a value asks it. The executors themselves are in
-`xla_dtensor.execution`; a step's trace is in `xla_dtensor.compilation.trace`.
+`xla_dtensor.execution`; a step's trace is in `xla_dtensor.compilation.trace.step_trace`.
 """
 
 from __future__ import annotations

@@ -303,7 +303,8 @@ for _collection in _collections:
     atomic(_collection._remove)
 
 
-# As it is: a trace replaces it, to refuse what the step's own code starts (compilation/threads.py).
+# As it is: a trace replaces it, to refuse what the step's own code starts
+# (compilation/code/threads.py).
 _start_new_thread = _thread.start_new_thread
 
 

@@ -137,7 +137,7 @@ BATCHES = Fault(
 UNCOMPILED = Fault(
     "Some programs with products and gathers on two axes don't compile (Cannot infer shape for dot "
     "operation) unless all of these are as their rules say.",
-    "compilation/input_layouts.py:Pinning.attempt",
+    "compilation/program/input_layouts.py:Pinning.attempt",
     "seen in programs of several operations alone: tests/compilation/random_products.py",
     kinds=("PRODUCT", "GATHER"),
     axes=(2, 2),
@@ -300,7 +300,7 @@ PADDED_OPERANDS = Fault(
 CUT_PADDING = Fault(
     "Of a tensor in uneven shards that several operations want in other layouts it takes the "
     "padded one for the one without padding (Expected instruction to have shape equal to ...).",
-    "compilation/input_layouts.py:apart",
+    "compilation/program/input_layouts.py:apart",
     "seen in programs of several operations alone: tests/compilation/test_xla_fails.py",
 )
 MASKS = Fault(

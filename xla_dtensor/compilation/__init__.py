@@ -5,11 +5,11 @@ happens while the step's Python runs on tracers, ``optimizers.py`` the hyperpara
 ``arguments.py`` the arguments of a call.
 """
 
-from xla_dtensor.compilation.buckets import Buckets
-from xla_dtensor.compilation.entry import compile
-from xla_dtensor.compilation.replayed import ReplayedStep
-from xla_dtensor.compilation.scan_layers import scan_layers
-from xla_dtensor.compilation.step import CompiledStep
+from xla_dtensor.compilation.call.buckets import Buckets
+from xla_dtensor.compilation.scan.layers import scan_layers
+from xla_dtensor.compilation.step.compiled_step import CompiledStep
+from xla_dtensor.compilation.step.entry import compile
+from xla_dtensor.compilation.step.replayed import ReplayedStep
 
 __all__ = [
     "Buckets",

@@ -92,7 +92,7 @@ class _Flag:
 @functools.cache
 def _register_classes() -> None:
     """The operator's kernels where autograd isn't asked: in inference mode."""
-    from xla_dtensor.compilation.host_ops import HostOperations
+    from xla_dtensor.compilation.recorded.host_ops import HostOperations
     from xla_dtensor.tensors.device_tensor import XLATensor
     from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed
 from torch.distributed import device_mesh
 
-from xla_dtensor.compilation import looking
+from xla_dtensor.compilation.step import lower_only
 from xla_dtensor.errors import TopologyError, XlaDTensorError
 from xla_dtensor.plan.abstract import abstract
 from xla_dtensor.plan.planning import plan
@@ -126,7 +126,7 @@ def planned(
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        with abstract(topology), _mesh_sizes(mesh), looking.calls_go_to(call):
+        with abstract(topology), _mesh_sizes(mesh), lower_only.calls_go_to(call):
             runpy.run_path(script, run_name="__main__")
     except _Planned as found:
         return found.report

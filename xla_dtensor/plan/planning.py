@@ -14,7 +14,7 @@ import torch
 from jax._src import config
 
 from xla_dtensor.compilation import CompiledStep, compile
-from xla_dtensor.compilation.module_scopes import naming_modules
+from xla_dtensor.compilation.trace.module_scopes import naming_modules
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.plan import memory as memory_of

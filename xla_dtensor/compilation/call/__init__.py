@@ -1,0 +1,1 @@
+"""One call of a step: its arguments, and where inputs come from."""

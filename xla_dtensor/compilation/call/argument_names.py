@@ -1,0 +1,65 @@
+"""How messages call what a step is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from xla_dtensor.compilation.objects.global_state import STATE, text_of
+from xla_dtensor.compilation.objects.kinds import kind_of
+
+
+def paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """How to call everything that arguments consist of, in order; and whether it is a leaf."""
+    seen: set[int] = set()
+    for i, value in enumerate(args):
+        yield from _visit(f"argument [{i}]", value, seen)
+    for name, value in kwargs.items():
+        yield from _visit(f"argument keyword [{name!r}]", value, seen)
+
+
+def paths_by_id(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
+    """The same by the ``id`` of what is called so."""
+    return {id(value): path for path, value, _ in paths(args, kwargs)}
+
+
+def _visit(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, bool]]:
+    kind = kind_of(value)
+    if kind is not None and id(value) in seen:
+        return
+    yield path, value, kind is None
+    if kind is None:
+        return
+    seen.add(id(value))
+    spots = kind.spots(value, path)
+    for part, (place, key) in zip(kind.split(value)[1], spots, strict=True):
+        yield from _visit(place.label(key), part, seen)
+
+
+def difference(mine: Any, other: Any, names: list[str], carried_names: list[str]) -> str | None:
+    """What differs between two calls, in words; None if nothing but numbers does.
+
+    Args:
+        mine, other: the `Arguments`.
+        names, carried_names: how to call the values of the first.
+    """
+    if mine.key[0] != other.key[0]:
+        return "the arguments have another structure"
+    for name, own, theirs, now, before in zip(
+        names, mine.key[1], other.key[1], mine.values, other.values, strict=False
+    ):
+        if own != theirs:
+            return f"{name}: from {text_of(before)} to {text_of(now)}"
+    if mine.key[2] != other.key[2]:
+        return "which of the arguments share memory"
+    if mine.key[3] != other.key[3]:
+        for name, now, before in zip(STATE, mine.key[3], other.key[3], strict=True):
+            if now != before:
+                return f"{name}: from {before} to {now}"
+    if mine.carried != other.carried:
+        now, before = mine.values[len(mine.key[1]) :], other.values[len(mine.key[1]) :]
+        for name, own, theirs in zip(carried_names, now, before, strict=False):
+            if text_of(own) != text_of(theirs):
+                return f"{name}: from {text_of(theirs)} to {text_of(own)}"
+        return "what the step keeps from one call to the next"
+    return None

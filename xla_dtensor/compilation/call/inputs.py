@@ -1,0 +1,159 @@
+"""Inputs of a program that are arrays of storages."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from xla_dtensor.base import epoch
+from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.compilation.call.recipes import Source
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.storage import Pending, Storage
+
+_value = operator.attrgetter("value")
+
+
+class Owner(Protocol):
+    """What this needs of a `Program`."""
+
+    @property
+    def frame(self) -> Any:
+        """The devices that the program runs on."""
+
+    def storage_of(self, source: Source, arguments: Arguments) -> Storage:
+        """The storage of an input in this call."""
+
+
+class Arrays:
+    """Inputs that are the arrays of storages."""
+
+    def __init__(self, sources: list[Source]) -> None:
+        self.sources = sources
+        # Of arguments and gradients each call has its own; the others tell when they change.
+        self._storages: list[Any] = [s.storages[0] if s.storages else None for s in sources]
+        self._special = [(i, s) for i, s in enumerate(sources) if s.kind != "state"]
+        self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.kind == "state"]
+        self._shared = [s for s in sources if len(s.storages) > 1]
+        self._forms = [s.form for s in sources]
+        self._epoch = -1
+        self._placed = False
+
+    def mismatch(self, program: Owner, arguments: Arguments) -> str | None:
+        """Whether a storage no longer lies as the program was compiled for."""
+        moved = epoch.forms.value
+        if self._epoch != moved:
+            difference = self._differ(self._fixed)
+            if difference is not None:
+                return difference
+            self._epoch = moved
+        if self._special:
+            now = [(i, program.storage_of(source, arguments)) for i, source in self._special]
+            difference = self._differ(now)
+            if difference is not None:
+                return difference
+        for source in self._shared:
+            first = source.storages[0].value
+            values = map(_value, source.storages)
+            if not all(map(operator.is_, values, itertools.repeat(first))):
+                return "step counts that were equal"
+        return None
+
+    def _differ(self, storages: Iterable[tuple[int, Storage]]) -> str | None:
+        for i, storage in storages:
+            before = self._forms[i]
+            if storage.form is before:
+                continue
+            if before is None or not _same_kind(storage.form, before):
+                return f"captured state: from {before!r} to {storage.form!r}"
+            self._forms[i] = storage.form
+            self._placed = False
+        return None
+
+    def _place(self, program: Owner, storages: list[Storage]) -> None:
+        """Copy what is on the default device alone to all devices of the program."""
+        self._placed = True
+        if program.frame is None:
+            return
+        for i, storage in enumerate(storages):
+            if storage.form.frame is None:
+                storage.place(program.frame)
+                self._forms[i] = storage.form
+                for other in self.sources[i].storages[1:]:
+                    other.array = storage.array
+                    other.reform(storage.form)
+
+    def gather(self, program: Owner, arguments: Arguments) -> list[Any]:
+        """The arrays of this call."""
+        storages = self._storages
+        if self._special:
+            storages = list(storages)
+            for i, source in self._special:
+                storages[i] = program.storage_of(source, arguments)
+        if not self._placed or self._special:
+            self._place(program, storages)
+        arrays = list(map(_value, storages))
+        if Pending in set(map(type, arrays)):
+            arrays = [storage.array for storage in storages]
+        return arrays
+
+
+class Losses:
+    """Whether a launch has ever failed after it had taken over what it was to overwrite. XLA may
+    end the process when it is given such an array again, so from then on each is looked at."""
+
+    seen = False
+
+
+def check_alive(arrays: list[Any], error: BaseException) -> None:
+    """Say it if a launch that failed has used up the arrays that it was to overwrite.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    lost = sum(array.is_deleted() for array in arrays)
+    if lost:
+        Losses.seen = True
+        raise RuntimeError(
+            f"the compiled step failed on the devices after it had taken over the memory of {lost} "
+            "tensors that it overwrites; their values are lost: load the last checkpoint"
+        ) from error
+
+
+def refuse_deleted(arrays: Iterable[Any]) -> None:
+    for array in arrays:
+        if array.is_deleted():
+            raise RuntimeError(
+                f"a tensor of shape {list(array.shape)} has lost its value, because a compiled "
+                "step failed on the devices while it overwrote it: load the last checkpoint"
+            )
+
+
+def _same_kind(a: Form, b: Form) -> bool:
+    """Whether a per-device tensor only moved from one device to all of them, or back."""
+    return (
+        a.mesh is None
+        and b.mesh is None
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.varying == b.varying
+        and (a.frame is None or b.frame is None)
+    )
+
+
+def outputs_in_order(donated: Iterable[Source], count: int) -> list[int]:
+    """The order of a program's outputs: first what takes the place of a donated input, as the
+    inputs are, then all else.
+
+    JAX gives a donated input's memory to the first output of its shape, whatever it is. A
+    parameter's memory would go to a gradient that the step leaves behind, the optimizer's state to
+    another parameter, and XLA would have to copy each of them before it writes.
+
+    Args:
+        donated: where the donated inputs come from, in their order.
+        count: of the outputs.
+    """
+    first = [index for source in donated for index, _ in source.writes]
+    return [*dict.fromkeys((*first, *range(count)))]

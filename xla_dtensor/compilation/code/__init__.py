@@ -1,0 +1,1 @@
+"""What Python code names, reads and runs; knows no tensor."""

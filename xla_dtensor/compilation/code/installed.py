@@ -1,0 +1,163 @@
+"""Code that is followed because a trace has seen it running: that of installed packages, and the
+user's own where the walk hadn't come by it.
+
+A step may name a package of a million lines, to log a number or to draw a bar. What the user's own
+code reads is found from its text; what all of such a package could read, if each of its functions
+called each that it names, takes a minute to find and is beside the point. So of installed packages
+(torch's and JAX's are not asked at all) only those functions count that a trace has seen running.
+
+They must have run to be known, and what they change must be known before they run, to be undone and
+repeated. Therefore the walk before a trace also takes the names from methods of what the step can
+reach; and a trace that has run code nobody knew, and that names places nobody knew, is made again.
+
+The user's own code may be called by what the walk doesn't look into: by torch, where something has
+been registered with it (``torch.library``, a hook on a node of autograd's graph). Its functions are
+then starting points of another walk, and the trace is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import functools
+import gc
+import os
+import sys
+import types
+from collections.abc import Iterator
+
+from xla_dtensor.compilation.code.names import LIBRARIES, is_library
+
+_NOT_USERS = tuple(
+    os.path.dirname(file) + os.sep for file in (os.__file__, os.path.dirname(__file__))
+)
+_executed: frozenset[types.CodeType] = frozenset()
+
+
+class Recorder:
+    """Knows the code of installed packages that traces have run, and notes it during one.
+
+    A profiler that is at work can't be shared: then all code counts, as the user's own does.
+
+    Attributes:
+        grown: after a recording, whether there was code of packages that no earlier trace had run.
+        unmet: likewise the user's own that the walk before it hadn't come by.
+        feeds: whether the trace lets the step's code find inputs in optimizers' param groups.
+    """
+
+    def __init__(self) -> None:
+        self.grown = self.feeds = False
+        self.unmet: set[types.CodeType] = set()
+        self._blind = _profiler_at_work()
+
+    def executed(self) -> frozenset[types.CodeType] | None:
+        """The code that has run so far; None if nobody can tell."""
+        return None if self._blind else _executed
+
+    @contextlib.contextmanager
+    def recording(self, meets_installed: bool, known: set[types.CodeType]) -> Iterator[None]:
+        """Note what this thread runs.
+
+        Args:
+            meets_installed: whether the step's code names installed packages.
+            known: the code that the walk has come by.
+        """
+        self.grown, self.unmet = False, set()
+        if self._blind:
+            yield
+            return
+        if _profiler_at_work():  # `host_random`'s, whose trace is the second one
+            self._blind = self.grown = meets_installed
+            yield
+            return
+        profiler = cProfile.Profile(subcalls=False, builtins=False)
+        try:
+            profiler.enable()
+        except ValueError:  # another profiler has been started meanwhile
+            self._blind = self.grown = True
+            yield
+            return
+        try:
+            yield
+        finally:
+            profiler.disable()
+            ran = {entry.code for entry in profiler.getstats()}
+            codes = {code for code in ran if isinstance(code, types.CodeType)}
+            if meets_installed:
+                self._take(codes)
+            self.unmet = _users(codes, known)
+
+    def _take(self, codes: set[types.CodeType]) -> None:
+        global _executed
+        new = {code for code in codes - _executed if is_installed_file(code.co_filename)}
+        self.grown = bool(new)
+        _executed |= new
+
+
+def _users(codes: set[types.CodeType], known: set[types.CodeType]) -> set[types.CodeType]:
+    """Those of the user's own files, but for what is ``known`` and is defined in that."""
+    found = {code for code in codes - known if not _is_foreign_file(code.co_filename)}
+    inner = list(known) if found else []
+    while found and inner:
+        nested = [c for c in inner.pop().co_consts if isinstance(c, types.CodeType)]
+        found.difference_update(nested)
+        inner += nested
+    return found
+
+
+def functions_of(codes: set[types.CodeType]) -> list[types.FunctionType]:
+    """The functions that have one of these codes, and aren't put among a library's as its own."""
+    found = gc.get_referrers(*codes) if codes else ()
+    functions = [f for f in found if isinstance(f, types.FunctionType) and f.__code__ in codes]
+    return [f for f in functions if not is_library(f.__module__)]
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_foreign_file(filename: str) -> bool:
+    """Whether a source file is Python's, ours, or of an installed package, libraries among them.
+    What has none (``<string>``) is what dataclasses and the like generate for a class, which the
+    walk follows."""
+    if filename.startswith(("<frozen", "<string>", *_NOT_USERS)):
+        return True
+    directory = os.path.dirname(filename)
+    while directory != os.path.dirname(directory):
+        if _has_packages(directory):
+            return True
+        directory = os.path.dirname(directory)
+    return False
+
+
+def _profiler_at_work() -> bool:
+    monitoring = getattr(sys, "monitoring", None)  # which profilers use from Python 3.12 on
+    tool = monitoring and monitoring.get_tool(monitoring.PROFILER_ID)
+    return sys.getprofile() is not None or tool is not None
+
+
+def is_installed(module_name: str | None) -> bool:
+    """Whether a Python module belongs to an installed package, other than those that `is_library`
+    knows."""
+    if not module_name or module_name == "__main__" or is_library(module_name):
+        return False
+    filename = getattr(sys.modules.get(module_name), "__file__", None)
+    return isinstance(filename, str) and is_installed_file(filename)
+
+
+@functools.lru_cache(maxsize=8192)
+def is_installed_file(filename: str) -> bool:
+    """Whether a source file lies where a package has been installed, which isn't a library's."""
+    directory, inner = os.path.split(filename)
+    while directory != os.path.dirname(directory):
+        if _has_packages(directory):
+            return inner.partition(".")[0] not in LIBRARIES
+        directory, inner = os.path.split(directory)
+    return False
+
+
+@functools.lru_cache(maxsize=8192)
+def _has_packages(directory: str) -> bool:
+    """Whether packages have been installed into a directory: their metadata lies beside them."""
+    try:
+        with os.scandir(directory) as entries:
+            return any(entry.name.endswith(".dist-info") for entry in entries)
+    except OSError:
+        return False

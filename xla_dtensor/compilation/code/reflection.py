@@ -1,0 +1,144 @@
+"""What Python objects consist of, without running code of theirs."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import gc
+import types
+from collections import deque
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from xla_dtensor.compilation.code.names import is_library
+
+CACHED = type(functools.cache(lambda: None))
+"""What ``functools.cache`` and ``lru_cache`` make of a function."""
+
+_WALKED_APART = (
+    *(dict, list, tuple, set, frozenset, deque),
+    *(nn.Module, torch.Tensor, Optimizer, np.ndarray),  # NumPy's recarray, say
+)
+
+
+def is_strict(cls: type) -> bool:
+    """Whether objects of a class decide themselves what their attributes are: they can't be asked
+    with ``isinstance``, which asks for ``__class__``."""
+    return type(cls.__getattribute__) is types.FunctionType and not issubclass(cls, _WALKED_APART)
+
+
+DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+def slots_of(cls: type) -> list[str]:
+    """The names of a class's own slots, as attributes."""
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    prefix = f"_{cls.__name__.lstrip('_')}"
+    return [
+        f"{prefix}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+@functools.lru_cache(1024)
+def all_slots_of(cls: Any) -> tuple[str, ...]:
+    """The names of a class's slots, those of its base classes too; an exception's ``args`` are
+    one, in C."""
+    own = tuple(name for base in cls.__mro__ for name in slots_of(base))
+    return (*own, "args") if issubclass(cls, BaseException) else own
+
+
+def is_callable(value: Any) -> bool:
+    return callable(value) or isinstance(value, classmethod)
+
+
+def code_of(method: Any) -> types.CodeType | None:
+    """The code of what a class has under a name: a function, a property, one that is computed
+    once."""
+    for name in ("fget", "func", "wrapped", "__func__"):
+        inner = getattr(method, name, None)
+        if isinstance(inner, types.FunctionType):
+            method = inner
+    return method.__code__ if isinstance(method, types.FunctionType) else None
+
+
+def referent(proxy: Any) -> Any:
+    """What a weak proxy stands for; None if that is gone."""
+    try:
+        return proxy.__sizeof__.__self__  # a method knows the object itself
+    except ReferenceError:
+        return None
+
+
+def registered_with(cls: abc.ABCMeta) -> set[Any]:
+    return abc._get_dump(cls)[0]  # type: ignore[attr-defined]
+
+
+def subclasses(cls: type) -> list[Any]:
+    """The abstract classes that are derived from a class."""
+    found: list[Any] = []
+    inner: Any
+    for inner in type.__subclasses__(cls):
+        found += [inner, *subclasses(inner)] if isinstance(inner, abc.ABCMeta) else []
+    return found
+
+
+def protocol_names(cls: type) -> set[str]:
+    """What ``isinstance`` looks for in an object, if a class is a ``typing.Protocol``."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        own = base.__dict__
+        if own.get("_is_protocol") and not is_library(base.__module__):
+            names |= {*own, *own.get("__annotations__", ())}
+    return {n for n in names if not (n.startswith("_abc_") or n in _OF_PROTOCOLS)}
+
+
+# What a class without anything in it has.
+_OF_PROTOCOLS = {*vars(type("_Empty", (Protocol,), {"__doc__": ""})), "__annotations__"}
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """The object's own attributes, without asking its ``__getattr__``."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return own if isinstance(own, dict) else None
+
+
+def own_of(value: Any) -> dict[str, Any]:
+    """The object's own attributes, in slots too, without asking its ``__getattr__``."""
+    own = dict_of(value) or {}
+    slots: dict[str, Any] = {}
+    for name in all_slots_of(type(value)):  # type: ignore[arg-type]
+        with contextlib.suppress(AttributeError):  # not assigned
+            slots[name] = object.__getattribute__(value, name)
+    return slots | own if slots else own
+
+
+def referents(value: Any) -> list[Any]:
+    """What an object of C refers to: the dict of a view."""
+    return gc.get_referents(value)
+
+
+def cache_of(cached: Any) -> tuple[dict[Any, Any], list[Any]]:
+    """What a function under ``functools.cache`` or ``lru_cache`` has kept: by key, as its C code
+    holds it, and the keys and results themselves."""
+    parts = gc.get_referents(cached)
+    wrapped = cached.__wrapped__
+    for i in reversed(range(1, len(parts))):
+        if parts[i] is wrapped and type(parts[i - 1]) is dict:
+            return parts[i - 1], [*parts[: i - 1], *parts[i - 1].values()]
+    return {}, []
+
+
+def is_users_cache(value: Any) -> bool:
+    """Whether it is a function under ``functools.cache`` that no library has."""
+    return type(value) is CACHED and not is_library(getattr(value, "__module__", None))

@@ -1,0 +1,1 @@
+"""Python's objects: taken apart, compared, made again, and the places that hold them."""

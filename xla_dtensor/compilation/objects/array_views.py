@@ -1,0 +1,67 @@
+"""NumPy's arrays that a step gives away, and that show the memory of another one or of a CPU
+tensor: from outside of the step, an argument's, or given away, too. Each call makes such a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_dtensor.compilation.objects.kind import Kind
+
+
+class _Memory:
+    """Memory as NumPy takes it. The array that is made keeps this, and so ``whole``."""
+
+    def __init__(self, whole: Any, interface: dict[str, Any]) -> None:
+        self.whole, self.__array_interface__ = whole, interface
+
+
+class ArrayView(Kind):
+    """An array by where it lies in the memory of its one part."""
+
+    def taken(self, value: np.ndarray, whole: Any) -> tuple[Any, list[Any]]:
+        """What makes ``value`` again of ``whole``, as `split` gives it."""
+        start, readonly = value.__array_interface__["data"]
+        offset = start - _start(whole)
+        return (value.dtype, value.shape, value.strides, offset, readonly), [whole]
+
+    def make(self, data: Any, parts: list[Any]) -> Any:
+        dtype, shape, strides, offset, readonly = data
+        start = _start(parts[0]) + offset
+        interface = {"shape": shape, "strides": strides, "data": (start, readonly), "version": 3}
+        memory = _Memory(parts[0], interface | {"typestr": dtype.str, "descr": dtype.descr})
+        return np.asarray(memory)
+
+
+ARRAY_VIEW = ArrayView()
+
+
+def whole_of(value: Any, outside: Iterable[Any]) -> Any:
+    """The array or CPU tensor that is shown by an array which the step has made: one of those
+    ``outside``, or the step's own; None if it has memory of its own."""
+    if type(value) is not np.ndarray or value.base is None or value.dtype.hasobject:
+        return None
+    base: Any = value.base
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    for whole in outside:
+        if isinstance(whole, np.ndarray):
+            if np.may_share_memory(value, whole):
+                return whole
+        elif type(base) is type(whole) is torch.Tensor and _memory(base) == _memory(whole):
+            return whole
+    return base if type(base) is np.ndarray else None
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _start(whole: Any) -> int:
+    if isinstance(whole, torch.Tensor):
+        return whole.data_ptr()
+    return whole.__array_interface__["data"][0]

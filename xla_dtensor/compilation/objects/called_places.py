@@ -1,0 +1,101 @@
+"""Places whose content is had by calling: context variables, files in memory, events' flags, what
+a thread has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from xla_dtensor.compilation.objects.places import MISSING, Entries, Place
+
+
+class Variable(Place):
+    """What a ``ContextVar`` holds in the context of the call."""
+
+    __slots__ = ()
+    keys = ("get()",)
+
+    def content(self) -> dict[Any, Any]:
+        return {"get()": self.owner.get(MISSING)}
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        for value in content.values():
+            if value is not MISSING and self.owner.get(MISSING) is not value:
+                self.owner.set(value)
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        return [], [(lambda owner: (owner.get(MISSING),), self.owner)]
+
+
+class Text(Place):
+    """What an ``io.StringIO`` or ``io.BytesIO`` holds, and how far it has been read."""
+
+    __slots__ = ()
+
+    def content(self) -> dict[Any, Any]:
+        if self.owner.closed:
+            return {"getvalue()": MISSING, "tell()": MISSING}
+        return {"getvalue()": self.owner.getvalue(), "tell()": self.owner.tell()}
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        now = self.content() | content
+        self.owner.seek(0)
+        if now["getvalue()"] != self.owner.getvalue():
+            self.owner.truncate()
+            self.owner.write(now["getvalue()"])
+        self.owner.seek(now["tell()"])
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        return [], []  # made anew whenever it is asked for: compared by value
+
+
+class Flag(Place):
+    """Whether an event is set. Whoever waits for it is told when it is."""
+
+    __slots__ = ()
+
+    def content(self) -> dict[Any, Any]:
+        return {"is_set()": self.owner.is_set()}
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        for value in content.values():
+            self.owner.set() if value else self.owner.clear()
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        return [], [(lambda event: (event.is_set(),), self.owner)]
+
+
+class OfThread(Entries):
+    """Attributes of a ``threading.local``, in the thread that asks: a program of one thread's finds
+    and leaves there what is the next one's in that."""
+
+    __slots__ = ("local",)
+
+    def __init__(self, local: Any, keys: Iterable[str], path: str, guarded: bool = True) -> None:
+        self.local = local
+        super().__init__(vars(local), keys, path, guarded)
+
+    @property
+    def owner(self) -> Any:
+        return {} if self.local is None else vars(self.local)
+
+    @owner.setter
+    def owner(self, value: Any) -> None:
+        if value is None:  # an effect that has been done with
+            self.local = None
+
+    @property
+    def container(self) -> int:
+        return id(self.local)
+
+    def only(self, keys: Iterable[str], guarded: bool = True) -> OfThread:
+        return OfThread(self.local, keys, self.path, guarded)

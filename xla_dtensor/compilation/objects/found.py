@@ -1,0 +1,128 @@
+"""Things that a walk comes by, and when two are the same for a program."""
+
+from __future__ import annotations
+
+import enum
+import types
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation.code.identities import Same
+from xla_dtensor.compilation.objects.places import MISSING
+
+# Compared by value.
+ATOMS = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    types.NoneType,
+    types.EllipsisType,
+    types.NotImplementedType,
+    range,
+    slice,
+    enum.Enum,
+    np.generic,
+    np.dtype,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    Placement,
+    type(MISSING),
+)
+
+
+_USUAL_ATOMS = frozenset({int, float, bool, str, types.NoneType})
+_USUAL_OTHERS = frozenset({dict, list, set, types.FunctionType, torch.Tensor, torch.nn.Parameter})
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value is compared by value as a whole."""
+    cls = type(value)
+    if cls in _USUAL_ATOMS:
+        return True
+    if cls in _USUAL_OTHERS:
+        return False
+    if cls is tuple:
+        return all(map(is_atom, value))
+    return isinstance(value, ATOMS)
+
+
+def same_atom(a: Any, b: Any) -> bool:
+    """Whether two atoms are the same for a program: of one type, 0.0 apart from -0.0."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.generic):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(same_atom, a, b))
+    if isinstance(a, complex):
+        return same_atom(a.real, b.real) and same_atom(a.imag, b.imag)
+    return bool(exact(a) == exact(b))
+
+
+class Found:
+    """One thing that the walk came by.
+
+    Attributes:
+        path: how to call it.
+        kind: what it is: ``"value"``, ``"tensor"``, or the type of a thing that consists of others.
+        value: the atom; the tensor; what else tells two things apart.
+    """
+
+    __slots__ = ("kind", "path", "value")
+
+    def __init__(self, path: str, kind: Any, value: Any) -> None:
+        self.path, self.kind, self.value = path, kind, value
+
+    def same(self, other: Found) -> bool:
+        """Whether a program can't tell this from ``other``."""
+        if self.kind is not other.kind and self.kind != other.kind:
+            return False
+        if self.kind == "value":
+            return same_atom(self.value, other.value)
+        if self.kind == "array":
+            return bool(self.value == other.value)
+        if self.kind in ("opaque", "tensor", "optimizer"):
+            return self.value is other.value
+        return self.value is other.value or bool(self.value == other.value)
+
+    def text(self) -> str:
+        """Its value, for a message."""
+        if self.kind == "value":
+            return repr(self.value)
+        if self.kind == "tensor":
+            return f"a tensor {list(self.value.shape)}"
+        if self.kind == "array":
+            return f"an array of {self.value[1]}"
+        if isinstance(self.kind, type):
+            return f"a {self.kind.__name__}"
+        return f"another {self.kind}"
+
+
+def content_of(value: Any) -> tuple[Any, ...]:
+    """The content of an array or a buffer, to be compared: of one that holds objects, which."""
+    if isinstance(value, np.ma.MaskedArray):
+        text = f"{value.dtype} {list(value.shape)}, masked"
+        mask = np.ma.getmaskarray(value).tobytes()
+        return "ndarray", text, value.data.tobytes(), mask, repr(value.fill_value)
+    if isinstance(value, np.ndarray):
+        text = f"{value.dtype} {list(value.shape)}"
+        if value.dtype.hasobject:
+            return "ndarray", text, tuple(map(_content_of_one, value.ravel().tolist()))
+        how = value.strides, value.flags.writeable
+        return "ndarray", text, value.tobytes(), how
+    return type(value).__name__, f"{len(value)} elements", bytes(value)
+
+
+def _content_of_one(value: Any) -> Any:
+    return exact(value) if is_atom(value) and not isinstance(value, slice) else Same(value)

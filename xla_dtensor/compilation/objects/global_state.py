@@ -1,0 +1,111 @@
+"""torch's settings, as part of the key of programs, and arguments in words."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from xla_dtensor.base import sequence_order
+from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation.code.identities import Same
+from xla_dtensor.compilation.code.names import describe
+from xla_dtensor.compilation.code.reflection import referents
+from xla_dtensor.compilation.objects.found import is_atom
+from xla_dtensor.mesh import current_mesh
+from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+
+def text_of(value: Any) -> str:
+    """An argument, in words."""
+    if isinstance(value, XLAShardedTensor | XLATensor):
+        form = value._form
+        text = f"{list(form.shape)} {form.dtype}"
+        if form.placements is not None:
+            text += f" {list(form.placements)}"
+        return text + (", requires_grad" if value.requires_grad else "")
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.dtype} on {value.device}"
+    text = repr(value)
+    return text if len(text) < 100 else f"{text[:97]}..."
+
+
+STATE = (
+    *("torch.is_grad_enabled()", "torch.is_inference_mode_enabled()", "torch.get_default_dtype()"),
+    *("torch.get_float32_matmul_precision()", "torch.are_deterministic_algorithms_enabled()"),
+    *("torch.is_anomaly_enabled()", "torch.is_anomaly_check_nan_enabled()"),
+    *("autocast on xla", "autocast on the CPU", "autocast's dtype on xla", "its dtype on the CPU"),
+    *("torch.get_default_device()", "saved-tensor hooks", "torch's modes", "__torch_function__"),
+    *("the order of sequences in context_parallel", "the current mesh"),
+)
+
+
+def global_state() -> tuple[Any, ...]:
+    """torch's settings of this moment that change what a step computes."""
+    on_xla, on_cpu = torch.is_autocast_enabled("xla"), torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_anomaly_check_nan_enabled(),
+        on_xla,
+        on_cpu,
+        torch.get_autocast_dtype("xla") if on_xla else None,
+        torch.get_autocast_dtype("cpu") if on_cpu else None,
+        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
+        _saving(),
+        _modes() if _function_modes() or _dispatch_modes() else None,
+        torch._C._is_torch_function_enabled(),
+        sequence_order.current(),
+        current_mesh(),
+    )
+
+
+def saving_hooks() -> list[tuple[str, Any]]:
+    """The hooks through which autograd saves tensors, with how to call them; not those of
+    ``torch.utils.checkpoint``, which see none of a compiled step's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ == torch.utils.checkpoint.__name__:
+        return []
+    return [(f"the saved-tensor hook {describe(hook)}", hook) for hook in hooks]
+
+
+def _saving() -> Any:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return None
+    return tuple(_key_of_hook(hook) for _, hook in saving_hooks())
+
+
+def _key_of_hook(hook: Any) -> Any:
+    """Hooks that are made anew for each call are the same ones around the same things."""
+    if isinstance(hook, types.MethodType):
+        return _key_of_hook(hook.__func__), Same(hook.__self__)
+    if not isinstance(hook, types.FunctionType):
+        return Same(hook)
+    parts = [part for cell in hook.__closure__ or () for part in referents(cell)]
+    parts += hook.__defaults__ or ()
+    return hook.__code__, *(exact(x) if is_atom(x) else Same(x) for x in parts)
+
+
+_function_modes, _dispatch_modes = (
+    torch._C._len_torch_function_stack,
+    torch._C._len_torch_dispatch_stack,
+)
+
+
+def _modes() -> tuple[Same, ...]:
+    """The modes that the user has entered: they see every operation."""
+    return tuple(Same(mode) for _, mode in active_modes())
+
+
+def active_modes() -> list[tuple[str, Any]]:
+    """The modes that are entered, with how to call them."""
+    functions = map(torch._C._get_function_stack_at, range(_function_modes()))
+    dispatches = map(torch._C._get_dispatch_stack_at, range(_dispatch_modes()))
+    return [(f"the mode {type(m).__name__}", m) for m in (*functions, *dispatches)]

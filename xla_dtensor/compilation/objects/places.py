@@ -1,0 +1,351 @@
+"""Places outside of a step that hold what its Python reads: dicts, lists, cells, attributes.
+
+A place knows its content, can tell what changed in it, and can put a content back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from xla_dtensor.compilation.code.reflection import dict_of
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING: Any = _Missing()
+"""Stands for the value of a name that isn't there."""
+UNREAD: Any = object()
+"""Stands for the value of an attribute that the step's code doesn't read."""
+
+
+class Place:
+    """One container.
+
+    Attributes:
+        path: how to call it in messages.
+        guarded: whether its content is compared before each call. Of attributes that the step only
+            assigns, only the change matters.
+    """
+
+    __slots__ = ("guarded", "owner", "path")
+
+    def __init__(self, owner: Any, path: str, guarded: bool = True) -> None:
+        self.owner = owner
+        self.path = path
+        self.guarded = guarded
+
+    @property
+    def container(self) -> int:
+        """What is equal for two places of one container."""
+        return id(self.owner)
+
+    def content(self) -> dict[Any, Any]:
+        """What it holds now, by key."""
+        raise NotImplementedError
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        """Let it hold ``content``, as `content` gave it."""
+        raise NotImplementedError
+
+    def put(self, changes: dict[Any, Any]) -> None:
+        """Let it hold ``changes``, and what else it holds."""
+        self.replace(changes)
+
+    def at(self, key: Any) -> Any:
+        """What it holds now under ``key``."""
+        return self.content().get(key, MISSING)
+
+    def label(self, key: Any) -> str:
+        """How to call what it holds under ``key``."""
+        raise NotImplementedError
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        """What gives the values again and again: iterables, and (function, argument) pairs whose
+        result is one. All of them together are compared in one loop in C."""
+        raise NotImplementedError
+
+    def sized(self) -> Any:
+        """What tells by its length whether a name has been added; None if `live` shows that."""
+        return None
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it, which is quicker to ask than what is: most of a module's
+        dicts of hooks."""
+        return False
+
+
+class Entries(Place):
+    """Chosen keys of a mapping: attributes of an object (its ``__dict__``), globals, a class."""
+
+    __slots__ = ("grows", "keys", "setter")
+
+    def __init__(
+        self,
+        owner: Mapping[str, Any],
+        keys: Iterable[str],
+        path: str,
+        guarded: bool = True,
+        setter: Any = None,
+        grows: bool = True,
+    ) -> None:
+        super().__init__(owner, path, guarded)
+        self.keys = tuple(keys)
+        self.setter = setter
+        self.grows = grows
+
+    def only(self, keys: Iterable[str], guarded: bool = True) -> Entries:
+        """Some of them."""
+        return Entries(self.owner, keys, self.path, guarded, self.setter, self.grows)
+
+    @property
+    def container(self) -> int:
+        return id(self.owner if self.setter is None else self.setter)
+
+    def content(self) -> dict[Any, Any]:
+        return {key: self.owner.get(key, MISSING) for key in self.keys}
+
+    def at(self, key: Any) -> Any:
+        return self.owner.get(key, MISSING)
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        for key, value in content.items():
+            if self.owner.get(key, MISSING) is value:
+                continue
+            if self.setter is not None:  # a class
+                delattr(self.setter, key) if value is MISSING else setattr(self.setter, key, value)
+            elif value is MISSING:
+                del self.owner[key]
+            else:
+                self.owner[key] = value
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}" if self.path else str(key)
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        present = [key for key in self.keys if key in self.owner]
+        if not present:
+            return [], []
+        if len(present) == 1:
+            present *= 2  # one key alone gives the value, not a tuple of it
+        return [], [(operator.itemgetter(*present), self.owner)]
+
+    def sized(self) -> Any:
+        return self.owner if self.grows else None
+
+
+class Slots(Place):
+    """Attributes that are in no ``__dict__``: a closure's cell, ``__slots__``, a function's
+    defaults."""
+
+    __slots__ = ("keys", "shown")
+
+    def __init__(
+        self,
+        owner: Any,
+        keys: Iterable[str],
+        path: str,
+        shown: str | None = None,
+        guarded: bool = True,
+    ) -> None:
+        super().__init__(owner, path, guarded)
+        self.keys = tuple(keys)
+        self.shown = shown
+
+    def only(self, keys: Iterable[str], guarded: bool = True) -> Slots:
+        """Some of them."""
+        return Slots(self.owner, keys, self.path, self.shown, guarded)
+
+    def content(self) -> dict[Any, Any]:
+        found = {}
+        for name in self.keys:
+            try:
+                found[name] = getattr(self.owner, name)
+            except (AttributeError, ValueError):  # not assigned yet
+                found[name] = MISSING
+        return found
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        # A frozen dataclass would refuse it, and other classes' own methods would do more.
+        how: Any = type if isinstance(self.owner, type) else object
+        for name, value in content.items():
+            if value is MISSING:
+                if self.content()[name] is not MISSING:
+                    how.__delattr__(self.owner, name)
+            else:
+                how.__setattr__(self.owner, name, value)
+
+    def label(self, key: Any) -> str:
+        return self.shown if self.shown is not None else f"{self.path}.{key}"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        names = list(self.keys)
+        if not names:
+            return [], []
+        if any(value is MISSING for value in self.content().values()):  # until it is assigned
+            return [], [(lambda owner: self.content().values(), self.owner)]
+        if len(names) == 1:
+            names *= 2
+        return [], [(operator.attrgetter(*names), self.owner)]
+
+
+# Those whose truth is their length, whatever a user's class may say.
+_CONTAINERS = frozenset((list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict))
+
+
+def class_of_content(value: Any) -> Any:
+    """The one of Python's containers that a container is, or is derived from: its methods give what
+    is in it, where a derived class may run code of its own."""
+    own = type(value)
+    if own in _CONTAINERS:
+        return own
+    return next((cls for cls in own.__mro__ if cls in _CONTAINERS), own)
+
+
+class Elements(Place):
+    """All elements of a list, tuple, deque or set.
+
+    Attributes:
+        carried: the positions whose elements aren't compared.
+    """
+
+    __slots__ = ("carried",)
+
+    def __init__(self, owner: Any, path: str, guarded: bool = True) -> None:
+        super().__init__(owner, path, guarded)
+        self.carried: frozenset[int] = frozenset()
+
+    def is_empty(self) -> bool:
+        return type(self.owner) in _CONTAINERS and not self.owner
+
+    def content(self) -> dict[Any, Any]:
+        return dict(enumerate(class_of_content(self.owner).__iter__(self.owner)))
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        values = list(content.values())
+        if isinstance(self.owner, list):
+            self.owner[:] = values
+        elif isinstance(self.owner, deque):
+            self.owner.clear()
+            self.owner.extend(values)
+        else:
+            self.owner.clear()
+            self.owner.update(values)
+
+    def put(self, changes: dict[Any, Any]) -> None:
+        cls = class_of_content(self.owner)
+        for position, value in changes.items():
+            cls.__setitem__(self.owner, position, value)
+
+    def at(self, key: Any) -> Any:
+        cls = class_of_content(self.owner)
+        return cls.__getitem__(self.owner, key) if key < cls.__len__(self.owner) else MISSING
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}[{key}]"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        if self.carried:
+            return [], _all_but(self.owner, range(len(self.owner)), self.carried)
+        if type(self.owner) not in _CONTAINERS:
+            return [], [(class_of_content(self.owner).__iter__, self.owner)]
+        return [self.owner], []
+
+    def sized(self) -> Any:
+        return self.owner if self.carried else None
+
+
+class Items(Place):
+    """All items of a dict.
+
+    Attributes:
+        carried: the keys whose values aren't compared.
+    """
+
+    __slots__ = ("carried", "with_keys")
+
+    def __init__(self, owner: Any, path: str, with_keys: bool = True, guarded: bool = True) -> None:
+        super().__init__(owner, path, guarded)
+        self.with_keys = with_keys
+        self.carried: frozenset[Any] = frozenset()
+
+    def is_empty(self) -> bool:
+        return type(self.owner) in _CONTAINERS and not self.owner
+
+    def content(self) -> dict[Any, Any]:
+        if type(self.owner) in _CONTAINERS:
+            return dict(self.owner)
+        return dict(class_of_content(self.owner).items(self.owner))
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        if list(self.content()) != list(content):
+            self.owner.clear()
+        self.put(content)
+
+    def put(self, changes: dict[Any, Any]) -> None:
+        cls = class_of_content(self.owner)
+        for key, value in changes.items():  # a Counter's update() adds
+            cls.__setitem__(self.owner, key, value)
+
+    def at(self, key: Any) -> Any:
+        return class_of_content(self.owner).get(self.owner, key, MISSING)
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}[{key!r}]"
+
+    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+        cls = class_of_content(self.owner)
+        keys, values = cls.keys(self.owner), cls.values(self.owner)
+        if self.carried:
+            return [keys], _all_but(self.owner, keys, self.carried)
+        return ([keys, values] if self.with_keys else [values]), []
+
+
+class Attributes(Place):
+    """All of an object's own attributes but those that the package keeps on tensors."""
+
+    __slots__ = ()
+
+    def __init__(self, value: Any, path: str) -> None:
+        own = dict_of(value)
+        super().__init__({} if own is None else own, path, guarded=False)
+
+    def content(self) -> dict[Any, Any]:
+        own = self.owner
+        return {k: own[k] for k in own if k not in OWN_ATTRIBUTES}
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        for name in self.content().keys() - content.keys():
+            del self.owner[name]
+        self.put(content)
+
+    def put(self, changes: dict[Any, Any]) -> None:
+        for name, value in changes.items():
+            if value is not MISSING:
+                self.owner[name] = value
+            else:
+                self.owner.pop(name, None)
+
+    def at(self, key: Any) -> Any:
+        return self.owner.get(key, MISSING)
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+
+def _all_but(
+    owner: Any, keys: Iterable[Any], carried: frozenset[Any]
+) -> list[tuple[Callable[..., Any], Any]]:
+    """What gives the values of the keys that aren't among ``carried``."""
+    compared = [key for key in keys if key not in carried]
+    if not compared:
+        return []
+    if len(compared) == 1:
+        compared *= 2  # one key alone gives the value, not a tuple of it
+    return [(operator.itemgetter(*compared), owner)]

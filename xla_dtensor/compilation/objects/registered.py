@@ -1,0 +1,53 @@
+"""Functions that users register with torch: it calls them under no name that is in their code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import distributions
+from torch.utils import _pytree
+from torch.utils.data._utils import collate
+
+from xla_dtensor.compilation.code.installed import is_installed
+from xla_dtensor.compilation.code.names import is_library
+
+
+class Registry(NamedTuple):
+    """A table of torch's.
+
+    Attributes:
+        table: what has been registered, or tuples of it, by what it is for.
+        named: names in the code that tell that torch may look there.
+    """
+
+    path: str
+    table: dict[Any, Any]
+    named: frozenset[str]
+
+    def functions(self) -> Iterator[tuple[str, FunctionType]]:
+        """The user's functions, with their paths. Those of installed packages are left to them."""
+        for key, entry in list(self.table.items()):
+            for value in entry if isinstance(entry, tuple) else (entry,):
+                if isinstance(value, FunctionType):
+                    module = value.__module__
+                    if not (is_library(module) or is_installed(module)):
+                        name = getattr(key, "__qualname__", key)
+                        yield f"{self.path}[{name}].{value.__name__}", value
+
+
+_TREES = {name for name in vars(_pytree) if name.startswith("tree_")} | {
+    *("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian", "vjp", "jvp", "linearize"),
+    *("functional_call", "stack_module_state", "checkpoint"),
+}
+
+REGISTRIES = (
+    Registry("torch.utils._pytree", _pytree.SUPPORTED_NODES, frozenset(_TREES)),
+    Registry("kl_divergence", distributions.kl._KL_REGISTRY, frozenset({"kl_divergence"})),
+    Registry("transform_to", distributions.transform_to._registry, frozenset({"transform_to"})),
+    Registry("biject_to", distributions.biject_to._registry, frozenset({"biject_to"})),
+    Registry(
+        "default_collate", collate.default_collate_fn_map, frozenset({"collate", "default_collate"})
+    ),
+)

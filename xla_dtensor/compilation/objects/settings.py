@@ -1,0 +1,226 @@
+"""Settings of torch and Python that functions in C keep, and the package's switches: what is read
+and set by calling them.
+
+Those that change what every step computes are in the key of programs (`global_state.py`);
+here is how to set them again. The others are compared where the step's code names what reads them.
+"""
+
+from __future__ import annotations
+
+import decimal
+import functools
+import gc
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from xla_dtensor.base.config import config
+from xla_dtensor.base.switches import SWITCHES
+from xla_dtensor.compilation.objects.places import MISSING, Place
+
+
+class Setting(NamedTuple):
+    """One setting.
+
+    Attributes:
+        read: gives its value.
+        write: sets it to a value; None where a step can't leave another one.
+        named: names in the code that tells that it may be read; none where it is in the key.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any] | None = None
+    named: frozenset[str] = frozenset()
+
+
+def _default_device() -> torch.device | None:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    on, only_warns = value
+    torch.use_deterministic_algorithms(on, warn_only=only_warns)
+
+
+def _set_anomaly(value: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*value)
+
+
+_DECIMAL = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+def _decimal() -> tuple[Any, ...]:
+    context = decimal.getcontext()
+    return tuple(getattr(context, name) for name in _DECIMAL)
+
+
+def _set_decimal(values: tuple[Any, ...]) -> None:
+    for name, value in zip(_DECIMAL, values, strict=True):
+        setattr(decimal.getcontext(), name, value)
+
+
+def _numpys_rng_state() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state()
+    return name, np.asarray(keys).tobytes(), *rest
+
+
+def _rng_state() -> bytes:
+    return bytes(torch.default_generator.get_state().numpy())
+
+
+SETTINGS: dict[str, Setting] = {
+    "torch.is_grad_enabled()": Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "torch.get_default_dtype()": Setting(torch.get_default_dtype, torch.set_default_dtype),
+    "torch.get_default_device()": Setting(_default_device, torch.set_default_device),
+    "torch.get_float32_matmul_precision()": Setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    ),
+    "torch.are_deterministic_algorithms_enabled()": Setting(
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        _set_deterministic,
+    ),
+    "torch.is_anomaly_enabled()": Setting(
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()), _set_anomaly
+    ),
+    "torch.is_autocast_cache_enabled()": Setting(
+        torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    ),
+}
+
+
+def _of_device(name: str, read: Any, write: Any, device: str) -> None:
+    SETTINGS[f"{name} on {device}"] = Setting(
+        lambda: read(device), lambda value: write(device, value)
+    )
+
+
+for _device in ("xla", "cpu"):
+    _of_device("autocast", torch.is_autocast_enabled, torch.set_autocast_enabled, _device)
+    _of_device("autocast's dtype", torch.get_autocast_dtype, torch.set_autocast_dtype, _device)
+
+for _module in (torch.backends.cudnn, torch.backends.mkldnn):
+    for _name in ("enabled", "deterministic", "benchmark", "allow_tf32"):
+        if _name in vars(type(_module)):
+            SETTINGS[f"{_module.__name__}.{_name}"] = Setting(
+                functools.partial(getattr, _module, _name),
+                functools.partial(setattr, _module, _name),
+                frozenset({"backends", "cudnn", "mkldnn"}),
+            )
+
+
+def _named(text: str, read: Any, write: Any, *names: str) -> None:
+    SETTINGS[text] = Setting(read, write, frozenset(names))
+
+
+_named(
+    "torch.get_num_threads()",
+    torch.get_num_threads,
+    torch.set_num_threads,
+    *("get_num_threads", "set_num_threads"),
+)
+_named("torch.initial_seed()", torch.initial_seed, None, "initial_seed")
+_named("torch.get_rng_state()", _rng_state, None, "get_rng_state")
+_named(
+    "sys.getrecursionlimit()",
+    sys.getrecursionlimit,
+    sys.setrecursionlimit,
+    *("getrecursionlimit", "setrecursionlimit"),
+)
+_named(
+    "gc.isenabled()",
+    gc.isenabled,
+    lambda on: gc.enable() if on else gc.disable(),
+    *("isenabled", "enable", "disable"),
+)
+_named("the working directory", os.getcwd, os.chdir, "getcwd", "cwd", "chdir", "abspath", "resolve")
+_named(
+    "decimal's context",
+    _decimal,
+    _set_decimal,
+    *("getcontext", "setcontext", "localcontext", "Decimal"),
+)
+
+
+def _set_filters(filters: list[Any]) -> None:
+    warnings.filters[:] = filters  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+# They say whether a warning is raised, or collected.
+_named(
+    "warnings.filters",
+    lambda: list(warnings.filters),
+    _set_filters,
+    *("warn", "warn_explicit", "catch_warnings", "filterwarnings", "simplefilter"),
+)
+_named("numpy.geterr()", np.geterr, lambda on: np.seterr(**on), "geterr", "seterr", "errstate")
+_named(
+    "numpy.get_printoptions()",
+    lambda: repr(np.get_printoptions()),
+    None,
+    *("get_printoptions", "printoptions", "array2string", "array_repr", "array_str"),
+)
+_named("random.getstate()", random.getstate, None, "getstate")
+_named("numpy.random.get_state()", _numpys_rng_state, None, "get_state")
+
+
+for _name in SWITCHES:
+    _named(
+        f"xd.config.{_name}",
+        functools.partial(getattr, config, _name),
+        functools.partial(setattr, config, _name),
+        _name,
+    )
+
+NAMED = frozenset().union(*(setting.named for setting in SETTINGS.values()))
+"""All names that say that code may read or set one of them."""
+
+
+def guards_of(names: set[str]) -> list[tuple[str, Callable[[], Any]]]:
+    """The settings that code with these names may read: (how to call it, what reads it)."""
+    return [
+        (text, setting.read)
+        for text, setting in SETTINGS.items()
+        if not setting.named.isdisjoint(names)
+    ]
+
+
+class Settings(Place):
+    """The settings that a step may leave at other values than it found.
+
+    Args:
+        names: the names in its code.
+    """
+
+    __slots__ = ("keys",)
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(SETTINGS, "", guarded=False)
+        self.keys = tuple(
+            text
+            for text, setting in SETTINGS.items()
+            if setting.write is not None
+            and (not setting.named or not setting.named.isdisjoint(names))
+        )
+
+    def content(self) -> dict[Any, Any]:
+        return {text: SETTINGS[text].read() for text in self.keys}
+
+    def replace(self, content: dict[Any, Any]) -> None:
+        for text, value in content.items():
+            setting = SETTINGS[text]
+            if value is not MISSING and setting.write is not None and setting.read() != value:
+                setting.write(value)
+
+    def label(self, key: Any) -> str:
+        return str(key)

@@ -1,0 +1,1 @@
+"""A program: compiled, guarded, launched, written back."""

@@ -1,0 +1,1 @@
+"""One trace and what came of it: inputs, results, effects, history."""

@@ -1,0 +1,106 @@
+"""As many traces of a step as it takes until one knew what it may change."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from xla_dtensor.base import interrupts
+from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.compilation.code.host_random import OWN, MaybeAnotherThread
+from xla_dtensor.compilation.code.installed import Recorder, functions_of
+from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.dispatch.positions import Positions
+from xla_dtensor.errors import DataDependentError
+
+
+class Attempt:
+    """Something that may be tried again in another way, if it is its own fault that it fails."""
+
+    def __init__(self) -> None:
+        self._raised = interrupts.raised()
+
+    def is_final(self, error: Exception) -> bool:
+        """Whether ``error`` has come from outside: a signal's handler, a connection, a file."""
+        return interrupts.raised() != self._raised or isinstance(error, OSError | MemoryError)
+
+
+def trace(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    dynamic: frozenset[int],
+    carried: frozenset[str],
+    positions: bool = True,
+) -> tuple[Traced, Exception | None]:
+    """A trace of a step in which the numbers ``dynamic`` are inputs, or constants if the step's
+    Python can't do with that; then also why.
+
+    Args:
+        positions: whether what they index by may be an input, too. Where the step can't do with
+            that alone (it returns ``x[n]``, which is a view), it is part of the program.
+    """
+    at = Positions() if positions else None
+    ways: list[tuple[frozenset[int], Positions | None]] = [(dynamic, at)]
+    if at is not None:
+        ways.append((dynamic, None))
+    leaves = dynamic - arguments.fields
+    if leaves != dynamic and leaves:
+        ways.append((leaves, None))
+    if dynamic:
+        ways.append((frozenset(), None))
+    attempt = Attempt()
+    failed: Exception | None = None
+    while True:
+        numbers, used = ways.pop(0)
+        try:
+            traced = _trace(function, arguments, numbers, carried, used)
+            return traced, None if numbers == dynamic else failed
+        except Exception as error:
+            if used is not None and not used.used:
+                del ways[0]  # it would be the same again
+            if not ways or attempt.is_final(error):
+                raise  # if this is the last one, it is the step that does
+            failed = error
+
+
+def _trace(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    dynamic: frozenset[int],
+    carried: frozenset[str],
+    positions: Positions | None = None,
+) -> Traced:
+    """A trace of a step that knew what it may change: if it comes to code of installed packages, or
+    to code that torch calls, for the first time, it may not be the first one. One more may be
+    needed for `host_random`, and one where the step's Python can't do with hyperparameters that are
+    inputs."""
+    attempt_with = functools.partial(Traced, function, arguments, dynamic, carried, positions)
+    fixed = False
+    unmet: list[FunctionType] = []
+    while True:
+        recorder = Recorder()
+        attempt = Attempt()
+        try:
+            try:
+                traced = attempt_with(recorder, fixed, unmet)
+            except MaybeAnotherThread:
+                token = OWN.set(True)
+                try:
+                    traced = attempt_with(recorder, fixed, unmet)
+                finally:
+                    OWN.reset(token)
+        except Exception as error:
+            if attempt.is_final(error):
+                raise
+            if not recorder.grown:
+                if fixed or not recorder.feeds or isinstance(error, DataDependentError):
+                    raise
+                fixed = True
+        else:
+            met = [f for f in functions_of(recorder.unmet) if f not in unmet]
+            if not (traced.unforeseen or met):
+                return traced
+            traced.undo()
+            unmet += met

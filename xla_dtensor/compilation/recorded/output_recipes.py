@@ -1,0 +1,253 @@
+"""What later calls make, found at the end of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from xla_dtensor.base.python_numbers import is_number
+from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.compilation.call.recipes import (
+    Computed,
+    Existing,
+    GivenBack,
+    GivenContainer,
+    Gradient,
+    Host,
+    Seen,
+    Template,
+)
+from xla_dtensor.compilation.recorded.history import History, is_view_by_torch
+from xla_dtensor.compilation.recorded.host_ops import HostOperations
+from xla_dtensor.compilation.trace.step_trace import StepTrace
+from xla_dtensor.compilation.watch.watch import Watch
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.forms.views import Step, ViewStep
+from xla_dtensor.tensors.base import grad_of
+from xla_dtensor.tensors.of_form import Ours
+
+
+class Outputs(Protocol):
+    """What this needs of a trace (`Traced`)."""
+
+    trace: StepTrace
+    host: HostOperations
+
+    def emit(self, array: Any, form: Form) -> int:
+        """Make an array an output; its index."""
+
+    def template(self, tensor: Any) -> Template:
+        """An output that is the tensor's value; memory of its own."""
+
+
+class Made:
+    """How later calls make the tensors that a step gives away: its results, and what it leaves in
+    attributes and the like.
+
+    Attributes:
+        shown: the memory that the caller gets to see, by id: the templates with it.
+    """
+
+    def __init__(
+        self, traced: Outputs, arguments: Arguments, watch: Watch, history: History
+    ) -> None:
+        self._traced, self._trace = traced, traced.trace
+        self._arguments, self._watch, self._history = arguments, watch, history
+        self.shown: dict[int, list[Template]] = {}
+        self._wholes: dict[int, Template] = {}
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._leaves: list[Any] = []
+
+    def histories(self, values: Iterable[Any]) -> None:
+        """Find those among ``values`` that have a history: others may show the same memory without
+        it (``detach()``), and depend on them."""
+        for value in values:
+            given = isinstance(value, Ours) and value.requires_grad and not value.is_leaf
+            if given and self._trace.owns(value._storage_):
+                self.tensor(value)
+
+    def result(self, value: Any) -> Any:
+        """How later calls make one of the step's results."""
+        for i, tensor in enumerate(self._arguments.tensors):
+            if tensor is value:
+                return GivenBack(i)
+        position = self._arguments.position(value)
+        if position is not None:
+            return GivenContainer(position)
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            if not is_number(value):  # nobody knows it: this raises
+                value.node.guard_float("", 0)
+            return Computed(value.node)
+        if isinstance(value, Ours):
+            return self.tensor(value)
+        host = self._traced.host
+        if isinstance(value, torch.Tensor) and host.made(value):
+            known = self._known.get(id(value)) or (value, Host(value, *host.given_away(value)))
+            self._known[id(value)] = known
+            return known[1]
+        return Existing(value)
+
+    def tensor(self, value: Any) -> Any:
+        """The same of a tensor on the devices."""
+        known = self._known.get(id(value))
+        if known is None:
+            make = self._made_by_the_step if self._trace.owns(value._storage_) else self._outside
+            known = self._known[id(value)] = value, make(value)
+        return known[1]
+
+    def gradient(self, grad: Any) -> Template:
+        """The same of what a leaf's ``.grad`` is when the step ends."""
+        known = self._known.get(id(grad))
+        if known is not None and isinstance(known[1], Template):
+            return known[1]
+        whole = None if grad._steps else self._wholes.get(id(grad._storage_))
+        if whole is not None:
+            return whole
+        return self._traced.template(grad)
+
+    def finish(self) -> None:
+        """When all are known."""
+        self._history.check_leaves(self._leaves)
+        for templates in self.shown.values():
+            if len(templates) > 1:
+                for template in templates:
+                    template.refuses = (
+                        "results of a compiled step that are one memory under torch, but copies "
+                        "here, because they aren't torch's own views of each other (to_local(), a "
+                        "torch.autograd.Function that gives back its input): clone() the one that "
+                        "you write to"
+                    )
+
+    # --- memory of the step's ------------------------------------------------------------------
+
+    def _made_by_the_step(self, value: Any) -> Any:
+        storage = value._storage_
+        if value.requires_grad and value.is_leaf:
+            return self._leaf(value)
+        if value.requires_grad:
+            root = value._base if value._is_view() else value
+            further = _further(value, root)
+            if further is None or not is_view_by_torch(value, root):
+                root, further = value, ()
+            template = self._with_history(root)
+            return Seen(template, further, False, value) if root is not value else template
+        if not _is_plain(value) and value._steps:
+            return self._copy(value)
+        # What it is a view of to autograd; or itself.
+        root = value._base if value._is_view() else None if value._steps else value
+        if root is not None and (root._storage_ is not storage or root._steps):
+            root = None
+        if root is not None and id(storage) not in self._wholes:
+            self._known[id(root)] = root, self._whole(storage)
+        whole = self._whole(storage)
+        connected = root is not None and self._known.get(id(root), (None, None))[1] is whole
+        if connected and root is value:
+            return whole
+        return Seen(whole, value._steps, not connected, value)
+
+    def _whole(self, storage: Storage) -> Template:
+        template = self._wholes.get(id(storage))
+        if template is None:
+            form = storage.form.reduced()
+            index = self._traced.emit(logical(storage.array, storage.form), form)
+            template = self._wholes[id(storage)] = Template(index, form)
+            self.shown.setdefault(id(storage), []).append(template)
+        return template
+
+    def _copy(self, value: Any) -> Template:
+        template = self._traced.template(value)
+        self.shown.setdefault(id(value._storage_), []).append(template)
+        return template
+
+    def _with_history(self, root: Any) -> Template:
+        known = self._known.get(id(root))
+        if known is not None and isinstance(known[1], Template):
+            return known[1]
+        own = root._steps or root._is_view()
+        template = self._copy(root) if own else self._whole(root._storage_)
+        self._known[id(root)] = root, template
+        if self._history.takes(root):
+            self._history.add(template, root)
+        return template
+
+    def _leaf(self, value: Any) -> Template:
+        template = self._copy(value)
+        template.is_leaf = True
+        template.is_parameter = isinstance(value, torch.nn.Parameter)
+        self._leaves.append(value)
+        if grad_of(value) is not None:
+            template.grad = self._traced.template(grad_of(value))
+        return template
+
+    # --- memory from outside -------------------------------------------------------------------
+
+    def _outside(self, value: Any) -> Any:
+        if id(value) in self._watch.tensors or (value.requires_grad and value.is_leaf):
+            return Existing(value)
+        for outside in self._trace.outside.values():
+            leaf = outside.get()
+            if leaf is not None and outside.takes_gradient and grad_of(leaf) is value:
+                return Gradient(outside)
+        found = self._base(value)
+        if found is None and value.requires_grad:
+            # A function of the user's has given back its input, and has a gradient of its own.
+            template = self._traced.template(value)
+            template.refuses = _REFUSES_COPY
+            if self._history.takes(value):
+                self._history.add(template, value)
+            return template
+        of, base = found or (value, value)
+        detached = not value.requires_grad and (
+            base.requires_grad
+            or not (value._is_view() and any(value._base is t for t in (base, base._base)))
+        )
+        return Seen(of, value._steps[len(base._steps) :], detached, value)
+
+    def _base(self, value: Any) -> tuple[Any, Any] | None:
+        """The tensor from outside that shows the same memory, or most of it: what finds it in a
+        later call, and itself."""
+        candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if isinstance(t, Ours)]
+        given = {id(t._storage_) for _, t in candidates}
+        kept = (outside.get() for outside in self._trace.outside.values())
+        # A view of an argument that the step has made is another one in each call.
+        candidates += [
+            (t, t)
+            for t in kept
+            if isinstance(t, Ours)
+            and (id(t) in self._watch.tensors or id(t._storage_) not in given)
+        ]
+        best = None
+        for of, tensor in candidates:
+            if tensor is value or _further(value, tensor) is None:
+                continue
+            if value.requires_grad and not (
+                tensor.requires_grad and is_view_by_torch(value, tensor)
+            ):
+                continue
+            if best is None or len(tensor._steps) > len(best[1]._steps):
+                best = of, tensor
+        return best
+
+
+_REFUSES_COPY = (
+    "a result of a compiled step that is a copy of a tensor from outside, where torch has the same "
+    "memory (of a torch.autograd.Function that gives back its input): clone() it first"
+)
+
+
+def _further(view: Any, base: Any) -> tuple[Step, ...] | None:
+    """The steps from ``base`` to ``view``, or None if it doesn't show more of the same memory."""
+    count = len(base._steps)
+    if base._storage_ is not view._storage_ or view._steps[:count] != base._steps:
+        return None
+    return view._steps[count:]
+
+
+def _is_plain(view: Any) -> bool:
+    """Whether a view's memory can be a result of the program as it is."""
+    form = view._storage_.form
+    return not form.unreduced and all(isinstance(step, ViewStep) for step in view._steps)

@@ -1,0 +1,118 @@
+"""What the Python of a trace has changed, as what each call makes anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from xla_dtensor.compilation.call.recipes import Built, Existing
+from xla_dtensor.compilation.objects.carried import has_history, is_state, tensors_in
+from xla_dtensor.compilation.objects.places import MISSING
+from xla_dtensor.compilation.objects.remade import MadeObjects
+from xla_dtensor.compilation.recorded.output_recipes import Made
+from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
+from xla_dtensor.compilation.trace.step_trace import StepTrace
+from xla_dtensor.compilation.watch.effects import Effect, Surroundings, check_replayable
+from xla_dtensor.compilation.watch.watch import Watch
+from xla_dtensor.errors import DataDependentError
+from xla_dtensor.tensors.of_form import Ours
+
+
+class TracedEffects(TracedInputs):
+    """The effects of a trace; see `Traced`."""
+
+    trace: StepTrace
+    replaced: set[str]
+    counted: set[str]
+    names_of_carried: frozenset[str]
+    effects: list[Effect]
+    _made: MadeObjects
+
+    def _left_in_places(self) -> Iterator[Any]:
+        """What the step's Python has put somewhere, taken apart."""
+        for effect in self.effects:
+            for value in effect.after.values():
+                yield from self._made.flatten(value)[0]
+
+    def _effects(self, surroundings: Surroundings, watch: Watch, made: Made) -> None:
+        """What the step's Python has changed, as what each call makes anew; the changes are
+        undone."""
+        trace = self.trace
+        built: dict[int, tuple[Any, Any]] = {}
+
+        def is_new(value: Any) -> bool:
+            return isinstance(value, Ours) and trace.owns(value._storage_)
+
+        def convert(value: Any) -> Any:
+            known = built.get(id(value))
+            if known is None:
+                known = built[id(value)] = value, self._built(value, made)
+            return known[1]
+
+        for effect in self.effects:
+            if effect.place.container in watch.inside:
+                raise DataDependentError(
+                    f"the step changes {effect.place.path}, a {type(effect.place.owner).__name__} "
+                    "that it finds in another place in every call (it puts another one there): "
+                    "either change it, or replace it"
+                )
+            self._find_replaced(effect)
+            check_replayable(effect, is_new)
+            effect.convert(convert)
+        surroundings.restore()
+        for effect in self.effects:
+            effect.let_go()
+
+    def _built(self, value: Any, made: Made) -> Any:
+        """How later calls make what the step leaves somewhere; the value itself where it is the
+        same in each."""
+        leaves, tree = self._made.flatten(value)
+        parts = list(map(made.result, leaves))
+        if tree.is_leaf() and isinstance(parts[0], Existing):
+            return value
+        return Built(parts, tree)
+
+    def _goes_on(self, tensor: torch.Tensor) -> bool:
+        """Whether a backward pass of the next call would come to what this one has computed."""
+        if not tensor.requires_grad:
+            return False
+        made = isinstance(tensor, Ours) and self.trace.owns(tensor._storage_)
+        return made or not tensor.is_leaf
+
+    def _find_replaced(self, effect: Effect) -> None:
+        """Note where a step has put other tensors in place of those that were there, for its next
+        call.
+
+        Raises:
+            DataDependentError: the next call would go on with their history.
+        """
+        for key, before in effect.before.items():
+            # An element of a set that is gone is under no key.
+            after, name = effect.after.get(key, MISSING), effect.place.label(key)
+            tensors = tensors_in(before)
+            carried = name in self.names_of_carried
+            if not (is_state(before) and (carried or effect.place.guarded)):
+                continue
+            if effect.grows():  # it is another place in every call
+                continue
+            if not tensors:
+                if not carried and is_state(after, symbolic=True):
+                    self.counted.add(name)
+                continue
+            used = [t for t in tensors if isinstance(t, Ours) and self.trace.uses(t._storage_)]
+            if any(map(has_history, used)):
+                raise DataDependentError(
+                    f"the step computes with {name}, which has a history of an earlier call, and "
+                    "replaces it: the backward pass would go on there; keep it without "
+                    f"({name} = new.detach()), or give it as an argument and return the new one"
+                )
+            if used and any(self._goes_on(t) for t in tensors_in(after)):
+                raise DataDependentError(
+                    f"the step reads {name}, and leaves there a tensor that has a history (or "
+                    "requires grad), which its next call would go on with: detach it "
+                    f"({name} = new.detach()), or give it as an argument and return the new one"
+                )
+            if not carried and tensors_in(after):
+                self.replaced.add(name)

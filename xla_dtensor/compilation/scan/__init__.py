@@ -1,0 +1,1 @@
+"""Equal layers as one loop."""

@@ -1,0 +1,356 @@
+"""``xd.scan_layers(layers)``: equal layers as one loop of the program, forward and backward.
+
+A Python loop over layers is unrolled: the program grows with the depth, and so does the time to
+trace, lower and compile it. Here one layer is traced, and `jax.lax.scan` runs it with each layer's
+parameters, which are stacked inside of the step alone: outside, each layer has its own, and so have
+optimizers, state dicts and checkpoints.
+
+Backward is a second loop, from the last layer to the first. It calls each layer again, on the input
+that the first loop has kept, and lets autograd go through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from xla_dtensor.base import executor
+from xla_dtensor.compilation.scan.arrays import (
+    fresh,
+    in_form,
+    logical_shape,
+    of_form,
+    stack,
+    unstack,
+    whole_sums,
+)
+from xla_dtensor.compilation.scan.equal_layers import (
+    Unassigned,
+    changed,
+    check_equal,
+    described,
+    tensors_of,
+)
+from xla_dtensor.compilation.scan.inside import Inside
+from xla_dtensor.compilation.scan.kept import Residuals, to_devices, to_host
+from xla_dtensor.compilation.trace.step_trace import StepTrace
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.forms.read import logical_value
+from xla_dtensor.mesh.memories import check_host_memory
+from xla_dtensor.tensors.of_form import Ours, new_tensor
+
+
+def loop_of(layers: Iterable[nn.Module], *, recompute: bool, offload: bool) -> Callable[..., Any]:
+    """What `scan_layers` returns for given layers."""
+    modules = list(layers)
+
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        trace = executor.trace()
+        if len(modules) < 2 or not isinstance(trace, StepTrace) or not isinstance(x, Ours):
+            for layer in modules:
+                x = layer(x, *args, **kwargs)
+            return x
+        check_equal(modules)
+        scan = Layers(trace, modules, args, kwargs, recompute=recompute, offload=offload)
+        return scan.run(x)[-1]
+
+    return run
+
+
+class Layers:
+    """A call of layers as one loop, in a trace.
+
+    Args:
+        trace: of the step.
+        modules: the layers, which are equal (`check_equal`).
+        args, kwargs: what all of them are given besides.
+        recompute, offload: as of `scan_layers`.
+        each: whether each layer's result is wanted, and not the last one's alone.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        modules: list[nn.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        recompute: bool,
+        offload: bool,
+        each: bool = False,
+    ) -> None:
+        self.trace, self.first, self.count = trace, modules[0], len(modules)
+        # Per layer its tensors, in one order.
+        self.tensors = [list(tensors_of(module).values()) for module in modules]
+        self.forms = [fresh(tensor._form) for tensor in self.tensors[0]]
+        flat, self._tree = pytree.tree_flatten((args, kwargs))
+        self._flat = flat
+        self._places = [i for i, value in enumerate(flat) if isinstance(value, Ours)]
+        self.others = [flat[i] for i in self._places]
+        self.random = trace.random.counter
+        self.draws = 0  # random operations of a layer
+        self.residuals = None if recompute else Residuals(trace)
+        self.offload, self.each = offload, each
+        self.description = described(self.first)
+        self._versions = [tensor._version for tensor in self.others]
+        self._autocasts = [
+            functools.partial(
+                torch.autocast,
+                device,
+                torch.get_autocast_dtype(device),
+                torch.is_autocast_enabled(device),
+            )
+            for device in ("xla", "cpu")
+        ]
+
+    def run(self, x: Any) -> tuple[Any, ...]:
+        """The layers' results, or the last one's alone."""
+        if self.offload:
+            check_host_memory(x._form.frame or self.trace.frame, "scan_layers(offload=True)")
+        own = [tensor for tensors in self.tensors for tensor in tensors]
+        results: tuple[Any, ...] = _Scan.apply(self, x, *self.others, *own)
+        return results
+
+    def layer(self, x: Any, others: list[Any]) -> Any:
+        """The first layer's code on the tensors that its parameters now are."""
+        flat = list(self._flat)
+        for place, value in zip(self._places, others, strict=True):
+            flat[place] = value
+        args, kwargs = pytree.tree_unflatten(flat, self._tree)
+        version = x._storage_.version
+        given = pytree.tree_flatten((args, kwargs))
+        # As in forward, also where backward is called elsewhere.
+        with self._autocasts[0](), self._autocasts[1](), Unassigned(self.first):
+            y = self.first(x, *args, **kwargs)
+        left = pytree.tree_flatten((args, kwargs))
+        if left[1] != given[1] or any(a is not b for a, b in zip(left[0], given[0], strict=True)):
+            raise UnsupportedOpError(
+                f"scan_layers: {type(self.first).__name__} changes a list or a dict among its "
+                "arguments, which a loop over layers can't do for each of them; run them one by one"
+            )
+        if x._storage_.version != version:
+            raise UnsupportedOpError(
+                f"scan_layers: {type(self.first).__name__} writes to its input of shape "
+                f"{list(x.shape)} (relu(inplace=True), say), which is the loop's own. Let it "
+                "compute a new tensor, or run such layers one by one"
+            )
+        if not isinstance(y, Ours) or y.shape != x.shape or y.dtype != x.dtype:
+            what = f"{list(y.shape)} {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
+            raise UnsupportedOpError(
+                f"scan_layers: {type(self.first).__name__} takes {list(x.shape)} {x.dtype} and "
+                f"gives {what}; in a loop each layer takes what the one before gives. Run such "
+                "layers one by one"
+            )
+        return y
+
+    def others_changed(self) -> Any:
+        """A tensor among the arguments that was written to since; None if there is none."""
+        pairs = zip(self.others, self._versions, strict=True)
+        return next((tensor for tensor, version in pairs if tensor._version != version), None)
+
+    def check_unchanged(self) -> None:
+        """See that backward can compute what forward has computed.
+
+        Raises:
+            UnsupportedOpError: a layer or an argument has changed since.
+        """
+        what = changed(self.description, self.first)
+        written = self.others_changed()
+        if what is None and written is not None:
+            what = f"an argument of shape {list(written.shape)}, which was written to"
+        if what is not None:
+            raise UnsupportedOpError(
+                f"scan_layers: between forward and backward something of the layers has changed: "
+                f"{what}. Backward computes the layers again; change it after backward()"
+            )
+
+    def apart(self, needs_grad: tuple[bool, ...]) -> list[Any]:
+        """The arguments, those that need a gradient without their history."""
+        return [
+            new_tensor(logical_value(t), fresh(t._form)).requires_grad_(True) if needs else t
+            for t, needs in zip(self.others, needs_grad, strict=True)
+        ]
+
+    def stacked(self) -> list[Any]:
+        """Per tensor of a layer an array of all layers' values."""
+        found = []
+        for i, form in enumerate(self.forms):
+            values = [logical_value(tensors[i]) for tensors in self.tensors]
+            # A parameter of the default device is on all of the step's from its first call on.
+            found.append(stack(form.placed(self.trace.frame), *values))
+        return found
+
+    def inside(self, slices: list[Any], words: Any) -> Inside:
+        storages = [tensor._storage_ for tensor in self.tensors[0]]
+        words = self.trace.rng_words if words is None else words
+        return Inside(self.trace, storages, slices, words, self.random)
+
+    def words(self) -> Any:
+        """The generator's state before each layer; None if it is the same for all."""
+        if not self.draws:
+            return None
+        words = self.trace.rng_words
+        low = words[2] + self.draws * jnp.arange(self.count, dtype=jnp.uint32)
+        high = words[3] + (low < words[2]).astype(jnp.uint32)
+        first, second = (jnp.broadcast_to(words[i], low.shape) for i in range(2))
+        return jnp.stack([first, second, low, high], axis=1)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layers: Layers, x: Any, *tensors: Any) -> Any:
+        trace, form = layers.trace, fresh(x._form)
+        with jax.enable_x64(True):
+            start, stacked = logical_value(x), layers.stacked()
+            drawn = [0]
+            needs_others = ctx.needs_input_grad[2 : 2 + len(layers.others)]
+            wants_grad = any(ctx.needs_input_grad)
+
+            def body(value: Any, xs: Any) -> Any:
+                with layers.inside(*xs) as inside:
+                    x = new_tensor(value, form)
+                    saved, others = [], layers.others
+                    with contextlib.ExitStack() as saving:
+                        if wants_grad and (layers.residuals is not None or layers.each):
+                            saving.enter_context(torch.enable_grad())
+                            others = layers.apart(needs_others)
+                            if layers.residuals is not None:
+                                collected = layers.residuals.collected([x, *others])
+                                saved = saving.enter_context(collected)
+                            x.requires_grad_(True)
+                        y = layers.layer(x, others)
+                        if layers.each and wants_grad:
+                            _check_leaves(y, [x, *others, *layers.tensors[0]])
+                    result = in_form(y, form)
+                drawn[0] = inside.draws
+                kept = [value, *saved] if wants_grad else []
+                inputs = [value] if layers.each else []
+                return result, (to_host(kept) if layers.offload else kept, inputs)
+
+            scan = functools.partial(jax.lax.scan, body, start, length=layers.count)
+            end, (kept, inputs) = scan((stacked, layers.words()))
+            if drawn[0]:  # each layer has random numbers of its own: once more, with those
+                layers.draws = drawn[0]
+                end, (kept, inputs) = scan((stacked, layers.words()))
+            results = [y for array in inputs for y in unstack(array, layers.count)[1:]]
+        trace.random.counter = layers.random
+        trace.random.advance(layers.draws * layers.count)
+        ctx.layers, ctx.form = layers, form
+        ctx.stacked, ctx.kept = stacked, kept
+        ctx.set_materialize_grads(False)
+        return tuple(new_tensor(y, form) for y in (*results, end))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *of_each: Any) -> Any:
+        layers, form = ctx.layers, ctx.form
+        layers.check_unchanged()
+        needs_x = ctx.needs_input_grad[1]
+        count = len(layers.others)
+        needs_others = ctx.needs_input_grad[2 : 2 + count]
+        own = layers.tensors[0]
+        unused: set[int] = set()
+
+        def body(carry: Any, xs: Any) -> Any:
+            dy, sums = carry
+            kept, slices, words, *of_result = xs
+            dy = sum(of_result, dy)
+            value, *saved = to_devices(kept) if layers.offload else kept
+            if layers.residuals is None:
+                # As under jax.checkpoint: XLA isn't to take the forward and the backward of a
+                # layer apart. It would fold a reshape into one of them, say, and gather its
+                # weight twice.
+                dy, value, slices = jax.lax.optimization_barrier((dy, value, slices))
+            with contextlib.ExitStack() as inside:
+                inside.enter_context(layers.inside(slices, words))
+                inside.enter_context(torch.enable_grad())
+                x = new_tensor(value, form).requires_grad_(True)
+                others = layers.apart(needs_others)
+                if layers.residuals is not None:
+                    inside.enter_context(layers.residuals.given(saved))
+                y = layers.layer(x, others)
+                wanted = [t for t, n in zip(others, needs_others, strict=True) if n]
+                leaves = [x, *wanted, *(t for t in own if t.requires_grad)]
+                _check_leaves(y, leaves)
+                like = whole_sums(fresh(y._form))
+                given = new_tensor(of_form(dy, form, like), like)
+                grads = list(torch.autograd.grad(y, leaves, given, allow_unused=True))
+                arrays = []
+                for i, (leaf, g) in enumerate(zip(leaves, grads, strict=True)):
+                    leaf_form = fresh(leaf._form)
+                    if g is None:
+                        unused.add(i)
+                        arrays.append(jnp.zeros(logical_shape(leaf_form), leaf_form.jax_dtype))
+                    else:
+                        arrays.append(in_form(g, leaf_form))
+            dx, *rest = arrays
+            sums = [s + g for s, g in zip(sums, rest[: len(sums)], strict=True)]
+            return (dx, sums), rest[len(sums) :]
+
+        with jax.enable_x64(True):
+            wanted = [t for t, n in zip(layers.others, needs_others, strict=True) if n]
+            zeros = [jnp.zeros(logical_shape(fresh(t._form)), t._form.jax_dtype) for t in wanted]
+            nothing = jnp.zeros(logical_shape(form), form.jax_dtype)
+            *middle, of_end = (nothing if g is None else in_form(g, form) for g in of_each)
+            # Of each layer's result, where that is used elsewhere than in the next one.
+            used = any(g is not None for g in of_each[:-1])
+            of_results = [stack(form, *middle, nothing)] if used else []
+            (dx, sums), per_layer = jax.lax.scan(
+                body,
+                (of_end, zeros),
+                (ctx.kept, ctx.stacked, layers.words(), *of_results),
+                length=layers.count,
+                reverse=True,
+            )
+            # Per tensor with a gradient its layers' gradients.
+            apart = [unstack(array, layers.count) for array in per_layer]
+        found = iter(range(len(wanted)))
+        of_others = []
+        for tensor, needed in zip(layers.others, needs_others, strict=True):
+            i = next(found) if needed else None
+            gone = i is None or 1 + i in unused
+            of_others.append(None if gone else new_tensor(sums[i], fresh(tensor._form)))
+        of_own: list[Any] = []
+        with_grad = [i for i, tensor in enumerate(own) if tensor.requires_grad]
+        for layer in range(layers.count):
+            grads: list[Any] = [None] * len(own)
+            for position, i in enumerate(with_grad):
+                if 1 + len(wanted) + position not in unused:
+                    grads[i] = new_tensor(apart[position][layer], layers.forms[i])
+            of_own += grads
+        of_x = new_tensor(dx, form) if needs_x and 0 not in unused else None
+        ctx.stacked = ctx.kept = None
+        return (None, of_x, *of_others, *of_own)
+
+
+def _check_leaves(result: torch.Tensor, known: list[Any]) -> None:
+    """See that a layer's result depends on nothing else that wants a gradient.
+
+    Raises:
+        UnsupportedOpError: it does, and that gradient would be lost.
+    """
+    seen: set[Any] = set()
+    nodes: list[Any] = [result.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and all(leaf is not tensor for tensor in known):
+            raise UnsupportedOpError(
+                f"scan_layers: a layer reads a tensor of shape {list(leaf.shape)} that needs a "
+                "gradient, or what was computed from it, and that is neither the layer's nor an "
+                "argument of its own: pass it to the layers, xd.scan_layers(layers)(x, tensor), in "
+                "tuples, lists or dicts if need be, or run them one by one"
+            )

@@ -1,0 +1,46 @@
+"""What watched and replayed steps have in common."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+from xla_dtensor.compilation.step import counters
+from xla_dtensor.compilation.step.copied import Copied
+
+logger = logging.getLogger("xla_dtensor")
+
+
+class BaseStep(Copied):
+    """A step: its name, that it can be a method, and its counts."""
+
+    traces: int
+    compilations: int
+    recompilations: list[str]
+    __call__: Callable[..., Any]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _name(self) -> str:
+        return name_of(self._function)
+
+    def _count(self, compiled: bool, why: str | None) -> None:
+        """Count a program: whether XLA had to compile it, and why those before wouldn't do."""
+        self.traces += 1
+        counters.add("traces")
+        if not compiled:
+            return
+        self.compilations += 1
+        counters.add("compilations")
+        if why is not None:
+            self.recompilations.append(why)
+            counters.add("recompilations")
+            logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
+
+
+def name_of(function: Any) -> str:
+    """What messages call a function."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -1,0 +1,212 @@
+"""A compiled step: which program a call runs, and how its user asks about it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from xla_dtensor.base import assertions, events, executor, interrupts, thread_state
+from xla_dtensor.base.cache import Cache
+from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.compilation.call.buckets import BucketedArguments, check_lengths
+from xla_dtensor.compilation.call.decided import ManyTraces
+from xla_dtensor.compilation.call.streams import call_with_streams, has_streams
+from xla_dtensor.compilation.program.program import Program
+from xla_dtensor.compilation.step.audit import compare
+from xla_dtensor.compilation.step.family import KINDS, Family
+from xla_dtensor.compilation.step.lower_only import called_without_data
+from xla_dtensor.compilation.step.step_traces import StepTraces
+from xla_dtensor.execution import lazy
+from xla_dtensor.runtime import abstract
+from xla_dtensor.runtime.jax_runtime import code_bytes
+
+PROGRAMS = 256
+
+
+class CompiledStep(StepTraces):
+    """A compiled step, which `compile` makes; call it like the function.
+
+    Attributes:
+        compilations: how many programs were compiled so far.
+        traces: how many times the step's Python was run to make a program.
+        recompilations: a line for each trace after the first that came to another program: why.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+        step = xd.compile(lambda x: x * 2)
+        step(torch.ones(4, device="xla")), step(torch.ones(8, device="xla"))
+        assert step.traces == step.compilations == 2 and len(step.recompilations) == 1
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        compiler_options: dict[str, Any] | None = None,
+        audit: int = 0,
+        checks: bool = False,
+        buckets: Mapping[str, Any] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+        self._options = compiler_options
+        self._audit = audit
+        self._asked = compiler_options, audit, checks, buckets
+        self._checks = assertions.asking(checks)
+        self._buckets = None if buckets is None else BucketedArguments(function, buckets)
+        self._calls = 0
+        # Threads may share a step: one call after another.
+        self._lock = threading.RLock()
+        name = f"compiled step {self._name()}"
+        self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS)
+        self._executables: Cache[Any, Any] = Cache(f"{name}: programs", PROGRAMS, size=code_bytes)
+        self._last: tuple[Arguments, Program] | None = None
+        # What it keeps outside of itself and replaces in each call, as messages call it; numbers.
+        self._carried: frozenset[str] = frozenset()
+        self._counted: frozenset[str] = frozenset()
+        # The names of attributes that its code reads, so far; None: it may read any.
+        self._reads: frozenset[str] | None = frozenset()
+        # How much it takes from iterators among its arguments.
+        self._streams: dict[Any, list[tuple[int, bool]]] = {}
+        # What of it can't be taken from there, and why.
+        self._not_carried: dict[str, Exception] = {}
+        self._left_alone: set[str] = set()
+        self.clear_cache()
+        self.compilations = 0
+        self.traces = 0
+        self.recompilations: list[str] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inner = executor.is_in_step()
+        padding = None
+        if self._buckets is not None:
+            args, kwargs, padding = self._buckets.padded(args, kwargs, pad=not inner)
+        if inner:
+            return self._function(*args, **kwargs)  # part of the step around it
+        if abstract.current() is not None:
+            return called_without_data(self, args, kwargs)
+        if not interrupts.ready():
+            interrupts.install()
+        lazy.flush_all()
+        with self._lock:
+            if has_streams(args, kwargs):
+                made = functools.partial(self._arguments, padding=padding)
+                return call_with_streams(self._call, args, kwargs, made, self._streams)
+            return self._call(self._arguments(args, kwargs, padding))
+
+    @interrupts.completed
+    def _call(self, arguments: Arguments) -> Any:
+        family = self._families.get_or_make(arguments.key, Family)
+        if arguments.lengths:
+            family.takes(arguments.lengths)
+        found, missed = family.find(arguments)
+        if found is None:
+            return self._trace(arguments, family, missed)
+        call, programs, program = found
+        if programs.latest() is not program:
+            programs.first(program)
+        if arguments.padding is not None:
+            check_lengths(program.traced.cuts or [], arguments.padding)
+        self._last = call, program
+        self._many.in_a_row = 0
+        observer = events.observer
+        if observer is not None:
+            observer.compiled(self._name())
+        if self._audit:
+            self._look_again(program, call)
+        return program.run(call)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's program for these arguments, not compiled and not run; nothing changes.
+
+        Args:
+            args, kwargs: as of a call.
+
+        Returns:
+            a ``jax.stages.Lowered``, with ``as_text()`` and ``compile()``.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x.sin())
+            assert "sine" in step.lower(torch.ones(4, device="xla")).as_text() and step.traces == 0
+        """
+        if self._buckets is not None:
+            args, kwargs, _ = self._buckets.padded(args, kwargs)
+        return self.looked_at(args, kwargs, operator.attrgetter("lowered"))
+
+    def clear_cache(self) -> None:
+        """Forget all programs; the next call traces and compiles. The counts stay.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            step(torch.ones(4, device="xla"))
+            step.clear_cache()
+            assert step.compiled_programs() == []
+        """
+        self._families.clear()
+        self._executables.clear()
+        self._last = None
+        self._carried = self._counted = frozenset()
+        self._not_carried, self._left_alone = {}, set()
+        self._streams = {}
+        self._many = ManyTraces()
+
+    def why_not(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why a call with these arguments would trace the step; nothing is traced, and nothing
+        changes.
+
+        Args:
+            args, kwargs: as of a call.
+
+        Returns:
+            the reason in words, or None if a program is there that the call would run.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            assert step.why_not(torch.ones(4, device="xla")) == "the step has not been called yet"
+        """
+        if self._buckets is not None:
+            args, kwargs, _ = self._buckets.padded(args, kwargs)
+        arguments = self._arguments(args, kwargs)
+        with self._lock:
+            family = self._families.get(arguments.key) or Family()
+            candidates = list(family.candidates(arguments))
+            tried = [(program, call) for call, programs in candidates for program in programs]
+            reasons = [program.mismatch(call) for program, call in tried]
+            if None in reasons:
+                return None
+            if self._last is None:
+                return "the step has not been called yet"
+            return reasons[0] if reasons else self._explain(arguments, family)
+
+    def compiled_programs(self) -> list[Any]:
+        """The programs that exist, and what XLA made of the step.
+
+        Returns:
+            ``jax.stages.Compiled``, oldest first: ``as_text()``, ``memory_analysis()`` and others.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            step(torch.ones(4, device="xla"))
+            assert "f32[4]" in step.compiled_programs()[-1].as_text()
+        """
+        return list(self._executables.values())
+
+    # --- internals ---------------------------------------------------------------------------
+
+    def _look_again(self, program: Program, arguments: Arguments) -> None:
+        """Every n-th call: the audit."""
+        self._calls += 1
+        if self._calls % self._audit == 0:
+            with thread_state.tracing, self._checks:
+                compare(self._name(), self._function, program.traced, arguments)

@@ -1,0 +1,125 @@
+"""``xla_dtensor.compile``: a training step as one XLA program."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
+
+from xla_dtensor.base import assertions
+from xla_dtensor.base.config import config
+from xla_dtensor.compilation.step.base_step import name_of
+from xla_dtensor.compilation.step.compiled_step import CompiledStep
+from xla_dtensor.compilation.step.replayed import ReplayedStep
+
+
+@overload
+def compile(
+    function: Callable[..., Any],
+    *,
+    compiler_options: dict[str, Any] | None = None,
+    audit: int | None = None,
+    checks: bool | None = None,
+    watch: Literal["auto"] = "auto",
+    buckets: Mapping[str, Any] | None = None,
+) -> CompiledStep: ...
+
+
+@overload
+def compile(
+    function: Callable[..., Any],
+    *,
+    compiler_options: dict[str, Any] | None = None,
+    watch: Literal["replay"],
+) -> ReplayedStep: ...
+
+
+def compile(
+    function: Callable[..., Any],
+    *,
+    compiler_options: dict[str, Any] | None = None,
+    audit: int | None = None,
+    checks: bool | None = None,
+    watch: Literal["auto", "replay"] = "auto",
+    buckets: Mapping[str, Any] | None = None,
+) -> CompiledStep | ReplayedStep:
+    """Make ``function``, a training step in ordinary torch code, run as one XLA program.
+
+    The first call traces it: forward, backward, clipping, ``optimizer.step()``. Tensors that it
+    uses are found by identity, wherever its Python has them from, and become inputs (donated where
+    it overwrites them); those that it leaves behind (``.grad``, optimizer state) become outputs.
+    What else its Python reads is watched: later calls run the program, or trace again what has
+    changed and say so in ``recompilations``. The whole contract is in ``docs/compile.md``.
+
+    The Python in ``function`` runs when it is traced, and not in every call, as under ``jax.jit``.
+    A result with a history under torch has one here: its backward pass is a second program.
+    Threads may share a step: its calls come one after another, and one trace runs at a time.
+
+    Args:
+        function: the step; a method, too (``@xd.compile`` in a class).
+        compiler_options: passed to XLA's compiler, by name, as ``jax.jit``'s are.
+        audit: in every ``audit``-th call, run the step's Python again and compare what it would do
+            with the program. Default: ``xd.config.audit``, which is 0: never.
+        checks: look for indices out of range, and raise after the call that had one; a call then
+            waits for the devices. Default: what ``xd.config.checks`` says.
+        watch: how a call knows that its program still is the step. ``"auto"``: what the Python
+            reads is compared, and it doesn't run. ``"replay"``: it runs in every call, while the
+            devices compute the step before, and what it asks for is compared: some ten
+            microseconds an operation, and nothing that could be overlooked.
+        buckets: which arguments are padded, by the names of the function's parameters, and to what:
+            sizes by dim, ``{"tokens": {1: (512, 1024, 2048)}}``, or `Buckets`, or several. The
+            function is given the true length (of ``tokens`` as ``n_tokens``, if it has such a
+            parameter), and its results are cut back to it.
+
+    Returns:
+        the `CompiledStep`, or with ``watch="replay"`` the `ReplayedStep`, called like ``function``.
+
+    Raises:
+        TypeError: ``function`` can't be called, or is a generator or a coroutine; it has no
+            parameter of a name in ``buckets``.
+        ValueError: ``audit`` is no number of calls; ``watch`` is something else; ``audit``,
+            ``checks`` or ``buckets`` of a replayed step; (when called) an argument is longer than
+            its largest bucket, or it isn't known what of a result is padding.
+        DataDependentError: (when called) the step needs a value in Python, or can't be one program.
+        MeshMismatchError: (when called) it uses tensors on different sets of devices.
+        StaleStepError: (when called) an audit has found a difference.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        model = torch.nn.Linear(16, 4).to("xla")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        @xd.compile
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+        losses = [step(torch.ones(8, 16, device="xla")).item() for _ in range(3)]
+        assert losses[2] < losses[0] and step.compilations == 1
+    """
+    if not callable(function):
+        raise TypeError(f"xd.compile takes a function (the step), not {function!r}")
+    code = inspect.unwrap(function)
+    if inspect.isgeneratorfunction(code) or inspect.iscoroutinefunction(code):
+        raise TypeError(
+            f"xd.compile: {name_of(function)} is a generator or a coroutine, whose Python goes on "
+            "when its caller asks; a step is one program: let it return its results"
+        )
+    if watch == "replay":
+        if audit or checks is not None or buckets is not None:
+            raise ValueError(
+                'xd.compile(watch="replay") takes no audit= (its Python runs in every call), no '
+                "checks= (indices are looked at as in eager code: xd.config.checks) and no buckets="
+            )
+        return ReplayedStep(function, compiler_options)
+    if watch != "auto":
+        raise ValueError(f'watch={watch!r}: it is "auto" or "replay"')
+    if audit is None:
+        audit = config.audit
+    if isinstance(audit, bool) or audit < 0:
+        raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
+    checks = config.checks in assertions.COMPILED if checks is None else checks
+    return CompiledStep(function, compiler_options, audit, checks, buckets)

@@ -1,0 +1,141 @@
+"""The programs of a step for one kind of arguments."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from xla_dtensor.base.keys import exact
+from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.compilation.objects.carried import Carried
+from xla_dtensor.compilation.program.program import Program
+from xla_dtensor.compilation.program.programs import Programs
+
+# How many kinds of arguments a step keeps programs for.
+KINDS = 256
+
+
+class Family:
+    """The programs for one kind of arguments.
+
+    Attributes:
+        programs: by the values of the numbers that are part of them, the places that they take more
+            arguments from, and the key of what is there.
+        dynamic: the numbers that are inputs, because they have changed between calls.
+        last: the numbers of the call that was traced last.
+        latest: gives the program that was made of it, if it still exists.
+        positions: whether positions (``x[n]``) may be inputs, too.
+        why_static: why numbers can't be inputs, for messages; empty if they can.
+    """
+
+    __slots__ = (
+        "_static",
+        "_static_fields",
+        "dynamic",
+        "last",
+        "latest",
+        "positions",
+        "programs",
+        "why_static",
+    )
+
+    def __init__(self) -> None:
+        self.programs: dict[Any, Programs] = {}
+        self.dynamic: frozenset[int] = frozenset()
+        self.last: dict[int, int | float] | None = None
+        self.latest: Callable[[], Program | None] = lambda: None
+        self.positions = True
+        self.why_static = ""
+        self._static = self._static_fields = False
+
+    def settings(self) -> Family:
+        """A family without programs that traces as this one does, until one of both learns more."""
+        other = Family()
+        other.dynamic, other.last, other.latest = self.dynamic, self.last, self.latest
+        other.positions, other.why_static = self.positions, self.why_static
+        other._static, other._static_fields = self._static, self._static_fields
+        return other
+
+    def takes(self, lengths: frozenset[int]) -> None:
+        """These numbers are inputs from the first call on."""
+        if not self._static and not lengths <= self.dynamic:
+            self.dynamic |= lengths
+
+    def keep_static(self, error: Exception, but: frozenset[int]) -> None:
+        """The step does with its numbers what only Python numbers can do; ``error`` says what.
+
+        Args:
+            but: those that can be inputs: all but the numbers in dataclasses, or none.
+        """
+        self.dynamic = but
+        self._static, self._static_fields = not but, True
+        self.why_static = f" (numbers stay constants: {error})"
+        self.programs.clear()
+
+    def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, Programs]]:
+        """The programs that may run, with the arguments that each of them takes."""
+        for where, places in self._places().items():
+            call = arguments.carrying(places)
+            if call is not None:
+                yield call, self._programs_for(call, where)
+
+    def find(
+        self, arguments: Arguments
+    ) -> tuple[tuple[Arguments, Programs, Program] | None, tuple[str, Program] | None]:
+        """The program that fits, with the arguments that it takes and those that it is one of; and
+        the first one that doesn't, with the reason."""
+        missed: tuple[str, Program] | None = None
+        for call, programs in self.candidates(arguments):
+            for position, program in enumerate(programs):
+                if position and program.decides_otherwise(call):
+                    continue
+                why = program.mismatch(call)
+                if why is None:
+                    return (call, programs, program), missed
+                missed = missed or (why, program)
+        return None, missed
+
+    def _places(self) -> dict[Any, list[Carried]]:
+        """The places that programs take more arguments from, by what tells them from others, those
+        of the latest first. Programs alone refer to them: to a place belongs an object."""
+        found: dict[Any, list[Carried]] = {}
+        for (_, where, _), programs in reversed(self.programs.items()):
+            program = programs.latest()
+            if program is not None:
+                found.setdefault(where, program.traced.carried)
+        return found or {(): []}
+
+    def _programs_for(self, call: Arguments, where: Any) -> Programs:
+        """Those that take their arguments from ``where``, too, and may run with ``call``."""
+        fixed: tuple[Any, ...] = ()
+        if call.numbers:
+            inputs = self.dynamic | call.carried_numbers()
+            fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in inputs)
+        return self.programs.get((fixed, where, call.carried)) or Programs()
+
+    def keep(self, program: Program, call: Arguments) -> None:
+        """Add a program that was made with these arguments."""
+        self.latest = weakref.ref(program)
+        places = program.traced.carried
+        where = tuple(place.where() for place in places)
+        fixed = tuple(exact(n) for i, n in call.numbers.items() if i not in program.traced.dynamic)
+        key = fixed, where, call.carried
+        programs = self.programs.pop(key, None) or Programs()
+        self.programs[key] = programs
+        programs.first(program)
+        for other in [key for key, held in self.programs.items() if held.latest() is None]:
+            del self.programs[other]
+        while len(self.programs) > KINDS:
+            del self.programs[next(iter(self.programs))]
+
+    def varies(self, arguments: Arguments) -> None:
+        """Programs exist, but not for these numbers: from now on those that differ are inputs."""
+        if self.last is None or self._static:
+            return
+        static = arguments.fields if self._static_fields else frozenset()
+        numbers = {i: n for i, n in arguments.numbers.items() if i not in static}
+        differ = {i for i, n in numbers.items() if exact(n) != exact(self.last[i])}
+        if differ - self.dynamic:
+            self.dynamic |= differ
+            self.programs.clear()

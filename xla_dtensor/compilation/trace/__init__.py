@@ -1,0 +1,1 @@
+"""While a step's Python runs on tracers: what dispatch, optimizers and modules tell the trace."""

@@ -1,0 +1,112 @@
+"""Numbers of a trace: inputs of the program, what it decides by, and step counts."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from xla_dtensor.base import executor
+from xla_dtensor.base.keys import exact
+from xla_dtensor.base.source_line import expression_here
+from xla_dtensor.base.traced_number import NumberNode, input_number, is_integer
+from xla_dtensor.compilation.code.reflection import is_users_cache
+from xla_dtensor.compilation.trace.numbers import Decision, Number
+from xla_dtensor.dispatch.positions import Positions
+from xla_dtensor.forms.form import Form
+from xla_dtensor.runtime import arrays
+
+
+class NumberLeft(Exception):
+    """A symbolic number is still there after the step: in an object that it returns, in a cache."""
+
+
+class TraceNumbers:
+    """The numbers of a trace; see `StepTrace`."""
+
+    numbers: list[Number]
+    decisions: list[Decision]
+    settings: dict[Callable[[], Any], tuple[Any, str]]
+    positions: Positions | None = None
+    _computed_numbers: dict[Any, Any]
+    _counters: dict[Any, Any]
+    _counter_ids: set[int]
+
+    def number(self, read: Callable[[Any], float], value: float, name: str) -> Any:
+        """The number that ``read`` gives of later calls, as an input of the program (a
+        ``torch.SymFloat``, or ``SymInt`` of an int).
+
+        Args:
+            value: what it is in this call.
+        """
+        # Decisions are told apart by their text.
+        same = sum(number.name == name for number in self.numbers)
+        text = name if not same else f"{name} ({same + 1})"
+        index = len(self.numbers)
+        weak = self._number_input(read, name, value)
+        return input_number(value, weak, index, text, self._decided, self._fed)
+
+    def _number_input(
+        self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
+    ) -> Any:
+        """A new number among the inputs: the weakly typed JAX scalar."""
+        integer = is_integer(value)
+        dtype = np.int64 if integer else np.float64
+        with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            array = jax.device_put(dtype(value))
+        self.numbers.append(Number(read, name, integer, array, compute, type(value)))
+        with jax.enable_x64(True):
+            return jax._src.lax.lax._convert_element_type(array, weak_type=True)
+
+    def _fed(self, node: NumberNode) -> Any:
+        """A number that Python has computed from others, as an input."""
+        known = self._computed_numbers.get(node.text)
+        if known is None:
+            known = self._number_input(None, node.text, node.value, node.compute)
+            self._computed_numbers[node.text] = known
+        return known
+
+    def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
+        text, where = f"{node.text} {what} {outcome}", expression_here()
+        if what == "is":
+            self.decisions.append(Decision(node.compute, outcome, text, where))
+            return
+        compute = node.compute
+        self.decisions.append(
+            Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text, where)
+        )
+
+    def depends_on(self, read: Callable[[], Any], text: str) -> None:
+        if read not in self.settings:
+            self.settings[read] = read(), text
+
+    def counter(self, form: Form, value: Any) -> Any:
+        """One array for all scalars that hold ``value``: step counts, of which each parameter has
+        its own. They go into the program, and come out of it, as one."""
+        key = form, repr(value)
+        array = self._counters.get(key)
+        if array is None:
+            with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+                array = arrays.full((), value, form.jax_dtype, form.sharding)
+            self._counters[key] = array
+            self._counter_ids.add(id(array))
+        return array
+
+    def is_counter(self, array: Any) -> bool:
+        """Whether several storages may hold ``array``."""
+        return id(array) in self._counter_ids
+
+
+def end_numbers(numbers: list[weakref.ref[Any]]) -> None:
+    """What is left of the numbers of a failed trace: their values, and nothing in caches, from
+    which code outside of a step might get one."""
+    if any(number() is not None for number in numbers):
+        for cache in filter(is_users_cache, gc.get_objects()):
+            cache.cache_clear()
+    for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
+        number.node.end()

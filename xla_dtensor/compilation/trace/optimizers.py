@@ -1,0 +1,268 @@
+"""Optimizers inside a compiled step: hyperparameters as inputs, state on the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils import _pytree as pytree
+
+from xla_dtensor.base import executor
+from xla_dtensor.base.modes import unseen
+from xla_dtensor.base.valueless_number import absent_number
+from xla_dtensor.compilation.trace.hyperparameters import for_formula, item_of
+from xla_dtensor.compilation.trace.schedulers import DeferredSchedulers, set_by
+from xla_dtensor.compilation.trace.step_trace import StepTrace
+from xla_dtensor.compilation.trace.stepped import Planted, SteppedOptimizer, of_one
+from xla_dtensor.errors import DataDependentError
+from xla_dtensor.forms.form import device_form
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.runtime import abstract
+from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.device_tensor import XLATensor
+
+
+class OptimizerHooks:
+    """While it is entered, Python finds numbers of the trace in optimizers' ``param_groups``.
+
+    A hyperparameter (``lr``, ``weight_decay``, ``betas``...) is an input of the program wherever
+    the step reads it: in its own code, in hooks, in an optimizer's ``step``. What stands there when
+    the step ends and isn't what it has found is an effect like any other (`Effect`).
+
+    Args:
+        known: the optimizers that the step is known to reach.
+        settable: entries of param groups of which each call repeats what the step assigns.
+        schedulers: the schedulers' steps that the step puts off.
+        feeds: whether the user's code may find numbers of the trace, and not only torch's.
+        everywhere: whether the step's own code may, too, and not only an optimizer's ``step``.
+        planted: is told of each.
+
+    Attributes:
+        stepped: the optimizers whose ``step`` has run, by id.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        known: Iterable[Optimizer],
+        settable: set[tuple[int, str]],
+        schedulers: DeferredSchedulers,
+        feeds: bool,
+        everywhere: bool,
+        planted: Planted,
+    ) -> None:
+        self._planted = planted
+        self._trace = trace
+        self._settable = settable
+        self._schedulers = schedulers
+        self._feeds, self._everywhere = feeds, everywhere
+        self._seen: dict[int, SteppedOptimizer] = {}
+        self.stepped: dict[int, SteppedOptimizer] = {}
+        # Entries that a scheduler sets when the program has run: (group, key, what was there, what
+        # stands there since).
+        self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._set_behind: str | None = None
+        for optimizer in known:
+            self._see(optimizer)
+
+    def _see(self, optimizer: Optimizer) -> SteppedOptimizer:
+        seen = self._seen.get(id(optimizer))
+        if seen is None:
+            name = type(optimizer).__name__
+            same = sum(type(s.optimizer) is type(optimizer) for s in self._seen.values())
+            name = name if not same else f"{name} ({same + 1})"
+            seen = self._seen[id(optimizer)] = SteppedOptimizer(optimizer, name)
+        return seen
+
+    def __enter__(self) -> OptimizerHooks:
+        self._trace.optimizer_hooks = self
+        self._schedulers.put_off = self._hide
+        self._zero_grads = [(cls, cls.zero_grad) for cls in (Optimizer, nn.Module)]
+        for cls, zero_grad in self._zero_grads:
+            cls.zero_grad = self._seeing(zero_grad)
+        if self._everywhere:
+            for seen in self._seen.values():
+                seen.give_numbers(self._trace, self._planted)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._trace.optimizer_hooks = None
+        self._schedulers.put_off = None
+        for cls, zero_grad in self._zero_grads:
+            cls.zero_grad = zero_grad
+        for group, key, was, hidden in self._hidden:
+            if group.get(key) is hidden:
+                group[key] = was
+            else:
+                self._set_behind = key
+        self._hidden.clear()
+
+    def check(self) -> None:
+        """Refuse what the step has done to the optimizers, and each call can't."""
+        if self._set_behind is not None:
+            raise DataDependentError(
+                f"the compiled step sets {self._set_behind!r} of a param group behind a "
+                "scheduler's step(), which is put off until the program has run: in a compiled "
+                "step a scheduler's step comes last"
+            )
+        for stepped in self.stepped.values():
+            stepped.check(self._settable)
+            stepped.check_state(self._settable)
+
+    def take_numbers(self) -> None:
+        """When all that the step has changed is known: no number of the trace is left."""
+        for seen in self._seen.values():
+            seen.take_numbers()
+        self._seen = dict(self.stepped)
+
+    def undo(self) -> None:
+        """Give the optimizers the state that they had before the trace."""
+        self.take_numbers()
+        for stepped in self.stepped.values():
+            stepped.undo()
+
+    def _hide(self, scheduler: Any) -> None:
+        """What a scheduler sets isn't there before the program has run."""
+        name = type(scheduler).__name__
+        for group, key in set_by(scheduler):
+            was = group[key]
+            if not any(was is hidden for _, _, _, hidden in self._hidden):
+                group[key] = absent_number(partial(self._refuse_hidden, name, key))
+                self._hidden.append((group, key, was, group[key]))
+
+    def _refuse_hidden(self, scheduler: str, key: str) -> None:
+        raise DataDependentError(
+            f"the compiled step reads {key!r} of a param group behind {scheduler}.step(), which is "
+            "put off until the program has run: read it before, or outside of the step"
+        )
+
+    def _seeing(self, zero_grad: Any) -> Any:
+        """``zero_grad`` that tells the trace what it sets to None."""
+
+        def seen(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if executor.trace() is not self._trace:
+                return zero_grad(owner, *args, **kwargs)
+            # Before, and not as it comes to them: the order would depend on which have one.
+            if args[0] if args else kwargs.get("set_to_none", True):
+                if isinstance(owner, Optimizer):
+                    tensors = [p for group in owner.param_groups for p in group["params"]]
+                else:
+                    tensors = list(owner.parameters())
+                for tensor in tensors:
+                    if isinstance(tensor, TensorMethods):
+                        self._trace.sets_grad(tensor)
+            return zero_grad(owner, *args, **kwargs)
+
+        return seen
+
+    def step(
+        self, function: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> Any:
+        """Run an optimizer's ``step``, between its hooks."""
+        stepped = self._see(optimizer)
+        if id(optimizer) not in self.stepped:
+            self.stepped[id(optimizer)] = stepped
+            self._share_counters(optimizer)
+        self._schedulers.check_optimizer(optimizer)
+        stepped.check(self._settable)
+        if self._feeds or stepped.is_torchs():
+            stepped.give_numbers(self._trace, self._planted)
+        groups = [group for group in optimizer.param_groups if "capturable" in group]
+        before = [group["capturable"] for group in groups]
+        for group in groups:
+            group["capturable"] = True  # the step count is a tensor on the devices
+        self._trace.optimizer_depth += 1
+        # ``step(closure)``: what the closure computes is the user's, not the optimizer's.
+        named = {name: self._apart(x) for name, x in kwargs.items()}
+        try:
+            return function(optimizer, *map(self._apart, args), **named)
+        finally:
+            self._trace.optimizer_depth -= 1
+            for group, capturable in zip(groups, before, strict=True):
+                group["capturable"] = capturable
+
+    def formula(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of one of the functions that torch's optimizers hand their lists to."""
+        name = function.__name__
+        args, kwargs = self._with_counters((args, kwargs))
+        return [for_formula(self._trace, name, "", x) for x in args], {
+            key: for_formula(self._trace, name, key, x) for key, x in kwargs.items()
+        }
+
+    def _with_counters(self, arguments: Any) -> Any:
+        """The arguments with step counts on the devices in place of those that the step has made on
+        the CPU, as Adagrad does for a parameter without state, next to others that have one."""
+        lists = [x for x in (*arguments[0], *arguments[1].values()) if isinstance(x, list)]
+        made = [t for some in lists for t in some if t.__class__ is torch.Tensor and not t.ndim]
+        with unseen():
+            moved = {id(t): self._counter(t) for t in made if self._trace.host.is_constant(t)}
+        if not moved:
+            return arguments
+        for stepped in self.stepped.values():
+            for state in filter(of_one, stepped.optimizer.state.values()):
+                state.update({k: moved[id(v)] for k, v in state.items() if id(v) in moved})
+        return pytree.tree_map(lambda x: moved.get(id(x), x), arguments)
+
+    def _counter(self, tensor: torch.Tensor) -> XLATensor:
+        form = device_form(None, (), dtype=tensor.dtype)
+        storage = self._trace.constant(form, item_of(tensor))
+        assert storage is not None  # in an optimizer's step
+        return XLATensor(storage, form)
+
+    def _apart(self, closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        def apart() -> Any:
+            inside, self._trace.optimizer_depth = self._trace.optimizer_depth, 0
+            try:
+                return closure()
+            finally:
+                self._trace.optimizer_depth = inside
+
+        return apart
+
+    def _share_counters(self, optimizer: Optimizer) -> None:
+        """Step counts live on the devices from now on, and equal ones are one array."""
+        trace = self._trace
+        found: list[tuple[dict[str, Any], str, Any]] = []
+        with unseen():
+            for state in filter(of_one, optimizer.state.values()):
+                for key, value in state.items():
+                    if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad:
+                        continue
+                    if isinstance(value, TensorMethods):
+                        storage = value._storage_
+                        if value._steps or trace.uses(storage) or storage.form.varying:
+                            continue
+                        if storage.form.is_sharded:
+                            continue
+                    elif value.device.type != "cpu":
+                        continue
+                    found.append((state, key, value))
+        with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            ours = [v._storage_.array for _, _, v in found if isinstance(v, TensorMethods)]
+            if abstract.current() is not None:  # they count, but nobody knows how far
+                values = iter([np.zeros(())] * len(ours))
+            else:
+                # After a step they are one array.
+                known = {id(array): array for array in ours}
+                read = dict(zip(known, jax.device_get([*known.values()]), strict=True))
+                values = iter([read[id(array)] for array in ours])
+            for state, key, tensor in found:
+                if isinstance(tensor, TensorMethods):
+                    storage = tensor._storage_
+                    storage.array = trace.counter(storage.form, np.asarray(next(values)).item())
+                else:
+                    form = device_form(None, (), dtype=tensor.dtype)
+                    array = trace.counter(form, item_of(tensor))
+                    state[key] = XLATensor(Storage(array, form), form)
+                    self.stepped[id(optimizer)].shared.add((id(state), key))

@@ -1,0 +1,435 @@
+"""Tracing a training step: which values it reads, writes and leaves behind.
+
+The step's Python runs once, on JAX tracers. Arrays that it touches become inputs of the program,
+found by identity among the constants of the traced jaxpr; what it overwrote or left behind becomes
+outputs. Nothing has to be declared.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.ad_checkpoint import checkpoint_name
+
+from xla_dtensor.base import executor, rng, thread_state
+from xla_dtensor.base.modes import unseen
+from xla_dtensor.base.source_line import is_called_through, user_line
+from xla_dtensor.base.valueless_number import valueless_number
+from xla_dtensor.compilation.trace import external_storages
+from xla_dtensor.compilation.trace import module_scopes
+from xla_dtensor.compilation.trace.assertions import TraceAssertions
+from xla_dtensor.compilation.trace.doubles import StandIns
+from xla_dtensor.compilation.trace.external_storages import Captured
+from xla_dtensor.compilation.trace.external_tensors import Outside
+from xla_dtensor.compilation.trace.graph import nodes_of
+from xla_dtensor.compilation.trace.numbers import Decision, Number
+from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
+from xla_dtensor.compilation.trace.recomputation import Recomputation
+from xla_dtensor.dispatch import dispatch
+from xla_dtensor.errors import DataDependentError, UnsupportedOpError
+from xla_dtensor.execution.tracing import Tracing
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.forms.read import logical_value
+from xla_dtensor.forms.storage import Storage, next_version
+from xla_dtensor.mesh import Frame
+from xla_dtensor.plans.ops import info_of
+from xla_dtensor.runtime import arrays
+from xla_dtensor.runtime.abstract_array import AbstractArray, traced
+from xla_dtensor.tensors.base import TensorMethods, grad_of, set_grad_of
+
+# What marks of reads are called, in front of their number.
+READ = "xla_dtensor reads "
+
+
+class StepTrace(TraceNumbers, TraceAssertions, Tracing):
+    """The trace of one step; see `base.executor.Executor` for what it is told and asked."""
+
+    def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
+        # Tensors that the step is known to reach, as they are before it.
+        self.before = {id(t): (t, Outside(t)) for t in leaves}
+        self.optimizer_hooks: Any = None
+        self.captured: list[Captured] = []
+        self._captured_by_id: dict[int, Captured] = {}
+        self._uses = 0
+        # CPU tensors that take part, by id and version: (the tensor, its array, the source).
+        self.host_arrays: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self.numbers: list[Number] = []
+        self.decisions: list[Decision] = []
+        # The scalars of numbers that Python has computed from the numbers, by their text.
+        self._computed_numbers: dict[str, Any] = {}
+        self.stand_ins = StandIns()
+        # The numbers that the step's Python has been given or has computed.
+        self.python_numbers: list[weakref.ref[Any]] = []
+        self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
+        self.outside: dict[int, Outside] = {}
+        self.frame: Frame | None = None
+        self.random = thread_state.RandomNumbers(*rng.position(), self.refuse)
+        self.rng_words = jax.device_put(rng.words())
+        self._owned: dict[int, weakref.ref[Storage]] = {}
+        self._array_ids: set[int] = set()
+        self._counters: dict[Any, Any] = {}
+        self._counter_ids: set[int] = set()
+        self._recomputed: list[Recomputation] = []
+        self._latest: Any = None
+        self._begins = next_version()
+        self.loop_begins = 0  # versions from before the loop body that is being traced are lower
+        self.optimizer_depth = 0
+        # Scalars computed from the same scalars are computed once: the step counts of 600
+        # parameters, and what an optimizer makes of them.
+        self.scalars: dict[Any, Any] = {}
+        self._wide = thread_state.WideScalars()
+        # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
+        self._items: dict[int, tuple[Any, Any]] = {}
+        self.history_begins = torch._C._autograd._get_sequence_nr()
+        self.freed: set[int] = set()
+        self.differentiating = False
+        # What the backward pass reads of memory that the user may write to until it runs: the
+        # storage, and the tensor from outside that it is read through, by the number of the mark.
+        self.reads: list[tuple[Storage | torch.Tensor | int, Outside | None]] = []
+        self.shown: set[int] = set()
+        self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
+        # Arrays that rest in the host's memory, and what has been fetched of them, by id.
+        self._in_devices: dict[int, tuple[Any, Any]] = {}
+        self.host: Any = None
+        self._start_assertions()
+
+    @property
+    def routes(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return (self._with_numbers, self._at_position)
+
+    def _with_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call with the numbers that doubles in torch's C++ stand for."""
+        if not self.stand_ins:
+            return NotImplemented
+        restore = self.stand_ins.restore
+        restored = [restore(value) for value in args]
+        named = {name: restore(value) for name, value in kwargs.items()}
+        old, new = (*args, *kwargs.values()), (*restored, *named.values())
+        if all(a is b for a, b in zip(old, new, strict=True)):
+            return NotImplemented
+        return dispatch(func, restored, named)
+
+    def _at_position(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A view at a position that is an input."""
+        info = info_of(func)
+        if info.view is None or self.positions is None:
+            return NotImplemented
+        return self.positions.view(info, args, kwargs, dispatch)
+
+    # --- what dispatch reports ---------------------------------------------------------------
+
+    def created(self, storage: Storage) -> None:
+        key = id(storage)
+
+        def gone(_: Any) -> None:
+            self._owned.pop(key, None)
+
+        self._owned[key] = weakref.ref(storage, gone)
+        if isinstance(storage.array, jax.core.Tracer):
+            self._latest = storage.array
+        if self._recomputed:
+            self._recomputed[-1].made.add(key)
+
+    def owns(self, storage: Storage) -> bool:
+        """Whether the storage was made by the step."""
+        reference = self._owned.get(id(storage))
+        return reference is not None and reference() is storage
+
+    def left_behind(self) -> list[Storage]:
+        """The storages made by the step that still exist."""
+        storages = [reference() for reference in list(self._owned.values())]
+        return [s for s in storages if s is not None]
+
+    def array_of(self, storage: Storage, tensor: Any = None) -> Any:
+        if not self.owns(storage):
+            self._use(storage)
+            if tensor is not None:
+                with unseen():
+                    self._touched(tensor)
+        array = storage.array
+        if isinstance(array, AbstractArray):
+            array = traced(array)
+        if storage.form.memory is not None:
+            array = self._fetched(storage, array)
+        if self.differentiating and (id(storage) in self.shown or not self.owns(storage)):
+            array = self._mark(storage, array, tensor)
+        if self._recomputed:
+            array = self._recomputed[-1].barred(storage, array)
+        return array
+
+    def _fetched(self, storage: Storage, array: Any) -> Any:
+        """What rests in another memory, in the devices' own: once, before anything is done with it
+        (libtpu ends the process on a barrier in front of a copy from the host)."""
+        known = self._in_devices.get(id(storage.array))
+        if known is None or known[0] is not storage.array:
+            with self.scope():
+                fetched = storage.form.fetched(array)
+            known = self._in_devices[id(storage.array)] = storage.array, fetched
+        return known[1]
+
+    def _mark(self, storage: Storage | torch.Tensor, array: Any, tensor: Any) -> Any:
+        """``array`` behind an equation that does nothing, and says that the backward pass reads
+        ``storage`` (a CPU tensor itself) through ``tensor``."""
+        outside = self.outside.get(id(tensor))
+        if outside is not None and outside.get() is not tensor:
+            outside = None  # a view: should the tensor that it is of move, it stays where it was
+        key = id(array), id(outside)
+        known = self._marked.get(key)
+        if known is None:
+            marked = checkpoint_name(array, f"{READ}{len(self.reads)}")
+            # The step's own memory by its id: what refers to it at the end, it has left there.
+            self.reads.append((id(storage) if self.owns(storage) else storage, outside))
+            known = self._marked[key] = array, marked
+        return known[1]
+
+    def touched(self, tensor: Any) -> None:
+        storage = getattr(tensor, "_storage_", None)
+        if storage is not None and self.owns(storage):
+            return
+        with unseen():
+            self._touched(tensor)
+
+    def _touched(self, tensor: Any) -> None:
+        known = self.outside.get(id(tensor))
+        if known is None or known.get() is not tensor:
+            if tensor.requires_grad and not tensor.is_leaf and self._made_here(tensor):
+                return
+            known_before = self.before.get(id(tensor))
+            if known_before is None or known_before[0] is not tensor:
+                outside = Outside(tensor)
+            else:
+                outside = known_before[1]
+                if outside.grad is not None and grad_of(tensor) is None:
+                    outside.cleared = True
+            if self.optimizer_depth:
+                outside.only_optimizer = True
+            self.outside[id(tensor)] = known = outside
+        if tensor.requires_grad != known.requires_grad:
+            known.switched = True
+
+    def reads_grad(self, tensor: Any) -> None:
+        self.touched(tensor)
+        known = self.outside.get(id(tensor))
+        if known is not None:
+            known.asks_grad = True
+
+    def sets_grad(self, tensor: Any) -> None:
+        is_first = id(tensor) not in self.outside
+        self.reads_grad(tensor)
+        known = self.outside.get(id(tensor))
+        if known is not None:
+            known.cleared |= is_first
+
+    def _made_here(self, tensor: Any) -> bool:
+        """Whether a tensor that has a history is a view that the step made."""
+        return tensor.grad_fn._sequence_nr() >= self.history_begins
+
+    def writing(self, storage: Storage) -> None:
+        if storage.version < self.loop_begins:
+            raise UnsupportedOpError(
+                f"scan_layers: a layer writes to a tensor of shape {list(storage.form.shape)} from "
+                "outside (a buffer, as BatchNorm does; an argument), which a loop over layers "
+                "can't; run them one by one"
+            )
+        if not self.owns(storage):
+            self._use(storage).written = True
+
+    @property
+    def wide(self) -> thread_state.WideScalars | None:
+        """Scalars in double precision. An optimizer that runs eagerly computes with Python's floats
+        what becomes of step counts; ``1 - beta**step`` in float32 would have three digits."""
+        return self._wide if self.optimizer_depth else None
+
+    def scope(self) -> Any:
+        """A context that gives operations of the trace the name of their module."""
+        return module_scopes.scope(self.optimizer_depth > 0)
+
+    def random_key(self) -> Any:
+        key = rng.key_of(self.rng_words, self.random_operations())
+        self.random.advance()
+        return key
+
+    def random_operations(self) -> int:
+        """By how much the step moves the generator."""
+        return self.random.counter - self.random.start
+
+    def host_tensor(self, tensor: torch.Tensor) -> Any:
+        # Writes to an inference tensor aren't counted: each use is one of its own.
+        version = -1 - len(self.host_arrays) if tensor.is_inference() else tensor._version
+        key = id(tensor), version
+        known = self.host_arrays.get(key)
+        if known is None or known[0] is not tensor:
+            source = self.host.use(tensor)
+            with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+                array = jnp.asarray(to_numpy(tensor))
+            known = self.host_arrays[key] = (tensor, array, source)
+        return self._mark(tensor, known[1], None) if self.differentiating else known[1]
+
+    def item(self, tensor: Any) -> Any:
+        """In the formulas of torch's optimizers a number without a present value, which goes into
+        operations as the learning rate does."""
+        floating = tensor.dtype.is_floating_point and not tensor._form.varying
+        if not thread_state.is_in_formula() or not floating:
+            self.refuse(executor.ITEM)
+        array = logical_value(tensor).reshape(())
+        known = self._items.get(id(array))
+        if known is None:
+            with jax.enable_x64(True):
+                wide = self._wide.widened(array).astype(jnp.float64)
+                weak = jax._src.lax.lax._convert_element_type(wide, weak_type=True)
+            refuse = functools.partial(self.refuse, executor.ITEM)
+            number = valueless_number(weak, "a tensor's item", refuse)
+            # With the array, so that its id stays its own.
+            known = self._items[id(array)] = array, number
+        return known[1]
+
+    def refuse(self, what: str) -> NoReturn:
+        way = (
+            "Keep the value on the devices (torch.where, a tensor in place of a number), return it "
+            "from the step and look at it there, or move this line out of the compiled function"
+        )
+        if is_called_through("distributions"):
+            way = (
+                "Give the distribution validate_args=False: what checks its arguments looks at them"
+            )
+        raise DataDependentError(
+            f"{what} needs a value that doesn't exist while the step is compiled"
+            f"{user_line()}\n{way}"
+        )
+
+    # --- recomputation ------------------------------------------------------------------------
+
+    def begin_recomputation(self) -> None:
+        self._recomputed.append(Recomputation(self._latest))
+
+    def end_recomputation(self) -> None:
+        self._recomputed.pop()
+
+    # --- internals ----------------------------------------------------------------------------
+
+    def _use(self, storage: Storage) -> Captured:
+        captured = self._captured_by_id.get(id(storage))
+        # The id may be that of a temporary that is gone.
+        if captured is None or captured.storage is not storage:
+            captured = self._capture(storage)
+        if captured.first_use is None:
+            captured.first_use = self._uses
+            self._uses += 1
+        return captured
+
+    def uses(self, storage: Storage) -> bool:
+        """Whether the step has used a storage from outside."""
+        captured = self._captured_by_id.get(id(storage))
+        return captured is not None and captured.storage is storage
+
+    def _capture(self, storage: Storage, fill_value: Any = None) -> Captured:
+        frame = storage.form.frame
+        if frame is not None:
+            if self.frame is None:
+                self.frame = frame
+            elif self.frame.device_ids != frame.device_ids:
+                external_storages.refuse_other_devices(self.frame, frame, storage)
+        # State that optimizers fill, and their step counts, the trace itself makes outside of it.
+        own = fill_value is not None or self.is_counter(storage.array)
+        if storage.version > self._begins and not own:
+            external_storages.refuse_made_meanwhile(storage)
+        array = storage.array
+        if id(array) in self._array_ids and not self.is_counter(array):
+            # Two storages share this array; as inputs of the program they must be two.
+            with executor.running_at_once(), jax.ensure_compile_time_eval():
+                copied = array.copy() if isinstance(array, AbstractArray) else jnp.copy(array)
+                array = storage.array = copied
+        self._array_ids.add(id(array))
+        captured = self._captured_by_id[id(storage)] = Captured(storage, fill_value)
+        self.captured.append(captured)
+        return captured
+
+    def constant(self, form: Form, value: Any) -> Storage | None:
+        """A new storage filled with ``value``, if it may be state that outlives the step.
+
+        State that an optimizer makes in its first step would otherwise be a constant of the first
+        program and an input of all later ones: two programs for the same step. So what optimizers
+        fill is made outside of the trace and captured.
+        """
+        if not self.optimizer_depth or isinstance(value, torch.SymInt | torch.SymFloat):
+            return None
+        with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            if form.shape == ():
+                array = self.counter(form, value)
+            else:
+                array = arrays.full(form.array_shape, value, form.jax_dtype, form.sharding)
+            storage = Storage(array, form)
+        self._capture(storage, fill_value=value)
+        return storage
+
+    def backward(self, outputs: Iterable[Any], keeps_graph: bool, to_leaves: bool) -> None:
+        """A backward pass from ``outputs`` begins.
+
+        Raises:
+            DataDependentError: it would go on outside of the step.
+        """
+        if self.differentiating:
+            return
+        for number, node in nodes_of(outputs):
+            if number < self.history_begins and to_leaves:
+                raise DataDependentError(
+                    f"backward() in the compiled step goes on into what was computed before it "
+                    f"({node.name()}): it would do so when the step is traced, and in no later "
+                    f"call{user_line()}\nCompute that inside of the step, too, or call backward() "
+                    "outside, on the step's result"
+                )
+            if not keeps_graph:
+                self.freed.add(number)
+
+    def switched(self) -> list[tuple[Outside, bool]]:
+        """The tensors that the step leaves with another ``requires_grad`` than they had, with it.
+        It doesn't have to have used them."""
+        return [(o, not o.requires_grad) for o in self._all_outside() if o.is_switched()]
+
+    def forget(self) -> None:
+        """Keep alive nothing of what the trace has used: a program says itself what it needs."""
+        for kept in (
+            *(self.before, self._captured_by_id, self.host_arrays, self.scalars),
+            *(self._items, self._marked, self._counters, self._counter_ids, self._owned),
+            self._in_devices,
+        ):
+            kept.clear()
+        self.captured, self.reads, self._latest = [], [], None
+        self._wide = thread_state.WideScalars()
+
+    def let_go(self) -> None:
+        """Refer to nothing outside of a trace that has failed."""
+        for outside in self._all_outside():
+            outside.let_go()
+
+    def _all_outside(self) -> list[Outside]:
+        """Each once, those from before the trace first."""
+        both = (*(outside for _, outside in self.before.values()), *self.outside.values())
+        return list({id(outside): outside for outside in both}.values())
+
+    def undo(self) -> None:
+        """Give every storage, gradient and the generator its value from before the trace."""
+        for captured in self.captured:
+            captured.restore()
+        found = self._all_outside()
+        for outside in found:
+            outside.switch_back()
+            outside.count_writes()
+        # Of two that share torch's count, the one that came first knows what it was.
+        for outside in reversed(found):
+            outside.forget_writes()
+        for outside in found:
+            tensor = outside.get()
+            if tensor is None or not outside.is_leaf or grad_of(tensor) is outside.grad:
+                continue
+            # The step sets the gradient of what it uses, or has said so (`sets_grad`). That of
+            # another leaf of ours has been set by another thread, which trains another model.
+            if id(tensor) in self.outside or not isinstance(tensor, TensorMethods):
+                set_grad_of(tensor, outside.grad)
