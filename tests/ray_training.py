@@ -15,7 +15,7 @@ def fit(train_loop: Callable[[dict[str, Any]], None], folder: str, heartbeat: in
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-    from xla_dtensor.integration.ray import trainer
+    from xla_dtensor.ecosystem.ray import trainer
 
     ray.init(num_cpus=2, include_dashboard=False)
     run = RunConfig(

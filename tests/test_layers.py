@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,25 @@ def told(found: list[graph.Import]) -> str:
 
 def test_imports_point_down() -> None:
     assert not (wrong := graph.upward(IMPORTS)), told(wrong)
+
+
+def test_imports_between_rooms_point_down() -> None:
+    assert not (wrong := graph.upward_in_rooms(IMPORTS, MODULES)), told(wrong)
+
+
+# Modules side by side in one folder: more than that nobody overlooks.
+MOST_FILES = 20
+CROWDED = {"base", "checkpoint", "rules"}
+
+
+def test_no_folder_is_crowded() -> None:
+    """A list that only gets shorter."""
+    side_by_side = Counter(
+        path.parent.relative_to(graph.ROOT / graph.PACKAGE).as_posix()
+        for path in MODULES.values()
+        if path.name != "__init__.py"
+    )
+    assert {name for name, files in side_by_side.items() if files > MOST_FILES} == CROWDED
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
@@ -55,7 +75,7 @@ ASK_FOR_A_TRACE = {
     *("compilation.trace.module_scopes", "compilation.trace.norms", "compilation.trace.optimizers"),
     *("compilation.scan.loop", "compilation.scan.equal", "compilation.trace.schedulers"),
     *("compilation.code.threads", "debug._recorder", "plan.abstract"),
-    *("integration.backward", "integration.optimizers"),
+    *("integration.operators.backward", "integration.optimizers.optimizer_steps"),
     *("horovod.in_trace", "horovod.ranks.devices", "horovod.ranks.several"),
     *("compat.torch_xla.core.steps", "compat.torch_xla.distributed.spmd.marking"),
 }

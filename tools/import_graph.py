@@ -39,11 +39,35 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("horovod", "compat", "pipeline", "plan"),
     ("debug",),
     ("integration",),
+    ("ecosystem",),
     ("torchtitan",),
 )
 
+# Likewise the rooms of large folders, by the second part of a module's name; "" is what lies in the
+# folder itself.
+ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "lowering": (("",), ("partitioned",), ("ops", "linalg"), ("attention", "nn")),
+    "compilation": (
+        ("code",),
+        ("objects", "trace"),
+        ("scan", "call"),
+        ("watch",),
+        ("recorded",),
+        ("program",),
+        ("step",),
+        ("",),
+    ),
+    "integration": (
+        ("patching",),
+        ("debugging", "distributed", "modules", "optimizers"),
+        ("operators",),
+        ("device",),
+        ("",),
+    ),
+}
+
 # Where an import inside a function is right: they keep `import xla_dtensor` from loading JAX.
-LATE = frozenset({"", "integration", "torchtitan"})
+LATE = frozenset({"", "integration", "ecosystem", "torchtitan"})
 
 # Names that 0.1.0 had. They only pass on what has moved, so they may import anything, and nothing
 # in the package imports them.
@@ -88,6 +112,13 @@ def folder(module: str) -> str:
     """The room that a module is in: the first part of its name in the package, "" at the top."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
+
+
+def room(module: str, known: Iterable[str]) -> str:
+    """The room of a folder that a module is in, "" if it lies in the folder itself."""
+    parts = module.split(".")
+    inside = len(parts) > 3 or (len(parts) == 3 and any(n.startswith(f"{module}.") for n in known))
+    return parts[2] if inside else ""
 
 
 def imports(known: dict[str, Path]) -> Iterator[Import]:
@@ -136,10 +167,11 @@ class _Visitor:
         return [(target, tuple(names)) for target, names in found.items()]
 
 
-def floors(layers: Iterable[Iterable[str]] = LAYERS) -> dict[str, int]:
-    """The floor of each folder; the package's own `__init__` is the roof."""
+def floors(layers: Iterable[Iterable[str]] = LAYERS, roof: bool = True) -> dict[str, int]:
+    """The floor of each folder; the package's own `__init__` is the ``roof``."""
     numbered = {name: number for number, names in enumerate(layers) for name in names}
-    numbered[""] = len(numbered)
+    if roof:
+        numbered[""] = len(numbered)
     return numbered
 
 
@@ -153,6 +185,21 @@ def upward(found: Iterable[Import]) -> list[Import]:
         and folder(i.source) != folder(i.target)
         and floor.get(folder(i.target), len(floor)) >= floor.get(folder(i.source), -1)
     ]
+
+
+def upward_in_rooms(found: Iterable[Import], known: Iterable[str]) -> list[Import]:
+    """Imports within a large folder that don't point strictly down and don't stay in their room."""
+    names = list(known)
+    wrong = []
+    for i in found:
+        rooms = ROOMS.get(folder(i.source))
+        if rooms is None or folder(i.target) != folder(i.source):
+            continue
+        floor = floors(rooms, roof=False)
+        source, target = room(i.source, names), room(i.target, names)
+        if source != target and floor[target] >= floor[source]:
+            wrong.append(i)
+    return wrong
 
 
 def private(found: Iterable[Import]) -> list[Import]:
@@ -280,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in sorted(edges, key=lambda name: (floor[name], name)):
         print(f"{name or 'xla_dtensor'}: {', '.join(sorted(edges[name], key=floor.__getitem__))}")
     wrong = {
-        "upward": upward(found),
+        "upward": [*upward(found), *upward_in_rooms(found, known)],
         "late": late(found),
         "private": private(found),
         "in a circle": circles(found),

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from xla_dtensor import integration
+from xla_dtensor import ecosystem, integration
 from xla_dtensor.base.config import config
 from xla_dtensor.version import VERSION as __version__  # noqa: F401
 
 integration.install()
+ecosystem.install()
 
 from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     CheckpointError,

@@ -30,7 +30,7 @@ def main() -> None:
 
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-    from xla_dtensor.integration.ray import trainer
+    from xla_dtensor.ecosystem.ray import trainer
 
     scaling = ScalingConfig(
         num_workers=options.workers,

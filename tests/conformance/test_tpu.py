@@ -14,7 +14,8 @@ from tests.conformance.tpu import EAGER, ERROR, NAMED, PASS, compile_entry
 from tests.conftest import make_mesh
 from tests.plan.tpus import needs_libtpu
 from xla_dtensor.base import cache
-from xla_dtensor.lowering import guards, per_slice
+from xla_dtensor.lowering import guards
+from xla_dtensor.lowering.partitioned import per_slice
 
 FOR_TPUS = (
     *("topk", "max_pool2d_with_indices_backward", "fft.rfft2", "multinomial"),

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 import xla_dtensor as xd
-from xla_dtensor.lowering import per_slice
 from xla_dtensor.lowering.guards import Guard
+from xla_dtensor.lowering.partitioned import per_slice
 from xla_dtensor.plans import cut
 
 

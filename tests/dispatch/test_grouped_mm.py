@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import xla_dtensor as xd
 from tests.plan.tpus import needs_libtpu
-from xla_dtensor.lowering import megablox
-from xla_dtensor.lowering.grouped_mm import grouped_mm
+from xla_dtensor.lowering.linalg import megablox
+from xla_dtensor.lowering.linalg.grouped_mm import grouped_mm
 from xla_dtensor.lowering.place import here
 
 R, S = Replicate(), Shard

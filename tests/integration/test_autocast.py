@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
-from xla_dtensor.integration import autocast
+from xla_dtensor.integration.operators import autocast
 
 HALF, FULL = torch.bfloat16, torch.float32
 

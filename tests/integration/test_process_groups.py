@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
-from xla_dtensor.integration import callers
+from xla_dtensor.integration.patching import callers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from xla_dtensor.integration.take_over import take_over
+from xla_dtensor.integration.patching.take_over import take_over
 
 
 def plain(x: int, y: int = 2, *, z: int = 3) -> tuple[int, int, int]:
@@ -69,7 +69,7 @@ def test_closures_and_methods() -> None:
 
 _WAITING = """
 import sys
-from xla_dtensor.integration.on_import import on_import
+from xla_dtensor.integration.patching.on_import import on_import
 
 seen = []
 on_import("waited_for", lambda module: seen.append((module.value, "waited_for" in sys.modules)))

@@ -10,7 +10,7 @@ import torch
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
-from xla_dtensor.integration.torchtitan_data import AllRanks, RankLoaders, RankValues, build_loaders
+from xla_dtensor.ecosystem.torchtitan.data import AllRanks, RankLoaders, RankValues, build_loaders
 
 
 class Loader:
@@ -104,7 +104,7 @@ def test_going_on(mesh: Any) -> None:
 
 def test_ranks_that_differ(mesh: Any) -> None:
     """One program computes all: shapes that differ are refused, and so are other values."""
-    from xla_dtensor.integration.torchtitan_data import together
+    from xla_dtensor.ecosystem.torchtitan.data import together
 
     with pytest.raises(xd.UnsupportedOpError, match=r"shapes \[\[2\], \[3\]\]"):
         together([torch.zeros(2), torch.zeros(3)], mesh)

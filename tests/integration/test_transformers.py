@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from xla_dtensor.integration import transformers
+from xla_dtensor.ecosystem import transformers
 
 
 def test_another_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.lowering.harness import check_call, check_overloads, to_numpy
-from xla_dtensor.lowering.attention import attention, attention_backward
+from xla_dtensor.lowering.attention.composition import attention, attention_backward
 
 
 def bool_mask(*shape: int) -> torch.Tensor:

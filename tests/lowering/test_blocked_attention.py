@@ -12,9 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.lowering.harness import to_numpy
-from xla_dtensor.lowering import blocked_attention, flash_attention
-from xla_dtensor.lowering.blocked_attention import Blocks
-from xla_dtensor.lowering.splash import splash, splash_backward
+from xla_dtensor.lowering.attention import blocked as blocked_attention
+from xla_dtensor.lowering.attention import flash as flash_attention
+from xla_dtensor.lowering.attention.blocked import Blocks
+from xla_dtensor.lowering.attention.splash import splash, splash_backward
 
 
 @pytest.fixture(autouse=True)

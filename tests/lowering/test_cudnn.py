@@ -12,7 +12,8 @@ from jax._src.cudnn import fused_attention_stablehlo as binding
 
 from tests.lowering.harness import to_numpy
 from tests.lowering.test_blocked_attention import assert_close, inputs_of, torch_says
-from xla_dtensor.lowering import cudnn, flash_attention
+from xla_dtensor.lowering.attention import cudnn
+from xla_dtensor.lowering.attention import flash as flash_attention
 from xla_dtensor.lowering.place import Place, at
 
 HOPPER = (9, 0)

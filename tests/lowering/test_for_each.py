@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xla_dtensor.lowering.for_each import for_each
+from xla_dtensor.lowering.ops.for_each import for_each
 
 Arrays = Sequence[jax.Array]
 

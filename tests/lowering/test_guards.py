@@ -105,7 +105,9 @@ def test_a_factorisation_in_32_bits_is_the_same(
     with jax.enable_x64(True):
         before = jax.jit(svd)(a)
         here = Guard("here, too", ("cpu",))
-        monkeypatch.setattr("xla_dtensor.lowering.linalg.FACTORISATIONS_IN_32_BITS", here)
+        monkeypatch.setattr(
+            "xla_dtensor.lowering.linalg.decompositions.FACTORISATIONS_IN_32_BITS", here
+        )
         after = jax.jit(lambda a: svd(a))(a)
         eager = svd(a)
     for x, y, z in zip(before, after, eager, strict=True):

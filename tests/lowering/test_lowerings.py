@@ -304,7 +304,7 @@ def test_matmul_backward_of_complex_numbers() -> None:
 
 
 def test_float32_products_follow_torchs_precision_setting() -> None:
-    from xla_dtensor.lowering.matmul import _precision
+    from xla_dtensor.lowering.linalg.matmul import _precision
 
     try:
         torch.set_float32_matmul_precision("medium")

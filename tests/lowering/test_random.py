@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import xla_dtensor.lowering.random  # noqa: F401  registers
+import xla_dtensor.lowering.ops.random  # noqa: F401  registers
 from tests.lowering.harness import check_call
 from xla_dtensor.lowering import find_lowering
 from xla_dtensor.lowering.registry import qualified_name

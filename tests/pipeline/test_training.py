@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.pipeline.harness import DIM, mesh_of, parameters, parts, stages_of, where, whole
-from xla_dtensor.integration.optimizers import _in_one_launch
+from xla_dtensor.integration.optimizers.optimizer_steps import _in_one_launch
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05),

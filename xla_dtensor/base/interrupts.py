@@ -336,7 +336,7 @@ _EXHAUSTED: Iterator[None] = iter(())
 
 def put_error_aside() -> None:
     """Put aside the exception that is pending in this thread, if one is: C++ is asking Python for
-    something while an exception is on its way (`integration/backward.py` says when).
+    something while an exception is on its way (`integration/operators/backward.py` says when).
 
     ``next`` of an exhausted iterator with a default returns the default, unless an exception is
     pending already: then it raises that one.

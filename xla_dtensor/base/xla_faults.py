@@ -209,80 +209,80 @@ def pinned(kinds: Set[str], axes: int, dims: int, summed: bool) -> Pinned | None
 STRIDES = Fault(
     "Padding between elements, as in the gradient of a strided slice, gives shards copies of their "
     "neighbours or doesn't compile; nor does a strided slice of one element.",
-    "lowering/strided.py:strided_slice",
+    "lowering/partitioned/strided.py:strided_slice",
     _HERE + "test_padding_between_elements",
 )
 BATCHED_SCATTERS = Fault(
     "A scatter along one dim in batches over others has wrong numbers.",
-    "lowering/scatter.py:write_each",
+    "lowering/partitioned/scatter.py:write_each",
     "random cases: tests/lowering/test_partitioning.py",
 )
 UNEVEN_SCATTERS = Fault(
     "What pads index tensors that are sharded unevenly writes, too: anything to position 0.",
-    "lowering/scatter.py:write",
+    "lowering/partitioned/scatter.py:write",
     _HERE + "test_scatters_of_uneven_shards",
 )
 SHORT_SCATTERS = Fault(
     "Where a dim of 2 of a scatter's updates is sharded over 4 devices, all but one of them lose "
     "what was there before.",
-    "lowering/scatter.py:write",
+    "lowering/partitioned/scatter.py:write",
     _HERE + "test_scatters_shorter_than_an_axis",
 )
 MOVED_SCATTERS = Fault(
     "A scatter to one position becomes a dynamic-update-slice whose position is out of range on "
     "all devices but one, and which writes back what it has read there; of a slice of something it "
     "then reads at the sum of both positions, which isn't where it writes: other rows come in.",
-    "lowering/scatter.py:write",
+    "lowering/partitioned/scatter.py:write",
     _HERE + "test_scatters_to_one_position_of_what_moves",
 )
 SINGLE_SCATTERS = Fault(
     "A scatter to one position doesn't compile (RET_CHECK ... broadcast) if a coordinate of it is "
     "cut out of a sharded index: the cut's sharding lands on the dim that has the coordinates.",
-    "lowering/scatter.py:write",
+    "lowering/partitioned/scatter.py:write",
     _HERE + "test_scatters_to_one_position",
 )
 COMPLEX_SCATTERS = Fault(
     "A scatter that has to pad a complex operand ends the process.",
-    "lowering/scatter.py:write",
+    "lowering/partitioned/scatter.py:write",
     "it ends the process",
 )
 WINDOWS = Fault(
     "The scatter that transposing `unfold` gives ends the process in some layouts.",
-    "lowering/view.py:unfold_backward",
+    "lowering/ops/view.py:unfold_backward",
     "it ends the process",
 )
 WINDOW_PADDING = Fault(
     "Of two reduce_windows over one sharded operand the second one gets the padding of the first: "
     "a running maximum beside a running sum takes zeros for numbers.",
-    "lowering/scans.py:scan",
+    "lowering/partitioned/scans.py:scan",
     _HERE + "test_windows_beside_each_other",
 )
 CONSTANT_WINDOWS = Fault(
     "A running sum of what one number was repeated to ends the process.",
-    "lowering/scans.py:scan",
+    "lowering/partitioned/scans.py:scan",
     "it ends the process",
 )
 CROPS = Fault(
     "Pads of negative width give shards the values of their neighbours, or end the process.",
-    "lowering/padding.py:padded",
+    "lowering/partitioned/padding.py:padded",
     _HERE + "test_crops",
 )
 SLICED_PADDING = Fault(
     "A slice of a pad becomes one pad, which is wrong, or ends the process, if nothing but padding "
     "is in it.",
-    "lowering/padding.py:padded",
+    "lowering/partitioned/padding.py:padded",
     _HERE + "test_slices_of_padding",
 )
 GROUPED_PRODUCTS = Fault(
     "A convolution with groups that is a product, of kernels with one position or as many as there "
     "are, loses its groups where channels are sharded.",
-    "lowering/convolution.py:_grouped_product",
+    "lowering/nn/convolution.py:_grouped_product",
     _HERE + "test_grouped_products",
 )
 GROUPED_WEIGHTS = Fault(
     "The gradient of a grouped convolution's weight, a convolution with groups of the batch, "
     "counts shards of the batch several times.",
-    "lowering/convolution.py:_grouped_weight_grad",
+    "lowering/nn/convolution.py:_grouped_weight_grad",
     _HERE + "test_gradients_of_grouped_weights",
 )
 LOST_ORDERS = Fault(

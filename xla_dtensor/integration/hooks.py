@@ -21,32 +21,14 @@ from torch.utils import _python_dispatch
 
 from xla_dtensor.base import epoch, interrupts
 from xla_dtensor.base.python_numbers import as_float
-from xla_dtensor.integration import (
-    accelerator,
-    autocast,
-    checkpoints,
-    context_parallel,
-    data_parallel,
-    debug_modes,
-    device,
-    flex_attention,
-    generators,
-    huggingface_hub,
-    loaders,
-    loading,
-    modules,
-    observers,
-    optimizers,
-    pinning,
-    process_groups,
-    recomputation,
-    spmd_types,
-    tools,
-    torchtitan,
-    transformers,
-)
-from xla_dtensor.integration.on_import import on_import
-from xla_dtensor.integration.take_over import take_over
+from xla_dtensor.integration.debugging import debug_modes, observers, tools
+from xla_dtensor.integration.device import accelerator, generators, pinning, registration
+from xla_dtensor.integration.distributed import context_parallel, data_parallel, process_groups
+from xla_dtensor.integration.modules import checkpoints, loaders, loading, module_hooks
+from xla_dtensor.integration.operators import autocast, flex_attention, recomputation
+from xla_dtensor.integration.optimizers import optimizer_steps
+from xla_dtensor.integration.patching.on_import import on_import
+from xla_dtensor.integration.patching.take_over import take_over
 from xla_dtensor.runtime.jax_runtime import keep_quiet
 from xla_dtensor.tensors import backend
 
@@ -60,10 +42,10 @@ def install() -> None:
         return
     keep_quiet()
     _keep_modes_whole()
-    device.install()
+    registration.install()
     autocast.install()
     flex_attention.install()
-    optimizers.install()
+    optimizer_steps.install()
     _hook_mesh_class()
     _hook_current_mesh()
     _hook_distribute()
@@ -75,17 +57,13 @@ def install() -> None:
     loaders.install()
     loading.install()
     checkpoints.install()
-    modules.install()
+    module_hooks.install()
     observers.install()
     process_groups.install(data_parallel.install_for_modules)
     data_parallel.install()
     debug_modes.install()
     tools.install()
     context_parallel.install()
-    spmd_types.install()
-    torchtitan.install()
-    transformers.install()
-    huggingface_hub.install()
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()
@@ -98,7 +76,6 @@ def _backend() -> backend.Backend:
     from torch.fx.experimental import proxy_tensor
 
     from xla_dtensor import custom_ops  # noqa: F401  (a rule that comes later would drop plans)
-    from xla_dtensor.integration import below_autograd  # noqa: F401  (registers handlers)
     from xla_dtensor.movement import backend as found
     from xla_dtensor.tensors.device_tensor import XLATensor
 
@@ -106,7 +83,7 @@ def _backend() -> backend.Backend:
     if XLATensor not in proxy_tensor.HANDLED_TYPES:
         proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, XLATensor)
     data_parallel.install_for_modules()
-    optimizers.make_foreach_the_default()
+    optimizer_steps.make_foreach_the_default()
     return found
 
 
@@ -153,8 +130,8 @@ def _hook_clipping() -> None:
 @functools.cache
 def _install_for_dtensor() -> None:
     """The hooks into torch.distributed.tensor, which takes long to import: with the first mesh."""
-    from xla_dtensor.integration import custom_sharding, functional_collectives
-    from xla_dtensor.integration.dispatch_mode import let_subclasses_dispatch
+    from xla_dtensor.integration.distributed import custom_sharding, functional_collectives
+    from xla_dtensor.integration.operators.dispatch_mode import let_subclasses_dispatch
 
     let_subclasses_dispatch()
     functional_collectives.install()

@@ -5,6 +5,6 @@ import pkgutil
 
 from xla_dtensor import lowering
 
-for _module in pkgutil.iter_modules(lowering.__path__):
-    if not _module.name.startswith("_") and _module.name != "families":
-        importlib.import_module(f"xla_dtensor.lowering.{_module.name}")
+for _module in pkgutil.walk_packages(lowering.__path__, "xla_dtensor.lowering."):
+    if not _module.name.endswith(".families"):
+        importlib.import_module(_module.name)

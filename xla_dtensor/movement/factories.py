@@ -29,7 +29,7 @@ from xla_dtensor.execution.abstract import array_of
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import from_numpy, to_numpy
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.lowering import random
+from xla_dtensor.lowering.ops import random
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.movement import sources
 from xla_dtensor.movement.lay_out import lay_out

@@ -9,9 +9,9 @@ from typing import Any
 
 from jax.interpreters import partial_eval
 
-from xla_dtensor.lowering import megablox
+from xla_dtensor.lowering.attention.splash import share_of_blocks
 from xla_dtensor.lowering.guards import is_among
-from xla_dtensor.lowering.splash import share_of_blocks
+from xla_dtensor.lowering.linalg import megablox
 
 
 def flops(jaxpr: Any, platform: str) -> int:

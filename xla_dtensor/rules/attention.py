@@ -75,7 +75,7 @@ def _keys(
     """How keys and values may lie where the query is sharded by ``dim``.
 
     Grouped heads shard alike: device i has the queries of its keys. Where that can't be, as they
-    are fewer than devices, each device has all, and takes its own (`lowering/own_heads.py`).
+    are fewer than devices, each device has all, and takes its own (`lowering/attention/own_heads.py`).
     """
     if dim == q.ndim + QUERY_DIM:
         return [(R, R)]

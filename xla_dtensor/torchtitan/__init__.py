@@ -4,7 +4,7 @@ what a script says of torchtitan's experts here."""
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xla_dtensor.integration.torchtitan_experts import dropped_rows, set_expert_capacity
+    from xla_dtensor.ecosystem.torchtitan.experts import dropped_rows, set_expert_capacity
 
 __all__ = ["dropped_rows", "set_expert_capacity"]
 
@@ -13,6 +13,6 @@ def __getattr__(name: str) -> Any:
     # The command sets what JAX reads when it is imported, so nothing here may import it before.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from xla_dtensor.integration import torchtitan_experts
+    from xla_dtensor.ecosystem.torchtitan import experts
 
-    return getattr(torchtitan_experts, name)
+    return getattr(experts, name)

@@ -12,7 +12,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
-from xla_dtensor.lowering.for_each import for_each
+from xla_dtensor.lowering.ops.for_each import for_each
 
 
 def fresh(form: Form) -> Form:

@@ -1,0 +1,19 @@
+"""Libraries built on torch that want to be told about xla tensors; the core knows none of them.
+
+Each has a file or a folder here, whose `install` replaces something of the library's once the
+library is imported.
+"""
+
+from xla_dtensor.ecosystem import huggingface_hub, spmd_types, transformers
+from xla_dtensor.ecosystem.torchtitan import trainer
+
+
+def install() -> None:
+    """Wait for the libraries; nothing is imported here."""
+    spmd_types.install()
+    trainer.install()
+    transformers.install()
+    huggingface_hub.install()
+
+
+__all__ = ["install"]

@@ -1,0 +1,1 @@
+"""torchtitan's trainer and models."""

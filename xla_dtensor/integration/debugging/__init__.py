@@ -1,0 +1,1 @@
+"""torch's debugging modes, profilers and observers."""

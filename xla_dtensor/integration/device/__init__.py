@@ -1,0 +1,1 @@
+"""The device ``xla``: its registration with torch, its module, generators, pinned memory."""

@@ -1,0 +1,136 @@
+"""The "xla" device: torch's out-of-tree backend (PrivateUse1), under the name that meshes use.
+
+C++ then sees a real ``xla:0``: device arguments, ``.cpu()``, autograd's device thread, optimizers'
+device checks and ``torch.accelerator`` work by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from xla_dtensor.base import interrupts
+from xla_dtensor.integration.device import device_module
+from xla_dtensor.integration.operators import backward, composites
+from xla_dtensor.tensors.backend import backend
+
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """Register the device.
+
+    Raises:
+        RuntimeError: another backend owns PrivateUse1 already.
+    """
+    current = torch._C._get_privateuse1_backend_name()
+    if current == "xla" and getattr(getattr(torch, "xla", None), "__xla_dtensor__", False):
+        return
+    if current != "privateuseone":
+        raise RuntimeError(
+            f"xla_dtensor needs torch's out-of-tree device slot (PrivateUse1), but {current!r} has "
+            "taken it in this process. Run without that backend: don't import it (torch_npu, "
+            "torchax, ...), and where torch imports it by itself, as it does with every backend "
+            "that is installed (torch_tpu), set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        )
+    # Not torch's generate_methods_for_privateuse1_backend: its is_xla collides with torch's own.
+    backend_registration.rename_privateuse1_backend("xla")
+    torch._register_device_module("xla", device_module.make())
+    torch._C._acc.register_python_privateuseone_hook(_Hooks())
+    torch._C._acc.register_python_privateuseone_device_guard(_DeviceGuard())
+    _register_kernels()
+    composites.install()
+    backward.install()
+
+
+# C++ asks these from ``noexcept`` functions, among others: nothing may be raised in them.
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    @interrupts.atomic
+    def is_available(self) -> bool:
+        return True
+
+    @interrupts.atomic
+    def has_primary_context(self, dev_id: int) -> bool:
+        return True
+
+    @interrupts.atomic
+    def is_built(self) -> bool:
+        return True
+
+
+_PRIVATEUSE1 = torch._C._autograd.DeviceType.PrivateUse1
+
+
+class _DeviceGuard(torch._C._acc.DeviceGuard):
+    @interrupts.atomic
+    def type_(self) -> Any:
+        interrupts.put_error_aside()
+        return _PRIVATEUSE1
+
+
+# Overloads that take a device and no tensor. Everything else reaches the tensor classes themselves.
+_FACTORIES = (
+    "_efficientzerotensor",
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "empty.memory_format",
+    "empty_strided",
+    "eye",
+    "eye.m",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "rand.generator",
+    "randint",
+    "randint.generator",
+    "randint.low",
+    "randint.low_generator",
+    "randn",
+    "randn.generator",
+    "randperm",
+    "randperm.generator",
+    "scalar_tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+)
+
+# Overloads that torch would take apart above autograd if they had no kernel of ours, and must not:
+# the composite is not what the CPU computes, or doesn't write its `out=` for tensor subclasses.
+_WHOLE = (
+    "linalg_matrix_rank.atol_rtol_float_out",
+    "linalg_matrix_rank.atol_rtol_tensor_out",
+    "linalg_matrix_rank.out",
+    "linalg_matrix_rank.out_tol_tensor",
+    "mish_backward",
+    "native_channel_shuffle",
+    "set_.source_Tensor_storage_offset",
+    "silu_backward",
+)
+
+
+def _register_kernels() -> None:
+    global _library
+    _library = torch.library.Library("aten", "IMPL")
+    for name in _FACTORIES + _WHOLE:
+        packet, _, overload = name.partition(".")
+        func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        _library.impl(name, functools.partial(_dispatch, func), "PrivateUse1")
+    # torch.tensor(..., device="xla") copies into the new tensor past its class's dispatch.
+    _library.impl(
+        "copy_", functools.partial(_dispatch, torch.ops.aten.copy_.default), "PrivateUse1"
+    )
+
+
+@interrupts.atomic
+def _dispatch(func: Any, *args: Any, **kwargs: Any) -> Any:
+    from xla_dtensor import runtime
+
+    runtime.start()
+    return backend().dispatch(func, args, kwargs)

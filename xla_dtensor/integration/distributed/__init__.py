@@ -1,0 +1,1 @@
+"""torch.distributed: process groups, collectives, data and context parallelism."""

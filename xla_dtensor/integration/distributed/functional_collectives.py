@@ -1,0 +1,61 @@
+"""torch's functional collectives with groups of xla meshes.
+
+They ask a registry of process groups for a group's name and size, which knows nothing of meshes
+without process groups. Checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from xla_dtensor.integration.patching.take_over import take_over
+
+
+def install() -> None:
+    """Let the functions that name groups know those of xla meshes."""
+    from torch.distributed import _functional_collectives as collectives
+    from torch.distributed import distributed_c10d as c10d
+
+    from xla_dtensor.mesh.group import resolve_group
+
+    for name in ("_resolve_group", "_resolve_group_name"):
+        original = getattr(collectives, name, None)
+        if original is not None:
+            setattr(collectives, name, _first(resolve_group, original))
+    size = c10d._get_group_size_by_name
+
+    def group_size(group: Any) -> int:
+        found = resolve_group(group)
+        return size(group) if found is None else found.size()
+
+    c10d._get_group_size_by_name = group_size
+    if hasattr(c10d, "_get_process_group_name"):
+        take_over(c10d._get_process_group_name, _name)
+    permute = collectives.permute_tensor
+
+    @functools.wraps(permute)
+    def permute_tensor(self: Any, src_dst: list[int], group: Any, tag: str = "") -> Any:
+        found = resolve_group(group)
+        if found is None:
+            return permute(self, src_dst, group, tag)
+        from xla_dtensor.movement.collectives import permute as xla_permute
+
+        return xla_permute(self, found, src_dst)
+
+    collectives.permute_tensor = permute_tensor
+
+
+def _name(original: Any, args: Any, kwargs: Any) -> Any:
+    """A group's name, by which custom operators are told a group."""
+    group = args[0] if args else kwargs["pg"]
+    return str(group) if getattr(group, "device_type", None) == "xla" else original(*args, **kwargs)
+
+
+def _first(ours: Any, original: Any) -> Any:
+    @functools.wraps(original)
+    def resolve(group: Any, tag: str = "") -> Any:
+        found = ours(group)
+        return original(group, tag) if found is None else found
+
+    return resolve

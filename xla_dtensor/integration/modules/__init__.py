@@ -1,0 +1,1 @@
+"""Modules: hooks on them, lazy ones, loading and saving."""

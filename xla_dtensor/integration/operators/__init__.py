@@ -1,0 +1,1 @@
+"""What reaches our dispatch below or beside autograd: composites, attention, recomputation."""

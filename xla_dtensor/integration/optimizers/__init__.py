@@ -1,0 +1,1 @@
+"""Optimizers' steps as one launch."""

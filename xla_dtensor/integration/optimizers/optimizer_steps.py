@@ -1,0 +1,336 @@
+"""torch's optimizers on xla tensors: a step is one launch, and happens as a whole or not at all.
+
+With ``foreach`` (the default) or ``fused=True`` an optimizer's ``step`` hands its lists of tensors
+to a function like ``torch.optim.adam._multi_tensor_adam``. The operations in these, of all groups,
+run as a batch when the step is over; the formula and its Python stay torch's. If something fails
+before that, or the launch does, the parameters and the optimizer are as they were before the step.
+
+Ctrl-C waits until a step is done. Steps of other kinds (loops over parameters, the user's own
+optimizers) write as they go, as under torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from xla_dtensor.base import executor, interrupts, thread_state
+from xla_dtensor.base.number_functions import larger, smaller
+from xla_dtensor.integration.optimizers import adam
+from xla_dtensor.integration.optimizers.sgd import begin_momentum
+from xla_dtensor.runtime import abstract
+
+# The modules of torch.optim, and the functions in them that take lists of tensors.
+_FUNCTIONS = {
+    "_adafactor": ("_multi_tensor_adafactor",),
+    "adadelta": ("_multi_tensor_adadelta",),
+    "adagrad": ("_multi_tensor_adagrad", "_fused_adagrad"),
+    "adam": ("_multi_tensor_adam", "_fused_adam"),  # AdamW's, too
+    "adamax": ("_multi_tensor_adamax",),
+    "_muon": (),
+    "asgd": ("_multi_tensor_asgd",),
+    "nadam": ("_multi_tensor_nadam",),
+    "radam": ("_multi_tensor_radam",),
+    "rmsprop": ("_multi_tensor_rmsprop",),
+    "rprop": ("_multi_tensor_rprop",),
+    "sgd": ("_multi_tensor_sgd", "_fused_sgd"),
+}
+_SGDS = ("_single_tensor_sgd", "_multi_tensor_sgd", "_fused_sgd")
+# Their steps change nothing but through those functions and `_single_tensor_adam` and the like.
+_MODULES = {f"torch.optim.{name}" for name in _FUNCTIONS} | {"torch.optim.adamw"}
+
+
+def install() -> None:
+    """Wrap the functions, and the ``step`` of every optimizer class."""
+    for module_name, names in _FUNCTIONS.items():
+        module = importlib.import_module(f"torch.optim.{module_name}")
+        for name in names:
+            setattr(module, name, _in_one_launch(getattr(module, name)))
+        name = f"_single_tensor_{module_name.removeprefix('_')}"
+        setattr(module, name, _at_once(getattr(module, name)))
+    original = Optimizer.profile_hook_step
+
+    def profile_hook_step(function: Callable[..., Any]) -> Callable[..., Any]:
+        return _whole(original(_between_hooks(function)))
+
+    # torch wraps a class's step when its first object is made.
+    Optimizer.profile_hook_step = staticmethod(profile_hook_step)
+    classes = [Optimizer]
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        step: Any = cls.__dict__.get("step")
+        if getattr(step, "hooked", False):
+            cls.step = profile_hook_step(step.__wrapped__)
+            cls.step.hooked = True
+
+
+def make_foreach_the_default() -> None:
+    """As torch has it for its own DTensor. With the first tensor: torch's DTensor takes long to
+    import."""
+    from xla_dtensor.tensors.device_tensor import XLATensor
+    from xla_dtensor.tensors.marked_tensor import MarkedTensor
+    from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        module: Any = importlib.import_module(name)
+        module._foreach_supported_types += [XLAShardedTensor, XLATensor, MarkedTensor]
+
+
+class _Step:
+    """A step under way, which can be undone.
+
+    Attributes:
+        batch: what it has written down.
+        whole: whether it is in the batch as a whole.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        from xla_dtensor.dispatch import Batch
+
+        self.batch = Batch(all_or_nothing=True)
+        self.whole = True
+        self._optimizer = optimizer
+        self._states = {p: (state, dict(state)) for p, state in optimizer.state.items()}
+        self._versions = [
+            (p, p._version)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if not p.is_inference()
+        ]
+        # Step counts, mostly, which torch keeps on the CPU and counts up before it computes.
+        self._on_cpu = [
+            (value, value.item() if not value.ndim else value.clone())
+            for state in optimizer.state.values()
+            for value in state.values()
+            if value.__class__ is torch.Tensor and value.device.type == "cpu"
+        ]
+
+    @interrupts.atomic
+    def undo(self, error: BaseException) -> None:
+        """Put the parameters and the optimizer back to before the step."""
+        self.batch.undo(error)
+        state = self._optimizer.state
+        for p in [p for p in state if p not in self._states]:
+            del state[p]
+        for p, (inner, entries) in self._states.items():
+            inner.clear()
+            inner.update(entries)
+            state[p] = inner
+        with torch.no_grad():
+            for tensor, value in self._on_cpu:
+                tensor.copy_(value) if tensor.ndim else tensor.fill_(value)
+        if self._versions:  # to autograd nothing has been written
+            tensors, versions = zip(*self._versions, strict=True)
+            torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+    @interrupts.atomic
+    def go_on_at_once(self) -> None:
+        """From here on the step writes as it goes, and can't be undone."""
+        if self.whole:
+            self.whole = False
+            self.batch.finish()
+
+
+class _Current(threading.local):
+    step: _Step | None = None
+
+
+_current = _Current()
+
+
+def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` as a whole or, if it raises, not at all; and not interrupted."""
+    undoable = getattr(step, "__module__", None) in _MODULES
+
+    @interrupts.completed
+    def complete(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        # In a batch of the user's, the step is a part of that.
+        batch = executor.enclosing_batch()
+        if batch is not None:
+            with batch.in_optimizer():
+                return step(optimizer, *args, **kwargs)
+        if not undoable:
+            return step(optimizer, *args, **kwargs)
+        outer = _current.step  # another optimizer's, whose closure or hook this is in
+        under_way = _current.step = _Step(optimizer)
+        try:
+            result = step(optimizer, *args, **kwargs)
+            if under_way.whole:
+                under_way.batch.finish()
+            return result
+        except BaseException as error:
+            if under_way.whole:
+                under_way.undo(error)
+            raise
+        finally:
+            _current.step = outer
+
+    @functools.wraps(step)
+    def wrapped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = optimizer.param_groups
+        # A look at each group is enough: torch's optimizers want them on one device.
+        ours = any(g["params"] and hasattr(g["params"][0], "_storage_") for g in groups)
+        if not ours or executor.trace() is not None or abstract.current() is not None:
+            return step(optimizer, *args, **kwargs)
+        if not interrupts.ready():
+            interrupts.install()
+        if args and callable(args[0]):
+            args = (_closure(args[0]), *args[1:])
+        elif callable(kwargs.get("closure")):
+            kwargs["closure"] = _closure(kwargs["closure"])
+        return complete(optimizer, *args, **kwargs)
+
+    return wrapped
+
+
+def _between_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` without its hooks, as a trace has it."""
+
+    @functools.wraps(step)
+    def computing(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = getattr(executor.trace(), "optimizer_hooks", None)
+        if hooks is None:
+            return step(optimizer, *args, **kwargs)
+        return hooks.step(step, optimizer, args, kwargs)
+
+    return computing
+
+
+def _closure(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The user's computation of the loss, which may take long, and can be interrupted."""
+
+    @interrupts.interruptible
+    def closure() -> Any:
+        return function()
+
+    return closure
+
+
+def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def update(params: Any, *args: Any, **kwargs: Any) -> None:
+        if executor.trace() is not None:  # one program already
+            _traced(function, params, *args, **kwargs)
+            return
+        if abstract.current() is not None:
+            function(params, *args, **kwargs)
+            return
+        under_way = _current.step
+        if not params or not hasattr(params[0], "_storage_"):
+            if under_way is not None and params:
+                under_way.go_on_at_once()
+            function(params, *args, **kwargs)
+            return
+        from xla_dtensor.dispatch import batched, writing_down
+
+        batch = under_way is not None and under_way.whole
+        writing = writing_down(under_way.batch) if batch else batched()  # type: ignore[union-attr]
+        # torch's formulas are others while its flag says that it compiles, in whichever thread.
+        with thread_state.tracing, writing:
+            for some, some_args, some_kwargs in _by_devices(params, args, kwargs):
+                _bring_together(some, some_args, some_kwargs)
+                _begin(function, some, *some_args, **some_kwargs)
+                function(some, *some_args, **some_kwargs)
+
+    return update
+
+
+def _at_once(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def update(params: Any, *args: Any, **kwargs: Any) -> None:
+        if executor.trace() is not None:
+            return _traced(function, params, *args, **kwargs)
+        _begin(function, params, *args, **kwargs)
+        under_way = _current.step
+        if under_way is not None and params:
+            under_way.go_on_at_once()
+        with thread_state.tracing:
+            return function(params, *args, **kwargs)
+
+    return update
+
+
+def _begin(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Where a step becomes one program, the momentum of SGD is there from its first one on."""
+    if function.__name__ in _SGDS and executor.is_in_step():
+        begin_momentum(*args, **kwargs)
+
+
+def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """The same on tracers: where torch takes a tensor's value (``.item()``, or a tensor as a number
+    argument), it gets a number that is an input of what it computes."""
+    hooks = getattr(executor.trace(), "optimizer_hooks", None)
+    if hooks is not None:
+        args, kwargs = hooks.formula(function, args, kwargs)
+    if adam.at_once(function, kwargs, args):
+        adam.update(*args, **kwargs)
+        return
+    _begin(function, *args, **kwargs)
+    names = {"min": smaller, "max": larger}  # Adafactor's
+    if isinstance(function, types.FunctionType) and names.keys() & set(function.__code__.co_names):
+        function = types.FunctionType(
+            function.__code__,
+            {**function.__globals__, **names},
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+    with thread_state.in_formula():
+        function(*args, **kwargs)
+
+
+def _by_devices(params: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """The lists of parameters, gradients and state by sets of devices: the stages of a pipeline in
+    one optimizer. Each is a launch, where list by list each would be a dozen.
+
+    torch's functions put new state into the lists, which then is put into the whole ones.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, p in enumerate(params):
+        frame = p._form.frame
+        groups.setdefault(None if frame is None else frame.device_ids, []).append(i)
+    if len(groups) < 2:
+        yield params, args, kwargs
+        return
+    count = len(params)
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == count
+
+    for indices in groups.values():
+        parts = [[v[i] for i in indices] if is_list(v) else v for v in (params, *args)]
+        named = {
+            name: [value[i] for i in indices] if is_list(value) else value
+            for name, value in kwargs.items()
+        }
+        yield parts[0], tuple(parts[1:]), named
+        wholes = (*args, *kwargs.values())
+        for whole, part in zip(wholes, (*parts[1:], *named.values()), strict=True):
+            if is_list(whole):
+                for i, value in zip(indices, part, strict=True):
+                    whole[i] = value
+
+
+def _bring_together(params: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Move per-device state (step counts) from one device to all of the parameters'.
+
+    The program would leave it there anyway; moved before, the first step's program is that of the
+    later steps.
+    """
+    frame = next((p._form.frame for p in params if p._form.frame is not None), None)
+    if frame is None:
+        return
+    for values in (*args, *kwargs.values()):
+        if isinstance(values, list):
+            for tensor in values:
+                storage = getattr(tensor, "_storage_", None)
+                if storage is not None and storage.form.frame is not frame:
+                    storage.place(frame)

@@ -1,0 +1,96 @@
+"""Fourier transforms, dim by dim: XLA's own take three dims at most.
+
+Each transform has its dim last, and on CPUs asks for row-major layouts around it
+(`guards.ROW_MAJOR_TRANSFORMS`). The dispatcher keeps the transformed dims whole
+(`plans/result_placements.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from xla_dtensor.lowering.guards import ROW_MAJOR_TRANSFORMS
+from xla_dtensor.lowering.kinds import Kind, are
+from xla_dtensor.lowering.partitioned.padding import padded
+from xla_dtensor.lowering.registry import lowers
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def _of_last_dim(x: jax.Array, kind: lax.FftType, length: int) -> jax.Array:
+    plain = lambda x: lax.fft(x, kind, (length,))
+    out: jax.Array = ROW_MAJOR_TRANSFORMS.choose(
+        lambda x: _row_major(plain(_row_major(x))), plain, x
+    )
+    return out
+
+
+def _transform(x: jax.Array, kind: lax.FftType, dim: int, length: int) -> jax.Array:
+    """The unscaled transform of ``dim``; ``length`` is that of the real side."""
+    if 0 in x.shape:
+        shape = list(x.shape)
+        shape[dim] = {"RFFT": length // 2 + 1}.get(kind.name, length)
+        real = {"RFFT": jnp.complex64, "IRFFT": jnp.float32}.get(kind.name)
+        dtype = x.dtype if real is None else jnp.result_type(x.dtype, real)
+        if kind is lax.FftType.IRFFT:
+            dtype = jnp.finfo(x.dtype).dtype
+        return jnp.zeros(shape, dtype)
+    out = _of_last_dim(jnp.moveaxis(x, dim, -1), kind, length)
+    # XLA's inverse transforms divide by the length.
+    if kind in (lax.FftType.IFFT, lax.FftType.IRFFT):
+        out = out * length
+    return jnp.moveaxis(out, -1, dim)
+
+
+def _complex(x: jax.Array, dims: Sequence[int], forward: bool) -> jax.Array:
+    kind = lax.FftType.FFT if forward else lax.FftType.IFFT
+    for dim in dims:
+        x = _transform(x, kind, dim, x.shape[dim])
+    return x
+
+
+def _normalised(x: jax.Array, lengths: Sequence[int], normalization: int) -> jax.Array:
+    """torch's codes: 0 nothing, 1 by the root of the transforms' size, 2 by the size."""
+    size = math.prod(lengths)
+    if normalization == 0 or size == 0:
+        return x
+    return x * x.real.dtype.type(1 / (math.sqrt(size) if normalization == 1 else size))
+
+
+@lowers("_fft_c2c")
+def fft_c2c(x: jax.Array, dim: Sequence[int], normalization: int, forward: bool) -> jax.Array:
+    return _normalised(_complex(x, dim, forward), [x.shape[d] for d in dim], normalization)
+
+
+@lowers("_fft_r2c")
+def fft_r2c(x: jax.Array, dim: Sequence[int], normalization: int, onesided: bool) -> jax.Array:
+    lengths = [x.shape[d] for d in dim]
+    if onesided:
+        last = _transform(x, lax.FftType.RFFT, dim[-1], lengths[-1])
+    else:
+        last = _complex(lax.complex(x, jnp.zeros_like(x)), dim[-1:], True)
+    return _normalised(_complex(last, dim[:-1], True), lengths, normalization)
+
+
+@lowers("_fft_c2r")
+def fft_c2r(x: jax.Array, dim: Sequence[int], normalization: int, last_dim_size: int) -> jax.Array:
+    lengths = [*(x.shape[d] for d in dim[:-1]), last_dim_size]
+    whole = _complex(x, dim[:-1], False)
+    wanted, last = last_dim_size // 2 + 1, dim[-1] % x.ndim
+    whole = lax.slice_in_dim(whole, 0, min(wanted, whole.shape[last]), axis=last)
+    if whole.shape[last] < wanted:
+        missing = wanted - whole.shape[last]
+        whole = padded(whole, [(0, missing if d == last else 0) for d in range(x.ndim)])
+    out = _transform(whole, lax.FftType.IRFFT, last, last_dim_size)
+    return _normalised(out, lengths, normalization)
+
+
+are(Kind.TRANSFORM, "_fft_c2c.*", "_fft_r2c.*", "_fft_c2r.*")

@@ -1,0 +1,1 @@
+"""Layers: convolutions, recurrent cells, norms, losses, activations."""

@@ -1,0 +1,1 @@
+"""What tensors are made, moved and computed with, element by element."""

@@ -1,0 +1,405 @@
+"""Reductions and scans over tensor dims."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.lowering.guards import BITS_OF_DOUBLES
+from xla_dtensor.lowering.ops.pointwise import cast, is_complex, is_integral, logaddexp
+from xla_dtensor.lowering.partitioned.scans import running, scan
+from xla_dtensor.lowering.promotion import float_dtype, math_dtype, promote_to_float
+from xla_dtensor.lowering.registry import lowers
+
+Dims = int | Sequence[int] | None
+
+
+def axes_of(dim: Dims, ndim: int, *, empty_is_all: bool = True) -> tuple[int, ...]:
+    """The reduced axes; ``None``, and by default ``[]``, mean all. A 0-d tensor has the dims 0
+    and -1, which reduce nothing."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0 and empty_is_all):
+        return tuple(range(ndim))
+    dims = (dim,) if isinstance(dim, int) else dim
+    return tuple(d % ndim for d in dims) if ndim else ()
+
+
+def _count(x: jax.Array, axes: Sequence[int]) -> int:
+    return int(np.prod([x.shape[a] for a in axes], dtype=np.int64))
+
+
+def _accumulator(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` in the dtype in which torch sums it: int64 for integers, float32 for halves."""
+    if dtype is not None:
+        target = to_jax_dtype(dtype)
+    else:
+        target = np.dtype(np.int64) if is_integral(x) else x.dtype
+    return cast(x, math_dtype(target))
+
+
+@lowers("sum.default")
+def sum_all(x, *, dtype=None):
+    return jnp.sum(_accumulator(x, dtype))
+
+
+@lowers("sum.dim_IntList")
+def sum_(x, dim=None, keepdim=False, *, dtype=None):
+    return jnp.sum(_accumulator(x, dtype), axes_of(dim, x.ndim), keepdims=keepdim)
+
+
+@lowers("nansum")
+def nansum(x, dim=None, keepdim=False, *, dtype=None):
+    if not is_integral(x):
+        x = jnp.where(jnp.isnan(x), 0, x)
+    return sum_(x, dim, keepdim, dtype=dtype)
+
+
+@lowers("mean.default")
+def mean_all(x, *, dtype=None):
+    return mean(x, dtype=dtype)
+
+
+@lowers("mean.dim")
+def mean(x, dim=None, keepdim=False, *, dtype=None):
+    axes = axes_of(dim, x.ndim)
+    x = _accumulator(x, dtype)
+    return jnp.sum(x, axes, keepdims=keepdim) / jnp.asarray(_count(x, axes), x.dtype)
+
+
+@lowers("prod.default")
+def prod_all(x, *, dtype=None):
+    return jnp.prod(_accumulator(x, dtype))
+
+
+@lowers("prod.dim_int")
+def prod(x, dim, keepdim=False, *, dtype=None):
+    return jnp.prod(_accumulator(x, dtype), axes_of(dim, x.ndim), keepdims=keepdim)
+
+
+@lowers("trace")
+def trace(x):
+    return jnp.trace(_accumulator(x, None))
+
+
+@lowers("count_nonzero", "count_nonzero.dim_IntList")
+def count_nonzero(x, dim=None):
+    return jnp.sum(x != 0, axes_of(dim, x.ndim), dtype=np.int64)
+
+
+@lowers("any.default", "any.dim")
+def any_(x, dim=None, keepdim=False):
+    return jnp.any(x != 0, axes_of(dim, x.ndim), keepdims=keepdim)
+
+
+@lowers("all.default", "all.dim")
+def all_(x, dim=None, keepdim=False):
+    return jnp.all(x != 0, axes_of(dim, x.ndim), keepdims=keepdim)
+
+
+@lowers("any.dims")
+def any_dims(x, dim=None, keepdim=False):
+    return jnp.any(x != 0, axes_of(dim, x.ndim, empty_is_all=False), keepdims=keepdim)
+
+
+@lowers("all.dims")
+def all_dims(x, dim=None, keepdim=False):
+    return jnp.all(x != 0, axes_of(dim, x.ndim, empty_is_all=False), keepdims=keepdim)
+
+
+@lowers("hash_tensor")
+def hash_tensor(x, dim=(), *, keepdim=False, mode=0):
+    """The exclusive or of the elements' bits as 64-bit numbers, bit by bit: XLA has no such
+    collective."""
+    axes = axes_of(dim, x.ndim)
+    text = (
+        f"aten::hash_tensor of a tensor of shape {list(x.shape)}: its 64-bit arithmetic is not on "
+        "this backend; move the tensor to the CPU: torch.hash_tensor(x.full_tensor().cpu())"
+    )
+    return BITS_OF_DOUBLES.only(text, functools.partial(_hash, axes, keepdim), x)
+
+
+def _hash(axes, keepdim, x):
+    if is_integral(x):
+        bits = x.astype(np.uint64 if np.dtype(x.dtype).kind in "bu" else np.int64)
+        bits = bits.astype(np.uint64)
+    else:
+        bits = jax.lax.bitcast_convert_type(x.astype(np.float64), np.uint64)
+    one = np.uint64(1)
+    parities = (
+        (jnp.sum((bits >> place) & one, axes, keepdims=keepdim) & one) << place
+        for place in map(np.uint64, range(64))
+    )
+    return functools.reduce(jnp.bitwise_or, parities)
+
+
+# ------------------------------------------------------------------------------------ extrema
+
+
+@lowers("amax")
+def amax(x, dim=(), keepdim=False):
+    return jnp.max(x, axes_of(dim, x.ndim), keepdims=keepdim)
+
+
+@lowers("amin")
+def amin(x, dim=(), keepdim=False):
+    return jnp.min(x, axes_of(dim, x.ndim), keepdims=keepdim)
+
+
+@lowers("aminmax")
+def aminmax(x, *, dim=None, keepdim=False):
+    return amin(x, dim, keepdim), amax(x, dim, keepdim)
+
+
+@lowers("max.default")
+def max_all(x):
+    return jnp.max(x)
+
+
+@lowers("min.default")
+def min_all(x):
+    return jnp.min(x)
+
+
+@lowers("argmax")
+def argmax(x, dim=None, keepdim=False, *, search: Callable = jnp.argmax):
+    if x.dtype == np.bool_:
+        x = x.astype(np.uint8)
+    if x.ndim == 0:
+        return jnp.zeros((), np.int64)
+    return search(x, axis=dim, keepdims=keepdim)
+
+
+@lowers("argmin")
+def argmin(x, dim=None, keepdim=False):
+    return argmax(x, dim, keepdim, search=jnp.argmin)
+
+
+@lowers("max.dim")
+def max_dim(x, dim, keepdim=False):
+    return amax(x, dim, keepdim), argmax(x, dim, keepdim)
+
+
+@lowers("min.dim")
+def min_dim(x, dim, keepdim=False):
+    return amin(x, dim, keepdim), argmin(x, dim, keepdim)
+
+
+# ------------------------------------------------------------------------- order statistics
+
+
+def _kth(x: jax.Array, k: Any, dim: int, keepdim: bool) -> tuple[jax.Array, jax.Array]:
+    """The values of rank ``k`` (a number, or an array with size 1 along ``dim``), and where."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), np.int64)
+    order = jnp.argsort(x, axis=dim, stable=True)  # NaNs last
+    k = jnp.broadcast_to(k, [1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)])
+    index = jnp.take_along_axis(order, k, axis=dim)
+    value = jnp.take_along_axis(x, index, axis=dim)
+    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
+
+
+@lowers("kthvalue")
+def kthvalue(x, k, dim=-1, keepdim=False):
+    return _kth(x, k - 1, dim, keepdim)
+
+
+@lowers("median.dim")
+def median(x, dim, keepdim=False):
+    if x.ndim == 0:
+        return _kth(x, 0, dim, keepdim)
+    rank = jnp.asarray((x.shape[dim] - 1) // 2)
+    if not is_integral(x):
+        # One NaN makes the median NaN: the first, in the order that puts NaNs last.
+        is_nan = jnp.isnan(x)
+        first_nan = x.shape[dim] - jnp.sum(is_nan, axis=dim, keepdims=True)
+        rank = jnp.where(jnp.any(is_nan, axis=dim, keepdims=True), first_nan, rank)
+    return _kth(x, rank, dim, keepdim)
+
+
+@lowers("nanmedian.dim")
+def nanmedian(x, dim, keepdim=False):
+    if x.ndim == 0 or is_integral(x):
+        return median(x, dim, keepdim)
+    valid = jnp.sum(~jnp.isnan(x), axis=dim, keepdims=True)
+    return _kth(x, jnp.maximum(valid - 1, 0) // 2, dim, keepdim)
+
+
+@lowers("mode")
+def mode(x, dim=-1, keepdim=False):
+    """The most frequent value, the smallest of several, and its last position."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), np.int64)
+    ordered = jnp.sort(x, axis=dim)
+    index = jax.lax.broadcasted_iota(np.int64, x.shape, dim % x.ndim)
+    before = jnp.roll(ordered, 1, axis=dim)
+    starts = jnp.where((index == 0) | (ordered != before), index, 0)
+    run = index - jax.lax.cummax(starts, axis=dim % x.ndim)  # position within its run of equals
+    best = jnp.argmax(run, axis=dim, keepdims=True)
+    value = jnp.take_along_axis(ordered, best, axis=dim)
+    where = jnp.max(jnp.where(x == value, index, 0), axis=dim, keepdims=True)
+    return (value, where) if keepdim else (value.squeeze(dim), where.squeeze(dim))
+
+
+@lowers("median.default")
+def median_all(x):
+    return jnp.asarray(jnp.nan, x.dtype) if x.size == 0 else median(x.reshape(-1), 0)[0]
+
+
+@lowers("nanmedian.default")
+def nanmedian_all(x):
+    return jnp.asarray(jnp.nan, x.dtype) if x.size == 0 else nanmedian(x.reshape(-1), 0)[0]
+
+
+# --------------------------------------------------------------------------- moments and norms
+
+
+@lowers("var_mean.correction")
+def var_mean(x, dim=None, *, correction=None, keepdim=False):
+    axes = axes_of(dim, x.ndim)
+    average = mean(x, axes, True) if axes else _accumulator(x, None)
+    centered = _accumulator(x, None) - average
+    squares = centered.real**2 + centered.imag**2 if is_complex(x) else centered**2
+    degrees = jnp.maximum(_count(x, axes) - (1 if correction is None else correction), 0)
+    variance = jnp.sum(squares, axes, keepdims=keepdim) / degrees.astype(squares.dtype)
+    return variance, average if keepdim else jnp.squeeze(average, axes)
+
+
+@lowers("var.correction")
+def var(x, dim=None, *, correction=None, keepdim=False):
+    return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+@lowers("std_mean.correction")
+def std_mean(x, dim=None, *, correction=None, keepdim=False):
+    variance, average = var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return jnp.sqrt(variance), average
+
+
+@lowers("std.correction")
+def std(x, dim=None, *, correction=None, keepdim=False):
+    return std_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+@lowers("linalg_vector_norm", static_scalars=True)
+def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    target = float_dtype(x.dtype) if dtype is None else to_jax_dtype(dtype)
+    x = cast(x, math_dtype(target))
+    options = {"axis": axes_of(dim, x.ndim), "keepdims": keepdim}
+    if np.isinf(ord):
+        x = jnp.abs(x)
+        return jnp.max(x, initial=0, **options) if ord > 0 else jnp.min(x, **options)
+    total = _power_sum(x, ord, options)
+    if ord == 2:
+        return jnp.sqrt(total)
+    return total if ord in (0, 1) else total ** (1.0 / ord)
+
+
+def _power_sum(x, ord, options):
+    if ord == 2:
+        return jnp.sum(x.real**2 + x.imag**2 if is_complex(x) else x * x, **options)
+    x = jnp.abs(x)
+    if ord == 0:
+        return jnp.sum(x != 0, **options).astype(x.dtype)
+    return jnp.sum(x if ord == 1 else x**ord, **options)
+
+
+@lowers("linalg__powsum", static_scalars=True)
+def powsum(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    target = float_dtype(x.dtype) if dtype is None else to_jax_dtype(dtype)
+    x = cast(x, math_dtype(target))
+    return _power_sum(x, ord, {"axis": axes_of(dim, x.ndim), "keepdims": keepdim})
+
+
+@lowers("_foreach_powsum.Scalar", static_scalars=True)
+def foreach_powsum(xs, ord=2, dtype=None):
+    return [powsum(x, ord, dtype=dtype) for x in xs]
+
+
+@lowers("_foreach_norm.Scalar", static_scalars=True)
+def foreach_norm(xs, ord=2, dtype=None):
+    return [vector_norm(x, ord, dtype=dtype) for x in xs]
+
+
+@lowers("norm.Scalar", "norm.ScalarOpt_dtype", static_scalars=True)
+def norm_all(x, p=2, *, dtype=None):
+    return vector_norm(x, 2 if p is None else p, dtype=dtype)
+
+
+@lowers("norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", static_scalars=True)
+def norm(x, p, dim, keepdim=False, *, dtype=None):
+    return vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@lowers("dist", static_scalars=True)
+def dist(x, y, p=2):
+    return vector_norm(jnp.subtract(*promote_to_float(x, y)), p)
+
+
+@lowers("renorm", static_scalars=lambda name, value: name == "p")
+def renorm(x, p, dim, maxnorm):
+    """Slices along ``dim`` whose norm exceeds ``maxnorm``, scaled down to it."""
+    others = [d for d in range(x.ndim) if d != dim % x.ndim]
+    norms = vector_norm(x, p, others, True)
+    scale = jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
+    return x.astype(math_dtype(x.dtype)) * scale
+
+
+@lowers("logsumexp")
+def logsumexp(x, dim, keepdim=False):
+    (x,) = promote_to_float(x)
+    axes = axes_of(dim, x.ndim)
+    peak = jnp.max(x.real, axes, keepdims=True, initial=-jnp.inf)
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)
+    total = jnp.log(jnp.sum(jnp.exp(x - peak), axes, keepdims=True)) + peak
+    return total if keepdim else jnp.squeeze(total, axes)
+
+
+# --------------------------------------------------------------------------------------- scans
+
+
+@lowers("cumsum")
+def cumsum(x, dim, *, dtype=None):
+    x = _accumulator(x, dtype)
+    return running(jnp.add, x, dim)
+
+
+@lowers("cumprod")
+def cumprod(x, dim, *, dtype=None):
+    x = _accumulator(x, dtype)
+    return running(jnp.multiply, x, dim)
+
+
+@lowers("logcumsumexp")
+def logcumsumexp(x, dim):
+    (x,) = promote_to_float(x)
+    return running(logaddexp, x, dim)
+
+
+def _running_extremum(x: jax.Array, dim: int, better: Callable) -> tuple[jax.Array, jax.Array]:
+    """Values and indices; the latest index among equals, and NaN beats every number."""
+    if x.ndim == 0 or x.size == 0:
+        return x, jnp.zeros(x.shape, np.int64)
+
+    def combine(earlier: Any, later: Any) -> Any:
+        take = better(later[0], earlier[0])
+        if not is_integral(x):
+            take = jnp.isnan(later[0]) | (~jnp.isnan(earlier[0]) & take)
+        return tuple(jnp.where(take, b, a) for a, b in zip(earlier, later, strict=True))
+
+    index = jax.lax.broadcasted_iota(np.int64, x.shape, dim % x.ndim)
+    return scan(combine, (x, index), dim % x.ndim)
+
+
+@lowers("cummax")
+def cummax(x, dim):
+    return _running_extremum(x, dim, jnp.greater_equal)
+
+
+@lowers("cummin")
+def cummin(x, dim):
+    return _running_extremum(x, dim, jnp.less_equal)

@@ -1,0 +1,1 @@
+"""Writes, pads, cuts and scans in the form that XLA partitions right."""
