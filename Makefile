@@ -91,7 +91,7 @@ check: env ## lint, formatting, types
 	$(BIN)/mypy
 
 rules-check: env ## the layout rules against what XLA does (about eight minutes on two cores)
-	$(BIN)/python -m xla_dtensor.debug.rule_check $(ARGS)
+	$(BIN)/python -m tools.rule_check $(ARGS)
 
 SUITES := $(BIN)/python -W ignore -m tests.suites
 SUITE_RECORDS := .cache/suites

@@ -1,5 +1,5 @@
-"""What a compiled XLA program moves between devices: its home is `xla_dtensor.plan.collectives`."""
+"""What a compiled XLA program moves between devices: see `xla_dtensor.planning.collectives`."""
 
-from xla_dtensor.plan.collectives import KINDS, Traffic, collective_traffic
+from xla_dtensor.planning.collectives import KINDS, Traffic, collective_traffic
 
 __all__ = ["KINDS", "Traffic", "collective_traffic"]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import xla_dtensor as xd
-from xla_dtensor.plan import Report
+from xla_dtensor.planning import Report
 
 PLACES = {
     "on the chips": (False, False),

@@ -39,9 +39,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
-from xla_dtensor.plan.collectives import collective_traffic
-from xla_dtensor.plan.flops import flops
-from xla_dtensor.plan.memory import of_compiled
+from xla_dtensor.planning.collectives import collective_traffic
+from xla_dtensor.planning.flops import flops
+from xla_dtensor.planning.memory import of_compiled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("movement",),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data"),
-    ("horovod", "compat", "pipeline", "plan"),
+    ("horovod", "compat", "pipeline", "planning"),
     ("debug",),
     ("integration",),
     ("ecosystem",),
@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Likewise the rooms of large folders, by the second part of a module's name; "" is what lies in the
 # folder itself.
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "checkpoint": (("files",), ("",)),
     "lowering": (("",), ("partitioned",), ("ops", "linalg"), ("attention", "nn")),
     "compilation": (
         ("code",),
@@ -71,7 +72,7 @@ LATE = frozenset({"", "integration", "ecosystem", "torchtitan"})
 
 # Names that 0.1.0 had. They only pass on what has moved, so they may import anything, and nothing
 # in the package imports them.
-DOORS = frozenset({"sharded_tensor", "factories", "dfunction", "_pickling"})
+DOORS = frozenset({"sharded_tensor", "factories", "dfunction", "_pickling", "plan"})
 
 
 @dataclass(frozen=True)

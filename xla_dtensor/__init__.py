@@ -3,8 +3,6 @@
 Importing it installs the "xla" device and the xla mesh into torch; JAX starts on first use.
 """
 
-import sys
-import types
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,7 +50,7 @@ _LAZY = {
     "XLADeviceMesh": "xla_dtensor.mesh",
     "XLAShardedTensor": "xla_dtensor.tensors.sharded_tensor",
     "XLATensor": "xla_dtensor.tensors.device_tensor",
-    "abstract": "xla_dtensor.plan",
+    "abstract": "xla_dtensor.planning",
     "compile": "xla_dtensor.compilation",
     "distribute_module": "xla_dtensor.movement.factories",
     "distribute_tensor": "xla_dtensor.movement.factories",
@@ -62,7 +60,7 @@ _LAZY = {
     "fully_shard": "xla_dtensor.parallel",
     "get_mesh": "xla_dtensor.mesh",
     "jax_function": "xla_dtensor.custom_ops",
-    "plan": "xla_dtensor.plan",
+    "plan": "xla_dtensor.planning",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
     "scan_layers": "xla_dtensor.compilation",
@@ -185,13 +183,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(types.ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A function and its folder have one name; Python would put the folder here.
-        if name != "plan" or not isinstance(value, types.ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

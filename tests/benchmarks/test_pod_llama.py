@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.benchmarks import scripts
-from tests.plan.tpus import needs_libtpu
+from tests.planning.tpus import needs_libtpu
 
 
 @needs_libtpu

@@ -23,7 +23,7 @@ import xla_dtensor as xd
 from tests.checkpoint.layouts import laid_out, same, value_of
 from tests.checkpoint.run import Data, Run, manager_of
 from tests.conftest import make_mesh
-from xla_dtensor.checkpoint import streams
+from xla_dtensor.checkpoint.files import streams
 
 Manager = xd.checkpoint.CheckpointManager
 

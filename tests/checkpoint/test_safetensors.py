@@ -19,7 +19,7 @@ from tests.checkpoint.layouts import LAYOUTS, bits, laid_out, same, value_of
 from tests.checkpoint.test_dcp import DTYPES
 from tests.conftest import make_mesh
 from xla_dtensor.checkpoint import load_safetensors, save_safetensors
-from xla_dtensor.checkpoint.records import Part, StoredTensor, read_parts
+from xla_dtensor.checkpoint.files.records import Part, StoredTensor, read_parts
 
 VALUE = torch.arange(60, dtype=torch.float32).reshape(10, 6).sin()
 
@@ -433,7 +433,7 @@ def test_boxes_for_several_devices_are_read_once(tmp_path: Path) -> None:
 
 
 def test_rows_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xla_dtensor.checkpoint.records.BLOCK", 1000)
+    monkeypatch.setattr("xla_dtensor.checkpoint.files.records.BLOCK", 1000)
     for shape in ((3, 50, 40), (2, 3000), (7000,)):
         value = torch.randn(shape)
         (tmp_path / "raw").write_bytes(value.numpy().tobytes())

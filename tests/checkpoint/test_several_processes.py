@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import launch
-from xla_dtensor.checkpoint.manifest import read_manifest, verify
+from xla_dtensor.checkpoint.files.manifest import read_manifest, verify
 
 PROGRAM = ["-m", "tests.checkpoint.programs.several"]
 DEVICES = {count: {"JAX_NUM_CPU_DEVICES": str(8 // count)} for count in (1, 2, 4)}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
-from tests.plan.tpus import needs_libtpu
+from tests.planning.tpus import needs_libtpu
 from xla_dtensor.errors import UnsupportedOpError
 
 

@@ -12,7 +12,7 @@ from tests.conformance import entries, tpu, tpu_report
 from tests.conformance.check import check_entry
 from tests.conformance.tpu import EAGER, ERROR, NAMED, PASS, compile_entry
 from tests.conftest import make_mesh
-from tests.plan.tpus import needs_libtpu
+from tests.planning.tpus import needs_libtpu
 from xla_dtensor.base import cache
 from xla_dtensor.lowering import guards
 from xla_dtensor.lowering.partitioned import per_slice

@@ -22,7 +22,7 @@ from tests.conformance.tpu_eager import compile_launches
 from tests.conftest import make_mesh
 from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.errors import DataDependentError, XlaDTensorError
-from xla_dtensor.plan.planning import not_kept
+from xla_dtensor.planning.planner import not_kept
 
 FORMS = ("forward", "backward")
 EAGER, NAMED = "eager", "named"

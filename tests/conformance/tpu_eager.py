@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import xla_dtensor as xd
 from xla_dtensor.base import cache
 from xla_dtensor.execution import lazy
-from xla_dtensor.plan.planning import not_kept
+from xla_dtensor.planning.planner import not_kept
 from xla_dtensor.plans.computation import Computation
 
 Launch = tuple[Any, tuple[Any, ...]]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import xla_dtensor as xd
 from tests.programs import constraints
 from xla_dtensor import DFunction, DistributedOp
-from xla_dtensor.debug.rule_check.programs import collectives
+from xla_dtensor.debug.communication import collectives
 
 R, S = Replicate(), Shard
 

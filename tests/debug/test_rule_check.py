@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 import xla_dtensor as xd
-from xla_dtensor.debug.rule_check import (
+from tools.rule_check import (
     Like,
     Report,
     Sample,
@@ -28,11 +28,12 @@ from xla_dtensor.debug.rule_check import (
     samples,
     table,
 )
-from xla_dtensor.debug.rule_check.findings import AGREE, DIFFERENT, LESS, MORE, UNNAMED, compare
-from xla_dtensor.debug.rule_check.layouts import claims
-from xla_dtensor.debug.rule_check.programs import collectives, compile_call
+from tools.rule_check.findings import AGREE, DIFFERENT, LESS, MORE, UNNAMED, compare
+from tools.rule_check.layouts import claims
+from tools.rule_check.programs import compile_call
+from xla_dtensor.debug.communication import collectives
 from xla_dtensor.rules import Call, Merged, registry, rules
-from xla_dtensor.rules.pointwise import pointwise_rule
+from xla_dtensor.rules.families.pointwise import pointwise_rule
 from xla_dtensor.rules.registry import rule_name
 
 aten = torch.ops.aten
@@ -302,7 +303,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_command(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     names = ("--names", "relu,scatter_add", "--mesh", "2x2", "--layouts", "2", "--json", str(out))
-    done = run("-m", "xla_dtensor.debug.rule_check", *names)
+    done = run("-m", "tools.rule_check", *names)
     assert done.returncode == 0, done.stderr
     assert "0 wrong" in done.stdout
     found = json.loads(out.read_text())
@@ -325,8 +326,8 @@ def test_command_fails_with_a_wrong_rule() -> None:
 COMMAND_WITH_A_WRONG_RULE = """
 import sys
 from xla_dtensor.rules import register_rule
-from xla_dtensor.debug.rule_check.__main__ import main
-from xla_dtensor.rules.pointwise import pointwise_rule
+from tools.rule_check.__main__ import main
+from xla_dtensor.rules.families.pointwise import pointwise_rule
 
 register_rule("aten::cumsum", pointwise_rule, override=True)
 sys.exit(main())
@@ -335,6 +336,6 @@ sys.exit(main())
 
 @pytest.mark.slow
 def test_command_fails_without_a_call() -> None:
-    done = run("-m", "xla_dtensor.debug.rule_check", "--names", "no_such_op")
+    done = run("-m", "tools.rule_check", "--names", "no_such_op")
     assert done.returncode == 2
     assert "no_such_op" in done.stderr

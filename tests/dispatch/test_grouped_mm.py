@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from tests.plan.tpus import needs_libtpu
+from tests.planning.tpus import needs_libtpu
 from xla_dtensor.lowering.linalg import megablox
 from xla_dtensor.lowering.linalg.grouped_mm import grouped_mm
 from xla_dtensor.lowering.place import here

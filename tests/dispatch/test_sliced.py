@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import xla_dtensor as xd
 from tests.parallel.harness import full
-from tests.plan.tpus import needs_libtpu
+from tests.planning.tpus import needs_libtpu
 from xla_dtensor.plans import cut
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import xla_dtensor as xd
 from tests.parallel.harness import full
-from tests.plan.tpus import needs_libtpu
+from tests.planning.tpus import needs_libtpu
 from xla_dtensor.integration.operators import flash_attention
 from xla_dtensor.lowering.attention import blocked as blocked_attention
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xla_dtensor.debug.rule_check.programs import collectives
+from xla_dtensor.debug.communication import collectives
 from xla_dtensor.lowering.partitioned.per_slice import elementwise, per_slice
 
 SIZE = 10

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import xla_dtensor as xd
-from tests.plan.tpus import needs_libtpu
+from tests.planning.tpus import needs_libtpu
 from xla_dtensor.errors import MeshError
 from xla_dtensor.mesh import device_order, frame_of
 

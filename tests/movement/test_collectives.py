@@ -17,7 +17,7 @@ import xla_dtensor as xd
 from tests.conftest import make_mesh
 from tests.movement.test_local_view import check
 from xla_dtensor.base.torch_versions import TORCH_VERSION
-from xla_dtensor.plan.collectives import collectives
+from xla_dtensor.planning.collectives import collectives
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),

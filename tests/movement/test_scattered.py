@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from tests.plan.tpus import needs_libtpu
+from tests.planning.tpus import needs_libtpu
 from xla_dtensor.lowering.guards import Guard
 from xla_dtensor.movement import scattered
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor

@@ -40,7 +40,7 @@ from tests.parallel.harness import (
     sizes,
     tensor_parallel,
 )
-from xla_dtensor.plan.collectives import collectives as program_collectives
+from xla_dtensor.planning.collectives import collectives as program_collectives
 
 # --- layouts -------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import xla_dtensor as xd
 from tests.conftest import make_mesh
 from tests.parallel.harness import EPS
-from tests.plan.tpus import needs_libtpu
+from tests.planning.tpus import needs_libtpu
 from xla_dtensor.errors import MeshError, UnsupportedOpError
 from xla_dtensor.mesh.memories import check_host_memory
 

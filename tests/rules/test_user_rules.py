@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental import register_sharding
 import xla_dtensor as xd
 from tests.programs import constraints
 from xla_dtensor import LayoutRuleError, register_rule
-from xla_dtensor.debug.rule_check.programs import collectives
+from xla_dtensor.debug.communication import collectives
 from xla_dtensor.rules import Merged, find_registration, replicate_rule
 
 R, S, P = Replicate(), Shard, Partial()

@@ -16,10 +16,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from xla_dtensor.checkpoint.metadata import inside
-from xla_dtensor.checkpoint.reading import FileSystemReader, LoadPlannerOfPlainData, plain_data
+from xla_dtensor.checkpoint.files.metadata import inside
+from xla_dtensor.checkpoint.files.reading import (
+    FileSystemReader,
+    LoadPlannerOfPlainData,
+    plain_data,
+)
+from xla_dtensor.checkpoint.files.writing import FileSystemWriter
 from xla_dtensor.checkpoint.together import OwnParts, Together
-from xla_dtensor.checkpoint.writing import FileSystemWriter
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import processes
 

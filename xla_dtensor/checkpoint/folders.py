@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xla_dtensor.checkpoint.manifest import sync_folder
+from xla_dtensor.checkpoint.files.manifest import sync_folder
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import agreement, processes
 

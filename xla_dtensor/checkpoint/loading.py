@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader as TorchReader
 
 from xla_dtensor.checkpoint import stand_ins
-from xla_dtensor.checkpoint.reading import FileSystemReader, LoadPlannerOfPlainData, Reading
+from xla_dtensor.checkpoint.files.reading import FileSystemReader, LoadPlannerOfPlainData, Reading
 
 
 class Loading:

@@ -25,8 +25,8 @@ from xla_dtensor.checkpoint.contents import (
     read_saved,
     save_state,
 )
+from xla_dtensor.checkpoint.files.manifest import Manifest, read_manifest, verify
 from xla_dtensor.checkpoint.folders import Folder
-from xla_dtensor.checkpoint.manifest import Manifest, read_manifest, verify
 from xla_dtensor.checkpoint.random_state import random_state, set_random_state
 from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
 from xla_dtensor.checkpoint.stopping import Stopping

@@ -18,13 +18,18 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from xla_dtensor.checkpoint.contents import save_state
+from xla_dtensor.checkpoint.files.manifest import NAME as MANIFEST
+from xla_dtensor.checkpoint.files.manifest import Manifest, read_manifest, sync_folder, verify
+from xla_dtensor.checkpoint.files.metadata import check_complete, check_files, inside, read_metadata
+from xla_dtensor.checkpoint.files.reading import plain_data
+from xla_dtensor.checkpoint.files.records import Part, Window, read_parts, stored_tensor
+from xla_dtensor.checkpoint.files.safetensors_format import (
+    INDEX,
+    files_of,
+    read_header,
+    write_files,
+)
 from xla_dtensor.checkpoint.folders import Folder
-from xla_dtensor.checkpoint.manifest import NAME as MANIFEST
-from xla_dtensor.checkpoint.manifest import Manifest, read_manifest, sync_folder, verify
-from xla_dtensor.checkpoint.metadata import check_complete, check_files, inside, read_metadata
-from xla_dtensor.checkpoint.reading import plain_data
-from xla_dtensor.checkpoint.records import Part, Window, read_parts, stored_tensor
-from xla_dtensor.checkpoint.safetensors_format import INDEX, files_of, read_header, write_files
 from xla_dtensor.checkpoint.shards import Chunk, Own
 from xla_dtensor.checkpoint.stand_ins import Departing
 from xla_dtensor.errors import CheckpointError

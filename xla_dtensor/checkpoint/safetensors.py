@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from xla_dtensor.checkpoint.records import Part, StoredTensor, read_parts
-from xla_dtensor.checkpoint.safetensors_format import files_of, read_header, write_files
+from xla_dtensor.checkpoint.files.records import Part, StoredTensor, read_parts
+from xla_dtensor.checkpoint.files.safetensors_format import files_of, read_header, write_files
 from xla_dtensor.checkpoint.shards import Landing, check_whole, host_value, own_chunks
 from xla_dtensor.checkpoint.states import memory_of
 from xla_dtensor.checkpoint.together import Together

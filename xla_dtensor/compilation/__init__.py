@@ -1,8 +1,6 @@
 """Training steps as one XLA program: ``xla_dtensor.compile``.
 
-``step.py`` is what the user holds, ``program.py`` one compiled form of it, ``trace.py`` what
-happens while the step's Python runs on tracers, ``optimizers.py`` the hyperparameters,
-``arguments.py`` the arguments of a call.
+README.md here says what is in which room.
 """
 
 from xla_dtensor.compilation.call.buckets import Buckets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections import Counter
@@ -13,12 +14,14 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.debug._recorder import Guard, recorder
 from xla_dtensor.debug._records import AnyLayout, Operation
-from xla_dtensor.debug.rule_check.programs import collectives
 
 # Plans have no room for weak references, and are few that no rule describes.
 _of_plans: Cache[Any, Counter[str]] = Cache("collectives of plans", 256)
 _of_programs: weakref.WeakKeyDictionary[Any, dict[str, Counter[str]]] = weakref.WeakKeyDictionary()
 
+_COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
 _MOVES = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "permute"}
 
 
@@ -141,3 +144,8 @@ class Guarded:
     def _before(self, name: str, redistributions: Any, mesh: Any) -> None:
         if threading.get_ident() == self._thread:
             self._ask(name, redistributions, mesh)
+
+
+def collectives(hlo_text: str) -> Counter[str]:
+    """The collectives in an optimized program's text, by kind; one in a loop counts once."""
+    return Counter(match[1] for match in _COLLECTIVE.finditer(hlo_text))

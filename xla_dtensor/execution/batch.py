@@ -5,8 +5,8 @@ Inside `batched()` an operation isn't executed: its plan is written down, and it
 that was written down runs as one executable. The next batch of the same plans, wired in the same
 way, finds that executable again; numbers are its inputs.
 
-An optimizer's step is such a block (`integration/optimizers/optimizer_steps.py`): its Python runs as ever, and
-costs one launch.
+An optimizer's step is such a block (`integration/optimizers/optimizer_steps.py`): its Python runs
+as ever, and costs one launch.
 
 A launch that fails leaves every tensor as it was before what was to be launched: the batch keeps
 what its writes replace until the new values are there.

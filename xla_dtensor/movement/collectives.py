@@ -2,7 +2,8 @@
 
 Each is one collective of XLA's under ``jax.shard_map``. ``group`` is a mesh of one dim, a
 ``(mesh, dim)``, or ``mesh.get_group(dim)``. They are differentiable as torch's functional
-collectives are, which end in the same functions (`integration/distributed/functional_collectives.py`).
+collectives are, which end in the same functions
+(`integration/distributed/functional_collectives.py`).
 """
 
 from __future__ import annotations

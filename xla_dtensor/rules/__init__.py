@@ -3,7 +3,10 @@
 `infer_placements` is the entry point; `register_rule` adds a rule. See README.md.
 """
 
-from xla_dtensor.rules import (
+from xla_dtensor.rules.alternatives import Alternative, Merged
+from xla_dtensor.rules.asking import infer, infer_placements
+from xla_dtensor.rules.call import Call
+from xla_dtensor.rules.families import (
     attention,
     conv,
     factory,
@@ -19,9 +22,6 @@ from xla_dtensor.rules import (
     shape,
     view,
 )
-from xla_dtensor.rules.alternatives import Alternative, Merged
-from xla_dtensor.rules.asking import infer, infer_placements
-from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import DimSharding, Placements, TensorInfo
 from xla_dtensor.rules.notation import Notation, infer_forward, parse
 from xla_dtensor.rules.registry import (

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import xla_dtensor as xd
 from tests.checkpoint.crashes import Events
 from tests.checkpoint.run import Run, manager_of
-from xla_dtensor.checkpoint import writing
+from xla_dtensor.checkpoint.files import writing
 from xla_dtensor.errors import CheckpointError, DivergenceError
 from xla_dtensor.runtime import processes
 

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from xla_dtensor.ecosystem.torchtitan import data
-from xla_dtensor.ecosystem.torchtitan import step
+from xla_dtensor.ecosystem.torchtitan import data, step
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching import callers
 from xla_dtensor.integration.patching.on_import import on_import

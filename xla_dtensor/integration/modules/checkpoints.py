@@ -56,7 +56,8 @@ def _bound(original: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _save(original: Any, args: Any, kwargs: Any) -> Any:
-    from xla_dtensor.checkpoint import stand_ins, writing
+    from xla_dtensor.checkpoint import stand_ins
+    from xla_dtensor.checkpoint.files import writing
 
     given = _bound(original, args, kwargs)
     state = given.arguments["state_dict"]

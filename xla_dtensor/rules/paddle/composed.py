@@ -17,13 +17,13 @@ from torch.distributed.tensor import Partial, Shard
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
 from xla_dtensor.rules.call import Call
-from xla_dtensor.rules.indexing import ALL_REDUCTIONS
-from xla_dtensor.rules.matmul import matmul_notation
+from xla_dtensor.rules.families.indexing import ALL_REDUCTIONS
+from xla_dtensor.rules.families.matmul import matmul_notation
+from xla_dtensor.rules.families.pointwise import elementwise_alternatives, pointwise_rule
+from xla_dtensor.rules.families.shape import inactive_dims
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo
 from xla_dtensor.rules.notation import alternatives, parse
-from xla_dtensor.rules.pointwise import elementwise_alternatives, pointwise_rule
 from xla_dtensor.rules.registry import Rule, notation_rule, register_family
-from xla_dtensor.rules.shape import inactive_dims
 
 R = REPLICATE
 

@@ -1,0 +1,68 @@
+"""A report as a picture: memory, times and collectives as bars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from xla_dtensor.planning.text import alike
+
+
+def picture(report: Any, path: Path) -> None:
+    """Draw a report.
+
+    Args:
+        report: what to draw.
+        path: where the PNG goes.
+
+    Raises:
+        ImportError: matplotlib isn't installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "a report as a picture needs matplotlib: pip install matplotlib, or save it as .json"
+        ) from error
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items())
+    figure.suptitle(f"{report.step} on {report.topology}, {mesh}")
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1, 2))
+    top, bottom = parts
+    left, right = top.subplots(1, 2)
+    _memory(left, report)
+    names, values = list(report.seconds), [1e3 * v for v in report.seconds.values()]
+    right.barh(names, values)
+    right.invert_yaxis()
+    right.set_xlabel("ms at the least")
+    rows = alike(report.collectives)[:16]
+    axes = bottom.subplots()
+    labels = [
+        f"{row.kind} {'+'.join(row.dims)} {row.module or '?'} {row.part}".strip() for row in rows
+    ]
+    colors = ["tab:red" if row.activations else "tab:blue" for row in rows]
+    axes.barh(range(len(rows)), [row.bytes / 1e6 for row in rows], color=colors)
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("MB on one device (red: activations along the batch)")
+    canvas.print_png(str(path))
+
+
+def _memory(axes: Any, report: Any) -> None:
+    memory, start = report.memory, 0.0
+    parts = {
+        "arguments": memory.arguments,
+        "temporaries": memory.temporaries,
+        "outputs": None if memory.outputs is None else memory.outputs - (memory.aliased or 0),
+    }
+    if memory.arguments is None:
+        parts = {"needed": memory.needed}
+    for name, value in parts.items():
+        axes.barh(["memory"], [(value or 0) / 2**30], left=start, label=name)
+        start += (value or 0) / 2**30
+    if memory.available is not None:
+        axes.axvline(memory.available / 2**30, color="black", linestyle="--")
+    axes.legend(fontsize=8)
+    axes.set_xlabel("GiB on one device")

@@ -1,0 +1,231 @@
+"""``xd.plan``: a step compiled for devices, and not run; what XLA says of it as a report."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+from jax._src import config
+
+from xla_dtensor.compilation import CompiledStep, compile
+from xla_dtensor.compilation.trace.module_scopes import naming_modules
+from xla_dtensor.errors import TopologyError
+from xla_dtensor.mesh import device_order
+from xla_dtensor.planning import memory as memory_of
+from xla_dtensor.planning.chips import chip_of
+from xla_dtensor.planning.collectives import collectives
+from xla_dtensor.planning.flops import flops
+from xla_dtensor.planning.inputs import inputs
+from xla_dtensor.planning.report import Report
+from xla_dtensor.planning.rows import rows, seconds_per_dim
+from xla_dtensor.plans.cut import platform_of
+from xla_dtensor.runtime import abstract, topologies
+
+
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    topology: str | None = None,
+    mesh: Any = None,
+    tokens: int | None = None,
+    compiler_options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """What a training step needs per chip, without the chips: it is traced, compiled for them by
+    XLA, and not run. Of ``xd.abstract``'s tensors, or of tensors that are there.
+
+    Args:
+        step: a function, or what `xla_dtensor.compile` has made of it.
+        args: its arguments; they stay as they are, as the step's tensors do.
+        topology: of what devices the program is to be; it has to be that of the `abstract` block
+            in which the tensors were made, and needn't be given.
+        mesh: the mesh that the step's tensors are on; it needn't be given.
+        tokens: what a step computes; by default the elements of its largest argument of integers,
+            or the length of its first argument.
+        compiler_options: for XLA, by name; a `CompiledStep` has its own.
+        kwargs: the step's.
+
+    Returns:
+        a `Report`, which `print` shows as a table; also where the program doesn't fit into the
+        chip's memory.
+
+    Raises:
+        TopologyError: the mesh doesn't fill the topology, or the step has no mesh.
+        DataDependentError: the step wants a value in Python.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        with xd.abstract("cpu:8"):
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            model = torch.nn.Linear(64, 64)
+            xd.distribute_module(model, mesh)
+            x = xd.distribute_tensor(torch.randn(16, 64), mesh, [xd.Shard(0), xd.Replicate()])
+            report = xd.plan(lambda x: model(x).square().mean().backward(), x)
+        assert report.collectives[0].kind == "all-reduce" and report.memory.arguments > 64 * 64 * 4
+    """
+    if not isinstance(step, CompiledStep):
+        step = compile(step, compiler_options=compiler_options)
+    current = abstract.current()
+    if topology is not None and (current is None or current.name != topology):
+        where = "no xd.abstract block" if current is None else f"that of {current.name}"
+        raise TopologyError(
+            f"xd.plan(topology={topology!r}) in {where}: devices are part of layouts; make mesh, "
+            f"model and arguments, and call xd.plan, in `with xd.abstract({topology!r}):`"
+        )
+    with naming_modules():
+        seen = step.looked_at(args, kwargs, _look)
+    frame = seen["frame"]
+    if frame is None:
+        raise TopologyError(
+            "xd.plan: the step's tensors are on no mesh, so it is a program for one device; lay "
+            "them out on one, mesh = xd.init_device_mesh('xla', ...)"
+        )
+    if mesh is not None and mesh.size() != len(frame.device_ids):
+        raise TopologyError(
+            f"xd.plan(mesh=): {mesh!r} has {mesh.size()} devices, and the step's tensors are on "
+            f"{frame.root!r}, which has {len(frame.device_ids)}"
+        )
+    if current is not None and len(frame.device_ids) != len(current.devices):
+        raise TopologyError(
+            f"the step's mesh {frame!r} has {len(frame.device_ids)} devices, and {current.name} "
+            f"{len(current.devices)}: give it dims whose sizes multiply to that, or take a "
+            "topology of that size"
+        )
+    if tokens is None:
+        tokens = _tokens(args)
+    return _report(_name(step), seen, current, tokens)
+
+
+def _look(program: Any) -> dict[str, Any]:
+    """What is to be known of a program, while the optimizer's state that its trace has made is
+    there."""
+    return {
+        "lowered": program.lowered,
+        "options": program.options,
+        "frame": program.frame,
+        "inputs": inputs(program),
+        "flops": flops(program.jaxpr, platform_of(program.frame)),
+    }
+
+
+def _name(step: Any) -> str:
+    return str(getattr(step, "__qualname__", None) or getattr(step, "__name__", "step"))
+
+
+def _tokens(args: tuple[Any, ...]) -> int | None:
+    """What the step computes in one go: of tokens their number, of other batches their length."""
+    tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+    whole = [t.numel() for t in tensors if not t.dtype.is_floating_point and t.ndim]
+    if whole:
+        return max(whole)
+    return next((int(t.shape[0]) for t in tensors if t.ndim), None)
+
+
+def _report(
+    name: str, seen: dict[str, Any], topology: topologies.Topology | None, tokens: int | None
+) -> Report:
+    frame = seen["frame"]
+    sizes = {axis.name: axis.size for axis in frame.axes}
+    devices = frame.jax_mesh.devices
+    chip = None if topology is None else chip_of(topology.kind, topology.devices[0])
+    available = None if chip is None else chip.memory / chip.devices
+    text, cost, notes = "", {}, []
+    with jax.enable_x64(True), tempfile.TemporaryDirectory() as dump:
+        options = seen["options"]
+        if topology is not None and topology.kind in _UNREADABLE:
+            options = {**(options or {}), "xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        try:
+            with not_kept(topology):
+                compiled = seen["lowered"].compile(options)
+        except Exception as error:
+            if not memory_of.is_refusal(error):
+                raise
+            found = memory_of.of_refusal(error)
+            if found is None:
+                raise
+            memory = found
+            notes.append("XLA has refused the program for want of memory, so the rest is unknown")
+        else:
+            memory = memory_of.of_compiled(compiled, available)
+            cost = _cost(compiled)
+            try:
+                text = _dumped(dump) or compiled.as_text()
+            except jax.errors.JaxRuntimeError as error:
+                notes.append(
+                    "the program can't be read, so its collectives are unknown: this libtpu writes "
+                    f"what this jaxlib doesn't know ({str(error).splitlines()[0]})"
+                )
+    all_inputs = seen["inputs"]
+    moved = collectives(text, devices.shape, tuple(sizes))
+    table = rows(moved, all_inputs, chip, devices, tuple(sizes))
+    hops: dict[str, float] = {}
+    if chip is not None and not chip.is_switched:
+        hops = dict(zip(sizes, device_order.mean_hops(devices), strict=True))
+    per_device = float(cost.get("flops", 0.0))
+    seconds: dict[str, float] = {}
+    if chip is not None and cost:
+        step_flops = max(seen["flops"] / devices.size, per_device)
+        seconds = {
+            "compute": step_flops / (chip.flops / chip.devices),
+            "memory": float(cost.get("bytes accessed", 0.0))
+            / (chip.memory_bandwidth / chip.devices),
+            **{f"network {dim}": t for dim, t in seconds_per_dim(table).items()},
+        }
+    return Report.made(
+        step=name,
+        topology="" if topology is None else topology.name,
+        chips=devices.size if topology is None else topology.chips,
+        mesh=sizes,
+        hops=hops,
+        was_read=bool(text),
+        memory=memory,
+        inputs=all_inputs,
+        collectives=table,
+        flops=seen["flops"],
+        flops_per_device=per_device,
+        peak=None if chip is None else chip.flops,
+        seconds=seconds,
+        tokens=tokens,
+        notes=notes,
+        source="" if chip is None else chip.source,
+    )
+
+
+# Of these libtpu's programs have instructions that this JAX can't read back (libtpu 0.0.52, jaxlib
+# 0.10.2), so that libtpu writes their text itself.
+_UNREADABLE = ("v5p", "tpu7x")
+
+
+def _dumped(folder: str) -> str:
+    """The text of the program that XLA has written to ``folder``; "" if there is none."""
+    found = sorted(Path(folder).glob("*.after_optimizations.txt"))
+    return found[-1].read_text() if found else ""
+
+
+@contextlib.contextmanager
+def not_kept(topology: topologies.Topology | None) -> Iterator[None]:
+    """Compile without JAX's cache on disk, which can't read programs for devices that aren't here,
+    but keeps them."""
+    if topology is None or topology.is_here:
+        yield
+        return
+    with config.persistent_cache_min_compile_time_secs(1e9), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+        yield
+
+
+def _cost(compiled: Any) -> dict[str, float]:
+    with contextlib.suppress(NotImplementedError):
+        found = compiled.cost_analysis()
+        if isinstance(found, list):
+            found = found[0] if found else {}
+        return dict(found or {})
+    return {}

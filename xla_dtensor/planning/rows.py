@@ -1,0 +1,143 @@
+"""A program's collectives as the rows of a table: those of one kind, for one module, along the same
+mesh dims are one row."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xla_dtensor.mesh import device_order
+from xla_dtensor.planning.chips import Chip, Lane, seconds
+from xla_dtensor.planning.collectives import Collective
+from xla_dtensor.planning.inputs import Input
+
+_MODULE = re.compile(r"nn(?P<backward>_backward)?:(?P<name>[^/\"]+)")
+_INPUT = re.compile(r"\b(?:donated|kept)\[\d+\]")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Collectives of one kind.
+
+    Attributes:
+        kind: ``"all-gather"`` and the like.
+        dims: the mesh dims that they lie along.
+        module: the module or the parameter that they are for; "" where nobody knows.
+        part: ``"forward"``, ``"backward"``, ``"optimizer"`` or "".
+        count: how many run in a step; of those that are brought together, the largest part's row
+            has it.
+        bytes: of their results on one device, in a step.
+        seconds: that they take at the least.
+        of_parameters: whether what they give is shaped like a parameter, or its gradient.
+        activations: whether they move something else along a dim that the batch is sharded along.
+    """
+
+    kind: str
+    dims: tuple[str, ...]
+    module: str
+    part: str
+    count: int
+    bytes: int
+    seconds: float
+    of_parameters: bool
+    activations: bool
+
+
+def rows(
+    found: Sequence[Collective],
+    inputs: Sequence[Input],
+    chip: Chip | None,
+    devices: np.ndarray,
+    names: Sequence[str],
+) -> list[Row]:
+    """The rows, those with the most bytes first.
+
+    Args:
+        found: the collectives of a program.
+        inputs: the arrays that it is given.
+        chip: what it is compiled for.
+        devices, names: the mesh.
+    """
+    by_label = {one.label: one.name for one in inputs}
+    named = {one.name for one in inputs if one.kind in ("parameter", "gradient")}
+    shapes = [one.shape for one in inputs if one.kind in ("parameter", "gradient")]
+    batch = {dim for one in inputs if one.kind == "argument" for dim in one.batch}
+    lanes = {} if chip is None else _lanes(chip, devices, names)
+    groups: dict[Any, list[tuple[int, int, float]]] = defaultdict(list)
+    for one in found:
+        taken = seconds(one.kind, one.bytes, one.size, [lanes[d] for d in one.dims if d in lanes])
+        largest = max(one.parts, key=lambda part: part.shape.bytes)
+        for part in one.parts:
+            share = part.shape.bytes / one.bytes if one.bytes else 0.0
+            module, part_of = _module(part.op_names, by_label)
+            like = module in named or _is_part_of_any(part.shape.dims, shapes)
+            key = one.kind, one.dims, module, part_of, like
+            counted = one.times if part is largest else 0
+            groups[key].append((counted, one.times * part.shape.bytes, one.times * taken * share))
+    made = [
+        Row(
+            kind,
+            dims,
+            module,
+            part_of,
+            sum(count for count, _, _ in members),
+            sum(size for _, size, _ in members),
+            sum(time for _, _, time in members),
+            like,
+            bool(batch & set(dims)) and not like,
+        )
+        for (kind, dims, module, part_of, like), members in groups.items()
+    ]
+    return sorted(made, key=lambda row: (-row.bytes, row.kind, row.module))
+
+
+def _lanes(chip: Chip, devices: np.ndarray, names: Sequence[str]) -> dict[str, Lane]:
+    if chip.is_switched:
+        return {name: Lane((False,), chip) for name in names}
+    every = device_order.extents(devices)
+    return {
+        name: Lane(axes, chip) for name, axes in zip(names, every, strict=True) if axes is not None
+    }
+
+
+def _module(op_names: Sequence[str], by_label: dict[str, str]) -> tuple[str, str]:
+    """What an operation is for, and in which part of the step."""
+    for op_name in op_names:
+        if "nn_optimizer:" in op_name:
+            return "optimizer", "optimizer"
+        matches = list(_MODULE.finditer(op_name))
+        if matches:
+            last = matches[-1]
+            return last["name"], "backward" if last["backward"] else "forward"
+        label = _INPUT.search(op_name)
+        if label is not None and label[0] in by_label:
+            return by_label[label[0]], ""
+    return "", ""
+
+
+def _is_part_of_any(dims: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether an array may be a shard of a parameter: scalars are, of its norm."""
+    own = [n for n in dims if n != 1]
+    if not own:
+        return True
+    for shape in shapes:
+        whole = [n for n in shape if n != 1]
+        for order in (whole, whole[::-1]):
+            if len(own) == len(order) and all(n % m == 0 for n, m in zip(order, own, strict=True)):
+                return True
+    return False
+
+
+def seconds_per_dim(table: Sequence[Row]) -> dict[str, float]:
+    """The time that the links of each mesh dim are busy at the least. A collective along several
+    dims uses the links of all of them."""
+    found: dict[str, float] = defaultdict(float)
+    for row in table:
+        for dim in row.dims:
+            found[dim] += row.seconds
+    return dict(found)
