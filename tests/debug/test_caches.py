@@ -44,7 +44,7 @@ KNOWN = {
 
 def import_everything() -> None:
     for module in pkgutil.walk_packages(xd.__path__, "xla_dtensor."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith(("__main__", "xla_dtensor.plan")):  # commands
             importlib.import_module(module.name)
 
 
