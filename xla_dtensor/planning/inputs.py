@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from xla_dtensor.compilation.call.sources import ArgumentSource, GradientSource
 from xla_dtensor.tensors.of_form import Ours
 
 
@@ -92,10 +93,10 @@ def _names(program: Any) -> dict[int, tuple[str, str]]:
 
 
 def _name(source: Any, names: dict[int, tuple[str, str]]) -> tuple[str, str]:
-    if source.kind == "argument":
-        return f"argument {source.what}", "argument"
-    if source.kind == "grad":
-        leaf = source.what.get()
+    if isinstance(source, ArgumentSource):
+        return f"argument {source.index}", "argument"
+    if isinstance(source, GradientSource):
+        leaf = source.leaf.get()
         owner = names.get(id(getattr(leaf, "_storage_", None)), ("?", ""))[0]
         return f"{owner}.grad", "gradient"
     for storage in source.storages:

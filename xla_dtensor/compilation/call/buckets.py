@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xla_dtensor.compilation.call.recipes import Existing, GivenBack, Gradient
+from xla_dtensor.compilation.call.sources import ArgumentSource
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ def refuse_writes(traced: Any, arguments: Any) -> None:
     for name, tensor in arguments.padding.tensors:
         storage = getattr(tensor, "_storage_", None)
         for source in traced.slots:
-            index = source.what if source.kind == "argument" else None
+            index = source.index if isinstance(source, ArgumentSource) else None
             own = index is not None and arguments.tensors[index]._storage_ is storage
             if source.writes and (own or any(s is storage for s in source.storages)):
                 raise ValueError(

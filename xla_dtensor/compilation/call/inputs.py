@@ -5,43 +5,37 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.recipes import Source
+from xla_dtensor.compilation.call.sources import ArraySource
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Pending, Storage
+from xla_dtensor.mesh import Frame
 
 _value = operator.attrgetter("value")
 
 
-class Owner(Protocol):
-    """What this needs of a `Program`."""
-
-    @property
-    def frame(self) -> Any:
-        """The devices that the program runs on."""
-
-    def storage_of(self, source: Source, arguments: Arguments) -> Storage:
-        """The storage of an input in this call."""
-
-
 class Arrays:
-    """Inputs that are the arrays of storages."""
+    """Inputs that are the arrays of storages.
 
-    def __init__(self, sources: list[Source]) -> None:
-        self.sources = sources
+    Args:
+        frame: the devices that the program runs on.
+    """
+
+    def __init__(self, sources: list[ArraySource], frame: Frame | None) -> None:
+        self.sources, self._frame = sources, frame
         # Of arguments and gradients each call has its own; the others tell when they change.
         self._storages: list[Any] = [s.storages[0] if s.storages else None for s in sources]
-        self._special = [(i, s) for i, s in enumerate(sources) if s.kind != "state"]
-        self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.kind == "state"]
+        self._special = [(i, s) for i, s in enumerate(sources) if not s.is_fixed]
+        self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.is_fixed]
         self._shared = [s for s in sources if len(s.storages) > 1]
         self._forms = [s.form for s in sources]
         self._epoch = -1
         self._placed = False
 
-    def mismatch(self, program: Owner, arguments: Arguments) -> str | None:
+    def mismatch(self, arguments: Arguments) -> str | None:
         """Whether a storage no longer lies as the program was compiled for."""
         moved = epoch.forms.value
         if self._epoch != moved:
@@ -50,7 +44,7 @@ class Arrays:
                 return difference
             self._epoch = moved
         if self._special:
-            now = [(i, program.storage_of(source, arguments)) for i, source in self._special]
+            now = [(i, source.storage(arguments)) for i, source in self._special]
             difference = self._differ(now)
             if difference is not None:
                 return difference
@@ -72,28 +66,28 @@ class Arrays:
             self._placed = False
         return None
 
-    def _place(self, program: Owner, storages: list[Storage]) -> None:
+    def _place(self, storages: list[Storage]) -> None:
         """Copy what is on the default device alone to all devices of the program."""
         self._placed = True
-        if program.frame is None:
+        if self._frame is None:
             return
         for i, storage in enumerate(storages):
             if storage.form.frame is None:
-                storage.place(program.frame)
+                storage.place(self._frame)
                 self._forms[i] = storage.form
                 for other in self.sources[i].storages[1:]:
                     other.array = storage.array
                     other.reform(storage.form)
 
-    def gather(self, program: Owner, arguments: Arguments) -> list[Any]:
+    def gather(self, arguments: Arguments) -> list[Any]:
         """The arrays of this call."""
         storages = self._storages
         if self._special:
             storages = list(storages)
             for i, source in self._special:
-                storages[i] = program.storage_of(source, arguments)
+                storages[i] = source.storage(arguments)
         if not self._placed or self._special:
-            self._place(program, storages)
+            self._place(storages)
         arrays = list(map(_value, storages))
         if Pending in set(map(type, arrays)):
             arrays = [storage.array for storage in storages]
@@ -143,7 +137,7 @@ def _same_kind(a: Form, b: Form) -> bool:
     )
 
 
-def outputs_in_order(donated: Iterable[Source], count: int) -> list[int]:
+def outputs_in_order(donated: Iterable[ArraySource], count: int) -> list[int]:
     """The order of a program's outputs: first what takes the place of a donated input, as the
     inputs are, then all else.
 

@@ -1,64 +1,13 @@
-"""Where the inputs of a program come from, and how later calls make what a step gives away."""
+"""How later calls make what a step gives away."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import Step, ViewStep, is_at_traced
-
-
-class Source:
-    """Where an input of the program comes from.
-
-    Attributes:
-        kind: ``"state"`` (a storage, or several that hold one array), ``"argument"`` (the storage
-            of one), ``"grad"`` (of a leaf's gradient), ``"fill"`` (a constant array), ``"number"``,
-            ``"rng"``, ``"host"`` (a CPU tensor), ``"cotangent"`` or ``"constant"``.
-        what: the storages; the argument's index; the leaf; the captured state;
-            the number's index; the host's source; the cotangent's index; the array.
-        storages: of ``"state"``: the storages, which are the same in each call.
-        form: their form before the step.
-        writes: (output, the storages that get it), where the step overwrites them.
-    """
-
-    __slots__ = ("form", "kind", "storages", "what", "writes")
-
-    def __init__(
-        self, kind: str, what: Any, storages: tuple[Storage, ...] = (), form: Form | None = None
-    ) -> None:
-        self.kind, self.what, self.storages, self.form = kind, what, storages, form
-        self.writes: list[tuple[int, tuple[Storage, ...]]] = []
-
-    def forget(self) -> None:
-        """Let go of storages that are others in each call."""
-        if self.kind == "argument" or (self.kind == "grad" and not self.what.cleared):
-            self.storages = ()
-            self.writes = [(index, ()) for index, _ in self.writes]
-
-    def signature(self, given: Mapping[int, int]) -> Any:
-        """What tells that two traces' sources are the same.
-
-        Args:
-            given: which argument has a storage, by its ``id``.
-        """
-        written = [index for index, _ in self.writes]
-        if self.kind == "state":
-            storages = sorted(map(id, self.storages))
-            if len(storages) == 1 and storages[0] in given:
-                return "argument", given[storages[0]], written
-            return self.kind, storages, written
-        if self.kind == "constant":
-            return self.kind
-        if self.kind in ("grad", "host"):
-            return self.kind, written
-        if self.kind == "fill":
-            return self.kind, self.what.fill_value, self.what.form
-        return self.kind, self.what, written
 
 
 class Template:

@@ -23,21 +23,25 @@ import functools
 import gc
 import os
 import sys
+import threading
 import types
 from collections.abc import Iterator
+from typing import Any
 
 from xla_dtensor.compilation.code.names import LIBRARIES, is_library
 
 _NOT_USERS = tuple(
     os.path.dirname(file) + os.sep for file in (os.__file__, os.path.dirname(__file__))
 )
+_TOOLS = (3, 4)  # of `sys.monitoring`'s numbers those that stand for no kind of tool
 _executed: frozenset[types.CodeType] = frozenset()
 
 
 class Recorder:
     """Knows the code of installed packages that traces have run, and notes it during one.
 
-    A profiler that is at work can't be shared: then all code counts, as the user's own does.
+    Where a profiler is at work that can't be shared (before Python 3.12), all code of packages
+    counts, as the user's own does.
 
     Attributes:
         grown: after a recording, whether there was code of packages that no earlier trace had run.
@@ -63,27 +67,14 @@ class Recorder:
             known: the code that the walk has come by.
         """
         self.grown, self.unmet = False, set()
-        if self._blind:
-            yield
-            return
-        if _profiler_at_work():  # `host_random`'s, whose trace is the second one
-            self._blind = self.grown = meets_installed
-            yield
-            return
-        profiler = cProfile.Profile(subcalls=False, builtins=False)
+        codes: set[types.CodeType] = set()
         try:
-            profiler.enable()
-        except ValueError:  # another profiler has been started meanwhile
-            self._blind = self.grown = True
-            yield
-            return
-        try:
-            yield
+            with contextlib.nullcontext(False) if self._blind else _noting(codes) as noted:
+                if not (noted or self._blind):  # `host_random` has a profiler of its own by now
+                    self._blind = self.grown = meets_installed
+                yield
         finally:
-            profiler.disable()
-            ran = {entry.code for entry in profiler.getstats()}
-            codes = {code for code in ran if isinstance(code, types.CodeType)}
-            if meets_installed:
+            if meets_installed and codes:
                 self._take(codes)
             self.unmet = _users(codes, known)
 
@@ -92,6 +83,46 @@ class Recorder:
         new = {code for code in codes - _executed if is_installed_file(code.co_filename)}
         self.grown = bool(new)
         _executed |= new
+
+
+@contextlib.contextmanager
+def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
+    """Put the code that this thread runs into ``codes``; whether it can be done."""
+    monitoring = getattr(sys, "monitoring", None)
+    if monitoring is None:
+        if _profiler_at_work():
+            yield False
+            return
+        profiler = cProfile.Profile(subcalls=False, builtins=False)
+        profiler.enable()
+        try:
+            yield True
+        finally:
+            profiler.disable()
+            ran = (entry.code for entry in profiler.getstats())
+            codes.update(code for code in ran if isinstance(code, types.CodeType))
+        return
+    tool = next((i for i in _TOOLS if monitoring.get_tool(i) is None), None)
+    if tool is None:
+        yield False
+        return
+    thread = threading.get_ident()
+
+    def started(code: types.CodeType, offset: int) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        codes.add(code)
+        return monitoring.DISABLE  # once is enough, so that it costs next to nothing
+
+    monitoring.use_tool_id(tool, "xla_dtensor")
+    try:
+        monitoring.register_callback(tool, monitoring.events.PY_START, started)
+        monitoring.restart_events()  # what an earlier recording has disabled
+        monitoring.set_events(tool, monitoring.events.PY_START)
+        yield True
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.free_tool_id(tool)
 
 
 def _users(codes: set[types.CodeType], known: set[types.CodeType]) -> set[types.CodeType]:
@@ -128,9 +159,8 @@ def _is_foreign_file(filename: str) -> bool:
 
 
 def _profiler_at_work() -> bool:
-    monitoring = getattr(sys, "monitoring", None)  # which profilers use from Python 3.12 on
-    tool = monitoring and monitoring.get_tool(monitoring.PROFILER_ID)
-    return sys.getprofile() is not None or tool is not None
+    """Whether this thread can't be looked at: from Python 3.12 on several may do so."""
+    return not hasattr(sys, "monitoring") and sys.getprofile() is not None
 
 
 def is_installed(module_name: str | None) -> bool:

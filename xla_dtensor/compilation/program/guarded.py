@@ -56,8 +56,8 @@ class Guarded(Lowered):
             len(met) == len(before) and all(map(operator.is_, met, before))
         ):
             return "which arguments are objects that the step finds elsewhere"
-        difference = self._donated.mismatch(self, arguments)
-        difference = difference or self._kept.mismatch(self, arguments)
+        difference = self._donated.mismatch(arguments)
+        difference = difference or self._kept.mismatch(arguments)
         if difference is not None:
             return difference
         for read, (value, text) in self._settings.items():

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
@@ -18,8 +17,14 @@ from xla_dtensor.base import epoch, rng
 from xla_dtensor.base.cache import Cache
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.inputs import Arrays, outputs_in_order
-from xla_dtensor.compilation.call.recipes import Source
 from xla_dtensor.compilation.call.run import Prepared
+from xla_dtensor.compilation.call.sources import (
+    ArraySource,
+    CotangentSource,
+    HostSource,
+    Source,
+    StateSource,
+)
 from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.program.gradients import Layout
 from xla_dtensor.compilation.program.input_layouts import Pinning, apart, layouts, shardings_of
@@ -37,7 +42,8 @@ from xla_dtensor.runtime.jax_runtime import code_bytes
 T = TypeVar("T")
 
 # Sources that are inputs of the program as they are.
-ARRAY_KINDS = ("state", "argument", "grad", "host")
+# Of these each has an input of the program of its own.
+INPUTS = (ArraySource, HostSource)
 
 
 class Lowered:
@@ -105,14 +111,14 @@ class Lowered:
         used: dict[int, Source] = {}
         for source in traced.sources:
             used.setdefault(id(source), source)
-        self._arrays = [s for s in used.values() if s.kind in ("state", "argument", "grad")]
+        self._arrays = [s for s in used.values() if isinstance(s, ArraySource)]
         # Not the scalars: they are four bytes, and storages that this program doesn't use may have
         # their array, too (step counts of frozen parameters).
         donated = [s for s in self._arrays if s.writes and not _is_scalar(s)]
         kept = [s for s in self._arrays if not s.writes or _is_scalar(s)]
-        self._donated, self._kept = Arrays(donated), Arrays(kept)
-        self._hosts = [s for s in used.values() if s.kind == "host"]
-        self._uses_words = any(s.kind in ("number", "rng") for s in used.values())
+        self._donated, self._kept = (Arrays(some, self._frame) for some in (donated, kept))
+        self._hosts = [s for s in used.values() if isinstance(s, HostSource)]
+        self._uses_words = any(s.in_words for s in used.values())
         # Written without having been read: not inputs, but their storages get outputs.
         self._writes = [
             (index, source, storages)
@@ -125,9 +131,9 @@ class Lowered:
         counters, and storages of arguments and gradients."""
         alone: list[tuple[int, Storage]] = []
         counters: list[tuple[int, tuple[Storage, ...]]] = []
-        others: list[tuple[int, Source]] = []
+        others: list[tuple[int, ArraySource]] = []
         for index, source, storages in self._writes:
-            if source.kind != "state":
+            if not source.is_fixed:
                 others.append((index, source))
             elif len(storages) > 1:
                 counters.append((index, storages))
@@ -151,47 +157,31 @@ class Lowered:
         for what, by, through in found:
             if isinstance(what, list):
                 self._reads_found += [(template, through, None) for template in what]
-            elif isinstance(what, Source) and what.kind == "state":
+            elif isinstance(what, StateSource):
                 tensor = None if by is None else by.get()
                 self._reads += [Read(storage, through, tensor) for storage in what.storages]
             elif isinstance(what, torch.Tensor):
                 self._reads.append(Read(OnHost(what), through, None))
-            elif isinstance(what, int) or (
-                isinstance(what, Source) and what.kind in ("argument", "grad")
-            ):
+            elif isinstance(what, int | ArraySource):
                 self._reads_found.append((what, through, by))
+
+    def _positions(self) -> dict[int, tuple[int, int]]:
+        """Which of the program's inputs a source is, by its ``id``: (group, position)."""
+        groups: list[Sequence[Source]] = [self._donated.sources, self._kept.sources, self._hosts]
+        return {id(s): (g, i) for g, some in enumerate(groups) for i, s in enumerate(some)}
 
     def _resolver(self) -> Callable[..., list[Any]]:
         """A function from the program's inputs to the constants of the jaxpr."""
-        sources, count = self._traced.sources, len(self._numbers)
-        where: dict[int, tuple[int, int]] = {}
-        for group, members in enumerate((self._donated.sources, self._kept.sources, self._hosts)):
-            where |= {id(source): (group, i) for i, source in enumerate(members)}
-        integers = [number.integer for number in self._numbers]
-
-        def number(words: Any, i: int) -> Any:
-            dtype = jnp.int64 if integers[i] else jnp.float64
-            return jax.lax.bitcast_convert_type(words[2 * i : 2 * i + 2], dtype)
+        sources, where = self._traced.sources, self._positions()
 
         def constants(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
             inputs = (donated, kept, hosts)
-            found = []
-            for source in sources:
-                if source.kind == "constant":
-                    found.append(source.what)
-                elif source.kind == "fill":
-                    form, value = source.what.form, source.what.fill_value
-                    found.append(jnp.full(form.array_shape, value, form.jax_dtype))
-                elif source.kind == "number":
-                    found.append(number(words, source.what))
-                elif source.kind == "rng":
-                    found.append(words[2 * count : 2 * count + 4])
-                elif source.kind == "cotangent":
-                    found.append(None)
-                else:
-                    group, index = where[id(source)]
-                    found.append(inputs[group][index])
-            return found
+
+            def given(source: Source) -> Any:
+                group, index = where[id(source)]
+                return inputs[group][index]
+
+            return [source.value(given, words) for source in sources]
 
         return constants
 
@@ -208,8 +198,8 @@ class Lowered:
         if history is not None:
             cotangents: list[int | None] = [None] * len(history.cotangents)
             for i, source in enumerate(self._traced.sources):
-                if source.kind == "cotangent":
-                    cotangents[source.what] = i
+                if isinstance(source, CotangentSource):
+                    cotangents[source.index] = i
             gradients = [g[0] for g in history.gradients if g is not None]
             late = set(gradients)
             self._outputs = [i for i in self._outputs if i not in late]
@@ -218,7 +208,7 @@ class Lowered:
             self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
             jaxpr = self._split.forward
             passed = self._split.constants
-            self._computed = [i for i in passed if traced_sources[i].kind not in ARRAY_KINDS]
+            self._computed = [i for i in passed if not isinstance(traced_sources[i], INPUTS)]
             self._computing = jax.jit(
                 lambda *inputs: [constants(*inputs)[i] for i in self._computed]
             )
@@ -308,20 +298,10 @@ class Lowered:
             found = self._storage_ids = {
                 id(storage)
                 for source in self._traced.slots
-                if source.kind == "state"
+                if isinstance(source, StateSource)
                 for storage in source.storages
             }
         return found
-
-    def storage_of(self, source: Source, arguments: Arguments) -> Storage:
-        """The storage of an input in this call."""
-        if source.kind == "argument":
-            return arguments.tensors[source.what]._storage_
-        if source.kind == "grad":
-            leaf = source.what.of(arguments)
-            if leaf is not None and leaf.grad is not None:
-                return leaf.grad._storage_
-        return source.storages[0]
 
     @property
     def frame(self) -> Any:
@@ -344,7 +324,7 @@ class Lowered:
         """For XLA."""
         return self._options
 
-    def input_sources(self) -> dict[str, list[Source]]:
+    def input_sources(self) -> dict[str, list[ArraySource]]:
         """Where the program's arrays come from, by what its arguments are called."""
         return {"donated": self._donated.sources, "kept": self._kept.sources}
 
@@ -359,11 +339,11 @@ class Lowered:
         self, arguments: Arguments, prepared: Prepared, take: bool = True
     ) -> tuple[Any, Any, Any, Any]:
         for _, source in self._written_arguments:
-            self.storage_of(source, arguments).check_write()
-        donated = self._donated.gather(self, arguments)
-        kept = self._kept.gather(self, arguments)
+            source.storage(arguments).check_write()
+        donated = self._donated.gather(arguments)
+        kept = self._kept.gather(arguments)
         hosts = [
-            to_numpy(self._traced.host.reader(s.what)(arguments, prepared.host))
+            to_numpy(self._traced.host.reader(s.host)(arguments, prepared.host))
             for s in self._hosts
         ]
         if take and self._frame is not None:
@@ -385,8 +365,8 @@ class Lowered:
         return words
 
 
-def _is_scalar(source: Source) -> bool:
-    return source.form is not None and math.prod(source.form.array_shape) == 1
+def _is_scalar(source: ArraySource) -> bool:
+    return math.prod(source.form.array_shape) == 1
 
 
 def _unique(found: list[Decision]) -> list[Decision]:

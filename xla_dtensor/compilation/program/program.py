@@ -16,7 +16,7 @@ from xla_dtensor.compilation.call.buckets import cut_back
 from xla_dtensor.compilation.call.inputs import Losses, check_alive, refuse_deleted
 from xla_dtensor.compilation.call.recipes import Template
 from xla_dtensor.compilation.call.run import Prepared, Run
-from xla_dtensor.compilation.program.lowered import ARRAY_KINDS
+from xla_dtensor.compilation.program.lowered import INPUTS
 from xla_dtensor.compilation.program.write_back import WriteBack
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.node import Call, Kept, OnHost, Read, WithHistory, cotangent
@@ -98,7 +98,7 @@ class Program(WriteBack):
             elif isinstance(what, int):
                 storage = OnHost(run.arguments.tensors[what])
             else:
-                storage = self.storage_of(what, run.arguments)
+                storage = what.storage(run.arguments)
             yield Read(storage, through, None if by is None else by.of(run.arguments))
 
     def _execute(self, run: Run, history: bool = False) -> list[Any]:
@@ -145,12 +145,10 @@ class Program(WriteBack):
         """The inputs that the backward pass needs, too: the very arrays, not copies."""
         assert self._split is not None
         computed = iter(self._computing(*inputs) if self._computed else ())
-        groups = self._donated.sources, self._kept.sources, self._hosts
-        where = {id(s): (g, i) for g, members in enumerate(groups) for i, s in enumerate(members)}
-        found = []
+        where, found = self._positions(), []
         for index in self._split.constants:
             source = self._traced.sources[index]
-            if source.kind in ARRAY_KINDS:
+            if isinstance(source, INPUTS):
                 group, position = where[id(source)]
                 found.append(inputs[group][position])
             else:

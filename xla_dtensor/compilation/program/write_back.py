@@ -53,7 +53,7 @@ class WriteBack(Guarded):
 
     def _put_arguments(self, run: Run) -> None:
         for index, source in self._written_arguments:
-            storage = self.storage_of(source, run.arguments)
+            storage = source.storage(run.arguments)
             storage.write(run.arrays[self._place_of[index]], self._forms[index])
 
     def _count_writes(self, run: Run) -> None:

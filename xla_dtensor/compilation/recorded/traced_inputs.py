@@ -9,7 +9,20 @@ import torch
 
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import Cuts
-from xla_dtensor.compilation.call.recipes import Source, Template
+from xla_dtensor.compilation.call.recipes import Template
+from xla_dtensor.compilation.call.sources import (
+    ArgumentSource,
+    ArraySource,
+    ConstantSource,
+    CotangentSource,
+    FilledSource,
+    GeneratorSource,
+    GradientSource,
+    HostSource,
+    NumberSource,
+    Source,
+    StateSource,
+)
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
 from xla_dtensor.compilation.trace.external_storages import Captured
@@ -62,34 +75,33 @@ class TracedInputs:
             for i, tensor in enumerate(arguments.tensors)
             if id(tensor) in self.watch.tensors and not isinstance(tensor, Ours)
         )
-        self.slots: list[Source] = []
+        self.slots: list[ArraySource] = []
+        source: ArraySource
         self.reads: list[tuple[Any, Any]]
         counters: dict[int, list[Captured]] = {}
         for captured in self.captured:
-            if captured.storage is None:
-                source = Source("fill", captured)
-            elif trace.is_counter(captured.array):
+            storage = captured.storage
+            if storage is None:
+                by_id[id(captured.array)] = FilledSource(captured.form, captured.fill_value)
+                continue
+            if trace.is_counter(captured.array):
                 counters.setdefault(id(captured.array), []).append(captured)
                 continue
-            else:
-                storages: tuple[Storage, ...] = (captured.storage,)
-                key = id(captured.storage)
-                if key in of_arguments and key not in found:
-                    source = Source("argument", of_arguments[key], storages, captured.form)
-                elif key in grads:
-                    source = Source("grad", grads[key], storages, captured.form)
-                else:
-                    source = Source("state", None, storages, captured.form)
-                if id(captured) in self._written:
-                    source.writes.append((self._written[id(captured)], storages))
+            key, source = id(storage), StateSource((storage,), captured.form)
+            if key in of_arguments and key not in found:
+                source = ArgumentSource(of_arguments[key], storage, captured.form)
+            elif key in grads:
+                source = GradientSource(grads[key], storage, captured.form)
+            if id(captured) in self._written:
+                source.writes.append((self._written[id(captured)], (storage,)))
             by_id[id(captured.array)] = source
             self.slots.append(source)
         for group in counters.values():
             alive = [(c, c.storage) for c in group if c.storage is not None]
-            storages = tuple(storage for _, storage in alive)
-            source = Source("state", None, storages, group[0].form)
             if not alive:
-                source = Source("fill", group[0])
+                by_id[id(group[0].array)] = FilledSource(group[0].form, group[0].fill_value)
+                continue
+            source = StateSource(tuple(storage for _, storage in alive), group[0].form)
             parts: dict[int, list[Storage]] = {}
             for captured, storage in alive:
                 if id(captured) in self._written:
@@ -98,15 +110,13 @@ class TracedInputs:
             by_id[id(group[0].array)] = source
             self.slots.append(source)
         for _, array, host in trace.host_arrays.values():
-            by_id[id(array)] = (
-                Source("host", host) if host is not None else Source("constant", array)
-            )
+            by_id[id(array)] = ConstantSource(array) if host is None else HostSource(host)
         for i, number in enumerate(trace.numbers):
-            by_id[id(number.array)] = Source("number", i)
-        by_id[id(trace.rng_words)] = Source("rng", None)
+            by_id[id(number.array)] = NumberSource(i, number.integer)
+        by_id[id(trace.rng_words)] = GeneratorSource(len(trace.numbers))
         if self.history is not None:
             for i, array in enumerate(self.history.cotangents):
-                by_id[id(array)] = Source("cotangent", i)
+                by_id[id(array)] = CotangentSource(i)
         self.sources = [by_id.get(id(const)) or self._constant(const) for const in constants]
         found_by = {id(s): source for source in self.slots for s in source.storages}
         of_host = {id(t): i for i, t in enumerate(arguments.tensors)}
@@ -141,4 +151,4 @@ class TracedInputs:
                 "its tensors, and that its code doesn't name: another thread has made it, or code "
                 "that xla_dtensor doesn't follow. It would be a constant: pass it as an argument"
             )
-        return Source("constant", const)
+        return ConstantSource(const)
