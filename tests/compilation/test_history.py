@@ -170,7 +170,7 @@ def only_read(tensor: torch.Tensor, compile: Compile) -> None:
 
 def traced_only(tensor: torch.Tensor, compile: Compile) -> None:
     step = compile(lambda: tensor.detach().mul_(2))
-    if isinstance(step, xd.compilation.step.CompiledStep):
+    if isinstance(step, xd.CompiledStep):
         with torch.no_grad():
             step.lower()
 
