@@ -114,8 +114,10 @@ class Batch(Running):
 
     def perform(self, plan: Plan, call: Call) -> Any:
         with lock:
-            if plan.only_computes:
-                # Nothing to ask and nothing to write: what is done for most operations.
+            # Nothing to ask and nothing to write: what is done for most operations.
+            if plan.only_form is not None:
+                result = new_tensor(self.add(plan, call)[0], plan.only_form)
+            elif plan.only_computes:
                 forms: Any = plan.result_forms
                 result = plan.structure(list(map(new_tensor, self.add(plan, call), forms)), [])
             else:
@@ -141,7 +143,7 @@ class Batch(Running):
         if plan.number_lists:
             leaves = self._operands(call.leaves, plan.number_lists)
         else:
-            leaves = tuple(map(self._operand, call.leaves))
+            leaves = tuple(self._codes(call.leaves))
         bases: Bases = ()
         if plan.mutated:
             written = [call.leaves[i] for i in plan.mutated]
@@ -173,6 +175,27 @@ class Batch(Running):
         self._values = first + count
         self._pending += results
         return results
+
+    def _codes(self, sources: list[Any]) -> list[int]:
+        """The operands that these are, as `_operand` has them, which is not called for tensors that
+        are known: nearly all."""
+        known = self._array_indices
+        codes = []
+        for source in sources:
+            storage = getattr(source, "_storage_", None)
+            if storage is not None and not source._steps:
+                value = storage.value
+                if value.__class__ is Pending:
+                    if value.batch is self:
+                        codes.append(value.code)
+                        continue
+                else:
+                    index = known.get(id(value))
+                    if index is not None:
+                        codes.append(index * KINDS + ARRAY)
+                        continue
+            codes.append(self._operand(source))
+        return codes
 
     def _operands(self, sources: list[Any], number_lists: dict[int, int]) -> tuple[int, ...]:
         """Equal numbers of one list are one input: 200 parameters that have taken the same number

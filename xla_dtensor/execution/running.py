@@ -19,7 +19,6 @@ from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.sharing import launching
 from xla_dtensor.forms.views import leave_open
-from xla_dtensor.runtime import processes
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.of_form import new_tensor
 
@@ -28,7 +27,7 @@ class Running(executor.Executor):
     """Runs operations; how their arrays come about is up to `compute`."""
 
     def joins(self, call: Call) -> bool:
-        return processes.several() and several.joins(call)
+        return several.joins(call)
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         """The arrays of a call's results, then of what it writes, or what stands for them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class Call:
         self.forms: list[Any] = []
         key: list[Any] = [info]
         if info.may_contract:
-            key.append(torch.get_float32_matmul_precision())
+            key.append(torch._C._get_float32_matmul_precision())
         if info.makes_like:
             key.append(host_memory.of_states())
         default_dtype = torch.get_default_dtype()
@@ -51,10 +53,7 @@ class Call:
             key.append(default_dtype)  # what factories make, and what divisions of ints give
         if info.lowering is not None and info.lowering.has_position:
             args = _with_position(args)
-        new_args = []
-        for name, value in zip(info.argument_names, args):  # noqa: B905  (fewer values)
-            new_args.append(self._take(value, name, key))
-        self.args = tuple(new_args)
+        self.args = tuple(self._take_all(info.argument_names, args, key))
         self.kwargs = {}
         self.meta_kwargs: dict[str, Any] = {}
         for name, value in kwargs.items():
@@ -94,6 +93,30 @@ class Call:
         for number in odd:
             torch.full((), number, dtype=dtype)
 
+    def _take_all(self, names: Iterable[str], values: Iterable[Any], key: list[Any]) -> list[Any]:
+        """Several values. Most are tensors that are no views, numbers that are part of the key, and
+        None; these are done here, as a call for each would take longer than all else."""
+        leaves, forms, static = self.leaves, self.forms, self.info.static_arguments
+        taken: list[Any] = []
+        for name, value in zip(names, values):  # noqa: B905  (fewer values)
+            cls = type(value)
+            if (cls is XLAShardedTensor or cls is XLATensor) and not value._steps:
+                form = value._storage_.form
+                key.append(form)
+                taken.append(_slot(len(leaves)))
+                leaves.append(value)
+                forms.append(form)
+            elif value is None:
+                key.append(None)
+                taken.append(None)
+            elif cls is int and name in static:
+                key.append(value)
+                key.append(cls)
+                taken.append(value)
+            else:
+                taken.append(self._take(value, name, key))
+        return taken
+
     def _take(self, value: Any, name: str, key: list[Any]) -> Any:
         cls = type(value)
         if cls is XLAShardedTensor or cls is XLATensor:
@@ -114,7 +137,7 @@ class Call:
             return self._leaf(value.number, int)
         if cls is list or cls is tuple:
             key.append(len(value))
-            return [self._take(item, name, key) for item in value]
+            return self._take_all(itertools.repeat(name), value, key)
         if cls is float or cls is int or cls is complex:
             if name in self.info.dynamic_arguments and (
                 -_BOUND <= value < _BOUND
@@ -155,8 +178,9 @@ class Call:
             key.append(steps if executor.trace() is None else leave_open(steps)[0])
         else:
             form = form.at_start()
-            if self.info.mutated:
+            if self.info.mutated:  # where a write goes depends on the storage's form, too
                 key.append(leave_open(steps)[0])
+                key.append(value._storage_.form)
         key.append(form)
         return self._leaf(value, form)
 

@@ -45,6 +45,7 @@ class OpInfo:
         argument_names: all of the schema's.
         dynamic_arguments: names of those whose tensors and numbers are inputs of the executable;
             the others' numbers are part of it.
+        static_arguments: names of all others.
         symbolic_arguments: of these those whose symbolic numbers are inputs, too.
         converted_arguments: names of those whose numbers torch converts to the dtype of the
             elements, and refuses where they aren't in its range.
@@ -69,6 +70,7 @@ class OpInfo:
     shapes: Callable[..., Any] | None
     argument_names: tuple[str, ...]
     dynamic_arguments: frozenset[str]
+    static_arguments: frozenset[str]
     symbolic_arguments: frozenset[str]
     converted_arguments: tuple[str, ...]
     returns_mutated: tuple[int | None, ...]
@@ -143,6 +145,7 @@ def _make(func: Any) -> OpInfo:
         shapes=shapes,
         argument_names=tuple(argument.name for argument in schema.arguments),
         dynamic_arguments=frozenset(n for n, t in types.items() if _is_dynamic(t, lowering)),
+        static_arguments=frozenset(n for n, t in types.items() if not _is_dynamic(t, lowering)),
         symbolic_arguments=frozenset(n for n, t in types.items() if _is_symbolic(t, lowering)),
         converted_arguments=_CONVERTED.get(schema.name.rpartition("::")[2].rstrip("_"), ()),
         returns_mutated=returns_mutated,

@@ -45,6 +45,7 @@ class Plan:
         random: whether the executable takes the generator's state first.
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
         only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
+        only_form: the form of its one result, if that is all that it gives, and it only computes.
         frame: the devices of its results; None: the default device.
         number_lists: per leaf that is a number of a list, which list.
         structure: arranges new tensors and mutated arguments as torch returns them.
@@ -61,6 +62,7 @@ class Plan:
         "number_lists",
         "of_scalars",
         "only_computes",
+        "only_form",
         "part",
         "proven",
         "random",
@@ -105,6 +107,8 @@ class Plan:
         self.only_computes = None not in self.result_forms and not (
             self.mutated or self.conditions or place.valueless
         )
+        is_one = info.returns_mutated == (None,) and not info.returns_lists[0]
+        self.only_form = self.result_forms[0] if is_one and self.only_computes else None
         if place.valueless:
             refuse_meta_write(info, before)
             self.run = self.eager = self.part = None

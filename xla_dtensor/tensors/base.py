@@ -39,7 +39,9 @@ OWN_ATTRIBUTES = frozenset(
 CLASS_OF_TENSOR = frozenset({"_is_param", "_is_buffer"})
 
 
-_DEVICE = torch.device("xla:0")
+DEVICE = torch.device("xla:0")
+META = torch.device("meta")
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
 grad_of_tensor: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
@@ -57,9 +59,6 @@ def set_grad_of(leaf: Any, grad: Any) -> None:
         _grad.__set__(leaf, grad)
     else:
         leaf.grad = grad
-
-
-_META = torch.device("meta")
 
 
 @functools.cache
@@ -94,13 +93,13 @@ class TensorMethods(HasMemory):
         steps: tuple[Step, ...] = (),
         requires_grad: bool = False,
     ) -> Any:
-        r = torch.Tensor._make_wrapper_subclass(
+        r = make_wrapper(
             cls,
             form.shape,
             strides=form.stride,
             storage_offset=form.offset,
             dtype=form.dtype,
-            device=_META if form.meta else _DEVICE,
+            device=META if form.meta else DEVICE,
             requires_grad=requires_grad,
         )
         r._storage_ = storage
