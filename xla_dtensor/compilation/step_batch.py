@@ -231,19 +231,16 @@ class StepBatch(lazy.Lazy):
         latest = self._pending[-1].code if self._pending else None
         self._recomputing.append((self._values, latest, {}))
         self._operand, self._stored = self._operand_again, self._stored_again  # type: ignore
-        self._codes = self._codes_again  # type: ignore[method-assign]
+        self._takes_known = False
 
     def end_recomputation(self) -> None:
         """The block is over."""
         self._recomputing.pop()
         if not self._recomputing:
-            del self._operand, self._stored, self._codes
+            del self._operand, self._stored, self._takes_known
 
     def _operand_again(self, source: Any) -> int:
         return self._barred(super()._operand(source))
-
-    def _codes_again(self, sources: list[Any]) -> list[int]:
-        return list(map(self._operand_again, sources))
 
     def _stored_again(self, storage: Storage) -> int:
         return self._barred(super()._stored(storage))

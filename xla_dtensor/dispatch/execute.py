@@ -20,7 +20,7 @@ from xla_dtensor.lowering import (
 )
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.one_mesh import on_one_mesh
-from xla_dtensor.plans.ops import info_of
+from xla_dtensor.plans.ops import info_of, infos
 from xla_dtensor.plans.plan import Plan, mutated_leaves
 from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.runtime import agreement, processes
@@ -50,7 +50,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = route(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    info = info_of(func)
+    info = infos.get(func._op) or info_of(func)
     for route in info.routes:
         if observer is None:
             result = route(func, args, kwargs)
@@ -61,11 +61,17 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if info.taken_apart:
         # Autograd's kernels do so, but aren't asked in inference mode and below other kernels.
         return func.decompose(*args, **kwargs)
+    several = processes.several()
+    if info.is_identity and observer is None and not several:
+        plan: Any = _plans.get(info)  # of all tensors the same, which aren't looked at
+        if plan is not None and isinstance(args[0], TensorMethods):
+            running.touched(args[0])
+            return plan.make(args[0])
     call = Call(info, args, kwargs)
-    if processes.several():
+    if several:
         while running.joins(call):
             call = Call(info, args, kwargs)
-    plan: Any = _plans.get(call.key)
+    plan = _plans.get(call.key)
     if info.mutated:
         written = mutated_leaves(call) if plan is None else plan.mutated
         for i in written:
@@ -81,6 +87,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if results is not NotImplemented:
                 return results
         plan = _plans.put(call.key, _made(call))
+        if info.is_identity and plan.__class__ is ViewPlan:
+            _plans.put(info, plan)
     if observer is not None:
         observer.planned(call, plan)
     if plan.__class__ is ViewPlan:

@@ -83,6 +83,8 @@ class Batch(Running):
             ``finish()``; and so does a launch that fails, after which the batch is of no use.
     """
 
+    _takes_known = True  # whether a tensor whose value is known is that as an operand, too
+
     def __init__(self, all_or_nothing: bool = False) -> None:
         self._all_or_nothing = all_or_nothing
         self._error: BaseException | None = None
@@ -127,7 +129,7 @@ class Batch(Running):
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         # A tensor that gets other memory doesn't find back to what it was.
-        arrays: Iterable[Any] = launched(plan, call) if any(plan.grown) else self.add(plan, call)
+        arrays: Iterable[Any] = launched(plan, call) if plan.grows else self.add(plan, call)
         return arrays
 
     def add(self, plan: Plan, call: Call) -> list[Pending]:
@@ -140,10 +142,7 @@ class Batch(Running):
             self._make_room(frame, plan.result_forms)
             self._frame = frame or self._frame
         # From here on nothing runs the batch, so that the operands stay what they are.
-        if plan.number_lists:
-            leaves = self._operands(call.leaves, plan.number_lists)
-        else:
-            leaves = tuple(self._codes(call.leaves))
+        leaves = self._codes(call.leaves, plan.number_lists)
         bases: Bases = ()
         if plan.mutated:
             written = [call.leaves[i] for i in plan.mutated]
@@ -176,14 +175,24 @@ class Batch(Running):
         self._pending += results
         return results
 
-    def _codes(self, sources: list[Any]) -> list[int]:
+    def _codes(self, sources: list[Any], number_lists: dict[int, int]) -> tuple[int, ...]:
         """The operands that these are, as `_operand` has them, which is not called for tensors that
-        are known: nearly all."""
+        are known: nearly all. Equal numbers of one list are one input: 200 parameters that have
+        taken the same number of steps have one step size."""
         known = self._array_indices
-        codes = []
+        codes: list[int] = []
+        numbers: dict[Any, int] = {}
         for source in sources:
             storage = getattr(source, "_storage_", None)
-            if storage is not None and not source._steps:
+            if storage is None:
+                number_list = number_lists.get(len(codes))
+                if number_list is not None:
+                    which = (number_list, repr(source))  # 0.0 and -0.0 are equal, but not the same
+                    if which not in numbers:
+                        numbers[which] = self._operand(source)
+                    codes.append(numbers[which])
+                    continue
+            elif not source._steps and self._takes_known:
                 value = storage.value
                 if value.__class__ is Pending:
                     if value.batch is self:
@@ -195,22 +204,6 @@ class Batch(Running):
                         codes.append(index * KINDS + ARRAY)
                         continue
             codes.append(self._operand(source))
-        return codes
-
-    def _operands(self, sources: list[Any], number_lists: dict[int, int]) -> tuple[int, ...]:
-        """Equal numbers of one list are one input: 200 parameters that have taken the same number
-        of steps have one step size."""
-        codes = []
-        known: dict[Any, int] = {}
-        for position, source in enumerate(sources):
-            number_list = number_lists.get(position)
-            if number_list is None:
-                codes.append(self._operand(source))
-                continue
-            which = (number_list, repr(source))  # 0.0 and -0.0 are equal, but not the same
-            if which not in known:
-                known[which] = self._operand(source)
-            codes.append(known[which])
         return tuple(codes)
 
     def _operand(self, source: Any) -> int:
@@ -251,7 +244,9 @@ class Batch(Running):
         if known is None:
             steps, positions = leave_open(steps)
             operation = view_read(storage.form, steps, view._form.at_start())
-            operands = (self._stored(storage), *map(self._operand, positions))
+            operands: Codes = (self._stored(storage),)
+            if positions:
+                operands += tuple(map(self._operand, positions))
             known = self._views[key] = self._values * KINDS + VALUE
             self._write_down(Entry(operation, operands))
         return known

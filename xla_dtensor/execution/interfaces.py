@@ -53,6 +53,7 @@ class Plan(Protocol):
         base_forms: their storages' forms after the write.
         grown: per argument written None, or the form with which it gets memory of its own: ``out=``
             of another shape than the result's.
+        grows: whether one of them does.
         conditions: what must hold of arguments' values.
         random: whether it draws random numbers.
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
@@ -72,6 +73,7 @@ class Plan(Protocol):
     mutated: list[int]
     base_forms: list[Form]
     grown: list[Form | None]
+    grows: bool
     conditions: tuple[Any, ...]
     random: bool
     of_scalars: bool

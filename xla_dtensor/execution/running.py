@@ -38,7 +38,7 @@ class Running(executor.Executor):
         simple = False
         if plan.mutated:
             mutated = [call.leaves[i] for i in plan.mutated]
-            simple = len(mutated) == 1 and plan.grown[0] is None  # the write itself asks
+            simple = len(mutated) == 1 and not plan.grows  # the write itself asks
             if not simple:
                 _check_writes(plan, mutated)
         if plan.conditions and plan.run is not None:
@@ -105,6 +105,10 @@ def _check_writes(plan: Plan, mutated: list[Any]) -> None:
 
 
 def _write(plan: Plan, mutated: list[Any], arrays: Iterator[Any]) -> None:
+    if not plan.grows:
+        for tensor, array, form in zip(mutated, arrays, plan.base_forms, strict=False):
+            tensor._storage_.write(array, form)
+        return
     new = [
         array if grown is None else new_tensor(array, grown)
         for grown, array in zip(plan.grown, arrays, strict=False)

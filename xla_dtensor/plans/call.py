@@ -54,8 +54,7 @@ class Call:
         if info.lowering is not None and info.lowering.has_position:
             args = _with_position(args)
         self.args = tuple(self._take_all(info.argument_names, args, key))
-        self.kwargs = {}
-        self.meta_kwargs: dict[str, Any] = {}
+        self.kwargs, self.meta_kwargs = {}, {}
         for name, value in kwargs.items():
             if name in DROPPED:
                 self._check_dropped(name, value)
@@ -136,6 +135,9 @@ class Call:
             key.append(_Position)
             return self._leaf(value.number, int)
         if cls is list or cls is tuple:
+            if {*map(type, value)} == _INTEGERS and name in self.info.static_arguments:
+                key.append(tuple(value))
+                return list(value)
             key.append(len(value))
             return self._take_all(itertools.repeat(name), value, key)
         if cls is float or cls is int or cls is complex:
@@ -177,7 +179,8 @@ class Call:
             # What a trace leaves in the key of a plan outlives it.
             key.append(steps if executor.trace() is None else leave_open(steps)[0])
         else:
-            form = form.at_start()
+            if form.offset:
+                form = form.at_start()
             if self.info.mutated:  # where a write goes depends on the storage's form, too
                 key.append(leave_open(steps)[0])
                 key.append(value._storage_.form)
@@ -254,6 +257,7 @@ def _written(value: Any) -> str:
 
 
 _BOUND = 2**63
+_INTEGERS = {int}
 _SMALL = 128  # each dtype has what is below
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 

@@ -59,6 +59,7 @@ class OpInfo:
         makes_like: whether it makes a tensor like another one, whose values it doesn't read.
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.
+        is_identity: whether it is a view of exactly what it is given.
         routes: who may take a call of it over before it is taken apart.
     """
 
@@ -80,12 +81,8 @@ class OpInfo:
     taken_apart: bool
     makes_like: bool
     counts_writes: bool
+    is_identity: bool
     routes: tuple[SpecialHandler, ...]
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether it is a view of exactly what it is given."""
-        return self.name in _IDENTITIES
 
 
 _CONVERTED = {
@@ -99,16 +96,16 @@ _CONVERTED = {
     "scalar_tensor": ("s",),
 }
 _IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
-_infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
-lowering_changes.listen(_infos.clear)
+infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
+"""By the overload's C++ operation, which is hashed by address: hashing itself runs Python."""
+lowering_changes.listen(infos.clear)
 
 
 def info_of(func: Any) -> OpInfo:
     """The `OpInfo` of an overload, made once."""
-    # Hashing the overload itself runs Python; its C++ operation is hashed by address.
-    info = _infos.get(func._op)
+    info = infos.get(func._op)
     if info is None:
-        info = _infos.setdefault(func._op, _make(func))  # plans' keys compare it by identity
+        info = infos.setdefault(func._op, _make(func))  # plans' keys compare it by identity
     return info
 
 
@@ -155,6 +152,7 @@ def _make(func: Any) -> OpInfo:
         taken_apart=view is None and lowering is None and _is_composite(func),
         makes_like=is_(Kind.LIKE, name),
         counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
+        is_identity=name in _IDENTITIES,
         routes=() if (handler := SPECIAL.get(name)) is None else (handler,),
     )
 

@@ -41,6 +41,7 @@ class Plan:
         base_forms: their storages' forms after the write.
         grown: per argument written None, or the form with which it gets memory of its own: ``out=``
             of another shape than the result's.
+        grows: whether one of them does.
         conditions: what must hold of arguments' values.
         random: whether the executable takes the generator's state first.
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
@@ -57,6 +58,7 @@ class Plan:
         "eager",
         "frame",
         "grown",
+        "grows",
         "info",
         "mutated",
         "number_lists",
@@ -93,6 +95,7 @@ class Plan:
         self.structure = _structure(call, metas)
         bases = [tensors[i] for i in self.mutated]
         self.grown = grown_forms(call, metas, bases, place)
+        self.grows = any(self.grown)
         refuse_overlap(call, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
         self.base_forms = [

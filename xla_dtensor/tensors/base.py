@@ -39,9 +39,9 @@ OWN_ATTRIBUTES = frozenset(
 CLASS_OF_TENSOR = frozenset({"_is_param", "_is_buffer"})
 
 
-DEVICE = torch.device("xla:0")
-META = torch.device("meta")
-make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+_DEVICE = torch.device("xla:0")
+_META = torch.device("meta")
+_make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
 grad_of_tensor: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
@@ -76,6 +76,26 @@ def refuse_other_kind(tensor: TensorMethods, other: Any, what: str) -> None:
         )
 
 
+def wrapper(cls: Any, form: Form, requires_grad: bool = False) -> Any:
+    """A tensor of ``cls`` that has no storage yet."""
+    r = _make_wrapper(  # by position, which takes torch less time than by name
+        cls,
+        form.shape,
+        form.stride,
+        form.offset,
+        None,
+        form.dtype,
+        torch.strided,
+        _META if form.meta else _DEVICE,
+        False,
+        requires_grad,
+    )
+    r._own_form = form
+    if form.spec is not None:
+        r._spec = form.spec
+    return r
+
+
 class TensorMethods(HasMemory):
     """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
 
@@ -93,25 +113,14 @@ class TensorMethods(HasMemory):
         steps: tuple[Step, ...] = (),
         requires_grad: bool = False,
     ) -> Any:
-        r = make_wrapper(
-            cls,
-            form.shape,
-            strides=form.stride,
-            storage_offset=form.offset,
-            dtype=form.dtype,
-            device=META if form.meta else DEVICE,
-            requires_grad=requires_grad,
-        )
+        r = wrapper(cls, form, requires_grad)
         r._storage_ = storage
-        r._own_form = form
         if steps:
             r._steps = steps
         if storage.viewers is None:
             storage.viewers = ONE_VIEWER
         else:
             storage.add_viewer(r)
-        if form.spec is not None:
-            r._spec = form.spec
         return r
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

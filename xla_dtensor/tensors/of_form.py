@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-import torch
-
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import ONE_VIEWER, Storage
-from xla_dtensor.tensors.base import DEVICE, META, make_wrapper
+from xla_dtensor.forms.views import Step
+from xla_dtensor.tensors.base import wrapper
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -23,23 +22,18 @@ def tensor_class(form: Form) -> Any:
 
 def new_tensor(array: Any, form: Form) -> Any:
     """A tensor with a storage of its own."""
-    # As `TensorMethods.__new__` does, of which this is the usual case: most operations come here.
-    cls: Any = XLAShardedTensor if form.mesh is not None else XLATensor
-    tensor = make_wrapper(
-        cls,
-        form.shape,
-        form.stride,
-        form.offset,
-        None,
-        form.dtype,
-        torch.strided,
-        META if form.meta else DEVICE,
-    )
+    tensor = wrapper(XLAShardedTensor if form.mesh is not None else XLATensor, form)
     tensor._storage_ = storage = Storage(array, form)
-    tensor._own_form = form
     storage.viewers = ONE_VIEWER
-    if form.spec is not None:
-        tensor._spec = form.spec
+    return tensor
+
+
+def new_view(storage: Storage, form: Form, steps: tuple[Step, ...]) -> Any:
+    """A further tensor of ``storage``, a view of it."""
+    tensor = wrapper(XLAShardedTensor if form.mesh is not None else XLATensor, form)
+    tensor._storage_ = storage
+    tensor._steps = steps
+    storage.add_viewer(tensor)
     return tensor
 
 
