@@ -54,6 +54,7 @@ lowering_changes.listen(executables.clear)
 rules.changes.listen(executables.clear)
 
 
+_new: Any = tuple.__new__
 Codes = tuple[int, ...]
 Bases = tuple[tuple[int, Codes] | None, ...]
 
@@ -119,6 +120,10 @@ class Batch(Running):
             # Nothing to ask and nothing to write: what is done for most operations.
             if plan.only_form is not None:
                 result = new_tensor(self.add(plan, call)[0], plan.only_form)
+            elif plan.only_write is not None:
+                written = call.leaves[plan.mutated[0]]
+                written._storage_.write(self.add(plan, call)[0], plan.only_write)
+                result = plan.structure([], [written])
             elif plan.only_computes:
                 forms: Any = plan.result_forms
                 result = plan.structure(list(map(new_tensor, self.add(plan, call), forms)), [])
@@ -150,7 +155,8 @@ class Batch(Running):
         if not plan.proven:
             self._prove(plan, call, leaves, bases)
         state = self._state(call.stream) if plan.random else None
-        return self._write_down(Entry(plan, leaves, bases, state))
+        # As `Entry(...)` does, which is a further call in Python.
+        return self._write_down(_new(Entry, (plan, leaves, bases, state)))
 
     def summary(self, tensor: Any, form: Form, condition: Condition) -> _Later:
         """Write down what tells whether ``condition`` holds of a tensor."""
@@ -200,9 +206,8 @@ class Batch(Running):
                         continue
                 else:
                     index = known.get(id(value))
-                    if index is not None:
-                        codes.append(index * KINDS + ARRAY)
-                        continue
+                    codes.append(self._array(value) if index is None else index * KINDS + ARRAY)
+                    continue
             codes.append(self._operand(source))
         return tuple(codes)
 

@@ -59,6 +59,7 @@ class Plan(Protocol):
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
         only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
         only_form: the form of its one result, if that is all that it gives, and it only computes.
+        only_write: of what writes to one argument in place, and does nothing else, the form after.
         frame: the devices of its results; None: the default device.
         number_lists: per leaf that is a number of a list, which list.
         proven: whether it is known that the lowering takes what it gets.
@@ -79,6 +80,7 @@ class Plan(Protocol):
     of_scalars: bool
     only_computes: bool
     only_form: Form | None
+    only_write: Form | None
     frame: Any
     number_lists: dict[int, int]
     proven: bool

@@ -93,13 +93,16 @@ class Call:
             torch.full((), number, dtype=dtype)
 
     def _take_all(self, names: Iterable[str], values: Iterable[Any], key: list[Any]) -> list[Any]:
-        """Several values. Most are tensors that are no views, numbers that are part of the key, and
-        None; these are done here, as a call for each would take longer than all else."""
+        """Several values. Most are tensors, numbers that are part of the key, and None; these are
+        done here, as a call for each would take longer than all else."""
         leaves, forms, static = self.leaves, self.forms, self.info.static_arguments
         taken: list[Any] = []
         for name, value in zip(names, values):  # noqa: B905  (fewer values)
             cls = type(value)
-            if (cls is XLAShardedTensor or cls is XLATensor) and not value._steps:
+            if cls is XLAShardedTensor or cls is XLATensor:
+                if value._steps:
+                    taken.append(self._take_view(value, value._steps, key))
+                    continue
                 form = value._storage_.form
                 key.append(form)
                 taken.append(_slot(len(leaves)))

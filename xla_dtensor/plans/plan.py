@@ -47,6 +47,7 @@ class Plan:
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
         only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
         only_form: the form of its one result, if that is all that it gives, and it only computes.
+        only_write: of what writes to one argument in place, and does nothing else, the form after.
         frame: the devices of its results; None: the default device.
         number_lists: per leaf that is a number of a list, which list.
         structure: arranges new tensors and mutated arguments as torch returns them.
@@ -65,6 +66,7 @@ class Plan:
         "of_scalars",
         "only_computes",
         "only_form",
+        "only_write",
         "part",
         "proven",
         "random",
@@ -112,6 +114,10 @@ class Plan:
         )
         is_one = info.returns_mutated == (None,) and not info.returns_lists[0]
         self.only_form = self.result_forms[0] if is_one and self.only_computes else None
+        in_place = len(self.mutated) == 1 and not (
+            self.result_forms or self.grows or self.conditions or place.valueless
+        )
+        self.only_write = self.base_forms[0] if in_place else None
         if place.valueless:
             refuse_meta_write(info, before)
             self.run = self.eager = self.part = None
