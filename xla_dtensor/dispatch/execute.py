@@ -18,7 +18,7 @@ from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering import (
     families,  # noqa: F401  (registers all lowerings)
 )
-from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.call import Call, view_key
 from xla_dtensor.plans.one_mesh import on_one_mesh
 from xla_dtensor.plans.ops import info_of, infos
 from xla_dtensor.plans.plan import Plan, mutated_leaves
@@ -62,9 +62,12 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Autograd's kernels do so, but aren't asked in inference mode and below other kernels.
         return func.decompose(*args, **kwargs)
     several = processes.several()
-    if info.is_identity and observer is None and not several:
-        plan: Any = _plans.get(info)  # of all tensors the same, which aren't looked at
-        if plan is not None and isinstance(args[0], TensorMethods):
+    short_key = None
+    if info.view is not None and not kwargs and observer is None:
+        if running.trace is None and not several:
+            short_key = view_key(info, args)
+        plan: Any = None if short_key is None else _plans.get(short_key)
+        if plan.__class__ is ViewPlan:
             running.touched(args[0])
             return plan.make(args[0])
     call = Call(info, args, kwargs)
@@ -87,8 +90,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if results is not NotImplemented:
                 return results
         plan = _plans.put(call.key, _made(call))
-        if info.is_identity and plan.__class__ is ViewPlan:
-            _plans.put(info, plan)
+    if short_key is not None:
+        _plans.put(short_key, plan)
     if observer is not None:
         observer.planned(call, plan)
     if plan.__class__ is ViewPlan:

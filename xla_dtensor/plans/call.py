@@ -19,6 +19,7 @@ from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.views import leave_open
 from xla_dtensor.plans.ops import DROPPED, OpInfo
+from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -248,6 +249,30 @@ class Call:
                 raise UnsupportedOpError(
                     f"{self.info.name}: device='meta' from an xla tensor; make it with torch.empty"
                 )
+
+
+def view_key(info: OpInfo, args: Any) -> Any:
+    """A key of a view that is said by numbers, as nearly all are, without taking the call apart:
+    that would take longer than to make the view. None of others.
+
+    What is a view of exactly what it is given is so of each tensor.
+    """
+    base = args[0]
+    if info.is_identity:
+        return info if isinstance(base, TensorMethods) else None
+    cls = type(base)
+    if cls is not XLAShardedTensor and cls is not XLATensor:
+        return None
+    steps = base._steps
+    key = [info, base._form, steps] if steps else [info, base._storage_.form]
+    for value in args[1:]:
+        if value is None or type(value) is int:
+            key.append(value)
+        elif type(value) is list and {*map(type, value)} == _INTEGERS:
+            key.append(tuple(value))
+        else:
+            return None
+    return tuple(key)
 
 
 def _written(value: Any) -> str:
