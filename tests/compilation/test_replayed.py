@@ -179,6 +179,28 @@ def test_garbage_makes_few_programs(mesh_2x4: DeviceMesh) -> None:
     assert step.compilations <= 3, step.recompilations
 
 
+def test_a_call_collects_no_garbage_and_leaves_the_settings_alone(mesh_2x4: DeviceMesh) -> None:
+    x = distribute_tensor(numbers(1, 8, 16), mesh_2x4, [Shard(0), Replicate()])
+    before, seen = gc.get_threshold(), []
+
+    def step(fails: bool) -> torch.Tensor:
+        collected = gc.get_stats()[0]["collections"]
+        y = x
+        for _ in range(400):
+            y = y + 1
+        seen.append(gc.get_stats()[0]["collections"] - collected)
+        if fails:
+            raise ValueError("mine")
+        return y
+
+    run = replayed(step)
+    run(False)
+    assert torch.allclose(run(False).full_tensor().cpu(), numbers(1, 8, 16) + 400)
+    with pytest.raises(ValueError, match="mine"):
+        run(True)
+    assert seen[1:] == [0, 0] and gc.get_threshold() == before
+
+
 def test_destructors_are_part_of_the_call(mesh_2x4: DeviceMesh) -> None:
     """What an object that is garbage in a cycle does when it goes is as right as what else runs,
     whether that is in the middle of the step or at its end."""

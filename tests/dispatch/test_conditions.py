@@ -100,6 +100,21 @@ def test_views_as_indices() -> None:
         X.to("xla")[index[1:]]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_that_were_right_before(layout: str, mesh_2x4: DeviceMesh) -> None:
+    """Of one array that is looked at again only what was right is known: the same view of it, and
+    not after a write."""
+    x = X.to("xla")
+    index = place(i(0, 3, 5, 99), LAYOUTS[layout], mesh_2x4)
+    for _ in range(2):
+        assert torch.equal(full(F.embedding(index[:3], x)), X[i(0, 3, 5)])
+        with pytest.raises(IndexError, match="index out of range"):
+            full(F.embedding(index[1:], x))
+    index[2] = 98
+    with pytest.raises(IndexError, match="index out of range"):
+        full(F.embedding(index[:3], x))
+
+
 def test_varying(mesh_2x4: DeviceMesh) -> None:
     """One device's index out of range is enough."""
     good = xd.from_device_values([i(d) for d in range(8)], mesh_2x4)

@@ -48,6 +48,49 @@ def test_a_steady_loop_makes_no_plan_and_compiles_nothing(mesh_2x4: DeviceMesh) 
     assert compiled == []
 
 
+VIEWS: list[Any] = [
+    *(lambda x, n=n: x.view(n, -1) for n in (2, 3, 6)),
+    *(lambda x, d=d: x.select(d, 1) for d in (0, 1)),
+    *(lambda x, i=i: x[i] for i in (0, 1, -1)),
+    *(lambda x, end=end: x[:, 1:end] for end in (None, 2, 3)),
+    *(lambda x, d=d: x.transpose(0, d).unsqueeze(d) for d in (0, 1)),
+    *(lambda x, keep=keep: x.detach().expand(keep, *x.shape) for keep in (1, 2)),
+    *(lambda x, part=part: x.split(2, 1)[part].t() for part in (0, 1)),
+    *(lambda x, dtype=dtype: x.view(dtype) for dtype in (torch.int32, torch.float32)),
+    lambda x: x.squeeze(),
+    lambda x: x.squeeze(0),
+]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "replicated", "per device"])
+def test_views_that_differ_in_little(layout: str, mesh_2x4: DeviceMesh) -> None:
+    """Each is what it is on the CPU, whatever came before it: also of views, in inference mode and
+    in compiled steps."""
+    value = torch.arange(24.0).reshape(4, 6)
+    placements = [Shard(0) if layout == "sharded" else Replicate(), Replicate()]
+
+    def full(view: torch.Tensor) -> torch.Tensor:
+        return (view.full_tensor() if isinstance(view, DTensor) else view).cpu()
+
+    x = (
+        value.to("xla")
+        if layout == "per device"
+        else distribute_tensor(value, mesh_2x4, placements)
+    )
+    for prepare in (lambda x: x, lambda x: x[1:], lambda x: x[2:]):
+        for _ in range(2):
+            for view in VIEWS:
+                expected = view(prepare(value))
+                found = view(prepare(x))
+                assert found.stride() == expected.stride() and torch.equal(full(found), expected)
+                assert found.storage_offset() == expected.storage_offset()
+                assert found._is_view() == expected._is_view()
+            with torch.inference_mode():
+                assert x.t()._is_view() and not x.t().is_inference()
+        step = xd.compile(lambda x, prepare=prepare: prepare(x).transpose(0, 1) + 1)
+        assert torch.equal(full(step(x)), prepare(value).t() + 1)
+
+
 def test_plans_keep_no_tensor_alive(mesh_2x4: DeviceMesh) -> None:
     x, w = sharded(torch.randn(8, 7), mesh_2x4), sharded(torch.randn(7, 5), mesh_2x4)
     references = [weakref.ref(t._storage_) for t in (x, w)]

@@ -185,11 +185,11 @@ def test_a_new_lowering_clears_what_was_made_with_the_old_ones(small_mesh: Devic
     others = {id(plan) for plan in gc.get_objects() if type(plan) is Plan}
     expected = work()
     executables = [p.eager for p in execute._plans.values() if isinstance(p, Plan)]
-    assert executables and len(batch.executables) and ops._infos
+    assert executables and len(batch.executables) and ops.infos
     del executables
     lowers("xd_test_clearing::nothing")(lambda x: x)
     gc.collect()
-    assert not (len(execute._plans) or len(batch.executables) or ops._infos)
+    assert not (len(execute._plans) or len(batch.executables) or ops.infos)
     left = [p for p in gc.get_objects() if type(p) is Plan and id(p) not in others]
     assert not left, [list(map(type, gc.get_referrers(plan))) for plan in left]
     for value, want in zip(work(), expected, strict=True):

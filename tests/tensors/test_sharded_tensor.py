@@ -22,6 +22,7 @@ from tests.torch_layouts import expected_indices
 
 R, S = Replicate(), Shard
 
+
 LAYOUTS: list[tuple[Placement, ...]] = [
     (R, R),
     (S(0), S(1)),
@@ -317,3 +318,19 @@ def test_on_every_mesh(mesh_name: str) -> None:
     torch.softmax(ra @ rb, 1).square().sum().backward()
     torch.testing.assert_close(x.grad.cpu(), ra.grad)
     torch.testing.assert_close(y.grad.cpu(), rb.grad)
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_gradients_land_however_they_come(mesh_2x4: DeviceMesh, history: bool) -> None:
+    factor = torch.randn(8, 8)
+    leaf = distribute_tensor(torch.randn(8, 8), mesh_2x4, [S(0), R]).requires_grad_()
+    factors = [distribute_tensor(factor, mesh_2x4, p) for p in ((R, R), (S(1), S(0)), (S(0), R))]
+    for _ in range(2):  # what the first ones have shown is remembered
+        for other in factors:
+            for out, expected in (
+                ((leaf * other).sum(), factor),
+                ((leaf.sum(0) * other[0]).sum(), factor[:1].expand(8, 8)),
+            ):
+                (grad,) = torch.autograd.grad(out, leaf, create_graph=history)
+                assert grad.placements == (S(0), R)
+                assert torch.equal(grad.full_tensor().detach().cpu(), expected)

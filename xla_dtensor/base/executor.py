@@ -43,8 +43,8 @@ class Executor:
     # --- running operations -------------------------------------------------------------------
 
     def joins(self, call: Any) -> bool:
-        """Bring tensors of a call (`plans.call.Call`) to where its others are. If it returns True,
-        the call has to be taken apart anew."""
+        """With several processes: bring tensors of a call (`plans.call.Call`) to where its others
+        are. If it returns True, the call has to be taken apart anew."""
         return False
 
     def look(self, conditions: tuple[Any, ...], call: Any) -> None:

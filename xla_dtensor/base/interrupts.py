@@ -331,7 +331,7 @@ class _Aside(threading.local):
 
 
 _aside = _Aside()
-_EXHAUSTED: Iterator[None] = iter(())
+EXHAUSTED: Iterator[None] = iter(())
 
 
 def put_error_aside() -> None:
@@ -342,9 +342,14 @@ def put_error_aside() -> None:
     pending already: then it raises that one.
     """
     try:
-        next(_EXHAUSTED, None)
+        next(EXHAUSTED, None)
     except BaseException as error:
-        _aside.error = error
+        put_aside(error)
+
+
+def put_aside(error: BaseException) -> None:
+    """Let `take_error` give this exception."""
+    _aside.error = error
 
 
 def take_error() -> BaseException | None:

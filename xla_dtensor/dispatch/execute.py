@@ -18,12 +18,12 @@ from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering import (
     families,  # noqa: F401  (registers all lowerings)
 )
-from xla_dtensor.plans.call import Call
+from xla_dtensor.plans.call import Call, view_key
 from xla_dtensor.plans.one_mesh import on_one_mesh
-from xla_dtensor.plans.ops import composition, info_of
+from xla_dtensor.plans.ops import composition, info_of, infos
 from xla_dtensor.plans.plan import Plan, mutated_leaves
 from xla_dtensor.plans.view_plan import ViewPlan
-from xla_dtensor.runtime import agreement
+from xla_dtensor.runtime import agreement, processes
 from xla_dtensor.tensors.base import TensorMethods
 
 _plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
@@ -50,7 +50,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = route(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    info = info_of(func)
+    info = infos.get(func._op) or info_of(func)
     for route in info.routes:
         if observer is None:
             result = route(func, args, kwargs)
@@ -61,41 +61,47 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if info.taken_apart:
         # Autograd's kernels do so, but aren't asked in inference mode and below other kernels.
         return composition(func)(*args, **kwargs)
+    several = processes.several()
+    short_key = None
+    if info.view is not None and not kwargs and observer is None:
+        if running.trace is None and not several:
+            short_key = view_key(info, args)
+        plan: Any = None if short_key is None else _plans.get(short_key)
+        if plan.__class__ is ViewPlan:
+            running.touched(args[0])
+            return plan.make(args[0])
     call = Call(info, args, kwargs)
-    while running.joins(call):
-        call = Call(info, args, kwargs)
-    tensors = call.leaves
-    key = call.key
+    if several:
+        while running.joins(call):
+            call = Call(info, args, kwargs)
+    plan = _plans.get(call.key)
     if info.mutated:
-        written = mutated_leaves(call)
-        forms = []
+        written = mutated_leaves(call) if plan is None else plan.mutated
         for i in written:
-            target = tensors[i]
-            if not isinstance(target, TensorMethods):
+            if not isinstance(call.leaves[i], TensorMethods):
                 _refuse_host_write(call)
-            if target._steps:  # where a write goes depends on the storage's form, too
-                forms.append(target._storage_.form)
-        key = (key, *forms)
         if len(written) > 1:
             results = run_in_order(call, written, func, args, kwargs, dispatch)
             if results is not NotImplemented:
                 return results
-    plan = _plans.get(key)
     if plan is None:
         for takes in _ROUTES:
             results = takes(call, func, args, kwargs, dispatch)
             if results is not NotImplemented:
                 return results
-        plan = _plans.put(key, _made(call))
+        plan = _plans.put(call.key, _made(call))
+    if short_key is not None:
+        _plans.put(short_key, plan)
     if observer is not None:
         observer.planned(call, plan)
     if plan.__class__ is ViewPlan:
-        running.touched(tensors[0])
-        results = plan.make(tensors[0])
+        base = call.leaves[0]
+        running.touched(base)
+        results = plan.make(base)
     else:
         results = running.perform(plan, call)
         if info.counts_writes:
-            count_writes([tensors[i] for i in written])
+            count_writes([call.leaves[i] for i in written])
     if observer is not None:
         observer.operation(call, plan)
     return results

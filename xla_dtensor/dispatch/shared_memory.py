@@ -15,7 +15,6 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.lower import flatten_results
-from xla_dtensor.tensors.base import TensorMethods
 
 Dispatch = Callable[[Any, Any, dict[str, Any]], Any]
 _BY_ELEMENT = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
@@ -51,11 +50,9 @@ def run_in_order(
         )
     if not by_element or _length(call) == 1:
         return NotImplemented
-    read = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, TensorMethods) and owners.get(id(leaf._storage_), i) != i
-    ]
+    # Of each leaf the id of its storage; numbers, and tensors of the CPU, have none.
+    storages = [id(getattr(leaf, "_storage_", leaf)) for leaf in leaves]
+    read = [i for i, storage in enumerate(storages) if owners.get(storage, i) != i]
     if not read:
         return NotImplemented
     place = _places(call)

@@ -54,6 +54,7 @@ lowering_changes.listen(executables.clear)
 rules.changes.listen(executables.clear)
 
 
+_new: Any = tuple.__new__
 Codes = tuple[int, ...]
 Bases = tuple[tuple[int, Codes] | None, ...]
 
@@ -82,6 +83,8 @@ class Batch(Running):
         all_or_nothing: ``undo()`` takes everything back, also what has been launched, until
             ``finish()``; and so does a launch that fails, after which the batch is of no use.
     """
+
+    _takes_known = True  # whether a tensor whose value is known is that as an operand, too
 
     def __init__(self, all_or_nothing: bool = False) -> None:
         self._all_or_nothing = all_or_nothing
@@ -114,8 +117,14 @@ class Batch(Running):
 
     def perform(self, plan: Plan, call: Call) -> Any:
         with lock:
-            if plan.only_computes:
-                # Nothing to ask and nothing to write: what is done for most operations.
+            # Nothing to ask and nothing to write: what is done for most operations.
+            if plan.only_form is not None:
+                result = new_tensor(self.add(plan, call)[0], plan.only_form)
+            elif plan.only_write is not None:
+                written = call.leaves[plan.mutated[0]]
+                written._storage_.write(self.add(plan, call)[0], plan.only_write)
+                result = plan.structure([], [written])
+            elif plan.only_computes:
                 forms: Any = plan.result_forms
                 result = plan.structure(list(map(new_tensor, self.add(plan, call), forms)), [])
             else:
@@ -125,7 +134,7 @@ class Batch(Running):
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         # A tensor that gets other memory doesn't find back to what it was.
-        arrays: Iterable[Any] = launched(plan, call) if any(plan.grown) else self.add(plan, call)
+        arrays: Iterable[Any] = launched(plan, call) if plan.grows else self.add(plan, call)
         return arrays
 
     def add(self, plan: Plan, call: Call) -> list[Pending]:
@@ -138,10 +147,7 @@ class Batch(Running):
             self._make_room(frame, plan.result_forms)
             self._frame = frame or self._frame
         # From here on nothing runs the batch, so that the operands stay what they are.
-        if plan.number_lists:
-            leaves = self._operands(call.leaves, plan.number_lists)
-        else:
-            leaves = tuple(map(self._operand, call.leaves))
+        leaves = self._codes(call.leaves, plan.number_lists)
         bases: Bases = ()
         if plan.mutated:
             written = [call.leaves[i] for i in plan.mutated]
@@ -149,7 +155,8 @@ class Batch(Running):
         if not plan.proven:
             self._prove(plan, call, leaves, bases)
         state = self._state(call.stream) if plan.random else None
-        return self._write_down(Entry(plan, leaves, bases, state))
+        # As `Entry(...)` does, which is a further call in Python.
+        return self._write_down(_new(Entry, (plan, leaves, bases, state)))
 
     def summary(self, tensor: Any, form: Form, condition: Condition) -> _Later:
         """Write down what tells whether ``condition`` holds of a tensor."""
@@ -174,20 +181,34 @@ class Batch(Running):
         self._pending += results
         return results
 
-    def _operands(self, sources: list[Any], number_lists: dict[int, int]) -> tuple[int, ...]:
-        """Equal numbers of one list are one input: 200 parameters that have taken the same number
-        of steps have one step size."""
-        codes = []
-        known: dict[Any, int] = {}
-        for position, source in enumerate(sources):
-            number_list = number_lists.get(position)
-            if number_list is None:
-                codes.append(self._operand(source))
-                continue
-            which = (number_list, repr(source))  # 0.0 and -0.0 are equal, but not the same
-            if which not in known:
-                known[which] = self._operand(source)
-            codes.append(known[which])
+    def _codes(self, sources: list[Any], number_lists: dict[int, int]) -> tuple[int, ...]:
+        """The operands that these are, as `_operand` has them, which is not called for tensors that
+        are known: nearly all. Equal numbers of one list are one input: 200 parameters that have
+        taken the same number of steps have one step size."""
+        known = self._array_indices
+        codes: list[int] = []
+        numbers: dict[Any, int] = {}
+        for source in sources:
+            storage = getattr(source, "_storage_", None)
+            if storage is None:
+                number_list = number_lists.get(len(codes))
+                if number_list is not None:
+                    which = (number_list, repr(source))  # 0.0 and -0.0 are equal, but not the same
+                    if which not in numbers:
+                        numbers[which] = self._operand(source)
+                    codes.append(numbers[which])
+                    continue
+            elif not source._steps and self._takes_known:
+                value = storage.value
+                if value.__class__ is Pending:
+                    if value.batch is self:
+                        codes.append(value.code)
+                        continue
+                else:
+                    index = known.get(id(value))
+                    codes.append(self._array(value) if index is None else index * KINDS + ARRAY)
+                    continue
+            codes.append(self._operand(source))
         return tuple(codes)
 
     def _operand(self, source: Any) -> int:
@@ -228,7 +249,9 @@ class Batch(Running):
         if known is None:
             steps, positions = leave_open(steps)
             operation = view_read(storage.form, steps, view._form.at_start())
-            operands = (self._stored(storage), *map(self._operand, positions))
+            operands: Codes = (self._stored(storage),)
+            if positions:
+                operands += tuple(map(self._operand, positions))
             known = self._views[key] = self._values * KINDS + VALUE
             self._write_down(Entry(operation, operands))
         return known

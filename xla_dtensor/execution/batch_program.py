@@ -152,7 +152,7 @@ _looks: Cache[Any, Look] = Cache("checks in batches", 512)
 def view_read(form: Form, steps: tuple[Step, ...], own: Form) -> ViewRead:
     """The `ViewRead` of these, one for all batches: batches are compared by their operations."""
     key = form, steps, own
-    return _view_reads.get_or_make(key, lambda: ViewRead(*key))
+    return _view_reads.get(key) or _view_reads.put(key, ViewRead(*key))
 
 
 def look_at(form: Form, condition: Condition) -> Look:

@@ -49,11 +49,12 @@ class Checked:
         text: the operation and the shapes, for the end of a message.
         size: how many elements it has.
         cut: of an array of it the tensor's own elements; None for all of them.
-        last: the array of which it was last seen to hold, by a weak reference: positions and
-            targets are often the same ones again.
+        last: the storage's array of which it was last seen to hold, by a weak reference: positions
+            and targets are often the same ones again.
+        view: that array's form, and the steps of the view of it that was looked at.
     """
 
-    __slots__ = ("condition", "cut", "form", "last", "leaf", "size", "text")
+    __slots__ = ("condition", "cut", "form", "last", "leaf", "size", "text", "view")
 
     def __init__(self, leaf: int, form: Any, condition: Condition, text: str) -> None:
         self.leaf, self.form, self.condition, self.text = leaf, form, condition, text
@@ -61,6 +62,7 @@ class Checked:
         padded = isinstance(form, Form) and form.padded_shape != form.shape
         self.cut: Any = (..., *(slice(0, n) for n in form.shape)) if padded else None
         self.last: Callable[[], Any] = _nothing
+        self.view: Any = None
 
 
 def _nothing() -> None:
@@ -78,16 +80,17 @@ def check(checked: tuple[Checked, ...], call: Any, look: Look | None = None) -> 
     """
     for one in checked:
         leaf = call.leaves[one.leaf]
-        array: Any = None
+        base: Any = None
         if not isinstance(leaf, TensorMethods):
             values: Any = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
         elif look is not None and one.size > AWAITED and _waits(leaf):
             assertions.later(look(leaf, one.form, one.condition), (_Judge(one, here()),))
             continue
         else:
-            array = leaf._storage_.array if not leaf._steps else read(leaf)
-            if array is one.last():
+            base, view = leaf._storage_.array, (leaf._storage_.form, leaf._steps)
+            if base is one.last() and view == one.view:
                 continue
+            array = read(leaf)
             if not arrays.is_here(array):
                 # Not by what is ready: all processes have to do the same.
                 _look_later(one, leaf)
@@ -99,8 +102,8 @@ def check(checked: tuple[Checked, ...], call: Any, look: Look | None = None) -> 
             if one.cut is not None and not one.form.unreduced:
                 values = values[one.cut]
         raise_if_wrong(one.condition, values, one.text)
-        if array is not None:
-            one.last = weakref.ref(array)
+        if base is not None:
+            one.last, one.view = weakref.ref(base), view
 
 
 def raise_if_wrong(condition: Condition, values: np.ndarray, text: str) -> None:

@@ -53,10 +53,13 @@ class Plan(Protocol):
         base_forms: their storages' forms after the write.
         grown: per argument written None, or the form with which it gets memory of its own: ``out=``
             of another shape than the result's.
+        grows: whether one of them does.
         conditions: what must hold of arguments' values.
         random: whether it draws random numbers.
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
         only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
+        only_form: the form of its one result, if that is all that it gives, and it only computes.
+        only_write: of what writes to one argument in place, and does nothing else, the form after.
         frame: the devices of its results; None: the default device.
         number_lists: per leaf that is a number of a list, which list.
         proven: whether it is known that the lowering takes what it gets.
@@ -71,10 +74,13 @@ class Plan(Protocol):
     mutated: list[int]
     base_forms: list[Form]
     grown: list[Form | None]
+    grows: bool
     conditions: tuple[Any, ...]
     random: bool
     of_scalars: bool
     only_computes: bool
+    only_form: Form | None
+    only_write: Form | None
     frame: Any
     number_lists: dict[int, int]
     proven: bool

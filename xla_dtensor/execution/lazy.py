@@ -88,6 +88,11 @@ class Lazy(Batch):
         self._lines.append(here())
         return super()._write_down(entry)
 
+    @property
+    def lines(self) -> list[Callable[[], str]]:
+        """Of each operation what gives the line of the user's code that it is in."""
+        return self._lines
+
     def _array(self, array: Any) -> int:
         before = len(self._arrays)
         code = super()._array(array)
@@ -116,7 +121,7 @@ class Lazy(Batch):
         """Launch what is written down if it is time; all results are in their storages."""
         if self._held > HELD:
             self.run()
-        elif self._rounds.complete(self._leaves_little):
+        elif len(self._entries) >= ENOUGH and self._rounds.complete(self._leaves_little):
             following = self._rounds.following
             self.run()
             self._rounds.following = following
@@ -144,7 +149,7 @@ class Lazy(Batch):
             except BaseException as error:
                 self._put_back(error)
                 raise
-            lines, entries = self._lines, self._entries
+            lines, entries = self.lines, self._entries
             self._start()
             self._replaced.clear()
         if failure is not None:

@@ -19,7 +19,6 @@ from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.sharing import launching
 from xla_dtensor.forms.views import leave_open
-from xla_dtensor.runtime import processes
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.of_form import new_tensor
 
@@ -28,7 +27,7 @@ class Running(executor.Executor):
     """Runs operations; how their arrays come about is up to `compute`."""
 
     def joins(self, call: Call) -> bool:
-        return processes.several() and several.joins(call)
+        return several.joins(call)
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         """The arrays of a call's results, then of what it writes, or what stands for them."""
@@ -39,7 +38,7 @@ class Running(executor.Executor):
         simple = False
         if plan.mutated:
             mutated = [call.leaves[i] for i in plan.mutated]
-            simple = len(mutated) == 1 and plan.grown[0] is None  # the write itself asks
+            simple = len(mutated) == 1 and not plan.grows  # the write itself asks
             if not simple:
                 _check_writes(plan, mutated)
         if plan.conditions and plan.run is not None:
@@ -106,6 +105,10 @@ def _check_writes(plan: Plan, mutated: list[Any]) -> None:
 
 
 def _write(plan: Plan, mutated: list[Any], arrays: Iterator[Any]) -> None:
+    if not plan.grows:
+        for tensor, array, form in zip(mutated, arrays, plan.base_forms, strict=False):
+            tensor._storage_.write(array, form)
+        return
     new = [
         array if grown is None else new_tensor(array, grown)
         for grown, array in zip(plan.grown, arrays, strict=False)

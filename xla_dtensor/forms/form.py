@@ -52,6 +52,7 @@ class Form:
 
     __slots__ = (
         "__weakref__",
+        "_at_start",
         "dim_axes",
         "dtype",
         "frame",
@@ -86,6 +87,7 @@ class Form:
     sharding: Any
     spec: DTensorSpec | None
     dim_axes: tuple[tuple[str, ...], ...]
+    _at_start: Form | None
 
     @property
     def is_sharded(self) -> bool:
@@ -176,11 +178,13 @@ class Form:
         )
 
     def at_start(self) -> Form:
-        """The same tensor at the start of its memory: operations that only read its value do the
-        same wherever it lies."""
+        """The same tensor at the start of its memory; what only reads it does the same there."""
         if not self.offset:
             return self
-        return self._with(offset=0)
+        known = self._at_start
+        if known is None or (known.frame and not known.frame.is_current):  # by now it is cut finer
+            known = self._at_start = self._with(offset=0)
+        return known
 
     def with_varying(self, varying: tuple[str, ...]) -> Form:
         """The same tensor, varying along exactly these axes of its frame."""
@@ -388,7 +392,7 @@ def _new_form(
     form: Form = object.__new__(Form)
     form.varying, form.meta, form.memory = varying, meta, memory
     form.shape, form.stride, form.offset, form.dtype = shape, stride, offset, dtype
-    form.jax_dtype = to_jax_dtype(dtype)
+    form.jax_dtype, form._at_start = to_jax_dtype(dtype), None
     return form
 
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from xla_dtensor.mesh import Frame
 
 
+def _nobody() -> None:
+    return None
+
+
 class Pending:
     """What a storage holds in place of an array that a batch of operations has yet to compute.
 
@@ -48,7 +52,7 @@ class Pending:
         self.batch = batch
         self.index = index
         self.code = code
-        self.storage = lambda: None
+        self.storage = _nobody
         self.error = None
 
     def fail(self, error: BaseException) -> None:

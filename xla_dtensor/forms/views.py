@@ -46,6 +46,15 @@ class ViewStep:
     shape: tuple[int, ...]
     op: Any = field(default=None, compare=False)
 
+    def __hash__(self) -> int:
+        # Made once: with each operation on a view something is looked up by its steps.
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            compared = (field.name for field in dataclasses.fields(self) if field.compare)
+            known = hash(tuple(getattr(self, name) for name in compared))
+            self.__dict__["_hash"] = known
+        return known
+
     def get(self, base: jax.Array) -> jax.Array:
         """The view's value from its base's."""
         value = self.lowering.get(base, *map(thaw, self.args), **self._kwargs())
@@ -106,6 +115,8 @@ class PositionStep(ViewStep):
     length: int | None = None
     start: Any = None
     left_open: PositionStep | None = field(default=None, compare=False)
+
+    __hash__ = ViewStep.__hash__  # or the decorator would make another one
 
     def starting_at(self, start: Any) -> PositionStep:
         """This step, left open, with a start."""
@@ -176,9 +187,9 @@ def refuse_offset() -> NoReturn:
 
 def leave_open(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
     """``steps`` without their positions, and these."""
-    positions = tuple(_array(s.start) for s in steps if s.__class__ is PositionStep)
-    if not positions:
+    if PositionStep not in map(type, steps):  # as of most views
         return steps, ()
+    positions = tuple(_array(s.start) for s in steps if s.__class__ is PositionStep)
     return tuple(getattr(s, "left_open", s) for s in steps), positions
 
 

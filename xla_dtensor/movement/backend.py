@@ -10,6 +10,7 @@ from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.jax_arrays import to_jax
 from xla_dtensor.movement.local_view import as_sharded, to_local
 from xla_dtensor.movement.redistribute import full_tensor, redistribute
+from xla_dtensor.movement.relayout import to_form
 
 __all__ = [
     "as_sharded",
@@ -20,6 +21,7 @@ __all__ = [
     "local_shards",
     "local_values",
     "redistribute",
+    "to_form",
     "to_jax",
     "to_local",
 ]

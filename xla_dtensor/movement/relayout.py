@@ -56,8 +56,12 @@ def move(
     tensor: XLAShardedTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> XLAShardedTensor:
     """``tensor``'s value in another layout, as a tensor of its own; below autograd."""
+    return to_form(tensor, tensor._form.with_placements(mesh, placements))
+
+
+def to_form(tensor: XLAShardedTensor, target: Form) -> XLAShardedTensor:
+    """The same in ``target``, its form `with_placements`."""
     source = tensor._form
-    target = source.with_placements(mesh, placements)
     observer = events.observer
     if observer is not None:
         observer.redistribute(source, target)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.views import leave_open
 from xla_dtensor.plans.ops import DROPPED, OpInfo
+from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -43,7 +46,7 @@ class Call:
         self.forms: list[Any] = []
         key: list[Any] = [info]
         if info.may_contract:
-            key.append(torch.get_float32_matmul_precision())
+            key.append(torch._C._get_float32_matmul_precision())
         if info.makes_like:
             key.append(host_memory.of_states())
         default_dtype = torch.get_default_dtype()
@@ -51,12 +54,8 @@ class Call:
             key.append(default_dtype)  # what factories make, and what divisions of ints give
         if info.lowering is not None and info.lowering.has_position:
             args = _with_position(args)
-        new_args = []
-        for name, value in zip(info.argument_names, args):  # noqa: B905  (fewer values)
-            new_args.append(self._take(value, name, key))
-        self.args = tuple(new_args)
-        self.kwargs = {}
-        self.meta_kwargs: dict[str, Any] = {}
+        self.args = tuple(self._take_all(info.argument_names, args, key))
+        self.kwargs, self.meta_kwargs = {}, {}
         for name, value in kwargs.items():
             if name in DROPPED:
                 self._check_dropped(name, value)
@@ -94,6 +93,33 @@ class Call:
         for number in odd:
             torch.full((), number, dtype=dtype)
 
+    def _take_all(self, names: Iterable[str], values: Iterable[Any], key: list[Any]) -> list[Any]:
+        """Several values. Most are tensors, numbers that are part of the key, and None; these are
+        done here, as a call for each would take longer than all else."""
+        leaves, forms, static = self.leaves, self.forms, self.info.static_arguments
+        taken: list[Any] = []
+        for name, value in zip(names, values):  # noqa: B905  (fewer values)
+            cls = type(value)
+            if cls is XLAShardedTensor or cls is XLATensor:
+                if value._steps:
+                    taken.append(self._take_view(value, value._steps, key))
+                    continue
+                form = value._storage_.form
+                key.append(form)
+                taken.append(_slot(len(leaves)))
+                leaves.append(value)
+                forms.append(form)
+            elif value is None:
+                key.append(None)
+                taken.append(None)
+            elif cls is int and name in static:
+                key.append(value)
+                key.append(cls)
+                taken.append(value)
+            else:
+                taken.append(self._take(value, name, key))
+        return taken
+
     def _take(self, value: Any, name: str, key: list[Any]) -> Any:
         cls = type(value)
         if cls is XLAShardedTensor or cls is XLATensor:
@@ -113,8 +139,11 @@ class Call:
             key.append(_Position)
             return self._leaf(value.number, int)
         if cls is list or cls is tuple:
+            if {*map(type, value)} == _INTEGERS and name in self.info.static_arguments:
+                key.append(tuple(value))
+                return list(value)
             key.append(len(value))
-            return [self._take(item, name, key) for item in value]
+            return self._take_all(itertools.repeat(name), value, key)
         if cls is float or cls is int or cls is complex:
             if name in self.info.dynamic_arguments and (
                 -_BOUND <= value < _BOUND
@@ -154,9 +183,11 @@ class Call:
             # What a trace leaves in the key of a plan outlives it.
             key.append(steps if executor.trace() is None else leave_open(steps)[0])
         else:
-            form = form.at_start()
-            if self.info.mutated:
+            if form.offset:
+                form = form.at_start()
+            if self.info.mutated:  # where a write goes depends on the storage's form, too
                 key.append(leave_open(steps)[0])
+                key.append(value._storage_.form)
         key.append(form)
         return self._leaf(value, form)
 
@@ -220,6 +251,30 @@ class Call:
                 )
 
 
+def view_key(info: OpInfo, args: Any) -> Any:
+    """A key of a view that is said by numbers, as nearly all are, without taking the call apart:
+    that would take longer than to make the view. None of others.
+
+    What is a view of exactly what it is given is so of each tensor.
+    """
+    base = args[0]
+    if info.is_identity:
+        return info if isinstance(base, TensorMethods) else None
+    cls = type(base)
+    if cls is not XLAShardedTensor and cls is not XLATensor:
+        return None
+    steps = base._steps
+    key = [info, base._form, steps] if steps else [info, base._storage_.form]
+    for value in args[1:]:
+        if value is None or type(value) is int:
+            key.append(value)
+        elif type(value) is list and {*map(type, value)} == _INTEGERS:
+            key.append(tuple(value))
+        else:
+            return None
+    return tuple(key)
+
+
 def _written(value: Any) -> str:
     if isinstance(value, Slot):
         return f"#{value.index}"
@@ -230,6 +285,7 @@ def _written(value: Any) -> str:
 
 
 _BOUND = 2**63
+_INTEGERS = {int}
 _SMALL = 128  # each dtype has what is below
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 

@@ -47,6 +47,7 @@ class OpInfo:
         argument_names: all of the schema's.
         dynamic_arguments: names of those whose tensors and numbers are inputs of the executable;
             the others' numbers are part of it.
+        static_arguments: names of all others.
         symbolic_arguments: of these those whose symbolic numbers are inputs, too.
         converted_arguments: names of those whose numbers torch converts to the dtype of the
             elements, and refuses where they aren't in its range.
@@ -61,6 +62,7 @@ class OpInfo:
         makes_like: whether it makes a tensor like another one, whose values it doesn't read.
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.
+        is_identity: whether it is a view of exactly what it is given.
         routes: who may take a call of it over before it is taken apart.
     """
 
@@ -72,6 +74,7 @@ class OpInfo:
     shapes: Callable[..., Any] | None
     argument_names: tuple[str, ...]
     dynamic_arguments: frozenset[str]
+    static_arguments: frozenset[str]
     symbolic_arguments: frozenset[str]
     converted_arguments: tuple[str, ...]
     returns_mutated: tuple[int | None, ...]
@@ -81,12 +84,8 @@ class OpInfo:
     taken_apart: bool
     makes_like: bool
     counts_writes: bool
+    is_identity: bool
     routes: tuple[SpecialHandler, ...]
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether it is a view of exactly what it is given."""
-        return self.name in _IDENTITIES
 
 
 _CONVERTED = {
@@ -101,17 +100,17 @@ _CONVERTED = {
 }
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
-_infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
-lowering_changes.listen(_infos.clear)
-rules_changes.listen(_infos.clear)
+infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
+"""By the overload's C++ operation, which is hashed by address: hashing itself runs Python."""
+lowering_changes.listen(infos.clear)
+rules_changes.listen(infos.clear)
 
 
 def info_of(func: Any) -> OpInfo:
     """The `OpInfo` of an overload, made once."""
-    # Hashing the overload itself runs Python; its C++ operation is hashed by address.
-    info = _infos.get(func._op)
+    info = infos.get(func._op)
     if info is None:
-        info = _infos.setdefault(func._op, _make(func))  # plans' keys compare it by identity
+        info = infos.setdefault(func._op, _make(func))  # plans' keys compare it by identity
     return info
 
 
@@ -148,6 +147,7 @@ def _make(func: Any) -> OpInfo:
         shapes=shapes,
         argument_names=tuple(argument.name for argument in schema.arguments),
         dynamic_arguments=frozenset(n for n, t in types.items() if _is_dynamic(t, lowering)),
+        static_arguments=frozenset(n for n, t in types.items() if not _is_dynamic(t, lowering)),
         symbolic_arguments=frozenset(n for n, t in types.items() if _is_symbolic(t, lowering)),
         converted_arguments=_CONVERTED.get(schema.name.rpartition("::")[2].rstrip("_"), ()),
         returns_mutated=returns_mutated,
@@ -157,6 +157,7 @@ def _make(func: Any) -> OpInfo:
         taken_apart=view is None and lowering is None and _is_taken_apart(func),
         makes_like=is_(Kind.LIKE, name),
         counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
+        is_identity=name in _IDENTITIES,
         routes=() if (handler := SPECIAL.get(name)) is None else (handler,),
     )
 

@@ -41,10 +41,13 @@ class Plan:
         base_forms: their storages' forms after the write.
         grown: per argument written None, or the form with which it gets memory of its own: ``out=``
             of another shape than the result's.
+        grows: whether one of them does.
         conditions: what must hold of arguments' values.
         random: whether the executable takes the generator's state first.
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
         only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
+        only_form: the form of its one result, if that is all that it gives, and it only computes.
+        only_write: of what writes to one argument in place, and does nothing else, the form after.
         frame: the devices of its results; None: the default device.
         number_lists: per leaf that is a number of a list, which list.
         structure: arranges new tensors and mutated arguments as torch returns them.
@@ -56,11 +59,14 @@ class Plan:
         "eager",
         "frame",
         "grown",
+        "grows",
         "info",
         "mutated",
         "number_lists",
         "of_scalars",
         "only_computes",
+        "only_form",
+        "only_write",
         "part",
         "proven",
         "random",
@@ -91,6 +97,7 @@ class Plan:
         self.structure = _structure(call, metas)
         bases = [tensors[i] for i in self.mutated]
         self.grown = grown_forms(call, metas, bases, place)
+        self.grows = any(self.grown)
         refuse_overlap(call, [call.forms[i] for i in self.mutated])
         before = [b._storage_.form for b in bases]
         self.base_forms = [
@@ -105,6 +112,12 @@ class Plan:
         self.only_computes = None not in self.result_forms and not (
             self.mutated or self.conditions or place.valueless
         )
+        is_one = info.returns_mutated == (None,) and not info.returns_lists[0]
+        self.only_form = self.result_forms[0] if is_one and self.only_computes else None
+        in_place = len(self.mutated) == 1 and not (
+            self.result_forms or self.grows or self.conditions or place.valueless
+        )
+        self.only_write = self.base_forms[0] if in_place else None
         if place.valueless:
             refuse_meta_write(info, before)
             self.run = self.eager = self.part = None

@@ -19,7 +19,7 @@ from xla_dtensor.plans.meta import meta_results
 from xla_dtensor.plans.ops import info_of
 from xla_dtensor.plans.result_forms import output_forms, place_of
 from xla_dtensor.plans.result_placements import Answer
-from xla_dtensor.tensors.of_form import tensor_class
+from xla_dtensor.tensors.of_form import new_view
 
 
 class ViewPlan:
@@ -85,11 +85,10 @@ class ViewPlan:
             return cls.__new__(cls, storage, base._form if steps else storage.form, steps)
         if self.of_memory:
             steps = (*steps, *_memory_order(base._form))
-        results = []
-        for form, step in zip(self.forms, self.steps, strict=True):
-            cls = tensor_class(form)
-            results.append(cls.__new__(cls, storage, form, (*steps, step)))
-        return results if self.returns_list else results[0]
+        if not self.returns_list:
+            return new_view(storage, self.forms[0], (*steps, self.steps[0]))
+        pairs = zip(self.forms, self.steps, strict=True)
+        return [new_view(storage, form, (*steps, step)) for form, step in pairs]
 
 
 def _position_step(

@@ -38,6 +38,9 @@ class Backend(Protocol):
     ) -> Any:
         """The tensor in another layout; differentiable."""
 
+    def to_form(self, tensor: Any, target: Any, /) -> Any:
+        """The same in another form `with_placements`; below autograd."""
+
     def full_tensor(self, tensor: Any, grad_placements: Sequence[Placement] | None, /) -> Any:
         """The whole logical tensor as an `XLATensor`; differentiable."""
 

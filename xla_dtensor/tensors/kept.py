@@ -7,7 +7,6 @@ hooks may pack away (`fully_shard` does). When the leaf moves, it is told what t
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ class Kept:
         memory: its storage, the steps to it and its form; None as long as it is that.
     """
 
-    __slots__ = ("__weakref__", "memory")
+    __slots__ = ("memory",)
 
     def __init__(self) -> None:
         self.memory: Any = None
@@ -49,16 +48,13 @@ def keep(tensor: Any) -> Kept | None:
     """For who saves ``tensor`` for a backward pass; None of what is no leaf, or not ours."""
     if not hasattr(tensor, "_storage_") or not tensor.is_leaf:
         return None
-    kept = Kept()
     own = vars(tensor)
-    if _ATTRIBUTE not in own:
-        own[_ATTRIBUTE] = weakref.WeakSet()
-    own[_ATTRIBUTE].add(kept)
-    return kept
+    known = own.get(_ATTRIBUTE)  # of others who have saved it where it is now
+    return own.setdefault(_ATTRIBUTE, Kept()) if known is None else known
 
 
 def moves(tensor: Any) -> None:
     """``tensor`` is about to move to other memory."""
-    for kept in vars(tensor).pop(_ATTRIBUTE, ()):
-        if kept.memory is None:
-            kept.memory = tensor._storage_, tensor._steps, tensor._form
+    kept = vars(tensor).pop(_ATTRIBUTE, None)
+    if kept is not None:
+        kept.memory = tensor._storage_, tensor._steps, tensor._form

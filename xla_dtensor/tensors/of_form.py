@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.storage import Storage
+from xla_dtensor.forms.storage import ONE_VIEWER, Storage
+from xla_dtensor.forms.views import Step
+from xla_dtensor.tensors.base import wrapper
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -20,8 +22,19 @@ def tensor_class(form: Form) -> Any:
 
 def new_tensor(array: Any, form: Form) -> Any:
     """A tensor with a storage of its own."""
-    cls = XLAShardedTensor if form.mesh is not None else XLATensor
-    return cls.__new__(cls, Storage(array, form), form)
+    tensor = wrapper(XLAShardedTensor if form.mesh is not None else XLATensor, form)
+    tensor._storage_ = storage = Storage(array, form)
+    storage.viewers = ONE_VIEWER
+    return tensor
+
+
+def new_view(storage: Storage, form: Form, steps: tuple[Step, ...]) -> Any:
+    """A further tensor of ``storage``, a view of it."""
+    tensor = wrapper(XLAShardedTensor if form.mesh is not None else XLATensor, form)
+    tensor._storage_ = storage
+    tensor._steps = steps
+    storage.add_viewer(tensor)
+    return tensor
 
 
 def of_storage(storage: Storage, form: Form) -> Any:

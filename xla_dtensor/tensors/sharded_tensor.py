@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from xla_dtensor.forms.form import Form
 from xla_dtensor.mesh.layout import Layout, layout_of
 from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.tensors.backend import backend
@@ -299,6 +301,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
         handle.remove()  # the leaf's layout has changed since (leaf.data = ...)
     mesh = leaf.device_mesh
     wanted = unpartial(leaf.placements)
+    targets: dict[Form, Form] = {}  # of the gradients that came so far
 
     def land(grad: torch.Tensor | None) -> torch.Tensor | None:
         if grad is None:  # undefined: a formula of torch's gave no gradient
@@ -307,7 +310,14 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
             grad = backend().as_sharded(grad, mesh)
         elif grad.device_mesh == mesh and grad.placements == wanted:
             return None
-        return grad.redistribute(mesh, wanted)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            return grad.redistribute(mesh, wanted)
+        # Without a history: of each parameter, so what `redistribute` finds out is remembered.
+        source = grad._form
+        target = targets.get(source)
+        if target is None or not (target.frame and target.frame.is_current):
+            target = targets[source] = source.with_placements(mesh, wanted)
+        return backend().to_form(grad, target)
 
     leaf._landing = leaf.register_hook(land)
     leaf._landing.layout = mesh, leaf.placements

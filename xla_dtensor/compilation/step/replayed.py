@@ -19,7 +19,7 @@ from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.recorded.attempts import Attempt
 from xla_dtensor.compilation.step.base_step import BaseStep
 from xla_dtensor.compilation.step.lower_only import called_without_data
-from xla_dtensor.compilation.step.step_batch import Program, Refused, StepBatch
+from xla_dtensor.compilation.step.step_batch import NotingStepBatch, Program, Refused, StepBatch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import lazy
 from xla_dtensor.execution.batch_program import Entry, Outputs
@@ -83,13 +83,16 @@ class ReplayedStep(BaseStep):
         if not interrupts.ready():
             interrupts.install()
         lazy.flush_all()
-        recorded = StepBatch(self._program_of, self._notes_lines)
+        recorded = (NotingStepBatch if self._notes_lines else StepBatch)(self._program_of)
         try:
-            try:
-                with writing_down(recorded):
-                    return self._function(*args, **kwargs)
-            finally:
-                recorded.run()
+            # What is written down is thousands of objects that all go with the call's end: Python
+            # would visit them again and again meanwhile, and now and then all others with them.
+            with Seldom():
+                try:
+                    with writing_down(recorded):
+                        return self._function(*args, **kwargs)
+                finally:
+                    recorded.run()
         except BaseException:
             self._notes_lines = True  # should it fail again
             raise

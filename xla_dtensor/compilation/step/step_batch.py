@@ -167,18 +167,12 @@ class StepBatch(lazy.Lazy):
 
     Args:
         program_of: finds or compiles the program of what has been written down, if it is wanted.
-        notes_lines: whether to note where in the user's code operations are, which costs as much as
-            half of writing them down.
     """
 
     is_step = True
 
-    def __init__(
-        self,
-        program_of: Callable[[StepBatch], Program | Refused | None],
-        notes_lines: bool = False,
-    ) -> None:
-        self._program_of, self._notes_lines = program_of, notes_lines
+    def __init__(self, program_of: Callable[[StepBatch], Program | Refused | None]) -> None:
+        self._program_of = program_of
         self._optimizers = 0
         self._recomputing: list[tuple[int, int | None, dict[int, int]]] = []
         super().__init__()
@@ -188,11 +182,8 @@ class StepBatch(lazy.Lazy):
         # What was computed so far are arrays now.
         self._recomputing = [(0, None, {}) for _ in self._recomputing]
 
-    def _write_down(self, entry: Entry) -> list[Pending]:
-        if self._notes_lines:
-            return super()._write_down(entry)
-        self._lines.append(_unknown)
-        return Batch._write_down(self, entry)
+    # To note where in the user's code an operation is costs as much as half of writing it down.
+    _write_down = Batch._write_down
 
     _array = Batch._array  # the bytes of its inputs end no step
 
@@ -231,12 +222,13 @@ class StepBatch(lazy.Lazy):
         latest = self._pending[-1].code if self._pending else None
         self._recomputing.append((self._values, latest, {}))
         self._operand, self._stored = self._operand_again, self._stored_again  # type: ignore
+        self._takes_known = False
 
     def end_recomputation(self) -> None:
         """The block is over."""
         self._recomputing.pop()
         if not self._recomputing:
-            del self._operand, self._stored
+            del self._operand, self._stored, self._takes_known
 
     def _operand_again(self, source: Any) -> int:
         return self._barred(super()._operand(source))
@@ -269,7 +261,7 @@ class StepBatch(lazy.Lazy):
 
     @property
     def lines(self) -> list[Callable[[], str]]:
-        return self._lines
+        return [_unknown] * len(self._entries)
 
     @property
     def frame(self) -> Frame | None:
@@ -328,3 +320,10 @@ class StepBatch(lazy.Lazy):
         place_of = program.place_of
         found, self._found = self._found, []
         return [(one, one.form, results[place_of[one.pending.index, one.form]]) for one in found]
+
+
+class NotingStepBatch(StepBatch):
+    """The same, which notes where in the user's code operations are: for messages."""
+
+    _write_down = lazy.Lazy._write_down
+    lines = lazy.Lazy.lines
