@@ -76,6 +76,7 @@ def _backend() -> backend.Backend:
     from torch.fx.experimental import proxy_tensor
 
     from xla_dtensor import custom_ops  # noqa: F401  (a rule that comes later would drop plans)
+    from xla_dtensor.integration.operators import below_autograd  # noqa: F401  (registers handlers)
     from xla_dtensor.movement import backend as found
     from xla_dtensor.tensors.device_tensor import XLATensor
 
