@@ -205,6 +205,13 @@ def test_expanded_tensors_are_refused_where_torch_does(mesh_2x4: DeviceMesh) -> 
         assert outcome(x, write) == expected, name
 
 
+def test_expanded_tensors_without_elements_are_written(mesh_2x4: DeviceMesh) -> None:
+    for start in (torch.ones(0, 3), torch.ones(0, 1)):
+        ours = distribute_tensor(start, mesh_2x4, [Shard(0), Replicate()])
+        for x in (start, ours, start.to("xla")):
+            assert x.expand(4, 8, 0, 3).mul_(0.25).shape == (4, 8, 0, 3)
+
+
 def test_strides_that_do_not_meet_are_written(mesh_2x4: DeviceMesh) -> None:
     """Strides that look as if their elements overlapped, and don't."""
 

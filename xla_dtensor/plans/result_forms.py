@@ -214,6 +214,8 @@ def refuse_overlap(call: Call, written: list[Form]) -> None:
     if is_(Kind.FILL, name) or (puts and _writes_number(call)):
         return
     for form in written:
+        if 0 in form.shape:
+            continue
         if not puts and any(
             n > 1 and not step for n, step in zip(form.shape, form.stride, strict=True)
         ):
