@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_dtensor.base.registry import Changes, Registry
+from xla_dtensor.base.tables.registry import Changes, Registry
 from xla_dtensor.custom_ops import distributed_op
 
 DOCS = Path(__file__).parents[1] / "docs"

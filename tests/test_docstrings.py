@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import xla_dtensor as xd
-from xla_dtensor.base.registry import Changes, Registry
+from xla_dtensor.base.tables.registry import Changes, Registry
 from xla_dtensor.custom_ops import distributed_op
 
 RULES = ("Alternative", "Call", "Merged", "TensorInfo", "register_rule", "replicate_rule")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from xla_dtensor.base.cache import Cache, CacheRecord, Interned, caches, clear, register
+from xla_dtensor.base.tables.cache import Cache, CacheRecord, Interned, caches, clear, register
 
 
 class Thing:

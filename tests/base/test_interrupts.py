@@ -421,7 +421,7 @@ def test_torchs_modes_stay_whole(
 def test_numbers_of_a_trace_are_atomic_for_cpp() -> None:
     """torch's C++ asks them for their value, and takes an interrupt that is raised in them for the
     argument's being of another type."""
-    from xla_dtensor.base import python_numbers, traced_number
+    from xla_dtensor.base.numbers import python_numbers, traced_number
 
     asked = (
         traced_number.NumberNode.guard_float,

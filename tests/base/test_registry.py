@@ -2,7 +2,7 @@
 
 import pytest
 
-from xla_dtensor.base.registry import Changes, Registry
+from xla_dtensor.base.tables.registry import Changes, Registry
 
 
 def test_a_name_is_taken_once_unless_overridden():

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from xla_dtensor.base import rng
+from xla_dtensor.base.random import rng
 from xla_dtensor.dispatch import execute
 
 

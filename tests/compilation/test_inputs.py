@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
-from xla_dtensor.base import number_functions, valueless_number
+from xla_dtensor.base.numbers import number_functions, valueless_number
 
 SCHEDULERS = {
     "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 6),

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
-from xla_dtensor.base import traced_number
+from xla_dtensor.base.numbers import traced_number
 from xla_dtensor.compilation.trace import doubles
 
 VALUES = (0.3, 0.11, 0.22, 0.33, 0.44, 0.17)

@@ -13,7 +13,7 @@ from tests.conformance.check import check_entry
 from tests.conformance.tpu import EAGER, ERROR, NAMED, PASS, compile_entry
 from tests.conftest import make_mesh
 from tests.planning.tpus import needs_libtpu
-from xla_dtensor.base import cache
+from xla_dtensor.base.tables import cache
 from xla_dtensor.lowering import guards
 from xla_dtensor.lowering.partitioned import per_slice
 

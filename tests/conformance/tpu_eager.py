@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xla_dtensor as xd
-from xla_dtensor.base import cache
+from xla_dtensor.base.tables import cache
 from xla_dtensor.execution import lazy
 from xla_dtensor.planning.planner import not_kept
 from xla_dtensor.plans.computation import Computation

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import xla_dtensor as xd
 from xla_dtensor import dispatch
-from xla_dtensor.base.cache import Table
+from xla_dtensor.base.tables.cache import Table
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.mesh.group import MeshGroup, group_of

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 
 import xla_dtensor as xd
 from xla_dtensor import dispatch
-from xla_dtensor.base.cache import Cache, Interned
+from xla_dtensor.base.tables.cache import Cache, Interned
 from xla_dtensor.dispatch import execute
 from xla_dtensor.execution import batch
 from xla_dtensor.lowering import lowers

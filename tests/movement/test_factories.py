@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import tests.conftest as shared
 import xla_dtensor as xd
 from tests.torch_layouts import all_placements, expected_indices
-from xla_dtensor.base import rng
+from xla_dtensor.base.random import rng
 from xla_dtensor.movement import factories
 
 pytestmark = pytest.mark.one_in(2)  # each variant compiles programs of its own

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.rules.devices import devices, piece
-from xla_dtensor.base.registry import Registry
+from xla_dtensor.base.tables.registry import Registry
 from xla_dtensor.rules import (
     Call,
     DimSharding,

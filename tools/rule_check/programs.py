@@ -13,7 +13,8 @@ import jax
 from torch.distributed.device_mesh import DeviceMesh
 
 from tools.rule_check.samples import Sample
-from xla_dtensor.base import executor, rng
+from xla_dtensor.base import executor
+from xla_dtensor.base.random import rng
 from xla_dtensor.debug.communication import collectives
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form, sharded_form

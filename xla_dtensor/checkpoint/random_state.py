@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.base import rng
+from xla_dtensor.base.random import rng
 from xla_dtensor.errors import CheckpointError
 
 

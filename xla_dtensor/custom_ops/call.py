@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from xla_dtensor.base import events
-from xla_dtensor.base.keys import exact
+from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.custom_ops.distributed_op import DistributedOp, Inferred, infer_by_notation
 from xla_dtensor.custom_ops.gradients import Input, Pass
 from xla_dtensor.custom_ops.results import results, shapes_of

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base.cache import Cache
-from xla_dtensor.base.registry import Changes, Registry
 from xla_dtensor.base.source_line import caller
+from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.base.tables.registry import Changes, Registry
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.mesh.layout import Layout
 from xla_dtensor.rules import Merged, Notation, TensorInfo, infer_forward

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.base.cache import Interned
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
-from xla_dtensor.base.keys import exact
+from xla_dtensor.base.tables.cache import Interned
+from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.errors import LayoutRuleError, UnsupportedOpError
 from xla_dtensor.lowering import lowers
 from xla_dtensor.lowering.meta import meta_of

@@ -7,8 +7,8 @@ import gc
 import sys
 from collections.abc import Iterator
 
-from xla_dtensor.base import cache
-from xla_dtensor.base.cache import CacheRecord
+from xla_dtensor.base.tables import cache
+from xla_dtensor.base.tables.cache import CacheRecord
 from xla_dtensor.runtime import live_programs
 
 _HEAD = ("cache", "entries", "limit", "code", "hits", "misses", "note")

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from xla_dtensor.base import executor, rng
+from xla_dtensor.base import executor
+from xla_dtensor.base.random import rng
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read

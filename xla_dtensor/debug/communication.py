@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.debug._recorder import Guard, recorder
 from xla_dtensor.debug._records import AnyLayout, Operation
 

@@ -9,7 +9,7 @@ import torch
 
 from xla_dtensor import rules
 from xla_dtensor.base import events, executor, interrupts
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.dispatch import other_meshes, several_devices
 from xla_dtensor.dispatch.shared_memory import count_writes, run_in_order
 from xla_dtensor.errors import UnsupportedOpError

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor.base.python_numbers import is_number, like_a_number
+from xla_dtensor.base.numbers.python_numbers import is_number, like_a_number
 from xla_dtensor.forms.views import PositionStep, TracedStart, is_at_traced, refuse_offset
 from xla_dtensor.lowering import find_view
 from xla_dtensor.plans.call import TracedPosition

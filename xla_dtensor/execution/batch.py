@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from xla_dtensor import rules
-from xla_dtensor.base import interrupts, rng
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base import interrupts
+from xla_dtensor.base.random import rng
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution.batch_program import (
     ARRAY,
     KINDS,

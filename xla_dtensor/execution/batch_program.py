@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution.conditions import summary
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import assertions, executor
-from xla_dtensor.base.cache import Cache
-from xla_dtensor.base.python_numbers import is_number
+from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.base.source_line import here, user_line
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.per_device import logical

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from xla_dtensor.base import rng
+from xla_dtensor.base.random import rng
 from xla_dtensor.forms.form import Form
 
 

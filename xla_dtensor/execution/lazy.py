@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 
 from xla_dtensor import rules
-from xla_dtensor.base import assertions, events, executor, interrupts, rng
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base import assertions, events, executor, interrupts
 from xla_dtensor.base.config import config
+from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import here
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution import conditions
 from xla_dtensor.execution.batch import Bases, Batch, Codes, Waiting, executables
 from xla_dtensor.execution.batch_program import (

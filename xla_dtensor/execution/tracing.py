@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import jax
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.number_functions import number_value
+from xla_dtensor.base.numbers.number_functions import number_value
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import conditions
 from xla_dtensor.execution.interfaces import Call, Plan, Slot

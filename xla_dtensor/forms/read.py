@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.sharing import launching, looking_at

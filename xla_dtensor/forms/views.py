@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax.numpy as jnp
 from jax import lax
 
-from xla_dtensor.base.keys import thaw
+from xla_dtensor.base.tables.keys import thaw
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.local_form import from_devices, to_devices
 from xla_dtensor.forms.per_device import logical, over_devices, union

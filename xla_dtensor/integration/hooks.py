@@ -20,7 +20,7 @@ from torch.optim import swa_utils
 from torch.utils import _python_dispatch
 
 from xla_dtensor.base import epoch, interrupts
-from xla_dtensor.base.python_numbers import as_float
+from xla_dtensor.base.numbers.python_numbers import as_float
 from xla_dtensor.integration.debugging import debug_modes, observers, tools
 from xla_dtensor.integration.device import accelerator, generators, pinning, registration
 from xla_dtensor.integration.distributed import context_parallel, data_parallel, process_groups

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xla_dtensor.base.registry import Registry
+from xla_dtensor.base.tables.registry import Registry
 from xla_dtensor.lowering.registry import changes
 
 Where = str | tuple[str, int]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from xla_dtensor.base.registry import Registry
+from xla_dtensor.base.tables.registry import Registry
 from xla_dtensor.lowering.registry import changes, qualified_name
 
 F = TypeVar("F", bound=Callable[..., Any])

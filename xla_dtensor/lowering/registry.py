@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from xla_dtensor.base.registry import Changes, Registry
+from xla_dtensor.base.tables.registry import Changes, Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
 StaticScalars = bool | Callable[[str, Any], bool]

@@ -9,7 +9,7 @@ import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
-from xla_dtensor.base.cache import Table
+from xla_dtensor.base.tables.cache import Table
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
 from xla_dtensor.mesh.frame import Frame, frame_of, mesh_dim_axes, root_mesh
 from xla_dtensor.runtime import processes

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_dtensor.base.cache import Table
+from xla_dtensor.base.tables.cache import Table
 from xla_dtensor.base.torch_versions import layout_pieces
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.mesh.frame import root_mesh

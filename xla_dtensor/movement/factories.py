@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.nn.parameter import is_lazy
 
-from xla_dtensor.base import executor, rng
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base import executor
+from xla_dtensor.base.random import rng
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.errors import (
     MeshMismatchError,
     PlacementError,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.errors import PerDeviceValueError
 from xla_dtensor.execution.abstract import array_of
 from xla_dtensor.forms.form import Form, sharded_form

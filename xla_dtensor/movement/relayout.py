@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base import events, executor
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.errors import MeshMismatchError
 from xla_dtensor.execution.batch_program import Conversion
 from xla_dtensor.forms.form import Form

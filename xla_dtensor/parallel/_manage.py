@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor.placement_types import Shard
 from torch.distributed.utils import _get_root_modules
 
-from xla_dtensor.base.cache import Interned
+from xla_dtensor.base.tables.cache import Interned
 from xla_dtensor.parallel._mesh import DataParallel, data_parallel
 from xla_dtensor.parallel._parameter import ManagedParameter
 from xla_dtensor.parallel._state import State, states_of

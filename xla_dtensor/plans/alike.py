@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.lowering.ops.for_each import for_each
 
 Function = Callable[[Any, tuple, dict], tuple[list[Any], list[Any]]]

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from xla_dtensor.base import executor, host_memory, rng
+from xla_dtensor.base import executor, host_memory
 from xla_dtensor.base.dtypes import to_torch_dtype
-from xla_dtensor.base.generator import stream_of
-from xla_dtensor.base.python_numbers import is_number, like_a_number
+from xla_dtensor.base.numbers.python_numbers import is_number, like_a_number
+from xla_dtensor.base.random import rng
+from xla_dtensor.base.random.generator import stream_of
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.forms.form import Form, device_form

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.cache import Cache
 from xla_dtensor.base.dtypes import to_torch_dtype
-from xla_dtensor.base.valueless_number import symbolic_number
+from xla_dtensor.base.numbers.valueless_number import symbolic_number
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.nested import Nested
 from xla_dtensor.forms.form import device_form

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.python_numbers import is_number
+from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.forms.form import Form
 from xla_dtensor.plans.call import Call, fill
 from xla_dtensor.plans.lower import flatten_results

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.cache import Table
-from xla_dtensor.base.registry import Registry
+from xla_dtensor.base.tables.cache import Table
+from xla_dtensor.base.tables.registry import Registry
 from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.kinds import Kind, is_

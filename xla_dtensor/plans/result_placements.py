@@ -11,7 +11,8 @@ import jax
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
-from xla_dtensor.base import executor, rng, xla_faults
+from xla_dtensor.base import executor, xla_faults
+from xla_dtensor.base.random import rng
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_

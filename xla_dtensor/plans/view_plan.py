@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.keys import freeze
+from xla_dtensor.base.tables.keys import freeze
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, contiguous_stride
 from xla_dtensor.forms.storage import ONE_VIEWER

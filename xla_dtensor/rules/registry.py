@@ -10,8 +10,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from xla_dtensor.base.registry import Changes, Registry
 from xla_dtensor.base.source_line import caller
+from xla_dtensor.base.tables.registry import Changes, Registry
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call, base_name, tensors_text

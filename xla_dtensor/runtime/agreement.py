@@ -13,8 +13,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from xla_dtensor.base import rng
 from xla_dtensor.base.config import config
+from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DivergenceError
 from xla_dtensor.runtime import processes, watch

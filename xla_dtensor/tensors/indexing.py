@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.python_numbers import Int
+from xla_dtensor.base.numbers.python_numbers import Int
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import constant_recipe
 

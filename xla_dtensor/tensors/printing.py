@@ -18,7 +18,7 @@ from torch import _tensor_str
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.base import assertions, executor
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.base.torch_versions import SUBCLASSES_DISPATCH
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host

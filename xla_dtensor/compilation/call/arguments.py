@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.base.keys import exact
-from xla_dtensor.base.python_numbers import NUMPY_NUMBERS
+from xla_dtensor.base.numbers.python_numbers import NUMPY_NUMBERS
+from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.compilation.call.argument_names import difference, paths, paths_by_id
 from xla_dtensor.compilation.call.buckets import Length, Padding
 from xla_dtensor.compilation.code.identities import Same, aliases

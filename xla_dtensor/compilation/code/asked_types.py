@@ -1,7 +1,7 @@
 """Whether a step's code may find out by ``is`` that a number which is an input is no ``float``.
 
-The type of a stand-in (`base/python_numbers.py`) is equal to ``float``, has its hash, its name and
-its bases, and makes floats. Only identity tells them apart: ``type(n) is float``.
+The type of a stand-in (`base/numbers/python_numbers.py`) is equal to ``float``, has its hash, its
+name and its bases, and makes floats. Only identity tells them apart: ``type(n) is float``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import types
 from typing import Any, NamedTuple
 
-from xla_dtensor.base.python_numbers import NUMPY_NUMBERS
+from xla_dtensor.base.numbers.python_numbers import NUMPY_NUMBERS
 
 _NUMBERS = frozenset({int, float, *NUMPY_NUMBERS})
 _UNKNOWN = object()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from xla_dtensor.base.keys import exact
+from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.compilation.code.identities import Same
 from xla_dtensor.compilation.objects.places import MISSING
 

@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 
 from xla_dtensor.base import sequence_order
-from xla_dtensor.base.keys import exact
+from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.compilation.code.identities import Same
 from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.reflection import referents

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from xla_dtensor.base import epoch, rng
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base import epoch
+from xla_dtensor.base.random import rng
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.inputs import Arrays, outputs_in_order
 from xla_dtensor.compilation.call.run import Prepared

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import torch
 
-from xla_dtensor.base import events, interrupts, rng
+from xla_dtensor.base import events, interrupts
+from xla_dtensor.base.random import rng
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import cut_back
 from xla_dtensor.compilation.call.inputs import Losses, check_alive, refuse_deleted

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.number_functions import plain_number
-from xla_dtensor.base.traced_number import NumberNode
+from xla_dtensor.base.numbers.number_functions import plain_number
+from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.trace.host_reads import HostReads
 from xla_dtensor.compilation.trace.step_trace import StepTrace

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from xla_dtensor.base.python_numbers import is_number
+from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.recipes import (
     Computed,

@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils import parametrize
 
 from xla_dtensor.base import executor, interrupts
-from xla_dtensor.base.math_of_numbers import MathOfNumbers
-from xla_dtensor.base.python_numbers import like_a_number
+from xla_dtensor.base.numbers.math_of_numbers import MathOfNumbers
+from xla_dtensor.base.numbers.python_numbers import like_a_number
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.asked_ids import AskedIds
 from xla_dtensor.compilation.call.recipes import Template

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xla_dtensor.base.keys import exact
+from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.objects.carried import Carried
 from xla_dtensor.compilation.program.program import Program

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.base import executor, interrupts
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.recorded.attempts import Attempt
 from xla_dtensor.compilation.step.base_step import BaseStep

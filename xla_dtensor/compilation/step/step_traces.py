@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor.base.cache import Cache
-from xla_dtensor.base.keys import exact
+from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.base.thread_state import tracing
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import (

@@ -25,7 +25,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from xla_dtensor.base.python_numbers import as_float, computed, is_number, is_pythons, present_value
+from xla_dtensor.base.numbers.python_numbers import (
+    as_float,
+    computed,
+    is_number,
+    is_pythons,
+    present_value,
+)
 
 
 def _same(number: Any, call: tuple[Any, ...]) -> Any:

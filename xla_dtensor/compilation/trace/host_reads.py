@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from xla_dtensor.base.python_numbers import is_number, is_pythons, like_a_number
+from xla_dtensor.base.numbers.python_numbers import is_number, is_pythons, like_a_number
 from xla_dtensor.compilation.trace.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.forms.views import is_at_traced, refuse_offset
 

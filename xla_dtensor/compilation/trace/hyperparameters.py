@@ -12,8 +12,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from xla_dtensor.base.python_numbers import is_pythons, like_a_number
-from xla_dtensor.base.valueless_number import valueless_number
+from xla_dtensor.base.numbers.python_numbers import is_pythons, like_a_number
+from xla_dtensor.base.numbers.valueless_number import valueless_number
 from xla_dtensor.compilation.trace.doubles import plain
 from xla_dtensor.compilation.trace.numbers import Changed
 from xla_dtensor.forms.form import device_form

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.keys import exact
+from xla_dtensor.base.numbers.traced_number import NumberNode, input_number, is_integer
 from xla_dtensor.base.source_line import expression_here
-from xla_dtensor.base.traced_number import NumberNode, input_number, is_integer
+from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.compilation.code.reflection import is_users_cache
 from xla_dtensor.compilation.trace.numbers import Decision, Number
 from xla_dtensor.dispatch.positions import Positions

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.modes import unseen
-from xla_dtensor.base.valueless_number import absent_number
+from xla_dtensor.base.numbers.valueless_number import absent_number
 from xla_dtensor.compilation.trace.hyperparameters import for_formula, item_of
 from xla_dtensor.compilation.trace.schedulers import DeferredSchedulers, set_by
 from xla_dtensor.compilation.trace.step_trace import StepTrace

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import torch
 from jax.ad_checkpoint import checkpoint_name
 
-from xla_dtensor.base import executor, rng, thread_state
+from xla_dtensor.base import executor, thread_state
 from xla_dtensor.base.modes import unseen
+from xla_dtensor.base.numbers.valueless_number import valueless_number
+from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import is_called_through, user_line
-from xla_dtensor.base.valueless_number import valueless_number
 from xla_dtensor.compilation.trace import external_storages, module_scopes
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.doubles import StandIns

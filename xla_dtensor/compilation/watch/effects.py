@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.python_numbers import is_number, present_value
+from xla_dtensor.base.numbers.python_numbers import is_number, present_value
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.objects.carried import Carried
 from xla_dtensor.compilation.objects.found import is_atom, same_atom

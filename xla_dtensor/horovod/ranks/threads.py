@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from xla_dtensor.base import rng
+from xla_dtensor.base.random import rng
 from xla_dtensor.errors import HorovodInternalError, UnsupportedOpError
 from xla_dtensor.horovod.ranks import exchange
 from xla_dtensor.horovod.ranks.coordinator import Coordinator

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import executor, forked, rng
+from xla_dtensor.base import executor, forked
+from xla_dtensor.base.random import rng
 from xla_dtensor.runtime import memory
 from xla_dtensor.runtime.streams import Event, Stream, StreamContext, current_stream, set_stream
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.generator import XLAGenerator
+from xla_dtensor.base.random.generator import XLAGenerator
 
 _CppGenerator: Any = torch._C.Generator
 

@@ -22,7 +22,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from xla_dtensor.base import executor, interrupts, thread_state
-from xla_dtensor.base.number_functions import larger, smaller
+from xla_dtensor.base.numbers.number_functions import larger, smaller
 from xla_dtensor.integration.optimizers import adam
 from xla_dtensor.integration.optimizers.sgd import begin_momentum
 from xla_dtensor.runtime import abstract

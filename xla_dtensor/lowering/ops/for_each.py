@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
-from xla_dtensor.base.cache import Cache
+from xla_dtensor.base.tables.cache import Cache
 
 Arrays = Sequence[jax.Array]
 Function = Callable[[Arrays, Arrays], Sequence[jax.Array]]

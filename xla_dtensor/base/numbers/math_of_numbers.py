@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.base import interrupts
-from xla_dtensor.base.printed import PrintedNumbers
-from xla_dtensor.base.python_numbers import _Kind, computed, is_pythons, present_value
+from xla_dtensor.base.numbers.printed import PrintedNumbers
+from xla_dtensor.base.numbers.python_numbers import _Kind, computed, is_pythons, present_value
 
 # Functions of Python's `math` whose arguments are numbers.
 _MATH = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.traced_number import NumberNode
+from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.errors import UnsupportedOpError
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import executor, rng
+from xla_dtensor.base import executor
+from xla_dtensor.base.random import rng
 
 _CpuGenerator: Any = torch._C.Generator
 # By where C++ has it: to operations it gives another Python object for the same generator.

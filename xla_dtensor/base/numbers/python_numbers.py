@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import executor, interrupts
-from xla_dtensor.base.printed import only_printed
-from xla_dtensor.base.traced_number import NumberNode
+from xla_dtensor.base.numbers.printed import only_printed
+from xla_dtensor.base.numbers.traced_number import NumberNode
 
 # Scalars of NumPy's that are numbers like Python's.
 NUMPY_NUMBERS: frozenset[type] = frozenset(

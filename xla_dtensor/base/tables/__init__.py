@@ -1,0 +1,1 @@
+"""Caches, registries, and values as parts of keys."""
