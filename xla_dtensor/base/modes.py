@@ -1,4 +1,4 @@
-"""torch's modes, which hear of what is done to tensors."""
+"""Reads of tensors that torch's function modes (``TorchFunctionMode``) don't hear of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor becomes a view of other memory, and when it mustn't."""
+"""Giving a tensor other memory in place (``x.data = y``), and when that is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that use the same tensors: one may read what another's compiled step takes over.
+"""Threads that share tensors: no read while another thread's compiled step takes their memory over.
 
 A step gives the memory of what it overwrites to XLA, which refuses such an array afterwards, or
 ends the process. So a thread holds `lock` from the look at a storage to the launch that reads its

@@ -1,0 +1,1 @@
+"""What a call is, and how such calls are computed; README.md here explains it."""

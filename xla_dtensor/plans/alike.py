@@ -1,4 +1,4 @@
-"""``_foreach_`` operations on lists with many tensors alike: traced, and lowered, once for those.
+"""``_foreach_`` operations: tensors of a list that are alike are traced and lowered once, together.
 
 An optimizer's step does the same to each parameter, a dozen operations with each. Traced one after
 the other they take most of the time that a step with many layers takes to trace; XLA, which inlines

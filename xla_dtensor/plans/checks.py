@@ -1,4 +1,4 @@
-"""What a lowering gave, against what torch gives."""
+"""Checks that a lowering's results have the shapes and dtypes that torch's have."""
 
 from __future__ import annotations
 

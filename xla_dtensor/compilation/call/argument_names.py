@@ -1,4 +1,4 @@
-"""How messages call what a step is given."""
+"""Names of arguments, in messages: ``argument [0].scale``."""
 
 from __future__ import annotations
 

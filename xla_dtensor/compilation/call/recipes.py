@@ -1,4 +1,4 @@
-"""How later calls make what a step gives away."""
+"""Recipes: how each call makes a step's results, and what it leaves in attributes and lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Things that a walk comes by, and when two are the same for a program."""
+"""What a walk has found, item by item, and when two items are the same for a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a program is still the step."""
+"""Guards: whether all that a program was compiled for still holds in this call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program has to do with the layouts of its inputs."""
+"""How much XLA is told of layouts, and what is done where it then doesn't compile the program."""
 
 from __future__ import annotations
 

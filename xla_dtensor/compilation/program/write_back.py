@@ -1,4 +1,4 @@
-"""What a program has computed, put in place."""
+"""After a launch: what the program has computed is put into storages, gradients and attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As many traces of a step as it takes until one knew what it may change."""
+"""Tracing a step, and again where a trace came upon code or state that it hadn't known of."""
 
 from __future__ import annotations
 

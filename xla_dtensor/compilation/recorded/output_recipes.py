@@ -1,4 +1,4 @@
-"""What later calls make, found at the end of a trace."""
+"""At the end of a trace: by which recipe (`call/recipes.py`) each call makes each result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Python of a trace has changed, as what each call makes anew."""
+"""What the Python of a trace has changed outside, turned into recipes for later calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is otherwise in the body of a loop that is traced inside of a step."""
+"""The body of a loop is a trace inside of a trace: what of the outer one is put aside meanwhile."""
 
 from __future__ import annotations
 

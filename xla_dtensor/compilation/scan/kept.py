@@ -1,4 +1,4 @@
-"""What the loop over layers keeps of each for the loop backward."""
+"""What the forward loop keeps of each layer for the backward loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What all compiled steps of the process have counted together, those that are gone by now as
-well."""
+"""Counts of traces and compilations, of all compiled steps that the process has or had."""
 
 from __future__ import annotations
 

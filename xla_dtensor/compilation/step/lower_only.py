@@ -1,4 +1,4 @@
-"""What a call of a compiled step is where tensors have no data (``xd.abstract``)."""
+"""Calls of a compiled step where tensors have no data (``xd.abstract``): it is lowered, not run."""
 
 from __future__ import annotations
 

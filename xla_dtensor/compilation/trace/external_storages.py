@@ -1,4 +1,4 @@
-"""Storages from outside of a step, as they were before it."""
+"""Storages that a step uses and hasn't made, as they were before its trace, to be put back."""
 
 from __future__ import annotations
 

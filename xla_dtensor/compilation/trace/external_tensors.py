@@ -1,4 +1,4 @@
-"""Tensors from outside of a step, as they were before it."""
+"""Tensors that a step uses and hasn't made, as they were before its trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The walk from a step through all that its code names."""
+"""The walk: from a step's function through every object that its code can reach by name."""
 
 from __future__ import annotations
 
