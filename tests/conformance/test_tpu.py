@@ -14,7 +14,7 @@ from tests.conformance.tpu import EAGER, ERROR, NAMED, PASS, compile_entry
 from tests.conftest import make_mesh
 from tests.planning.tpus import needs_libtpu
 from xla_dtensor.base.tables import cache
-from xla_dtensor.lowering import guards
+from xla_dtensor.lowering import workarounds
 from xla_dtensor.lowering.partitioned import per_slice
 
 FOR_TPUS = (
@@ -62,7 +62,7 @@ def test_a_refusal_of_the_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 def test_what_tpus_have_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without calls that compute each shard by itself the partitioner has them, the same for all
     backends: CPU torch's numbers in sharded layouts."""
-    nowhere = dataclasses.replace(guards.NOT_PARTITIONABLE, platforms=())
+    nowhere = dataclasses.replace(workarounds.NOT_PARTITIONABLE, platforms=())
     monkeypatch.setattr(per_slice, "NOT_PARTITIONABLE", nowhere)
     cache.clear()
     try:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 import xla_dtensor as xd
-from xla_dtensor.lowering.guards import Guard
 from xla_dtensor.lowering.partitioned import per_slice
+from xla_dtensor.lowering.workarounds import Workaround
 from xla_dtensor.plans import cut
 
 
@@ -16,7 +16,7 @@ from xla_dtensor.plans import cut
 def not_partitionable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As for a TPU: the compiler can't call functions on shards, so `Kind.SLICED` is cut."""
     for module in (cut, per_slice):
-        monkeypatch.setattr(module, "NOT_PARTITIONABLE", Guard("as for a TPU", ("none",)))
+        monkeypatch.setattr(module, "NOT_PARTITIONABLE", Workaround("as for a TPU", ("none",)))
     xd.debug.clear_caches("plans")
     yield
     xd.debug.clear_caches("plans")

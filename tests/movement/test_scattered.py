@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import xla_dtensor as xd
 from tests.planning.tpus import needs_libtpu
-from xla_dtensor.lowering.guards import Guard
+from xla_dtensor.lowering.workarounds import Guard
 from xla_dtensor.movement import scattered
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 

@@ -310,56 +310,56 @@ MASKS = Fault(
     _HERE + "test_products_with_masks",
 )
 
-# --- one backend's compiler (`lowering/guards.py`) ------------------------------------------------
+# --- one backend's compiler (`lowering/workarounds.py`) -------------------------------------------
 
-_GUARD = "lowering/guards.py:Guard"
+_WORKAROUND = "lowering/workarounds.py:Workaround"
 _TPU = "it needs a TPU's compiler"
 
 ROW_MAJOR_TRANSFORMS = Fault(
     "The layout of a Fourier transform is left open, and the CPU's kernel refuses what layout "
     "assignment then chooses. The TPU's compiler has no layout constraints on complex numbers.",
-    _GUARD,
+    _WORKAROUND,
     _HERE + "test_layouts_of_transforms",
     platforms=("cpu",),
 )
 NORMAL_IN_DOUBLE = Fault(
     "Single-precision erf_inv rounds differently in the CPU's vectorised and scalar loops, so that "
     "a random number would depend on the tensor's layout.",
-    _GUARD,
+    _WORKAROUND,
     "which processors do is not known: tests/lowering/test_random.py",
     platforms=("cpu",),
 )
 FACTORISATIONS_IN_32_BITS = Fault(
     "JAX writes the TPU's singular values, and eigenvalues of large matrices, as loops that carry "
     "a 64-bit number if 64-bit types are on, and libtpu can't rewrite those.",
-    _GUARD,
+    _WORKAROUND,
     _TPU,
     platforms=("tpu",),
 )
 RAGGED_PRODUCTS = Fault(
     "JAX takes the CPU's ragged products apart into one of all rows per group.",
-    _GUARD,
+    _WORKAROUND,
     "it is slow, not wrong",
     platforms=("cpu",),
 )
 MANY_RAGGED_PRODUCTS = Fault(
     "As RAGGED_PRODUCTS; and of 16 groups in float32 the TPU's compiler runs out of its cores' "
     "memory (libtpu 0.0.52).",
-    _GUARD,
+    _WORKAROUND,
     _TPU,
     platforms=("cpu", "tpu"),
 )
 SUMS_IN_FLOAT32 = Fault(
     "The CPU's backend adds up what devices have of 16-bit numbers in 32 bits, so that a product "
     "which gives float32 moves no more there, and depends less on how many devices share it.",
-    _GUARD,
+    _WORKAROUND,
     "it is slow, not wrong",
     platforms=("cpu",),
 )
 SCATTERED_COLUMNS = Fault(
     "The TPU's compiler gives each device all of a sum of 16-bit numbers of which the device then "
     "keeps 128 columns. Of any other width it makes a reduce-scatter.",
-    _GUARD,
+    _WORKAROUND,
     _TPU,
     platforms=("tpu",),
 )

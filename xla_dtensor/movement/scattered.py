@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.forms.form import Form
-from xla_dtensor.lowering.guards import SCATTERED_COLUMNS
+from xla_dtensor.lowering.workarounds import SCATTERED_COLUMNS
 from xla_dtensor.mesh import mesh_dim_axes
 
 TILE = 128

@@ -10,8 +10,8 @@ from typing import Any
 from jax.interpreters import partial_eval
 
 from xla_dtensor.lowering.attention.splash import share_of_blocks
-from xla_dtensor.lowering.guards import is_among
 from xla_dtensor.lowering.linalg import megablox
+from xla_dtensor.lowering.workarounds import is_among
 
 
 def flops(jaxpr: Any, platform: str) -> int:

@@ -15,8 +15,8 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
-from xla_dtensor.lowering.guards import DOUBLE_COMPLEX
 from xla_dtensor.lowering.place import Place, at
+from xla_dtensor.lowering.workarounds import DOUBLE_COMPLEX
 from xla_dtensor.mesh import Frame
 from xla_dtensor.plans.call import Call, fill
 from xla_dtensor.plans.checks import check_castable, checked

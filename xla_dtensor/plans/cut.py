@@ -16,9 +16,9 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.forms.form import Form
-from xla_dtensor.lowering.guards import NOT_PARTITIONABLE
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.lowering.place import Axes, Place, at
+from xla_dtensor.lowering.workarounds import NOT_PARTITIONABLE
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
 from xla_dtensor.plans.result_placements import Answer, has_users_rule, representable
 

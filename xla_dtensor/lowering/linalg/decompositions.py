@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from jax import lax
 
-from xla_dtensor.lowering.guards import EIGENVALUES, FACTORISATIONS_IN_32_BITS
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.partitioned.per_slice import per_slice
 from xla_dtensor.lowering.promotion import promote, promote_for_math
 from xla_dtensor.lowering.registry import lowers
 from xla_dtensor.lowering.when_lowered import in_32_bits
+from xla_dtensor.lowering.workarounds import EIGENVALUES, FACTORISATIONS_IN_32_BITS
 
 # LU --------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Fourier transforms, dim by dim: XLA's own take three dims at most.
 
 Each transform has its dim last, and on CPUs asks for row-major layouts around it
-(`guards.ROW_MAJOR_TRANSFORMS`). The dispatcher keeps the transformed dims whole
+(`workarounds.ROW_MAJOR_TRANSFORMS`). The dispatcher keeps the transformed dims whole
 (`plans/result_placements.py`).
 """
 
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from xla_dtensor.lowering.guards import ROW_MAJOR_TRANSFORMS
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.partitioned.padding import padded
 from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.workarounds import ROW_MAJOR_TRANSFORMS
 
 
 def _row_major(x: jax.Array) -> jax.Array:

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.lowering.guards import MANY_RAGGED_PRODUCTS, RAGGED_PRODUCTS, Guard
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.linalg import megablox
 from xla_dtensor.lowering.linalg.matmul import _precision, dot
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.workarounds import MANY_RAGGED_PRODUCTS, RAGGED_PRODUCTS, Workaround
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 _BATCHED = ((2,), (1,)), ((0,), (0,))
@@ -88,7 +88,7 @@ def _products_of_rows(x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.A
     """Each group's rows of ``x`` by its matrix of ``y``; rows of no group are zero."""
     if megablox.takes(x, y):
         return _own_rows(megablox.rows(x, y, _sizes(starts, ends), _precision()), ends)
-    return _guard(x, ends).choose(_rows_by_blocks, _rows_by_ragged_dot, x, y, starts, ends)
+    return _workaround(x, ends).choose(_rows_by_blocks, _rows_by_ragged_dot, x, y, starts, ends)
 
 
 @_products_of_rows.def_vmap
@@ -111,7 +111,7 @@ def _sums_of_products(x: jax.Array, y: jax.Array, starts: jax.Array, ends: jax.A
     """Each group's columns of ``x`` by its rows of ``y``: one matrix per group."""
     if megablox.takes(x, y):
         return megablox.sums(x, y, _sizes(starts, ends), _precision())
-    return _guard(x, ends).choose(_sums_by_blocks, _sums_by_ragged_dot, x, y, starts, ends)
+    return _workaround(x, ends).choose(_sums_by_blocks, _sums_by_ragged_dot, x, y, starts, ends)
 
 
 @_sums_of_products.def_vmap
@@ -141,7 +141,7 @@ def _own_rows(out: jax.Array, ends: jax.Array) -> jax.Array:
     return jnp.where((jnp.arange(len(out), dtype=ends.dtype) < ends[-1])[:, None], out, 0)
 
 
-def _guard(x: jax.Array, ends: jax.Array) -> Guard:
+def _workaround(x: jax.Array, ends: jax.Array) -> Workaround:
     many = x.dtype == np.float32 and len(ends) > _FEW
     return MANY_RAGGED_PRODUCTS if many else RAGGED_PRODUCTS
 

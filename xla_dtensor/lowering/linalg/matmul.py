@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
-from xla_dtensor.lowering.guards import SUMS_IN_FLOAT32
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.promotion import is_exactly, math_dtype, promote_for_math
 from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.workarounds import SUMS_IN_FLOAT32
 
 _PRECISION = {
     "highest": jax.lax.Precision.HIGHEST,

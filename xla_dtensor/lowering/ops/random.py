@@ -17,11 +17,11 @@ import torch
 from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering.guards import NORMAL_IN_DOUBLE
 from xla_dtensor.lowering.ops.factory import factory_dtype
 from xla_dtensor.lowering.partitioned.per_slice import per_slice
 from xla_dtensor.lowering.promotion import is_exactly
 from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.workarounds import NORMAL_IN_DOUBLE
 
 Shape = Sequence[int]
 

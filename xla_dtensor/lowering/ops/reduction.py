@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering.guards import BITS_OF_DOUBLES
 from xla_dtensor.lowering.ops.pointwise import cast, is_complex, is_integral, logaddexp
 from xla_dtensor.lowering.partitioned.scans import running, scan
 from xla_dtensor.lowering.promotion import float_dtype, math_dtype, promote_to_float
 from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.workarounds import BITS_OF_DOUBLES
 
 Dims = int | Sequence[int] | None
 

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xla_dtensor
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.lowering import guards
-from xla_dtensor.lowering.guards import Guard
+from xla_dtensor.lowering import families, workarounds  # noqa: F401  (registers lowerings)
 from xla_dtensor.lowering.registry import find_lowering
+from xla_dtensor.lowering.workarounds import Workaround
 
 Shape = tuple[tuple[int, ...], Any]
 KEY: Shape = ((2,), np.uint32)
@@ -46,7 +46,7 @@ def with_key(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 POOL = [2, 2], [2, 2], [0, 0], [1, 1], False
-# What a guard puts into a program, and an operation that has it.
+# What a workaround puts into a program, and an operation that has it.
 GUARDED = {
     "fft": (
         "LayoutConstraint",
@@ -104,7 +104,7 @@ def test_a_factorisation_in_32_bits_is_the_same(
     svd = lowering("aten::_linalg_svd.default")
     with jax.enable_x64(True):
         before = jax.jit(svd)(a)
-        here = Guard("here, too", ("cpu",))
+        here = Workaround("here, too", ("cpu",))
         monkeypatch.setattr(
             "xla_dtensor.lowering.linalg.decompositions.FACTORISATIONS_IN_32_BITS", here
         )
@@ -126,15 +126,15 @@ def test_what_tpus_lack_is_refused_by_name() -> None:
         text(lowering("aten::hash_tensor.default"), "tpu", array(8))
 
 
-def test_guards_are_in_one_place() -> None:
+def test_workarounds_are_in_one_place() -> None:
     """Nothing else asks what backend a program is for, but what looks for a kernel of its own."""
     root = Path(xla_dtensor.__file__).parent
     asks = re.compile(r"platform_dependent|lowering_platforms|default_backend\(")
     found = {
         str(path.relative_to(root)) for path in root.rglob("*.py") if asks.search(path.read_text())
     }
-    assert found == {"lowering/guards.py", "lowering/place.py", "plans/cut.py"}
-    every = [guard for guard in vars(guards).values() if isinstance(guard, Guard)]
+    assert found == {"lowering/workarounds.py", "lowering/place.py", "plans/cut.py"}
+    every = [one for one in vars(workarounds).values() if isinstance(one, Workaround)]
     assert len(every) == 11
-    for guard in every:
-        assert guard.why and set(guard.platforms) <= {"cpu", "tpu", "cuda", "rocm"}
+    for one in every:
+        assert one.why and set(one.platforms) <= {"cpu", "tpu", "cuda", "rocm"}
