@@ -18,7 +18,7 @@ NONE = "None"
 
 
 def dim_name(mesh: DeviceMesh, mesh_dim: int) -> str:
-    """How to call a mesh dim in a message, which may have no name."""
+    """The name of a mesh dim in messages, also of one that has none."""
     return mesh.mesh_dim_names[mesh_dim] if mesh.mesh_dim_names else f"mesh dim {mesh_dim}"
 
 

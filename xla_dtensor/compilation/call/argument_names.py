@@ -10,7 +10,7 @@ from xla_dtensor.compilation.objects.kinds import kind_of
 
 
 def paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """How to call everything that arguments consist of, in order; and whether it is a leaf."""
+    """What arguments consist of, in order: (name in messages, part, whether it is a leaf)."""
     seen: set[int] = set()
     for i, value in enumerate(args):
         yield from _visit(f"argument [{i}]", value, seen)
@@ -41,7 +41,7 @@ def difference(mine: Any, other: Any, names: list[str], carried_names: list[str]
 
     Args:
         mine, other: the `Arguments`.
-        names, carried_names: how to call the values of the first.
+        names, carried_names: the names of the first one's values.
     """
     if mine.key[0] != other.key[0]:
         return "the arguments have another structure"

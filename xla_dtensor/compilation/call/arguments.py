@@ -376,7 +376,7 @@ class Arguments:
         )
 
     def roots(self) -> list[tuple[str, Any]]:
-        """What the step's code may read from, with how to call it."""
+        """What the step's code may read from: (name in messages, object)."""
         paths = paths_by_id(self.args, self.kwargs) if self._objects else {}
         return [
             (prefix + paths.get(id(value), "an argument"), thing)
@@ -386,12 +386,12 @@ class Arguments:
     # --- for messages -------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """How to call the values."""
+        """The names of the values, in messages."""
         own = [path for path, _, is_leaf in paths(self.args, self.kwargs) if is_leaf]
         return [*own, *self._carried_names]
 
     def names_of_numbers(self) -> dict[int, str]:
-        """How to call the numbers, by position."""
+        """The names of the numbers, by position."""
         names = self.names()
         return {i: names[i] for i in self.numbers}
 

@@ -31,7 +31,7 @@ class _Generator:
 
     Attributes:
         source: the object.
-        name: how to call it.
+        name: in messages.
     """
 
     def __init__(self, source: Any, name: str) -> None:

@@ -222,7 +222,7 @@ def _has_constant(instructions: list[dis.Instruction], position: int) -> bool:
 
 
 def describe(function: Any) -> str:
-    """How to call a function in messages: its name, and where it is when it has none."""
+    """The name of a function in messages, and where it is when it has none."""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     code = getattr(function, "__code__", None)
     if code is not None and "<lambda>" in name:

@@ -43,7 +43,7 @@ def _second(_: Any, work: Any, *__: Any) -> Any:
     return work
 
 
-# What is replaced while a step is traced: (owner, name, what it is told to do, how to call it).
+# What is replaced while a step is traced: (owner, name, what it is told to do, name in messages).
 _STARTS: list[tuple[Any, str, Callable[..., Any], str]] = [
     (threading.Thread, "start", _work_of_thread, "starts a thread"),
     (_thread, "start_new_thread", _first, "starts a thread"),
@@ -70,7 +70,7 @@ def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
 
     Args:
         trace: whose thread is looked at; others go on.
-        shared: queues, locks and semaphores from outside of the step, with how to call them.
+        shared: queues, locks and semaphores from outside of the step, with their names.
 
     Raises:
         DataDependentError: it has done so (at the end, if the step's Python has caught that).

@@ -36,7 +36,7 @@ class Carried:
 
     @property
     def name(self) -> str:
-        """How to call it in messages."""
+        """Its name in messages."""
         return self.place.label(self.key)
 
     def read(self) -> Any:
@@ -85,7 +85,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:
-    """What a state consists of, with how to call it."""
+    """What a state consists of: (name in messages, part)."""
     if isinstance(value, dict):
         return [(f"[{key!r}]", inner) for key, inner in value.items()]
     if isinstance(value, list | tuple):

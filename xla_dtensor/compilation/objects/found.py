@@ -74,7 +74,7 @@ class Found:
     """One thing that the walk came by.
 
     Attributes:
-        path: how to call it.
+        path: its name in messages.
         kind: what it is: ``"value"``, ``"tensor"``, or the type of a thing that consists of others.
         value: the atom; the tensor; what else tells two things apart.
     """

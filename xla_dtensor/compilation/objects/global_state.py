@@ -68,7 +68,7 @@ def global_state() -> tuple[Any, ...]:
 
 
 def saving_hooks() -> list[tuple[str, Any]]:
-    """The hooks through which autograd saves tensors, with how to call them; not those of
+    """The hooks through which autograd saves tensors, with their names in messages; not those of
     ``torch.utils.checkpoint``, which see none of a compiled step's."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or hooks[0].__module__ == torch.utils.checkpoint.__name__:
@@ -105,7 +105,7 @@ def _modes() -> tuple[Same, ...]:
 
 
 def active_modes() -> list[tuple[str, Any]]:
-    """The modes that are entered, with how to call them."""
+    """The modes that are entered, with their names in messages."""
     functions = map(torch._C._get_function_stack_at, range(_function_modes()))
     dispatches = map(torch._C._get_dispatch_stack_at, range(_dispatch_modes()))
     return [(f"the mode {type(m).__name__}", m) for m in (*functions, *dispatches)]

@@ -29,7 +29,7 @@ class Place:
     """One container.
 
     Attributes:
-        path: how to call it in messages.
+        path: its name in messages.
         guarded: whether its content is compared before each call. Of attributes that the step only
             assigns, only the change matters.
     """
@@ -63,7 +63,7 @@ class Place:
         return self.content().get(key, MISSING)
 
     def label(self, key: Any) -> str:
-        """How to call what it holds under ``key``."""
+        """The name in messages of what it holds under ``key``."""
         raise NotImplementedError
 
     def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:

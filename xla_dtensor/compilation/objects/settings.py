@@ -187,7 +187,7 @@ NAMED = frozenset().union(*(setting.named for setting in SETTINGS.values()))
 
 
 def guards_of(names: set[str]) -> list[tuple[str, Callable[[], Any]]]:
-    """The settings that code with these names may read: (how to call it, what reads it)."""
+    """The settings that code with these names may read: (name in messages, what reads it)."""
     return [
         (text, setting.read)
         for text, setting in SETTINGS.items()

@@ -64,7 +64,7 @@ class Traced(TracedEffects):
         switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
         left: (storage that the step made and left somewhere unknown, output).
         effects: what its Python changed.
-        replaced: places outside of it whose tensors it replaces by others, as messages call them.
+        replaced: the names in messages of places outside of it whose tensors it replaces by others.
         counted: likewise those in which it puts other numbers, strings or ``None``.
         kept: the attributes that are compared though its Python only assigns them (`Watch.keep`).
         of_others: the places that another thread has changed during the trace, likewise.

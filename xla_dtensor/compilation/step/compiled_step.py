@@ -64,7 +64,7 @@ class CompiledStep(StepTraces):
         self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS)
         self._executables: Cache[Any, Any] = Cache(f"{name}: programs", PROGRAMS, size=code_bytes)
         self._last: tuple[Arguments, Program] | None = None
-        # What it keeps outside of itself and replaces in each call, as messages call it; numbers.
+        # What it keeps outside of itself and replaces in each call, by name in messages; numbers.
         self._carried: frozenset[str] = frozenset()
         self._counted: frozenset[str] = frozenset()
         # The names of attributes that its code reads, so far; None: it may read any.

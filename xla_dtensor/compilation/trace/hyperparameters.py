@@ -52,7 +52,7 @@ def as_input(trace: Any, optimizer: Optimizer, index: int, key: str, value: Any,
 
     Args:
         trace: the `StepTrace`.
-        name: how to call it in messages.
+        name: its name in messages.
     """
     if type(value) is not tuple:
         read = partial(hyperparameter, optimizer, index, key)

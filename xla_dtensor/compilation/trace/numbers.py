@@ -13,7 +13,7 @@ class Number:
 
     Attributes:
         read: its present value, from a call's arguments.
-        name: how to call it in messages, ``"AdamW.param_groups[0]['lr']"``.
+        name: its name in messages, ``"AdamW.param_groups[0]['lr']"``.
         integer: whether it is an int.
         array: the constant that stands for it in the traced jaxpr.
         compute: of a number that Python has computed from those before it: from their values.

@@ -30,7 +30,7 @@ class SteppedOptimizer:
 
     Attributes:
         optimizer: the optimizer.
-        name: how to call it in messages; two of one class are told apart.
+        name: its name in messages; two of one class are told apart.
         numbers: per param group the keys whose numbers are inputs of the program.
         assigned: per param group the keys that the step has assigned before it steps.
         state: its state before the trace.

@@ -61,7 +61,7 @@ class Effect:
             self.after, self._keys = after, list(after)
 
     def name(self) -> str:
-        """How to call what changed."""
+        """The name of what changed, in messages."""
         return self.place.label(next(iter({**self.before, **self.after})))
 
     def changed(self) -> set[Any]:
@@ -71,7 +71,7 @@ class Effect:
         return {self.place.container}
 
     def labels(self) -> set[str]:
-        """How to call everything that changed."""
+        """The names of everything that changed, in messages."""
         return {self.place.label(key) for key in self.before}
 
     def grows(self) -> bool:
@@ -139,7 +139,7 @@ class Surroundings:
     Attributes:
         planted: is told that a value has been put into a place (its container, the key) for the
             step to find.
-        others: the attributes, as messages call them, that another thread has changed meanwhile.
+        others: the names in messages of attributes that another thread has changed meanwhile.
     """
 
     def __init__(self, watch: Watch, arguments: Arguments) -> None:

@@ -35,7 +35,7 @@ class Watch(WalkObjects):
     """What can be read from ``roots``, pairs of a name for messages and a thing.
 
     Args:
-        carried: what the step keeps from one call to the next and replaces, as messages call it:
+        carried: what the step keeps from one call to the next and replaces, by name in messages:
             each call takes it from there (`Carried`).
         executed: the code of installed packages that is followed; None: all that is found.
         expecting: whether the walk is for a step that may run other code of theirs: of what it
@@ -175,7 +175,7 @@ class Watch(WalkObjects):
         )
 
     def forgotten(self) -> str | None:
-        """How to call a cache that no longer has what was noted, if there is one."""
+        """The name of a cache that no longer has what was noted, if there is one."""
         for cached, before, path in self._cached:
             now = cache_of(cached)[0]
             if any(now.get(key, MISSING) is not value for key, value in before.items()):
@@ -183,7 +183,7 @@ class Watch(WalkObjects):
         return None
 
     def unchanged(self, changed: Set[tuple[int, Any]]) -> frozenset[str]:
-        """The attributes, as messages call them, that the step's code assigns somewhere and never
+        """The attributes, by their names in messages, that the step's code assigns somewhere and never
         reads, but for those that a trace has ``changed`` (container, key)."""
         apart = changed | self.settings  # which have guards of their own
         return frozenset(
