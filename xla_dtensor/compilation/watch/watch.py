@@ -183,7 +183,7 @@ class Watch(WalkObjects):
         return None
 
     def unchanged(self, changed: Set[tuple[int, Any]]) -> frozenset[str]:
-        """The attributes, by their names in messages, that the step's code assigns somewhere and never
+        """The names in messages of the attributes that the step's code assigns somewhere and never
         reads, but for those that a trace has ``changed`` (container, key)."""
         apart = changed | self.settings  # which have guards of their own
         return frozenset(
