@@ -22,6 +22,7 @@ from xla_dtensor.forms.views import leave_open
 from xla_dtensor.plans.ops import DROPPED, OpInfo
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.of_form import Ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 _slot = functools.cache(Slot)
@@ -202,7 +203,7 @@ class Call:
 
     def _take_foreign(self, value: torch.Tensor, key: list[Any]) -> Any:
         """A plain CPU tensor joins as if it were the same on every device."""
-        if isinstance(value, XLAShardedTensor | XLATensor):
+        if isinstance(value, Ours):
             return self._take_view(value, value._steps, key)
         if isinstance(value, FakeTensor):
             raise UnsupportedOpError(

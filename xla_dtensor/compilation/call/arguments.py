@@ -35,6 +35,7 @@ from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.trace.external_tensors import hooks_of
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.of_form import Ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Plant = Callable[[Place, Any, Any], None]
@@ -196,7 +197,7 @@ class Arguments:
         if is_strict(cls):
             self._objects.append(("", value, value))
             return Same(value)
-        if isinstance(value, XLAShardedTensor | XLATensor):
+        if isinstance(value, Ours):
             return cls, self._tensor(value)
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)

@@ -15,13 +15,12 @@ from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.reflection import referents
 from xla_dtensor.compilation.objects.found import is_atom
 from xla_dtensor.mesh import current_mesh
-from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+from xla_dtensor.tensors.of_form import Ours
 
 
 def text_of(value: Any) -> str:
     """An argument, in words."""
-    if isinstance(value, XLAShardedTensor | XLATensor):
+    if isinstance(value, Ours):
         form = value._form
         text = f"{list(form.shape)} {form.dtype}"
         if form.placements is not None:
