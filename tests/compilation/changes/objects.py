@@ -718,6 +718,10 @@ ARRAY_VIEWS: dict[str, Callable[[np.ndarray], Any]] = {
     "as_integers": lambda a: a.view(np.int64),
     "shown_by_a_tensor": lambda a: CPU.numpy()[1:],
     "its_own": lambda a: (lambda made: [made, made[1:], made.T])(np.arange(6.0).reshape(2, 3)),
+    "a_tensor": lambda a: torch.from_numpy(a),
+    "part_of_a_tensor": lambda a: torch.from_numpy(a[::2])[1:, 1],
+    "twice_as_tensors": lambda a: (lambda made: [made, made.t(), made])(torch.from_numpy(a)),
+    "tensor_of_integers": lambda a: torch.as_tensor(a.view(np.int64)).view(torch.float64)[:, 1:],
 }
 CPU = torch.zeros(3)
 

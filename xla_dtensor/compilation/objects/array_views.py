@@ -1,5 +1,6 @@
 """NumPy's arrays that a step gives away, and that show the memory of another one or of a CPU
 tensor: from outside of the step, an argument's, or given away, too. Each call makes such a view.
+So it does of tensors that show an array's memory (``torch.from_numpy``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,17 @@ class ArrayView(Kind):
         return np.asarray(memory)
 
 
-ARRAY_VIEW = ArrayView()
+class TensorView(ArrayView):
+    """A CPU tensor likewise; its memory is that of an array."""
+
+    def taken(self, value: torch.Tensor, whole: Any) -> tuple[Any, list[Any]]:
+        return super().taken(value.numpy(), whole)
+
+    def make(self, data: Any, parts: list[Any]) -> Any:
+        return torch.from_numpy(super().make(data, parts))
+
+
+ARRAY_VIEW, TENSOR_VIEW = ArrayView(), TensorView()
 
 
 def whole_of(value: Any, outside: Iterable[Any]) -> Any:
@@ -55,6 +66,21 @@ def whole_of(value: Any, outside: Iterable[Any]) -> Any:
         elif type(base) is type(whole) is torch.Tensor and _memory(base) == _memory(whole):
             return whole
     return base if type(base) is np.ndarray else None
+
+
+_UNKNOWN_TO_NUMPY = {torch.bfloat16, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def array_of(value: Any, outside: Iterable[Any]) -> Any:
+    """The array among those ``outside`` whose memory a CPU tensor shows; None if there is none."""
+    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.requires_grad:
+        return None
+    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return None
+    if value.dtype in _UNKNOWN_TO_NUMPY or value.untyped_storage().resizable():
+        return None  # memory of torch's own
+    arrays = (whole for whole in outside if isinstance(whole, np.ndarray))
+    return next((whole for whole in arrays if np.may_share_memory(value.numpy(), whole)), None)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -19,7 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xla_dtensor.compilation.code.garbage import NewObjects
-from xla_dtensor.compilation.objects.array_views import ARRAY_VIEW, whole_of
+from xla_dtensor.compilation.objects.array_views import (
+    ARRAY_VIEW,
+    TENSOR_VIEW,
+    ArrayView,
+    array_of,
+    whole_of,
+)
 from xla_dtensor.compilation.objects.found import is_atom
 from xla_dtensor.compilation.objects.kind import Kind
 from xla_dtensor.compilation.objects.kinds import (
@@ -154,14 +160,18 @@ class MadeObjects:
         known = flat.seen.get(id(value))
         if known is not None:
             return known
-        kind, nodes = self._kind(value), flat.tree.nodes
+        kind, nodes, whole = self._kind(value), flat.tree.nodes, None
         if kind is None:
-            return flat.leaf(value)
+            whole = array_of(value, self._arrays) if self._is_own(value) else None
+            if whole is None:
+                return flat.leaf(value)
+            kind = TENSOR_VIEW
+        elif (whole := whole_of(value, self._arrays)) is not None:
+            kind = ARRAY_VIEW
         number = flat.seen[id(value)] = len(nodes)
         flat.tree.numbers.append(self._known.setdefault(id(value), (len(self._known), value))[0])
-        whole = whole_of(value, self._arrays)
-        if whole is not None:
-            kind, (data, parts) = ARRAY_VIEW, ARRAY_VIEW.taken(value, whole)
+        if isinstance(kind, ArrayView):
+            data, parts = kind.taken(value, whole)
         else:
             data, parts = kind.split(value)
         nodes.append((kind, data, ()))
