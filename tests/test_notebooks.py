@@ -21,6 +21,7 @@ def tool() -> Any:
     return module
 
 
+@pytest.mark.usefixtures("scratch")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_cells_print_what_is_stored(path: Path) -> None:
     notebooks, notebook = tool(), json.loads(path.read_text())
