@@ -280,6 +280,16 @@ def test_under_a_profiler(package: Callable[[], ModuleType], kind: str) -> None:
     assert bool(installed._executed) == hasattr(sys, "monitoring")
 
 
+def test_a_trace_that_was_ended_between_two_lines() -> None:
+    """By a signal, before it could stop noting what runs: the next one isn't blind."""
+    noting = installed._noting(set())
+    noting.__enter__()
+    step = xd.compile(lambda x: x * 2)
+    assert step(torch.ones(2, device="xla")).sum().item() == 4
+    assert sys.getprofile() is None and not installed.Recorder()._blind
+    del noting
+
+
 def test_a_step_that_raises_in_a_package(package: Callable[[], ModuleType]) -> None:
     somepackage = package()
     meter = somepackage.Meter()

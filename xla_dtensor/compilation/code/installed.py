@@ -34,7 +34,12 @@ _NOT_USERS = tuple(
     os.path.dirname(file) + os.sep for file in (os.__file__, os.path.dirname(__file__))
 )
 _TOOLS = (3, 4)  # of `sys.monitoring`'s numbers those that stand for no kind of tool
+_NAME = "xla_dtensor"
 _executed: frozenset[types.CodeType] = frozenset()
+
+
+class _Profile(cProfile.Profile):
+    """Told apart from profilers of the user's."""
 
 
 class Recorder:
@@ -93,7 +98,7 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
         if _profiler_at_work():
             yield False
             return
-        profiler = cProfile.Profile(subcalls=False, builtins=False)
+        profiler = _Profile(subcalls=False, builtins=False)
         profiler.enable()
         try:
             yield True
@@ -102,6 +107,10 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
             ran = (entry.code for entry in profiler.getstats())
             codes.update(code for code in ran if isinstance(code, types.CodeType))
         return
+    for stale in _TOOLS:  # of a trace that a signal has ended here; only one runs in the process
+        if monitoring.get_tool(stale) == _NAME:
+            monitoring.set_events(stale, 0)
+            monitoring.free_tool_id(stale)
     tool = next((i for i in _TOOLS if monitoring.get_tool(i) is None), None)
     if tool is None:
         yield False
@@ -114,7 +123,7 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
         codes.add(code)
         return monitoring.DISABLE  # once is enough, so that it costs next to nothing
 
-    monitoring.use_tool_id(tool, "xla_dtensor")
+    monitoring.use_tool_id(tool, _NAME)
     try:
         monitoring.register_callback(tool, monitoring.events.PY_START, started)
         monitoring.restart_events()  # what an earlier recording has disabled
@@ -160,7 +169,13 @@ def _is_foreign_file(filename: str) -> bool:
 
 def _profiler_at_work() -> bool:
     """Whether this thread can't be looked at: from Python 3.12 on several may do so."""
-    return not hasattr(sys, "monitoring") and sys.getprofile() is not None
+    if hasattr(sys, "monitoring"):
+        return False
+    found = sys.getprofile()
+    if isinstance(found, _Profile):  # a signal has ended that trace between two lines of `_noting`
+        found.disable()
+        return False
+    return found is not None
 
 
 def is_installed(module_name: str | None) -> bool:
