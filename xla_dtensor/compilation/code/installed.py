@@ -130,8 +130,9 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
         monitoring.set_events(tool, monitoring.events.PY_START)
         yield True
     finally:
-        monitoring.set_events(tool, 0)
-        monitoring.free_tool_id(tool)
+        if monitoring.get_tool(tool) == _NAME:
+            monitoring.set_events(tool, 0)
+            monitoring.free_tool_id(tool)
 
 
 def _users(codes: set[types.CodeType], known: set[types.CodeType]) -> set[types.CodeType]:
