@@ -280,6 +280,35 @@ def test_under_a_profiler(package: Callable[[], ModuleType], kind: str) -> None:
     assert bool(installed._executed) == hasattr(sys, "monitoring")
 
 
+class Reading(torch.optim.SGD):
+    """Its code names `state`, and runs inside of a function of the package that has its name."""
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in self.state.values():
+            pass
+        return super().step(closure)
+
+
+def test_code_of_the_package_is_none_of_the_users() -> None:
+    """Another optimizer of a user's, which some other step had, was found by our code around its
+    ``step``, and what it reads followed: SGD's first step was traced twice."""
+    made = [Reading([torch.nn.Parameter(torch.ones(2, device="xla"))], lr=0.1)]
+    weight = torch.nn.Parameter(torch.ones(2, device="xla"))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+    def function(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+
+    step = xd.compile(function)
+    for _ in range(3):
+        step(torch.ones(2, device="xla"))
+    assert made and step.traces == 1
+    root = Path(xd.__file__).parent
+    assert all(map(installed._is_foreign_file, map(str, root.rglob("*.py"))))
+
+
 def test_a_trace_that_was_ended_between_two_lines() -> None:
     """By a signal, before it could stop noting what runs: the next one isn't blind."""
     noting = installed._noting(set())

@@ -28,11 +28,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from xla_dtensor.compilation.code.names import LIBRARIES, is_library
+from xla_dtensor.base.source_line import is_users
+from xla_dtensor.compilation.code.names import LIBRARIES, STDLIB, is_library
 
-_NOT_USERS = tuple(
-    os.path.dirname(file) + os.sep for file in (os.__file__, os.path.dirname(__file__))
-)
 _TOOLS = (3, 4)  # of `sys.monitoring`'s numbers those that stand for no kind of tool
 _NAME = "xla_dtensor"
 _executed: frozenset[types.CodeType] = frozenset()
@@ -158,14 +156,11 @@ def _is_foreign_file(filename: str) -> bool:
     """Whether a source file is Python's, ours, or of an installed package, libraries among them.
     What has none (``<string>``) is what dataclasses and the like generate for a class, which the
     walk follows."""
-    if filename.startswith(("<frozen", "<string>", *_NOT_USERS)):
-        return True
-    directory = os.path.dirname(filename)
-    while directory != os.path.dirname(directory):
-        if _has_packages(directory):
-            return True
-        directory = os.path.dirname(directory)
-    return False
+    return (
+        not is_users(filename)
+        or filename.startswith(("<string>", STDLIB))
+        or _package_of(filename) is not None
+    )
 
 
 def _profiler_at_work() -> bool:
@@ -188,15 +183,21 @@ def is_installed(module_name: str | None) -> bool:
     return isinstance(filename, str) and is_installed_file(filename)
 
 
-@functools.lru_cache(maxsize=8192)
 def is_installed_file(filename: str) -> bool:
     """Whether a source file lies where a package has been installed, which isn't a library's."""
+    package = _package_of(filename)
+    return package is not None and package not in LIBRARIES
+
+
+@functools.lru_cache(maxsize=8192)
+def _package_of(filename: str) -> str | None:
+    """The installed package that a source file is of; None if none have been installed there."""
     directory, inner = os.path.split(filename)
     while directory != os.path.dirname(directory):
         if _has_packages(directory):
-            return inner.partition(".")[0] not in LIBRARIES
+            return inner.partition(".")[0]
         directory, inner = os.path.split(directory)
-    return False
+    return None
 
 
 @functools.lru_cache(maxsize=8192)

@@ -26,7 +26,7 @@ def is_library(module_name: str | None) -> bool:
     return package in LIBRARIES or (package in sys.stdlib_module_names and _is_stdlib(package))
 
 
-_STDLIB = os.path.dirname(os.__file__) + os.sep
+STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 def _is_stdlib(name: str) -> bool:
@@ -35,7 +35,7 @@ def _is_stdlib(name: str) -> bool:
     if name in ("__main__", "test"):
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is None or (file.startswith(_STDLIB) and "-packages" + os.sep not in file)
+    return file is None or (file.startswith(STDLIB) and "-packages" + os.sep not in file)
 
 
 def is_library_class(cls: type) -> bool:
