@@ -20,7 +20,7 @@ from xla_dtensor.lowering import (
 )
 from xla_dtensor.plans.call import Call, view_key
 from xla_dtensor.plans.one_mesh import on_one_mesh
-from xla_dtensor.plans.ops import composition, info_of, infos
+from xla_dtensor.plans.ops import info_of, infos
 from xla_dtensor.plans.plan import Plan, mutated_leaves
 from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.runtime import agreement, processes
@@ -58,9 +58,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             result = observer.special(route, func, args, kwargs)
         if result is not NotImplemented:
             return result
-    if info.taken_apart:
+    if info.composition is not None:
         # Autograd's kernels do so, but aren't asked in inference mode and below other kernels.
-        return composition(func)(*args, **kwargs)
+        return info.composition(*args, **kwargs)
     several = processes.several()
     short_key = None
     if info.view is not None and not kwargs and observer is None:

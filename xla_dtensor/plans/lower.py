@@ -17,7 +17,7 @@ from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.plans.alike import once_for_alike
-from xla_dtensor.plans.ops import OpInfo, composition
+from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 # (results that alias no argument, new values of the mutated arguments), both flat
@@ -66,7 +66,7 @@ def lowered_function(info: OpInfo) -> Callable[[Any, tuple, dict], LoweredResult
 def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
     """torch's own decomposition of the overload, as a function of tensors.
 
-    Dispatch takes implicit compositions apart (`OpInfo.taken_apart`) and never asks for theirs; the
+    Dispatch takes implicit compositions apart (`OpInfo.composition`) and never asks for theirs; the
     rule checker does, which compiles any call as one program.
     """
     func = info.func
@@ -74,12 +74,12 @@ def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
 
     key = torch._C.DispatchKey
     # Nothing else is in the core table, which takes long to make.
-    if info.taken_apart or func in decomposition_table:
+    if info.composition or func in decomposition_table:
         table = _core_table(core_aten_decompositions)
         if func in table:
             return table[func]
-    if info.taken_apart:
-        return composition(func)
+    if info.composition:
+        return info.composition
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.CompositeExplicitAutograd):
         return lambda *args, **kwargs: func._op_dk(key.CompositeExplicitAutograd, *args, **kwargs)
     if func in decomposition_table:

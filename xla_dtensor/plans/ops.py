@@ -56,9 +56,10 @@ class OpInfo:
         is_out: whether the arguments written are ``out=`` ones, which torch resizes.
         may_contract: whether it may contain a matrix product, whose precision is a setting of
             torch's.
-        taken_apart: whether it is a composition of other operations: torch's, which may give views
-            (``reshape``), end on the host (``item``) or read values on the way (``cov``), or one
-            in Python (`kernel_in_python`), unless it has a rule for its layouts.
+        composition: what it does, as a function of tensors, if it is taken apart: torch's
+            composition of other operations, which may give views (``reshape``), end on the host
+            (``item``) or read values on the way (``cov``), or one in Python (`kernel_in_python`),
+            unless it has a rule for its layouts.
         makes_like: whether it makes a tensor like another one, whose values it doesn't read.
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.
@@ -81,7 +82,7 @@ class OpInfo:
     returns_lists: tuple[bool, ...]
     is_out: bool
     may_contract: bool
-    taken_apart: bool
+    composition: Callable[..., Any] | None
     makes_like: bool
     counts_writes: bool
     is_identity: bool
@@ -154,7 +155,7 @@ def _make(func: Any) -> OpInfo:
         returns_lists=tuple("List[" in str(r.type) for r in schema.returns),
         is_out=any(map(_is_out, schema.arguments)),
         may_contract=view is None and torch.Tag.pointwise not in func.tags,
-        taken_apart=view is None and lowering is None and _is_taken_apart(func),
+        composition=None if view or lowering else _composition(func),
         makes_like=is_(Kind.LIKE, name),
         counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
         is_identity=name in _IDENTITIES,
@@ -189,9 +190,13 @@ def _is_symbolic(type_name: str, lowering: Lowering | None) -> bool:
     return type_name in ("float", "Optional[float]") and lowering.symbolic_floats
 
 
-def _is_taken_apart(func: Any) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return _has_kernel(func, key) or (kernel_in_python(func) and find_registration(func) is None)
+def _composition(func: Any) -> Callable[..., Any] | None:
+    if _has_kernel(func, torch._C.DispatchKey.CompositeImplicitAutograd):
+        decompose: Callable[..., Any] = func.decompose
+        return decompose
+    if kernel_in_python(func) and find_registration(func) is None:
+        return lambda *args, **kwargs: func._op_dk(_EXPLICIT, *args, **kwargs)
+    return None
 
 
 def kernel_in_python(func: Any) -> bool:
@@ -200,15 +205,6 @@ def kernel_in_python(func: Any) -> bool:
     namespace, name = func.name().split("::")
     kernel = f"{namespace}/{name}/{_EXPLICIT.name}"
     return kernel in torch.library._impls and _has_kernel(func, _EXPLICIT)
-
-
-def composition(func: Any) -> Callable[..., Any]:
-    """What an overload that is taken apart does, as a function of tensors."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    if _has_kernel(func, key):
-        decompose: Callable[..., Any] = func.decompose
-        return decompose
-    return lambda *args, **kwargs: func._op_dk(_EXPLICIT, *args, **kwargs)
 
 
 def _has_kernel(func: Any, key: Any) -> bool:
