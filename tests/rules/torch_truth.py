@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xla_dtensor.rules import TensorInfo
 
@@ -43,25 +44,11 @@ class Case:
 
     @property
     def slots(self) -> list[T]:
-        return [t for t in _flat((self.args, self.kwargs)) if isinstance(t, T)]
+        return [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, T)]
 
 
-def _flat(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _flat(item)
-    elif isinstance(tree, dict):
-        yield from _flat(list(tree.values()))
-    else:
-        yield tree
-
-
-def _fill(tree: Any, values: Iterator[Any]) -> Any:
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_fill(item, values) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _fill(item, values) for key, item in tree.items()}
-    return next(values) if isinstance(tree, T) else tree
+def _fill(case: Case, values: Iterator[Any]) -> Any:
+    return tree_map_only(T, lambda _: next(values), (case.args, case.kwargs))
 
 
 def choices(slot: T) -> list[Placement]:
@@ -101,7 +88,7 @@ def torch_says(
 ) -> list[tuple[tuple[int, ...], Placements] | None] | Exception:
     """The shapes and placements of the results under torch's DTensor, or what it raised."""
     tensors = [_distributed(s, mesh, p) for s, p in zip(case.slots, placements, strict=True)]
-    args, kwargs = _fill((case.args, case.kwargs), iter(tensors))
+    args, kwargs = _fill(case, iter(tensors))
     try:
         if not case.dispatched:
             return _propagated(case.func, args, kwargs)
@@ -110,7 +97,7 @@ def torch_says(
         return error
     return [
         None if r is None else (tuple(r.shape), r.placements)
-        for r in _flat(result)
+        for r in tree_leaves(result)
         if r is None or isinstance(r, DTensor)
     ]
 
@@ -130,4 +117,4 @@ def our_arguments(case: Case, placements: Sequence[Placements]) -> tuple[tuple, 
         TensorInfo(slot.shape, p, slot.dtype)
         for slot, p in zip(case.slots, placements, strict=True)
     ]
-    return _fill((case.args, case.kwargs), iter(infos))
+    return _fill(case, iter(infos))

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xla_dtensor.plans.ops import info_of
 from xla_dtensor.rules.call import bind
@@ -44,7 +45,7 @@ class Sample:
 
     @property
     def likes(self) -> list[Like]:
-        return [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Like)]
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Like)]
 
     @property
     def written(self) -> list[int]:
@@ -57,14 +58,16 @@ class Sample:
         flags = [
             name in names
             for name, value in bind(self.func, self.args, self.kwargs).items()
-            for leaf in leaves([value])
+            for leaf in tree_leaves(value)
             if isinstance(leaf, Like)
         ]
         return [i for i, is_written in enumerate(flags) if is_written]
 
     def filled(self, values: Iterator[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with each `Like` replaced by the next of `values`."""
-        filled: tuple[tuple[Any, ...], dict[str, Any]] = _fill((self.args, self.kwargs), values)
+        filled: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(
+            Like, lambda _: next(values), (self.args, self.kwargs)
+        )
         return filled
 
     def result_shapes(self) -> list[tuple[int, ...] | None]:
@@ -75,31 +78,12 @@ class Sample:
         shapes = info_of(self.func).shapes or self.func
         return [
             None if leaf is None else tuple(leaf.shape)
-            for leaf in leaves(shapes(*args, **kwargs))
+            for leaf in tree_leaves(shapes(*args, **kwargs))
             if leaf is None or isinstance(leaf, torch.Tensor)
         ]
 
     def __str__(self) -> str:
         return f"{self.func}{[list(like.shape) for like in self.likes]}"
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Everything in nested lists, tuples and dicts, in order."""
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, dict):
-        yield from leaves(list(tree.values()))
-    else:
-        yield tree
-
-
-def _fill(tree: Any, values: Iterator[Any]) -> Any:
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_fill(item, values) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _fill(item, values) for key, item in tree.items()}
-    return next(values) if isinstance(tree, Like) else tree
 
 
 # --- calls made from a schema --------------------------------------------------------------------
