@@ -68,19 +68,18 @@ def whole_of(value: Any, outside: Iterable[Any]) -> Any:
     return base if type(base) is np.ndarray else None
 
 
-_UNKNOWN_TO_NUMPY = {torch.bfloat16, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2}
-
-
 def array_of(value: Any, outside: Iterable[Any]) -> Any:
     """The array among those ``outside`` whose memory a CPU tensor shows; None if there is none."""
-    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.requires_grad:
+    if type(value) is not torch.Tensor or value.device.type != "cpu":
         return None
-    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
-        return None
-    if value.dtype in _UNKNOWN_TO_NUMPY or value.untyped_storage().resizable():
+    if value.layout is not torch.strided or value.untyped_storage().resizable():
         return None  # memory of torch's own
+    try:
+        shown = value.numpy()
+    except (TypeError, RuntimeError):  # NumPy has no such dtype, or it requires grad, is conjugate
+        return None
     arrays = (whole for whole in outside if isinstance(whole, np.ndarray))
-    return next((whole for whole in arrays if np.may_share_memory(value.numpy(), whole)), None)
+    return next((whole for whole in arrays if np.may_share_memory(shown, whole)), None)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -1,8 +1,9 @@
 """Functions of Python's and torch's that read more than they are given, known by what they are.
 
 Where code calls one by its own name, the instructions around the name say what it reads
-(`code_names.names_of`). Where it has another name (``look = getattr`` in a closure, an argument's
-default, ``partial(getattr, x)``, a table of functions), the walk comes by the function itself.
+(`code/names.py:names_of`). Where it has another name (``look = getattr`` in a closure, an
+argument's default, ``partial(getattr, x)``, a table of functions), the walk comes by the function
+itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``xd.scan_layers``: equal layers as one loop of a compiled step.
 
-Given layers (`scan`), or found in what a block calls (`scan_equal`).
+Given layers (`loop.py`), or found in what a block calls (`equal.py`).
 """
 
 from __future__ import annotations
