@@ -13,12 +13,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import xla_dtensor as xd
 from tests.planning.tpus import needs_libtpu
-from xla_dtensor.lowering.workarounds import Guard
+from xla_dtensor.lowering.workarounds import Workaround
 from xla_dtensor.movement import scattered
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 TOKENS, ROWS = 16, 24
-HERE = Guard("as for a TPU, here", ("cpu",))
+HERE = Workaround("as for a TPU, here", ("cpu",))
 
 
 @pytest.fixture
