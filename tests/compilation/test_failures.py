@@ -15,7 +15,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
 from xla_dtensor.base import executor
-from xla_dtensor.compilation.program import program, write_back
+from xla_dtensor.compilation.call import recipes
+from xla_dtensor.compilation.program import backward, write_back
 from xla_dtensor.compilation.watch.effects import Effect
 from xla_dtensor.forms.storage import Storage
 
@@ -135,10 +136,10 @@ WRITING: dict[str, tuple[Any, str]] = {
     "counts": (Storage, "count_write"),
     "arguments": (Storage, "write"),
     "versions": (torch.autograd.graph, "increment_version"),
-    "gradients": (program.Program, "_tensor"),
+    "gradients": (recipes.Template, "make"),
     "attributes": (Effect, "repeat"),
-    "results": (program.Program, "_result"),
-    "node": (program, "Kept"),
+    "results": (recipes.Seen, "make"),
+    "node": (backward, "Kept"),
 }
 
 

@@ -82,4 +82,4 @@ def test_lower_shows_what_the_call_runs(
         again = step.lower(x, *arguments).as_text()
         assert again == shown
         step(x, *arguments)
-        assert hashlib.sha256(shown.encode()).hexdigest()[:16] == ran[-1].digest, shown
+        assert hashlib.sha256(shown.encode()).hexdigest()[:16] == ran[-1].executable.digest, shown

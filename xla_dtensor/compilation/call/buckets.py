@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xla_dtensor.compilation.call.recipes import Existing, GivenBack, Gradient
 from xla_dtensor.compilation.call.sources import ArgumentSource
 
 
@@ -279,21 +278,7 @@ def refuse_writes(traced: Any, arguments: Any) -> None:
 
 def shapes_of(traced: Any, arguments: Any) -> list[tuple[int, ...] | None]:
     """The shapes of a trace's results; None of what is no tensor."""
-    return [_shape_of(result, arguments) for result in traced.results]
-
-
-def _shape_of(result: Any, arguments: Any) -> tuple[int, ...] | None:
-    if isinstance(result, GivenBack):
-        known = result.index < len(arguments.tensors)  # the others are what the step keeps
-        return tuple(arguments.tensors[result.index].shape) if known else None
-    if isinstance(result, Gradient):
-        return None  # of something from outside, which isn't padded
-    value = result.value if isinstance(result, Existing) else getattr(result, "form", None)
-    if isinstance(result, Existing) and not isinstance(value, torch.Tensor):
-        return None
-    if value is None:
-        value = getattr(result, "tensor", None)
-    return None if value is None else tuple(value.shape)
+    return [result.shape(arguments) for result in traced.results]
 
 
 def cuts_of(

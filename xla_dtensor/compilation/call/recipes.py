@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.call.run import Run
+from xla_dtensor.compilation.objects.kinds_of_code import Stream
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import Step, ViewStep, is_at_traced
+from xla_dtensor.tensors.of_form import new_tensor
 
 
-class Template:
+class Recipe:
+    """How each call makes one of a step's results, or a part of what it leaves somewhere."""
+
+    __slots__ = ()
+
+    def make(self, run: Run) -> Any:
+        """The result of this call. What several recipes show is made once (`Run.made`)."""
+        raise NotImplementedError
+
+    def shape(self, arguments: Any) -> tuple[int, ...] | None:
+        """The shape of what a call with ``arguments`` makes, if that is a tensor whose dims may be
+        those of padded arguments (`call/buckets.py`)."""
+        return None
+
+
+class Template(Recipe):
     """A tensor that each call makes anew: output ``index`` in ``form``.
 
     Attributes:
@@ -28,12 +47,31 @@ class Template:
         self.grad: Template | None = None
         self.refuses: str | None = None
 
+    def make(self, run: Run) -> Any:
+        made = run.made
+        tensor = made.get(id(self))
+        if tensor is None:
+            outputs, index = run.outputs, self.index
+            array = run.arrays[outputs.position[index]]
+            tensor = made[id(self)] = new_tensor(array, outputs.forms[index])
+            tensor._storage_.refuses_writes = self.refuses
+            if self.is_leaf:
+                tensor.requires_grad_()
+                if self.is_parameter:
+                    tensor = made[id(self)] = torch.nn.Parameter(tensor.detach())
+                if self.grad is not None:
+                    tensor.grad = self.grad.make(run)
+        return tensor
+
+    def shape(self, arguments: Any) -> tuple[int, ...] | None:
+        return tuple(self.form.shape)
+
 
 class PositionLeft(Exception):
     """A step gives away a view at a position that is one of its inputs."""
 
 
-class Seen:
+class Seen(Recipe):
     """A tensor that shows memory of another one, as in torch: of one that each call makes, of an
     argument, or of one that is there.
 
@@ -51,8 +89,18 @@ class Seen:
         if is_at_traced(self.steps):
             raise PositionLeft("the step gives away a view at a position that is a number")
 
-    def made(self, base: Any) -> Any:
-        """The view of ``base``."""
+    def make(self, run: Run) -> Any:
+        tensor = run.made.get(id(self))
+        if tensor is None:
+            tensor = run.made[id(self)] = self._view(self._base(run))
+        return tensor
+
+    def _base(self, run: Run) -> Any:
+        if isinstance(self.of, Template):
+            return self.of.make(run)
+        return run.arguments.tensors[self.of] if isinstance(self.of, int) else self.of
+
+    def _view(self, base: Any) -> Any:
         detached = self.detached or (base.requires_grad and not self.requires_grad)
         tensor = base.detach() if detached else base
         if not all(isinstance(step, ViewStep) and step.op is not None for step in self._further):
@@ -65,8 +113,11 @@ class Seen:
             tensor = step.of(tensor)  # type: ignore[union-attr]
         return torch.ops.aten.alias.default(base) if tensor is base else tensor
 
+    def shape(self, arguments: Any) -> tuple[int, ...] | None:
+        return tuple(self.form.shape)
 
-class Existing:
+
+class Existing(Recipe):
     """A result that is the same object in each call."""
 
     __slots__ = ("value",)
@@ -74,8 +125,14 @@ class Existing:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def make(self, run: Run) -> Any:
+        return self.value
 
-class GivenBack:
+    def shape(self, arguments: Any) -> tuple[int, ...] | None:
+        return tuple(self.value.shape) if isinstance(self.value, torch.Tensor) else None
+
+
+class GivenBack(Recipe):
     """A result that is one of the arguments, the one with ``index``."""
 
     __slots__ = ("index",)
@@ -83,8 +140,15 @@ class GivenBack:
     def __init__(self, index: int) -> None:
         self.index = index
 
+    def make(self, run: Run) -> Any:
+        return run.arguments.tensors[self.index]
 
-class GivenContainer:
+    def shape(self, arguments: Any) -> tuple[int, ...] | None:
+        known = self.index < len(arguments.tensors)  # the others are what the step keeps
+        return tuple(arguments.tensors[self.index].shape) if known else None
+
+
+class GivenContainer(Recipe):
     """A result that is one of the lists, dicts and the like among the arguments."""
 
     __slots__ = ("index",)
@@ -92,8 +156,12 @@ class GivenContainer:
     def __init__(self, index: int) -> None:
         self.index = index
 
+    def make(self, run: Run) -> Any:
+        found = run.arguments.containers[self.index]
+        return found.iterator if type(found) is Stream else found
 
-class Gradient:
+
+class Gradient(Recipe):
     """A result that is the gradient which a leaf has after the call."""
 
     __slots__ = ("leaf",)
@@ -101,8 +169,11 @@ class Gradient:
     def __init__(self, leaf: Any) -> None:
         self.leaf = leaf
 
+    def make(self, run: Run) -> Any:
+        return self.leaf.of(run.arguments).grad
 
-class Computed:
+
+class Computed(Recipe):
     """A result, or what the step leaves somewhere, that is a Python number computed from numbers
     that are inputs."""
 
@@ -111,33 +182,76 @@ class Computed:
     def __init__(self, node: Any) -> None:
         self.node = node
 
+    def make(self, run: Run) -> Any:
+        return self.node.compute(run.prepared.numbers)
+
     def __repr__(self) -> str:
         return f"{self.node.value!r} ({self.node.text})"
 
 
-class Host:
+class Host(Recipe):
     """A result that is a CPU tensor which the step made.
 
     Attributes:
-        source: where it comes from in the host's program; None for a constant.
         tensor: the constant, or None.
+        read: gives it from the arguments and what the host's program has computed; None for a
+            constant.
         of: the tensor from outside whose memory it shows, or None.
     """
 
-    __slots__ = ("of", "source", "tensor")
+    __slots__ = ("of", "read", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, source: Any, of: Any) -> None:
-        self.tensor, self.source, self.of = tensor if source is None else None, source, of
+    def __init__(
+        self, tensor: torch.Tensor, read: Callable[[Any, Any], torch.Tensor] | None, of: Any
+    ) -> None:
+        self.tensor, self.read, self.of = tensor if read is None else None, read, of
+
+    def make(self, run: Run) -> torch.Tensor:
+        found = run.made.get(id(self))
+        if found is None:
+            found = run.made[id(self)] = self._tensor(run)
+        tensor: torch.Tensor = found
+        return tensor
+
+    def shape(self, arguments: Any) -> tuple[int, ...] | None:
+        return None if self.tensor is None else tuple(self.tensor.shape)
+
+    def _tensor(self, run: Run) -> torch.Tensor:
+        """Results that share memory under torch do so here."""
+        like = self.tensor
+        if like is not None:
+            memory = like.untyped_storage()
+            if memory._cdata not in run.made:
+                run.made[memory._cdata] = memory.clone()
+            where = like.storage_offset(), like.shape, like.stride()
+            return torch.empty(0, dtype=like.dtype).set_(run.made[memory._cdata], *where)
+        assert self.read is not None
+        made = self.read(run.arguments, run.prepared.host)
+        if self.of is None:
+            return made
+        whole = self.of.read(run.arguments)
+        if made.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+            return made
+        # What the step writes to is a copy in the host's program.
+        whole, start = whole.view(made.dtype), made.storage_offset()
+        return whole.as_strided(made.shape, made.stride(), whole.storage_offset() + start)
 
 
-class Built:
+class Built(Recipe):
     """What the step leaves in an attribute, a list or a dict: parts like results, and how they make
     it up."""
 
     __slots__ = ("parts", "tree")
 
-    def __init__(self, parts: list[Any], tree: Any) -> None:
+    def __init__(self, parts: list[Recipe], tree: Any) -> None:
         self.parts, self.tree = parts, tree
+
+    def make(self, run: Run) -> Any:
+        found = run.made.get(id(self))
+        if found is None:
+            parts = [part.make(run) for part in self.parts]
+            found = run.made[id(self)] = self.tree.build(parts, run.objects)
+        return found
 
     def __repr__(self) -> str:
         part = self.parts[0] if len(self.parts) == 1 else None

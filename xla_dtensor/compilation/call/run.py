@@ -1,11 +1,12 @@
-"""One call of a program."""
+"""One call of a program: what its checks have computed, and what its launch gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.forms.form import Form
 
 
 class Prepared:
@@ -22,36 +23,60 @@ class Prepared:
         self.numbers, self.host = numbers, host
 
 
+class Outputs:
+    """A program's outputs, which a trace has numbered in the order in which it met them.
+
+    Args:
+        order: their numbers, in the order in which the program returns them.
+
+    Attributes:
+        forms: by number.
+        position: which of the arrays that the program returns an output is.
+    """
+
+    __slots__ = ("forms", "order", "position")
+
+    def __init__(self, forms: list[Form], order: Sequence[int]) -> None:
+        self.forms, self.order = forms, order
+        self.position = {output: i for i, output in enumerate(order)}
+
+
 class Run:
     """One run of a program.
 
     Attributes:
         arguments, prepared: of the call.
+        outputs: of the program.
         arrays: what the program has computed; None before it has.
-        made: the tensors made of that, by what stands for them.
+        made: the tensors made of that, by the ``id`` of the recipe.
         objects: the objects made around them, by their numbers.
         error: what has failed first in writing back, or None.
     """
 
-    __slots__ = ("arguments", "arrays", "error", "made", "objects", "prepared")
+    __slots__ = ("arguments", "arrays", "error", "made", "objects", "outputs", "prepared")
 
-    def __init__(self, arguments: Arguments, prepared: Prepared) -> None:
-        self.arguments, self.prepared = arguments, prepared
+    def __init__(self, arguments: Arguments, prepared: Prepared, outputs: Outputs) -> None:
+        self.arguments, self.prepared, self.outputs = arguments, prepared, outputs
         self.arrays: Any = None
         self.made: dict[int, Any] = {}
         self.objects: dict[int, Any] = {}
         self.error: BaseException | None = None
 
-    def succeeds(self, piece: Callable[[Run], Any]) -> bool:
-        """Do a piece of the writing back; if it fails, that is raised when the rest is done."""
+    def array(self, output: int) -> Any:
+        """The array of an output."""
+        return self.arrays[self.outputs.position[output]]
+
+    def succeeds(self, piece: Callable[..., Any], *args: Any) -> bool:
+        """Do a piece of the writing back, ``piece(*args, run)``; if it fails, that is raised when
+        the rest is done."""
         try:
-            piece(self)
+            piece(*args, self)
         except BaseException as error:
             self.error = self.error or error
             return False
         return True
 
-    def insist(self, piece: Callable[[Run], Any]) -> None:
+    def insist(self, piece: Callable[..., Any], *args: Any) -> None:
         """Do a piece that may be done twice, again if it fails (for want of memory, say)."""
-        if not self.succeeds(piece):
-            self.succeeds(piece)
+        if not self.succeeds(piece, *args):
+            self.succeeds(piece, *args)

@@ -164,10 +164,11 @@ class GeneratorSource(Source):
 
 
 class HostSource(Source):
-    """A CPU tensor: what the host's program (`recorded/host_ops.py`) calls ``host``."""
+    """A CPU tensor, which ``read`` gives from the arguments and what the host's program
+    (`recorded/host_ops.py`) has computed."""
 
-    def __init__(self, host: Any) -> None:
-        self.host = host
+    def __init__(self, read: Callable[[Any, list[Any]], Any]) -> None:
+        self.read = read
 
     def value(self, given: Callable[[Source], Any], words: Any) -> Any:
         return given(self)

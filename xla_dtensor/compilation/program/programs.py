@@ -42,7 +42,7 @@ class Programs:
     def first(self, program: Program) -> None:
         """``program`` has run; it may be a new one."""
         others = [p for p in self if p is not program]
-        kept = [p for p in others if p.stale is None]
+        kept = [p for p in others if p.guards.stale is None]
         taken = program.bytes
         for position, other in enumerate(kept, 1):
             taken += other.bytes

@@ -28,6 +28,9 @@ from xla_dtensor.tensors.of_form import Ours
 
 _Symbolic = torch.SymFloat | torch.SymInt
 
+Reader = Callable[[Arguments, list[Any]], torch.Tensor]
+"""Gives a value from a call's arguments and the results of the host's program."""
+
 
 class _Input:
     """A tensor from outside of the step: an argument, or one that it found."""
@@ -219,8 +222,8 @@ class HostOperations(TorchDispatchMode):
     def _is_overwritten(self, tensor: torch.Tensor) -> bool:
         return any(known is tensor for known, _ in self._overwritten)
 
-    def writes(self) -> list[tuple[Any, Any]]:
-        """The tensors from outside that the step has written, and where their values come from."""
+    def writes(self) -> list[tuple[_Input, Reader]]:
+        """The tensors from outside that the step has written, and what gives their values."""
         found = []
         with _disable_current_modes():
             for tensor, content in self._of_arrays if self.program.depends else ():
@@ -228,7 +231,7 @@ class HostOperations(TorchDispatchMode):
                     raise DataDependentError(_ARRAY_WRITTEN)
         self._of_arrays = []
         for tensor, _ in self._overwritten:
-            found.append((self._input(tensor), self.use(tensor)))
+            found.append((self._input(tensor), self.reader(self.use(tensor))))
         return found
 
     def undo(self) -> None:
@@ -287,11 +290,12 @@ class HostOperations(TorchDispatchMode):
         # The step may write to the tensor later on.
         return _Value(self.program.add(torch.ops.aten.clone.default, (made,), {}, True), 0)
 
-    def given_away(self, tensor: torch.Tensor) -> tuple[_Value | None, _Input | None]:
-        """A CPU tensor that the step has made and gives away at its end: where it comes from (None:
-        a constant), and the tensor from outside whose memory it shows, if it does."""
+    def given_away(self, tensor: torch.Tensor) -> tuple[Reader | None, _Input | None]:
+        """A CPU tensor that the step has made and gives away at its end: what gives its value
+        (None: it is a constant), and the tensor from outside whose memory it shows, if it does."""
         source = self._made_here(tensor) if self.program.depends else None
-        return source, self._outside.get(tensor.untyped_storage()._cdata)
+        read = None if source is None else self.reader(source)
+        return read, self._outside.get(tensor.untyped_storage()._cdata)
 
     def _symbols(self, value: Any) -> Any:
         def symbol(x: Any) -> Any:
@@ -342,9 +346,8 @@ class HostOperations(TorchDispatchMode):
         if source is not None:
             self._looked(source, tensor, f"{text} of a CPU tensor {list(tensor.shape)}")
 
-    def reader(self, source: Any) -> Callable[[Arguments, list[Any]], torch.Tensor]:
-        """A function that gives the value of a source from the arguments and the results of the
-        host's program."""
+    def reader(self, source: _Input | _Value) -> Reader:
+        """What gives the value of a source (`use`)."""
         if isinstance(source, _Input):
             return lambda arguments, results: source.read(arguments)
         operation, index = source.operation, source.index

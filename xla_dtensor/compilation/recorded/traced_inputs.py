@@ -110,7 +110,9 @@ class TracedInputs:
             by_id[id(group[0].array)] = source
             self.slots.append(source)
         for _, array, host in trace.host_arrays.values():
-            by_id[id(array)] = ConstantSource(array) if host is None else HostSource(host)
+            by_id[id(array)] = (
+                ConstantSource(array) if host is None else HostSource(self.host.reader(host))
+            )
         for i, number in enumerate(trace.numbers):
             by_id[id(number.array)] = NumberSource(i, number.integer)
         by_id[id(trace.rng_words)] = GeneratorSource(len(trace.numbers))

@@ -180,12 +180,12 @@ class CompiledStep(StepTraces):
             family = self._families.get(arguments.key) or Family()
             candidates = list(family.candidates(arguments))
             tried = [(program, call) for call, programs in candidates for program in programs]
-            reasons = [program.mismatch(call) for program, call in tried]
+            reasons = [program.guards.mismatch(call) for program, call in tried]
             if None in reasons:
                 return None
             if self._last is None:
                 return "the step has not been called yet"
-            return reasons[0] if reasons else self._explain(arguments, family)
+            return reasons[0].why if reasons and reasons[0] else self._explain(arguments, family)
 
     def compiled_programs(self) -> list[Any]:
         """The programs that exist, and what XLA made of the step.

@@ -9,6 +9,7 @@ from typing import Any
 from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.objects.carried import Carried
+from xla_dtensor.compilation.program.guards import Mismatch
 from xla_dtensor.compilation.program.program import Program
 from xla_dtensor.compilation.program.programs import Programs
 
@@ -82,18 +83,18 @@ class Family:
 
     def find(
         self, arguments: Arguments
-    ) -> tuple[tuple[Arguments, Programs, Program] | None, tuple[str, Program] | None]:
+    ) -> tuple[tuple[Arguments, Programs, Program] | None, Mismatch | None]:
         """The program that fits, with the arguments that it takes and those that it is one of; and
-        the first one that doesn't, with the reason."""
-        missed: tuple[str, Program] | None = None
+        why the first one that doesn't fit doesn't."""
+        missed: Mismatch | None = None
         for call, programs in self.candidates(arguments):
             for position, program in enumerate(programs):
-                if position and program.decides_otherwise(call):
+                if position and program.guards.decides_otherwise(call):
                     continue
-                why = program.mismatch(call)
-                if why is None:
+                mismatch = program.guards.mismatch(call)
+                if mismatch is None:
                     return (call, programs, program), missed
-                missed = missed or (why, program)
+                missed = missed or mismatch
         return None, missed
 
     def _places(self) -> dict[Any, list[Carried]]:

@@ -20,6 +20,7 @@ from xla_dtensor.compilation.call.buckets import (
 )
 from xla_dtensor.compilation.call.decided import ManyTraces
 from xla_dtensor.compilation.objects.readers import ReadsMore
+from xla_dtensor.compilation.program.guards import Mismatch
 from xla_dtensor.compilation.program.program import Program
 from xla_dtensor.compilation.recorded.attempts import Attempt, trace
 from xla_dtensor.compilation.recorded.traced import Traced
@@ -52,11 +53,9 @@ class StepTraces(BaseStep):
     _lock: Any
     _call: Callable[[Arguments], Any]
 
-    def _trace(
-        self, arguments: Arguments, family: Family, missed: tuple[str, Program] | None
-    ) -> Any:
-        """Make a program and run it; ``missed`` says why the first one that there was doesn't fit,
-        and what of Python's has changed."""
+    def _trace(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Any:
+        """Make a program and run it; ``missed`` says why the first one that there was doesn't
+        fit."""
         path: str | None = None
         paths: frozenset[str] = frozenset()
         decided: Decision | None = None
@@ -65,10 +64,8 @@ class StepTraces(BaseStep):
             if family.programs:
                 family.varies(arguments)
         else:
-            why, program = missed
-            decided = program.decided
-            path, paths = program.changed_path, program.changed_paths
-            self._take_changed(program)
+            why, decided, path, paths = missed.why, missed.decided, missed.path, missed.paths
+            self._take_changed(missed)
         with tracing, self._checks:
             try:
                 traced = self._traced_with_cuts(arguments, family, path)
@@ -95,7 +92,7 @@ class StepTraces(BaseStep):
                 ) from error
             raise
         family.last = dict(arguments.numbers)
-        self._count(program.newly_compiled, why)
+        self._count(program.executable.is_new, why)
         self._keep(program, call, family)
         told = self._many.message(why, decided)
         if told is not None:
@@ -158,15 +155,15 @@ class StepTraces(BaseStep):
             return self._trace_once(arguments, family)
         path: str | None = None
         if missed is not None:
-            self._take_changed(missed[1])
-            path = missed[1].changed_path
+            self._take_changed(missed)
+            path = missed.path
         elif there.programs:
             family.varies(arguments)
         return self._traced(arguments, family, path)
 
-    def _take_changed(self, missed: Program) -> None:
+    def _take_changed(self, missed: Mismatch) -> None:
         """Numbers outside of the step that have changed since a program was made are inputs."""
-        changed = missed.changed_numbers - self._not_carried.keys()
+        changed = missed.numbers - self._not_carried.keys()
         self._carried, self._counted = self._carried | changed, self._counted | changed
 
     def _compare_what_it_assigns(self, traced: Traced, changed: frozenset[str]) -> None:
@@ -260,7 +257,7 @@ class StepTraces(BaseStep):
                 traced.undo()
                 continue
             last, carried = family.latest(), traced.names_of_carried
-            earlier = () if last is None else last.effects
+            earlier = () if last is None else last.traced.effects
             again = [e for e in traced.effects if is_counted_on(e, carried, earlier)]
             counted = {label for effect in again for label in effect.labels()} & traced.counted
             found = (traced.replaced | counted) - self._not_carried.keys() - self._carried

@@ -1,0 +1,116 @@
+"""A trace's jaxpr as an executable: lowered, and compiled by XLA or found among the compiled."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from xla_dtensor.base.random import rng
+from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.compilation.call.run import Outputs
+from xla_dtensor.compilation.code.garbage import Seldom
+from xla_dtensor.compilation.program.input_layouts import Pinning, apart, layouts, shardings_of
+from xla_dtensor.compilation.program.inputs import Groups, Inputs
+from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.forms.form import Form
+from xla_dtensor.runtime import agreement
+
+
+class Executable:
+    """The executable of a program.
+
+    Args:
+        jaxpr: what it computes, from constants; its outputs are ``outputs`` in order, and behind
+            them ``residuals`` arrays for a backward pass.
+        groups: the inputs of the first call.
+        donates: whether it may take the memory of its donated inputs over.
+        executables: those compiled so far, by their text; None to lower the program and no more.
+        options: for XLA.
+
+    Attributes:
+        lowered: the ``jax.stages.Lowered``, without ``executables``.
+        compiled: the ``jax.stages.Compiled``, with them.
+        is_new: whether XLA had to compile it.
+        digest: of its text.
+        lowering: how the program's pins are lowered.
+    """
+
+    compiled: Any
+    lowered: Any = None
+    is_new = True
+    digest = ""
+
+    def __init__(
+        self,
+        traced: Traced,
+        jaxpr: Any,
+        inputs: Inputs,
+        outputs: Outputs,
+        groups: Groups,
+        *,
+        residuals: int,
+        donates: bool,
+        executables: Cache[Any, Any] | None,
+        options: dict[str, Any] | None,
+    ) -> None:
+        self.lowering = Pinning()
+        frame = traced.frame
+        shardings = [sharding_of(outputs.forms[i], frame) for i in outputs.order]
+        shardings += [None] * residuals
+        are_any = any(s is not None for s in shardings)
+        jit_options: dict[str, Any] = {"out_shardings": shardings} if are_any else {}
+        if frame is not None and any(form.memory for form in outputs.forms):
+            jit_options["in_shardings"] = shardings_of(groups, frame.replicated)
+
+        # The names of the parameters are those of the inputs in the program's text.
+        def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
+            found = inputs.constants(donated, kept, hosts, words)
+            # What stands for gradients of results, which only the backward pass is given.
+            found = [0 if value is None else value for value in found]
+            results: list[Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, found))()
+            return results
+
+        def lower() -> Any:
+            with self.lowering(), Seldom():
+                # Another function each time, or JAX would give the same text again.
+                function = functools.partial(step)
+                donated = 0 if donates else ()
+                return jax.jit(function, donate_argnums=donated, **jit_options).lower(*groups)
+
+        with jax.enable_x64(True):
+            wanted = [sharding_of(form, frame) for form in outputs.forms]
+            self.lowering.loosen(traced.jaxpr, frame, groups, wanted)
+            lowered = lower()
+            if executables is None:
+                self.lowered = lowered
+                return
+            # A trace that came to the same program (the step's Python found state in place that an
+            # earlier trace made) costs no compilation. The text doesn't say on which devices.
+            devices = None if frame is None else tuple(frame.device_ids)
+            text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            key = text, devices, lowered.in_tree, layouts(groups)
+            known = executables.get(key)
+            self.digest, self.is_new = text[:16], known is None
+            if known is None:
+                if frame is not None:
+                    seed = f" with the seed {rng.default.seed}" if traced.random_operations else ""
+                    agreement.agree(
+                        f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
+                        f"on {frame}{seed}"
+                    )
+                known = self.lowering.attempt(
+                    lambda: lowered.compile(options), lambda: apart(lower()).compile(options)
+                )
+                executables.put(key, known)
+            self.compiled = known
+
+
+def sharding_of(form: Form, frame: Any) -> Any:
+    """The sharding of an output; of one that has none, replicated over the program's devices."""
+    if form.sharding is not None or frame is None:
+        return form.sharding
+    return frame.replicated

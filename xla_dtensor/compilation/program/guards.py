@@ -1,0 +1,202 @@
+"""Guards: whether all that a program was compiled for still holds in this call."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from xla_dtensor.base import epoch
+from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.compilation.call.decided import changed_numbers
+from xla_dtensor.compilation.call.run import Prepared
+from xla_dtensor.compilation.program.gradients import Gradients
+from xla_dtensor.compilation.program.inputs import Inputs
+from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.compilation.trace.numbers import ARITHMETIC, Changed, Decision, values_of
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Why a program can't run in a call.
+
+    Attributes:
+        why: in words.
+        decided: the decision of the step's Python that no longer holds, if that is it.
+        paths: the names in messages of everything of Python's that has changed.
+        path: the first of them, or the cache that has forgotten something.
+        numbers: the names of the numbers among them.
+    """
+
+    why: str
+    decided: Decision | None = None
+    path: str | None = None
+    paths: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
+
+
+class Guards:
+    """What is compared before each call of a program, in an order in which each may rely on those
+    before it.
+
+    Args:
+        traced: the trace that the program is compiled from.
+        inputs: of the program.
+        arguments: of the call that was traced.
+
+    Attributes:
+        watch: what the step's Python can read, as it was when the program last fitted.
+        stale: why the next call has to trace again whatever it finds, or None.
+        prepared: what the checks of the last call have computed.
+    """
+
+    def __init__(self, traced: Traced, inputs: Inputs, arguments: Arguments) -> None:
+        self._traced, self._inputs = traced, inputs
+        self.watch, self.stale = traced.watch, None
+        self._epoch = epoch.tensors.value
+        trace = traced.trace
+        self._decisions = [*{decision.text: decision for decision in trace.decisions}.values()]
+        # Numbers by which all of them are known to hold.
+        self._decided_by: list[float] | None = None
+        self._looked_at = traced.host.looked_at
+        gradients = Gradients(traced.outside, arguments, inputs.storages)
+        given = traced.bound_arguments or traced.bound_on_host or traced.free_arguments
+        checks: list[tuple[Callable[[Arguments], str | None], Any]] = [
+            (gradients.mismatch, gradients.leaves),
+            (functools.partial(_other_arguments, traced, inputs.storages), given),
+            (functools.partial(_other_ids, traced.asked), traced.asked),
+            (inputs.donated.mismatch, inputs.donated.sources),
+            (inputs.kept.mismatch, inputs.kept.sources),
+            (functools.partial(_other_settings, trace.settings), trace.settings),
+        ]
+        self._checks = [check for check, compared in checks if compared]
+        self.prepared = inputs.prepare(arguments)
+
+    stale: str | None
+
+    def mismatch(self, arguments: Arguments) -> Mismatch | None:
+        """Why the program can't run now, or None."""
+        if self.stale is not None:
+            return Mismatch(self.stale)
+        if not self.watch.untouched():
+            mismatch = self._look_closer()
+            if mismatch is not None:
+                return mismatch
+        if self._epoch != epoch.tensors.value:
+            for outside in (*self._traced.outside, *self._traced.others):
+                changed = outside.changed()
+                if changed is not None:
+                    return Mismatch(changed)
+            self._epoch = epoch.tensors.value
+        for check in self._checks:
+            why = check(arguments)
+            if why is not None:
+                return Mismatch(why)
+        known, before = self.watch.known, self._traced.met
+        given = arguments.tensors, arguments.containers
+        if before or not all(known.isdisjoint(map(id, some)) for some in given):
+            met = self.watch.met(arguments)
+            if not (len(met) == len(before) and all(map(operator.is_, met, before))):
+                return Mismatch("which arguments are objects that the step finds elsewhere")
+        try:
+            prepared = self.prepared = self._inputs.prepare(arguments)
+        except Changed as changed:
+            return Mismatch(str(changed))
+        return self._decides_otherwise(arguments, prepared)
+
+    def decides_otherwise(self, arguments: Arguments) -> bool:
+        """Whether the numbers alone say that the program can't run, which is quickly asked where
+        there are many programs."""
+        if self._inputs.depends_on_host or not self._decisions:
+            return False
+        try:
+            numbers = values_of(self._traced.trace.numbers, arguments)
+            return any(d.compute(numbers) != d.outcome for d in self._decisions)
+        except (Changed, LookupError, AttributeError, *ARITHMETIC):
+            return False  # `mismatch` says why
+
+    # --- one after the other -----------------------------------------------------------------
+
+    def _look_closer(self) -> Mismatch | None:
+        """Compare by value what the step can read; None if nothing has changed."""
+        traced = self._traced
+        now = traced.look_again()
+        if not traced.carries(now):
+            return Mismatch(
+                "whether there is something that the step keeps from one call to the next"
+            )
+        forgotten = self.watch.forgotten()
+        if forgotten is not None:
+            return Mismatch(f"what the cache of {forgotten} holds", path=forgotten)
+        differences = self.watch.differences(now)
+        if not differences:
+            # By path: two objects of a kind may have changed places.
+            places = {(place.path, place.container) for place in now.places}
+            changed = [effect.place for effect in traced.effects]
+            changed += [carried.place for carried in traced.carried]
+            if any((place.path, place.container) not in places for place in changed):
+                return Mismatch("something that the step changes, which is another object now")
+            now.remember_caches(self.watch)
+            self.watch = now
+            return None
+        before, after = differences[0]
+        path = (after or before).path  # type: ignore[union-attr]
+        was, is_now = (found.text() if found else "nothing" for found in (before, after))
+        return Mismatch(
+            f"{path}: from {was} to {is_now}",
+            path=path,
+            paths=frozenset(f.path for pair in differences for f in pair if f is not None),
+            numbers=changed_numbers(differences),
+        )
+
+    def _decides_otherwise(self, arguments: Arguments, prepared: Prepared) -> Mismatch | None:
+        numbers = prepared.numbers
+        # The same objects as before: what Python decides by them is the same, too.
+        by = self._decided_by
+        if by is None or not all(map(operator.is_, by, numbers)):
+            try:
+                for decision in self._decisions:
+                    if decision.compute(numbers) != decision.outcome:
+                        return Mismatch(decision.difference(), decided=decision)
+            except ARITHMETIC as error:
+                # Of the last one that was asked.
+                return Mismatch(f"the step decided {decision.text}: {error}")
+            self._decided_by = numbers
+        for look, was, text in self._looked_at:
+            if look(arguments, prepared.host) != was:
+                return Mismatch(f"{text}, which is part of the program")
+        return None
+
+
+def _other_arguments(traced: Traced, own: frozenset[int], arguments: Arguments) -> str | None:
+    """
+    Args:
+        own: the ids of the storages that the step uses in each call.
+    """
+    tensors: Any = arguments.tensors
+    for index, storage in traced.bound_arguments:
+        if tensors[index]._storage_ is not storage:
+            return "an argument, which was a tensor that the step uses anyway"
+    for index, tensor in traced.bound_on_host:
+        if tensors[index] is not tensor:
+            return "an argument, which was a CPU tensor that the step uses anyway"
+    for index in traced.free_arguments:
+        if id(tensors[index]._storage_) in own:
+            return "an argument, which is a tensor that the step uses anyway"
+    return None
+
+
+def _other_ids(asked: list[tuple[int, Any]], arguments: Arguments) -> str | None:
+    objects = arguments.objects()
+    if any(objects[i] is not value for i, value in asked):
+        return "the id() of an argument, which is another object"
+    return None
+
+
+def _other_settings(settings: dict[Callable[[], Any], Any], _: Arguments) -> str | None:
+    for read, (value, text) in settings.items():
+        if read() != value:
+            return f"{text}: from {value!r} to {read()!r}"
+    return None

@@ -1,0 +1,131 @@
+"""The inputs of a program: which sources of a trace they are, in which order, and in one call."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xla_dtensor.base.random import rng
+from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.compilation.call.inputs import Arrays
+from xla_dtensor.compilation.call.run import Prepared
+from xla_dtensor.compilation.call.sources import ArraySource, HostSource, Source, StateSource
+from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.compilation.trace.numbers import values_of
+from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.runtime import arrays
+
+# Sources that are inputs of their own; the others are made of the words, or are constants.
+INPUTS = (ArraySource, HostSource)
+
+Groups = tuple[Any, Any, Any, Any]
+"""The inputs as a program takes them: arrays that it overwrites (donated), arrays that it keeps,
+arrays of the host, and one array with all numbers and the generator's state."""
+
+
+class Inputs:
+    """The inputs of one program.
+
+    Args:
+        traced: the trace that the program is compiled from.
+
+    Attributes:
+        donated, kept: the arrays that the program overwrites, and those that it doesn't.
+        to_arguments: (output, source) of what it writes to storages that are others in each call.
+        random_operations: how many operations draw from the generator.
+    """
+
+    def __init__(self, traced: Traced) -> None:
+        self._sources, self._numbers = traced.sources, traced.trace.numbers
+        self._host_program = traced.host.program if traced.host.program.depends else None
+        self._frame, self.random_operations = traced.frame, traced.random_operations
+        used = [*dict.fromkeys(traced.sources)]
+        of_storages = [s for s in used if isinstance(s, ArraySource)]
+        # Not the scalars: they are four bytes, and storages that this program doesn't use may have
+        # their array, too (step counts of frozen parameters).
+        donated = [s for s in of_storages if s.writes and not _is_scalar(s)]
+        kept = [s for s in of_storages if not s.writes or _is_scalar(s)]
+        self.donated, self.kept = (Arrays(some, traced.frame) for some in (donated, kept))
+        self._hosts = [s for s in used if isinstance(s, HostSource)]
+        self._uses_words = any(s.in_words for s in used)
+        self.to_arguments = [
+            (index, source)
+            for source in traced.slots
+            if not source.is_fixed
+            for index, _ in source.writes
+        ]
+        groups: list[Sequence[Source]] = [donated, kept, self._hosts]
+        self._places = {s: (g, i) for g, some in enumerate(groups) for i, s in enumerate(some)}
+        self._slots = traced.slots
+
+    @functools.cached_property
+    def storages(self) -> frozenset[int]:
+        """The ids of the storages that are the same in each call, of those that it only writes,
+        too."""
+        return frozenset(
+            id(storage)
+            for source in self._slots
+            if isinstance(source, StateSource)
+            for storage in source.storages
+        )
+
+    @property
+    def depends_on_host(self) -> bool:
+        """Whether operations on CPU tensors run before each call."""
+        return self._host_program is not None
+
+    def constants(self, donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
+        """The constants of the trace's jaxpr, made of the program's inputs (in its trace)."""
+        groups = (donated, kept, hosts)
+        return [source.value(lambda s: self.of(s, groups), words) for source in self._sources]
+
+    def of(self, source: Source, groups: Sequence[Any]) -> Any:
+        """The input that a source is, one of `INPUTS`."""
+        group, position = self._places[source]
+        return groups[group][position]
+
+    def prepare(self, arguments: Arguments) -> Prepared:
+        """What is computed on the host before a call.
+
+        Raises:
+            Changed: a number is none of the kind that the program was made for.
+        """
+        numbers = values_of(self._numbers, arguments)
+        host = self._host_program
+        return Prepared(numbers, [] if host is None else host.run(arguments, numbers))
+
+    def gather(self, arguments: Arguments, prepared: Prepared, take: bool = True) -> Groups:
+        """The inputs of a call.
+
+        Args:
+            take: whether the call is in earnest: the generator moves on.
+        """
+        for _, source in self.to_arguments:
+            source.storage(arguments).check_write()
+        donated, kept = self.donated.gather(arguments), self.kept.gather(arguments)
+        hosts = [to_numpy(source.read(arguments, prepared.host)) for source in self._hosts]
+        if hosts and take and self._frame is not None:
+            arrays.check_same(hosts, "gives a compiled step from the CPU")
+        # Last: from here on nothing fails that would leave drawn numbers behind.
+        return donated, kept, hosts, self._words(prepared, take)
+
+    def _words(self, prepared: Prepared, take: bool) -> np.ndarray:
+        """All numbers and the generator's state as one array: each argument of a program that comes
+        from the host costs a transfer to every device."""
+        words = np.empty(2 * len(self._numbers) + 4, dtype=np.uint32)
+        if not self._uses_words:
+            return words[:0]
+        for i, (number, value) in enumerate(zip(self._numbers, prepared.numbers, strict=True)):
+            dtype = np.int64 if number.integer else np.float64
+            words[2 * i : 2 * i + 2].view(dtype)[0] = value
+        operations = self.random_operations
+        words[-4:] = (rng.default.take(operations) if take else rng.words()) if operations else 0
+        return words
+
+
+def _is_scalar(source: ArraySource) -> bool:
+    return math.prod(source.form.array_shape) == 1
