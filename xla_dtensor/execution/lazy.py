@@ -308,25 +308,28 @@ def of_this_thread() -> Lazy:
 
 def flush() -> None:
     """Launch what this thread has written down."""
-    if len(_threads.batch):
-        _threads.batch.run()
+    batch = _threads.batch
+    if batch._entries:
+        batch.run()
 
 
 def flush_all() -> None:
     """Launch what all threads have written down: a compiled step takes over the memory of what it
     overwrites, which may be wanted by what waits."""
-    flush()
+    batch = _threads.batch
+    if batch._entries:
+        batch.run()
     if len(_batches) > 1:
         with lock:
             for other in list(_batches):
-                if len(other):
+                if other._entries:
                     other.run()
 
 
 def to_take_over(arrays: list[Any], by: Lazy | None = None) -> list[Any]:
     """What a step may take over in place of ``arrays``: copies of those that something reads that
     waits, in this or another thread, or that a thread looks at. The caller holds `lock`."""
-    waiting = [other for other in list(_batches) if other is not by and len(other)]
+    waiting = [other for other in list(_batches) if other is not by and other._entries]
     seen = looked_at()
     if not waiting and not seen:  # as in most calls, of hundreds of arrays
         return arrays

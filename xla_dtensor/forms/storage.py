@@ -172,7 +172,9 @@ class Storage:
         if array.__class__ is Pending:
             array.storage = weakref.ref(self)
             return  # no trace writes down
-        executor.current().created(self)
+        within = executor.enclosing()  # the default executors ask for no storage
+        if within is not None:
+            within.created(self)
 
     @property
     def array(self) -> jax.Array:

@@ -46,6 +46,10 @@ _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
 grad_of_tensor: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
 """A tensor's ``.grad``, which a step that is traced has not asked for."""
+requires_grad_of_tensor: Callable[[torch.Tensor], bool] = _requires_grad.__get__
+"""``tensor.requires_grad``, without a call in Python."""
+set_grad_of_tensor: Callable[[torch.Tensor, torch.Tensor | None], None] = _grad.__set__
+"""Assign to ``tensor.grad`` likewise."""
 
 
 def grad_of(leaf: Any) -> Any:
@@ -204,7 +208,7 @@ class TensorMethods(HasMemory):
             x.requires_grad = True
             assert (x * 2).requires_grad
         """
-        return _requires_grad.__get__(self)
+        return requires_grad_of_tensor(self)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:

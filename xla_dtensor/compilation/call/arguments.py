@@ -33,7 +33,7 @@ from xla_dtensor.compilation.objects.kinds_of_code import Stream, without_cells
 from xla_dtensor.compilation.objects.places import UNREAD, Attributes, Place
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.trace.external_tensors import hooks_of
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES, requires_grad_of_tensor
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import Ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -161,14 +161,17 @@ class Arguments:
 
     def _tensor(self, value: Any) -> tuple[Any, ...]:
         self.tensors.append(value)
-        hooks = hooks_of(value) if value.requires_grad else ()
-        self._objects += [("a hook of ", value, hook) for hook in hooks if callable(hook)]
+        requires_grad = requires_grad_of_tensor(value)
+        hooks = hooks_of(value) if requires_grad else ()
+        if hooks:
+            self._objects += [("a hook of ", value, hook) for hook in hooks if callable(hook)]
+        memory, steps = value._storage_.form, value._steps
         return (
-            value._form,
-            value._storage_.form,
-            value._steps,
-            value.requires_grad,
-            value.requires_grad and value.is_leaf,
+            value._form if steps else memory,
+            memory,
+            steps,
+            requires_grad,
+            requires_grad and value.is_leaf,
             tuple(map(Same, hooks)),
             None
             if value.__dict__.keys() <= OWN_ATTRIBUTES and not self._asked

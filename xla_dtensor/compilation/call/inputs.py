@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.sources import ArraySource
+from xla_dtensor.compilation.call.sources import ArgumentSource, ArraySource, GradientSource
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.mesh import Frame
@@ -28,12 +28,25 @@ class Arrays:
         self.sources, self._frame = sources, frame
         # Of arguments and gradients each call has its own; the others tell when they change.
         self._storages: list[Any] = [s.storages[0] if s.storages else None for s in sources]
-        self._special = [(i, s) for i, s in enumerate(sources) if not s.is_fixed]
         self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.is_fixed]
+        self._of_arguments = [
+            (i, s.index) for i, s in enumerate(sources) if isinstance(s, ArgumentSource)
+        ]
+        self._of_gradients = [
+            (i, s) for i, s in enumerate(sources) if isinstance(s, GradientSource)
+        ]
         self._shared = [s for s in sources if len(s.storages) > 1]
         self._forms = [s.form for s in sources]
         self._epoch = -1
-        self._placed = False
+        self._are_fixed_placed = False
+
+    def _of_this_call(self, arguments: Arguments) -> list[tuple[int, Any]]:
+        """The storages that are others in each call, with their positions."""
+        tensors: Any = arguments.tensors
+        found = [(i, tensors[index]._storage_) for i, index in self._of_arguments]
+        if self._of_gradients:
+            found += [(i, source.storage(arguments)) for i, source in self._of_gradients]
+        return found
 
     def mismatch(self, arguments: Arguments) -> str | None:
         """Whether a storage no longer lies as the program was compiled for."""
@@ -43,9 +56,8 @@ class Arrays:
             if difference is not None:
                 return difference
             self._epoch = moved
-        if self._special:
-            now = [(i, source.storage(arguments)) for i, source in self._special]
-            difference = self._differ(now)
+        if self._of_arguments or self._of_gradients:
+            difference = self._differ(self._of_this_call(arguments))
             if difference is not None:
                 return difference
         for source in self._shared:
@@ -56,22 +68,22 @@ class Arrays:
         return None
 
     def _differ(self, storages: Iterable[tuple[int, Storage]]) -> str | None:
+        forms = self._forms
         for i, storage in storages:
-            before = self._forms[i]
-            if storage.form is before:
+            form, before = storage.form, forms[i]
+            if form is before:
                 continue
-            if before is None or not _same_kind(storage.form, before):
-                return f"captured state: from {before!r} to {storage.form!r}"
-            self._forms[i] = storage.form
-            self._placed = False
+            if before is None or not _same_kind(form, before):
+                return f"captured state: from {before!r} to {form!r}"
+            forms[i] = form
+            self._are_fixed_placed = False
         return None
 
-    def _place(self, storages: list[Storage]) -> None:
+    def _place(self, storages: Iterable[tuple[int, Storage]]) -> None:
         """Copy what is on the default device alone to all devices of the program."""
-        self._placed = True
         if self._frame is None:
             return
-        for i, storage in enumerate(storages):
+        for i, storage in storages:
             if storage.form.frame is None:
                 storage.place(self._frame)
                 self._forms[i] = storage.form
@@ -81,13 +93,15 @@ class Arrays:
 
     def gather(self, arguments: Arguments) -> list[Any]:
         """The arrays of this call."""
+        if not self._are_fixed_placed:
+            self._place(self._fixed)
+            self._are_fixed_placed = True
         storages = self._storages
-        if self._special:
-            storages = list(storages)
-            for i, source in self._special:
-                storages[i] = source.storage(arguments)
-        if not self._placed or self._special:
-            self._place(storages)
+        if self._of_arguments or self._of_gradients:
+            storages, now = list(storages), self._of_this_call(arguments)
+            self._place(now)
+            for i, storage in now:
+                storages[i] = storage
         arrays = list(map(_value, storages))
         if Pending in set(map(type, arrays)):
             arrays = [storage.array for storage in storages]

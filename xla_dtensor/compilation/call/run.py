@@ -78,5 +78,8 @@ class Run:
 
     def insist(self, piece: Callable[..., Any], *args: Any) -> None:
         """Do a piece that may be done twice, again if it fails (for want of memory, say)."""
-        if not self.succeeds(piece, *args):
+        try:
+            piece(*args, self)
+        except BaseException as error:
+            self.error = self.error or error
             self.succeeds(piece, *args)

@@ -58,7 +58,7 @@ def global_state() -> tuple[Any, ...]:
         torch.get_autocast_dtype("xla") if on_xla else None,
         torch.get_autocast_dtype("cpu") if on_cpu else None,
         getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
-        _saving(),
+        _saving() if _saved_by_hooks(True) is not None else None,
         _modes() if _function_modes() or _dispatch_modes() else None,
         torch._C._is_torch_function_enabled(),
         sequence_order.current(),
@@ -69,15 +69,13 @@ def global_state() -> tuple[Any, ...]:
 def saving_hooks() -> list[tuple[str, Any]]:
     """The hooks through which autograd saves tensors, with their names in messages; not those of
     ``torch.utils.checkpoint``, which see none of a compiled step's."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _saved_by_hooks(True)
     if hooks is None or hooks[0].__module__ == torch.utils.checkpoint.__name__:
         return []
     return [(f"the saved-tensor hook {describe(hook)}", hook) for hook in hooks]
 
 
 def _saving() -> Any:
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return None
     return tuple(_key_of_hook(hook) for _, hook in saving_hooks())
 
 
@@ -92,6 +90,7 @@ def _key_of_hook(hook: Any) -> Any:
     return hook.__code__, *(exact(x) if is_atom(x) else Same(x) for x in parts)
 
 
+_saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _function_modes, _dispatch_modes = (
     torch._C._len_torch_function_stack,
     torch._C._len_torch_dispatch_stack,

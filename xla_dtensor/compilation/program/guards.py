@@ -58,8 +58,7 @@ class Guards:
         self._epoch = epoch.tensors.value
         trace = traced.trace
         self._decisions = [*{decision.text: decision for decision in trace.decisions}.values()]
-        # Numbers by which all of them are known to hold.
-        self._decided_by: list[float] | None = None
+        self._decided_by = ""  # the numbers by which all of them are known to hold
         self._looked_at = traced.host.looked_at
         gradients = Gradients(traced.outside, arguments, inputs.storages)
         given = traced.bound_arguments or traced.bound_on_host or traced.free_arguments
@@ -95,8 +94,8 @@ class Guards:
             if why is not None:
                 return Mismatch(why)
         known, before = self.watch.known, self._traced.met
-        given = arguments.tensors, arguments.containers
-        if before or not all(known.isdisjoint(map(id, some)) for some in given):
+        tensors, containers = map(id, arguments.tensors), map(id, arguments.containers)
+        if before or not (known.isdisjoint(tensors) and known.isdisjoint(containers)):
             met = self.watch.met(arguments)
             if not (len(met) == len(before) and all(map(operator.is_, met, before))):
                 return Mismatch("which arguments are objects that the step finds elsewhere")
@@ -153,17 +152,16 @@ class Guards:
 
     def _decides_otherwise(self, arguments: Arguments, prepared: Prepared) -> Mismatch | None:
         numbers = prepared.numbers
-        # The same objects as before: what Python decides by them is the same, too.
-        by = self._decided_by
-        if by is None or not all(map(operator.is_, by, numbers)):
+        if self._decisions and repr(numbers) != self._decided_by:
             try:
                 for decision in self._decisions:
                     if decision.compute(numbers) != decision.outcome:
                         return Mismatch(decision.difference(), decided=decision)
             except ARITHMETIC as error:
-                # Of the last one that was asked.
                 return Mismatch(f"the step decided {decision.text}: {error}")
-            self._decided_by = numbers
+            # A decision is a function of the numbers alone; two that are equal (0.0 and -0.0) may
+            # decide otherwise, but not two that are written alike.
+            self._decided_by = repr(numbers)
         for look, was, text in self._looked_at:
             if look(arguments, prepared.host) != was:
                 return Mismatch(f"{text}, which is part of the program")

@@ -22,6 +22,8 @@ from xla_dtensor.runtime import arrays
 # Sources that are inputs of their own; the others are made of the words, or are constants.
 INPUTS = (ArraySource, HostSource)
 
+_NO_WORDS = np.empty(0, dtype=np.uint32)
+
 Groups = tuple[Any, Any, Any, Any]
 """The inputs as a program takes them: arrays that it overwrites (donated), arrays that it keeps,
 arrays of the host, and one array with all numbers and the generator's state."""
@@ -107,18 +109,19 @@ class Inputs:
         for _, source in self.to_arguments:
             source.storage(arguments).check_write()
         donated, kept = self.donated.gather(arguments), self.kept.gather(arguments)
-        hosts = [to_numpy(source.read(arguments, prepared.host)) for source in self._hosts]
-        if hosts and take and self._frame is not None:
-            arrays.check_same(hosts, "gives a compiled step from the CPU")
+        hosts: list[np.ndarray] = []
+        if self._hosts:
+            hosts = [to_numpy(source.read(arguments, prepared.host)) for source in self._hosts]
+            if take and self._frame is not None:
+                arrays.check_same(hosts, "gives a compiled step from the CPU")
         # Last: from here on nothing fails that would leave drawn numbers behind.
-        return donated, kept, hosts, self._words(prepared, take)
+        words = self._words(prepared, take) if self._uses_words else _NO_WORDS
+        return donated, kept, hosts, words
 
     def _words(self, prepared: Prepared, take: bool) -> np.ndarray:
         """All numbers and the generator's state as one array: each argument of a program that comes
         from the host costs a transfer to every device."""
         words = np.empty(2 * len(self._numbers) + 4, dtype=np.uint32)
-        if not self._uses_words:
-            return words[:0]
         for i, (number, value) in enumerate(zip(self._numbers, prepared.numbers, strict=True)):
             dtype = np.int64 if number.integer else np.float64
             words[2 * i : 2 * i + 2].view(dtype)[0] = value

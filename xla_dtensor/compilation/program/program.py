@@ -158,7 +158,8 @@ class Program:
         left = run.objects
         if traced.cuts and arguments.padding is not None:
             results, left = cut_back(results, traced.cuts, arguments.padding), {}
-        self._write_back.judge(run)
+        if traced.judges:
+            self._write_back.judge(run)
         return traced.result_tree.build(results, left)
 
     def _run_with_history(self, backward: BackwardPass, history: History, run: Run) -> None:
@@ -208,7 +209,7 @@ class Program:
         return residuals
 
     def _launch(self, groups: Groups) -> list[Any]:
-        if self.frame is not None and agreement.every_launch():
+        if self.traced.frame is not None and agreement.every_launch():
             numbers = zlib.crc32(groups[3].tobytes())
             agreement.agree(
                 f"launches the compiled step with the digest {self.executable.digest}, on numbers "

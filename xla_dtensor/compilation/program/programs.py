@@ -76,7 +76,11 @@ class Programs:
 
     def latest(self) -> Program | None:
         """The one used last."""
-        return next(iter(self), None)
+        for reference in self._held:
+            program = reference()
+            if program is not None:
+                return program
+        return None
 
     def clear(self) -> None:
         """Let go of all."""

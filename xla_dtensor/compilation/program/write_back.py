@@ -17,7 +17,7 @@ from xla_dtensor.compilation.program.inputs import Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.watch.effects import Effect
 from xla_dtensor.forms.storage import Storage, put
-from xla_dtensor.tensors.base import set_grad_of
+from xla_dtensor.tensors.base import set_grad_of, set_grad_of_tensor
 
 
 class WriteBack:
@@ -46,6 +46,10 @@ class WriteBack:
         pairs = [(s, outputs.forms[index]) for index, s in alone]
         pairs += [(s, outputs.forms[index]) for index, many in counters for s in many]
         self._new_forms = [(s, form) for s, form in pairs if s.form is not form]
+        # Of most steps the leaves are the same tensors in each call.
+        grads = [(o.get() if o.is_fixed else None, o, template) for o, template in traced.grads]
+        self._fixed_grads = [(leaf, t) for leaf, _, t in grads if isinstance(leaf, torch.Tensor)]
+        self._other_grads = [(o, t) for leaf, o, t in grads if not isinstance(leaf, torch.Tensor)]
         # Tensors that the step writes as autograd must see: what it saved is overwritten.
         counted = [o for o in traced.outside if o.writes]
         fixed = [o.get() for o in counted if o.is_fixed]
@@ -56,7 +60,8 @@ class WriteBack:
         pieces: list[tuple[Callable[[WriteBack, Run], None], Any]] = [
             (WriteBack._put_states, self._storages or self._counters),
             (WriteBack._put_arguments, self._to_arguments),
-            (WriteBack._put_gradients, traced.grads or traced.switched),
+            (WriteBack._put_gradients, traced.grads),
+            (WriteBack._switch, traced.switched),
             (WriteBack._put_left, traced.left),
             (WriteBack._put_host, traced.host_writes),
             (WriteBack._count_writes, counted),
@@ -90,11 +95,10 @@ class WriteBack:
     def judge(self, run: Run) -> None:
         """Look whether what must hold does: now, where indices were asked for; an assertion of the
         step's own alone doesn't make the host wait, and is looked at when a value is read."""
-        if self._traced.judges:
-            assert self._traced.judged is not None
-            sums = run.array(self._traced.judged)
-            look = assertions.judge if self._traced.trace.checks_indices else assertions.later
-            look(sums, self._traced.judges)
+        assert self._traced.judged is not None
+        sums = run.array(self._traced.judged)
+        look = assertions.judge if self._traced.trace.checks_indices else assertions.later
+        look(sums, self._traced.judges)
 
     # --- one piece after the other --------------------------------------------------------------
 
@@ -113,10 +117,14 @@ class WriteBack:
             storage.write(run.array(index), self._outputs.forms[index])
 
     def _put_gradients(self, run: Run) -> None:
-        for outside, template in self._traced.grads:
+        for leaf, template in self._fixed_grads:
+            set_grad_of_tensor(leaf, None if template is None else template.make(run))
+        for outside, template in self._other_grads:
             leaf = outside.of(run.arguments)
             if leaf is not None:
                 set_grad_of(leaf, None if template is None else template.make(run))
+
+    def _switch(self, run: Run) -> None:
         for outside, requires_grad in self._traced.switched:
             leaf = outside.of(run.arguments)
             if leaf is not None:

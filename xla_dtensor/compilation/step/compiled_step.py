@@ -105,9 +105,7 @@ class CompiledStep(StepTraces):
         found, missed = family.find(arguments)
         if found is None:
             return self._trace(arguments, family, missed)
-        call, programs, program = found
-        if programs.latest() is not program:
-            programs.first(program)
+        call, program = found
         if arguments.padding is not None:
             check_lengths(program.traced.cuts or [], arguments.padding)
         self._last = call, program
@@ -178,7 +176,7 @@ class CompiledStep(StepTraces):
         arguments = self._arguments(args, kwargs)
         with self._lock:
             family = self._families.get(arguments.key) or Family()
-            candidates = list(family.candidates(arguments))
+            candidates = family.candidates(arguments)
             tried = [(program, call) for call, programs in candidates for program in programs]
             reasons = [program.guards.mismatch(call) for program, call in tried]
             if None in reasons:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.base.tables.keys import exact
@@ -74,18 +74,24 @@ class Family:
         self.why_static = f" (numbers stay constants: {error})"
         self.programs.clear()
 
-    def candidates(self, arguments: Arguments) -> Iterator[tuple[Arguments, Programs]]:
+    def candidates(self, arguments: Arguments) -> list[tuple[Arguments, Programs]]:
         """The programs that may run, with the arguments that each of them takes."""
+        found = []
         for where, places in self._places().items():
-            call = arguments.carrying(places)
+            call = arguments.carrying(places) if places else arguments.given
             if call is not None:
-                yield call, self._programs_for(call, where)
+                found.append((call, self._programs_for(call, where)))
+        return found
 
     def find(
-        self, arguments: Arguments
-    ) -> tuple[tuple[Arguments, Programs, Program] | None, Mismatch | None]:
-        """The program that fits, with the arguments that it takes and those that it is one of; and
-        why the first one that doesn't fit doesn't."""
+        self, arguments: Arguments, uses: bool = True
+    ) -> tuple[tuple[Arguments, Program] | None, Mismatch | None]:
+        """The program that fits, with the arguments that it takes; and why the first one that
+        doesn't fit doesn't.
+
+        Args:
+            uses: whether it is going to run. Else none becomes the one used last.
+        """
         missed: Mismatch | None = None
         for call, programs in self.candidates(arguments):
             for position, program in enumerate(programs):
@@ -93,7 +99,9 @@ class Family:
                     continue
                 mismatch = program.guards.mismatch(call)
                 if mismatch is None:
-                    return (call, programs, program), missed
+                    if position and uses:
+                        programs.first(program)
+                    return (call, program), missed
                 missed = missed or mismatch
         return None, missed
 

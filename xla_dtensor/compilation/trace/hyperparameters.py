@@ -74,8 +74,9 @@ def hyperparameter(optimizer: Optimizer, index: int, key: str, arguments: Any) -
         value = optimizer.param_groups[index][key]
     except LookupError:
         raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]") from None
-    if type(value) is float:
-        return value
+    cls = type(value)
+    if cls is float or (cls is int and key in _COMPUTED_WITH):
+        return float(value)
     if not is_a_number(key, value):
         raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}")
     return float(value)
