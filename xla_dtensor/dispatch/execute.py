@@ -30,8 +30,8 @@ _plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
 lowering_changes.listen(_plans.clear)
 rules.changes.listen(_plans.clear)
 
-# Calls that come to several others, in this order: of tensors on several sets of devices, and on
-# several meshes. They have no plan, and come here each time.
+# Who splits a call up into others, asked in this order: calls on several sets of devices, and on
+# several meshes. Such calls get no plan, so they come here each time.
 _ROUTES: tuple[Callable[..., Any], ...] = (
     several_devices.run,
     several_devices.by_mesh,
@@ -43,6 +43,7 @@ _ROUTES: tuple[Callable[..., Any], ...] = (
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Execute an aten overload on xla tensors (and numbers, and CPU tensors among them)."""
     if not interrupts.ready():
+        # The user, Jupyter or asyncio may have set another handler since.
         interrupts.install()
     running = executor.current()
     observer = events.observer
@@ -64,6 +65,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     several = processes.several()
     short_key = None
     if info.view is not None and not kwargs and observer is None:
+        # In a trace a view's steps may hold numbers of the trace, which a key must not keep
+        # (`Call._take_view`); with several processes the base may have to join the others' first.
         if running.trace is None and not several:
             short_key = view_key(info, args)
         plan: Any = None if short_key is None else _plans.get(short_key)
@@ -108,7 +111,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _made(call: Call) -> Plan | ViewPlan:
-    """The plan of a call; several processes make it together."""
+    """Make the plan of a call. Several processes compare calls first: a program that one of them
+    compiles and another doesn't would wait in its collectives for ever."""
     if not agreement.every_launch():
         agree(call)
     plan = _make_plan(call)

@@ -1,5 +1,5 @@
-"""Eager operations are written down and launched together: when a value is read, at the end of a
-backward pass, or when there are enough of them, or of the bytes that they hold.
+"""The default executor: eager operations are written down, and launched together when a value is
+read, at the end of a backward pass, or when there are enough of them, or of the bytes they hold.
 
 Each thread has a batch of its own. What a program does again and again should be one executable
 that is found again, and a deep model's layers one that all of them share. So a batch ends where a
@@ -159,7 +159,7 @@ class Lazy(Batch):
             raise failure.error
 
     def _put_back_one(self, waiting: Waiting, failure: Failure) -> None:
-        """A storage's last write has failed: it has the value before that."""
+        """Give a storage whose last write has failed the value of the write before it."""
         storage = waiting.storage
         if storage.value is not waiting.pending:
             return
@@ -187,6 +187,7 @@ class Lazy(Batch):
         if executable is None:
             if len(self._entries) <= FEW:
                 times = _seen.get(key) or 0
+                # A single operation has a program already: its plan's.
                 if times < OFTEN or len(self._entries) == 1:
                     _seen.put(key, times + 1)
                     return self._one_by_one(waiting)
@@ -225,7 +226,10 @@ class Lazy(Batch):
             self._is_large = True
 
     def _prove(self, plan: Plan, call: Call, leaves: Codes, bases: Bases) -> None:
-        """Have it traced, which for all batches is done once, for what its lowering may raise."""
+        """Trace the plan now, so that its lowering raises at the user's line and not at the launch.
+
+        All batches use this one trace (design.md, "Eager operations wait").
+        """
         values = [self._abstract(c, f) for c, f in zip(leaves, call.forms, strict=True)]
         written = [call.leaves[i]._storage_.form for i in plan.mutated]
         into = [
@@ -248,7 +252,7 @@ class Lazy(Batch):
 
 
 class Rounds:
-    """Finds out where a sequence of operations has come round.
+    """Finds where a sequence of operations repeats itself: rounds of a loop, layers of a model.
 
     Attributes:
         following: the operations after which the next batch ends, if they come as expected.

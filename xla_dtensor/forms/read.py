@@ -1,4 +1,4 @@
-"""A tensor's current array: the storage's own, or the view of it that the tensor is."""
+"""Reads tensors: the storage's array, or of a view the array that its steps make of that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at an array through a chain of steps, and writing through it."""
+"""View steps: the value of a view from its storage's array, and writes back through the view."""
 
 from __future__ import annotations
 

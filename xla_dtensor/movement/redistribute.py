@@ -1,4 +1,4 @@
-"""Between layouts: ``redistribute``, ``full_tensor``, and what each device holds.
+"""``redistribute`` and ``full_tensor`` for xla meshes, with torch's gradients.
 
 No communication is written here: the value is given its new sharding, and XLA moves the data.
 """
