@@ -26,6 +26,7 @@ from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.runtime import agreement, processes
 from xla_dtensor.tensors.base import TensorMethods
 
+# Bounded, as each plan may hold a compiled program, megabytes of the host's memory.
 _plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
 lowering_changes.listen(_plans.clear)
 rules.changes.listen(_plans.clear)

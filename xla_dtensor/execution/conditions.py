@@ -33,6 +33,7 @@ from xla_dtensor.lowering.bounds import Condition
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.base import TensorMethods
 
+# What looking costs is in docs/design.md, "What must hold of values".
 AWAITED, ON_HOST = 2**10, 2**16
 
 _summaries: Cache[tuple[Form, Condition], Any] = Cache("summaries of indices", 512)

@@ -53,6 +53,8 @@ from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.mesh import Frame
 from xla_dtensor.tensors.of_form import new_tensor
 
+# Where batches end decides how much is compiled and how often: what was measured is in
+# docs/design.md, "Eager operations wait, and are launched together".
 FEW = 12  # operations that aren't worth a program of their own until they come
 OFTEN = 32  # times in the same order
 ENOUGH = 64  # operations after which a batch ends where something has come round
@@ -301,6 +303,7 @@ class _Threads(threading.local):
         self.batch = Lazy()
 
 
+# Weak: a batch lives as long as its thread, or as a storage waits for one of its values.
 _batches: weakref.WeakSet[Lazy] = weakref.WeakSet()
 _threads = _Threads()
 

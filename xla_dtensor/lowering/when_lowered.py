@@ -1,4 +1,4 @@
-"""What is decided when a program is lowered, which is after it has been traced."""
+"""Primitives that decide at lowering time, when the platform is known: 32-bit types, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking over the parameters of modules."""
+"""What `fully_shard` and `replicate` have in common: move, shard and register parameters."""
 
 from __future__ import annotations
 

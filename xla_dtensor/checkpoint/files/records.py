@@ -1,4 +1,4 @@
-"""Parts of tensors out of the files of a checkpoint: only the bytes that are wanted.
+"""Reads parts of tensors from a checkpoint's files: only the bytes that are wanted.
 
 ``torch.distributed.checkpoint`` writes each shard as ``torch.save`` does, one after another: a zip
 archive, uncompressed, in which the values lie in one piece. torch reads a shard whole for each part
