@@ -76,6 +76,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return plan.make(args[0])
     call = Call(info, args, kwargs)
     if several:
+        # A tensor that has joined the others' devices has another form, so another key.
         while running.joins(call):
             call = Call(info, args, kwargs)
     plan = _plans.get(call.key)
@@ -114,6 +115,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _made(call: Call) -> Plan | ViewPlan:
     """Make the plan of a call. Several processes compare calls first: a program that one of them
     compiles and another doesn't would wait in its collectives for ever."""
+    # Else `running.joins` has compared this call, as every other.
     if not agreement.every_launch():
         agree(call)
     plan = _make_plan(call)

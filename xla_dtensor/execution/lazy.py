@@ -125,6 +125,7 @@ class Lazy(Batch):
         if self._held > HELD:
             self.run()
         elif len(self._entries) >= ENOUGH and self._rounds.complete(self._leaves_little):
+            # `run` begins a new batch, which is expected to be this one again.
             following = self._rounds.following
             self.run()
             self._rounds.following = following
@@ -198,6 +199,7 @@ class Lazy(Batch):
             with self._outside_of_traces():
                 return self._run(executable, waiting)
         except Exception:
+            # One by one it shows which operation fails; what doesn't need its results has a value.
             return self._one_by_one(waiting)
 
     def _one_by_one(self, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:

@@ -86,6 +86,7 @@ def constant_recipe(tensor: Any) -> Any:
 
 
 def _read_recipe(recipe: Any, tensor: Any) -> Any:
+    # A step is being traced: without this JAX would make the reading a part of it.
     with executor.running_at_once(), jax.ensure_compile_time_eval():
         return read_view(tensor._storage_.form, tensor._steps, tensor._form, recipe())
 

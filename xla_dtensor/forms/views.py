@@ -211,6 +211,7 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
         the logical value, behind the axes along which it varies.
     """
     if isinstance(steps[0], CrossingStep):
+        # What devices hold: the array as it is, with the leading axes of pending reductions.
         base = form.fetched(base)
     else:
         base = logical(base, form)

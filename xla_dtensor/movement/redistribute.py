@@ -74,6 +74,7 @@ class _Redistribute(torch.autograd.Function):
         communication_dtype = ctx.backward_dtype or dtype
         if grad.dtype != communication_dtype:
             grad = grad.to(communication_dtype)
+        # By `apply`, not `move`: the gradient may be differentiated again.
         grad = _Redistribute.apply(grad, mesh, wanted, None, None)
         return (grad if grad.dtype == dtype else grad.to(dtype)), None, None, None, None
 

@@ -2,8 +2,8 @@
 
 A leaf does so by ``w.data = ...`` or ``module.to``. torch saves views of some leaves, which stay
 where they are (``linear`` its transposed weight). Who saves the leaf itself takes a `Kept` here. It
-holds no memory: that is the saved tensor's, which
-hooks may pack away (`fully_shard` does). When the leaf moves, it is told what the leaf was.
+holds no memory: that is the saved tensor's, which hooks may pack away (`fully_shard` does). When
+the leaf moves, the `Kept` is told what the leaf was.
 """
 
 from __future__ import annotations

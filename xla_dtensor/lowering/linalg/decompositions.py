@@ -428,6 +428,7 @@ def _matrix_exp(a: jax.Array) -> jax.Array:
     limit = _TAYLOR_18_NORM[a.real.dtype.itemsize]
     norm = jnp.max(jnp.sum(jnp.abs(a), -2), -1)[..., None, None]
     squarings = jnp.where(norm > limit, jnp.ceil(jnp.log2(norm / limit)), 0)
+    # A NaN as an integer would be any number of rounds: none.
     squarings = jnp.where(jnp.isfinite(squarings), squarings, 0).astype(np.int32)
     a = a * jnp.exp2(-squarings.astype(norm.dtype))
     a2 = _product(a, a)
