@@ -2,9 +2,8 @@
 gradient.
 
 `vary` says that each device has a value of its own (the same one, to begin with); its transpose,
-`sum_over`, adds the devices' values up. JAX calls the pair ``pvary`` and ``psum``. They are what
-makes the gradients of per-device code complete: a value that all devices share gets the sum of
-what each of them contributes.
+`sum_over`, adds the devices' values up. They are what makes the gradients of per-device code
+complete: a value that all devices share gets the sum of what each of them contributes.
 """
 
 from __future__ import annotations
