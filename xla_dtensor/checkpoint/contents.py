@@ -1,4 +1,4 @@
-"""States in a folder, by ``torch.distributed.checkpoint``."""
+"""Writes and reads one checkpoint's states in its folder, by ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a manager: which checkpoints are in it, how one is added and removed.
+"""The folder of a `CheckpointManager`: lists, adds and removes checkpoints atomically.
 
 Each step has a folder of its own. It is written under another name, and renamed when all of it is
 on the disk; it is renamed again before it is removed. So what bears the name of a step is whole,
@@ -87,6 +87,8 @@ class Folder:
         try:
             yield unfinished
             with _telling(self.path):
+                # The content first, then the name: a machine that stops in between has an
+                # unfinished folder, and never half a checkpoint under the name of a step.
                 sync_folder(unfinished)
                 unfinished.rename(self._name_for(step))
                 sync_folder(self.path)

@@ -1,4 +1,4 @@
-"""One load of a state with xla tensors by ``torch.distributed.checkpoint``."""
+"""`Loading`: one ``dcp.load`` of xla tensors, with stand-ins for them and a reader of ours."""
 
 from __future__ import annotations
 

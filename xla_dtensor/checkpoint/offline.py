@@ -1,4 +1,4 @@
-"""Checkpoints of any format, without devices: what is in them, and one made of another."""
+"""Inspects and converts checkpoints of any format without devices."""
 
 from __future__ import annotations
 

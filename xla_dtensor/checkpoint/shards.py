@@ -1,4 +1,4 @@
-"""What this process holds of an xla tensor, piece by piece, and how it gets new pieces.
+"""The shards of an xla tensor on this process's devices (chunks), read for saving and replaced.
 
 To a checkpoint a tensor is one box of numbers, of which each device holds a smaller box, a *chunk*.
 The box of a tensor that varies from device to device has a leading dim for each mesh axis along

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` is given in place of xla tensors.
+"""Stand-ins for xla tensors that ``torch.distributed.checkpoint`` saves from and loads into.
 
 Its planners ask a DTensor for the one shard of the calling rank. One process here has all of them
 (or several). So they get a tensor that is no DTensor and offers torch's protocol for tensors with

@@ -1,4 +1,4 @@
-"""From the objects of a training run to the state that is saved, and back.
+"""Turns the objects of a training run (modules, optimizers, ...) into one state dict, and back.
 
 Saved is what ``torch.distributed.checkpoint`` saves of these objects by torch's own helpers (a
 torch program can load it), and beside it, in one entry, the structure: which values that are no

@@ -1,4 +1,4 @@
-"""Which kind of tensor was saved, so that one like it can be made where there is none yet."""
+"""Where and how saved tensors lay, so that like ones can be made to load into (optimizer state)."""
 
 from __future__ import annotations
 

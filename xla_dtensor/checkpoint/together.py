@@ -1,4 +1,4 @@
-"""What the processes that save one checkpoint tell each other, and when all of them save or stop.
+"""Coordinates the processes that save one checkpoint, and decides when all of them save or stop.
 
 Saving goes on in a thread of its own, in each process at its own pace, so this keeps clear of the
 numbered steps in which the processes compare what they do (`xla_dtensor.runtime.agreement`): each

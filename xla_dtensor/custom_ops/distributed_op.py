@@ -1,4 +1,4 @@
-"""`DistributedOp`: what is known of a custom op's layouts, and the registry of them."""
+"""`DistributedOp`: the layout rule of a custom op (a notation or methods), and their registry."""
 
 from __future__ import annotations
 

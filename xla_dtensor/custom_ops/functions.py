@@ -18,7 +18,8 @@ from xla_dtensor.errors import UnsupportedOpError
 
 class _Running(threading.local):
     keywords: dict[str, Any] | None = None
-    """Keyword-only arguments on their way from ``apply`` to ``forward``."""
+    """Keyword-only arguments on their way from ``apply`` to ``forward``: torch's ``apply`` passes
+    positional ones alone."""
 
 
 _running = _Running()
@@ -147,6 +148,7 @@ def _marked(function: Callable[..., Any], cls: type, takes_keywords: bool) -> Ca
     def run(*args: Any) -> Any:
         keywords = None
         if takes_keywords:
+            # Taken out: a function that this one's forward calls must not find them.
             keywords, _running.keywords = _running.keywords, None
         with thread_state.inside_function(where):
             return function(*args, **(keywords or {}))

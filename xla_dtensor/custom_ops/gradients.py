@@ -1,4 +1,4 @@
-"""What a custom op's gradients go through on their way between the two views.
+"""Autograd nodes around a custom op: between the gradients of sharded tensors and per-device ones.
 
 On each device ``backward`` computes with what that device has. For the gradients of the whole to
 come out, three things must hold:
@@ -34,7 +34,7 @@ from xla_dtensor.tensors.device_tensor import XLATensor
 
 @dataclass
 class Pass:
-    """What one backward pass has brought to a call's results.
+    """Which kinds of cotangents have arrived at a call's results in the present backward pass.
 
     Attributes:
         op_name: of the call.
@@ -56,6 +56,7 @@ class Pass:
     def arrived(self, own: set[str]) -> None:
         """A cotangent of a result that is each device's own along ``own``."""
         task = torch._C._current_graph_task_id()
+        # Torch numbers backward passes: another one (retain_graph=True) starts anew.
         if task != self.task:
             self.task = task
             self.own.clear()

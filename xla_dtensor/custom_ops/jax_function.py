@@ -179,6 +179,8 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, call: _JaxCall, *tensors: Any) -> Any:
         ctx.call = call
         ctx.save_for_backward(*tensors)
+        # Each set of results that get a gradient has a backward call of its own (`gradient`), which
+        # computes nothing for the others.
         ctx.set_materialize_grads(False)
         outs = tuple(torch.ops.xla_dtensor.jax_call(list(tensors), call.number))
         ctx.mark_non_differentiable(

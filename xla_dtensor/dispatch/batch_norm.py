@@ -1,4 +1,4 @@
-"""Batch norm, whose schema hides what it writes."""
+"""Handlers for batch norm: aten's schema doesn't say that it writes the running statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xla_dtensor.plans.ops import handles
 
 @handles("aten::native_batch_norm.default")
 def _batch_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Its schema hides that it writes the running statistics."""
+    """The functional overload, then the writes to the running statistics."""
     x, weight, bias, running_mean, running_var, training, momentum, eps = args
     if not training:
         functional = torch.ops.aten._native_batch_norm_legit_no_training.default

@@ -26,12 +26,13 @@ from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.runtime import agreement, processes
 from xla_dtensor.tensors.base import TensorMethods
 
+# Bounded, as each plan may hold a compiled program, megabytes of the host's memory.
 _plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
 lowering_changes.listen(_plans.clear)
 rules.changes.listen(_plans.clear)
 
-# Calls that come to several others, in this order: of tensors on several sets of devices, and on
-# several meshes. They have no plan, and come here each time.
+# Who splits a call up into others, asked in this order: calls on several sets of devices, and on
+# several meshes. Such calls get no plan, so they come here each time.
 _ROUTES: tuple[Callable[..., Any], ...] = (
     several_devices.run,
     several_devices.by_mesh,
@@ -43,6 +44,7 @@ _ROUTES: tuple[Callable[..., Any], ...] = (
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Execute an aten overload on xla tensors (and numbers, and CPU tensors among them)."""
     if not interrupts.ready():
+        # The user, Jupyter or asyncio may have set another handler since.
         interrupts.install()
     running = executor.current()
     observer = events.observer
@@ -64,6 +66,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     several = processes.several()
     short_key = None
     if info.view is not None and not kwargs and observer is None:
+        # In a trace a view's steps may hold numbers of the trace, which a key must not keep
+        # (`Call._take_view`); with several processes the base may have to join the others' first.
         if running.trace is None and not several:
             short_key = view_key(info, args)
         plan: Any = None if short_key is None else _plans.get(short_key)
@@ -72,6 +76,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return plan.make(args[0])
     call = Call(info, args, kwargs)
     if several:
+        # A tensor that has joined the others' devices has another form, so another key.
         while running.joins(call):
             call = Call(info, args, kwargs)
     plan = _plans.get(call.key)
@@ -108,7 +113,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _made(call: Call) -> Plan | ViewPlan:
-    """The plan of a call; several processes make it together."""
+    """Make the plan of a call. Several processes compare calls first: a program that one of them
+    compiles and another doesn't would wait in its collectives for ever."""
+    # Else `running.joins` has compared this call, as every other.
     if not agreement.every_launch():
         agree(call)
     plan = _make_plan(call)

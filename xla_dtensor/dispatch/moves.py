@@ -1,4 +1,4 @@
-"""Calls that leave the general path: moves between devices, and values in Python."""
+"""Handlers of calls that have no plan: copies to and from the CPU, and values in Python."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _own_value(tensor: Any) -> Any:
 
 
 def refuse_varying(form: Form, what: str) -> None:
-    """Raise if the tensor is another one on each device, so that ``what`` would be too."""
+    """Raise if the tensor's values differ from device to device, so that ``what`` would, too."""
     if form.varying:
         raise PerDeviceValueError(
             f"a per-device tensor of shape {list(form.shape)} varies along {list(form.varying)}: "

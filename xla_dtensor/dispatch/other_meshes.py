@@ -1,6 +1,8 @@
-"""Tensors on several meshes over the same devices in one call, where those may meet
-(`mesh.meeting`): programs for torch_xla. All are brought to one of the meshes. Elsewhere it is an
-error, as in torch.
+"""Calls on tensors of several meshes over the same devices, as programs for torch_xla make them:
+all tensors are redistributed to one of the meshes.
+
+Only for meshes of which `mesh.meeting` says that they may be combined; for others it is an error,
+as in torch.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def run(
 
 
 def _cheapest(meshes: list[DeviceMesh], forms: list[Any]) -> DeviceMesh:
-    """The mesh on which the most layouts can be said as they are; of several the one with the most
+    """The mesh to which the fewest elements have to be moved; of several the one with the most
     dims, then the one that comes first."""
 
     def moved(mesh: DeviceMesh) -> int:

@@ -1,4 +1,4 @@
-"""Packed sequences: which steps there are is said by lengths on the CPU, so it is known."""
+"""Handlers for packed sequences: their lengths are CPU tensors, so shapes are known on the host."""
 
 from __future__ import annotations
 

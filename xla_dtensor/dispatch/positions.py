@@ -57,6 +57,8 @@ class Positions:
         length = None
         if info.name == _SELECT:
             start = _from_front(bound["index"], size)
+            # A comparison of a number of the trace: its outcome becomes a guard of the program. So
+            # do those below.
             if not 0 <= start < size:
                 return NotImplemented
             view = dispatch(info.func, (base, dim, start.node.value), {})

@@ -1,6 +1,8 @@
-"""Tensors on several sets of devices in one call: the stages of a pipeline in one
-`clip_grad_norm_`, one optimizer, one moving average. And on meshes that cut up the same devices
-in different ways, of which none has the dims of all: experts, and the rest of a model.
+"""Calls on tensors of several device sets or meshes, split up into one call for each.
+
+Several device sets: the stages of a pipeline in one `clip_grad_norm_`, one optimizer, one moving
+average. Several meshes that cut up the same devices in different ways, of which none has the dims
+of all: experts, and the rest of a model.
 
 A call on lists (``_foreach_``, ``_fused_``) does the same to each element by itself, so it is made
 once for each set of devices, or mesh. In any call a scalar (the norm of all gradients, a loss) goes
@@ -54,6 +56,7 @@ def run(call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Disp
     Returns:
         its results; ``NotImplemented`` if they are on one, if it can't be done, and in a trace.
     """
+    # A compiled step is one XLA program, which runs on one set of devices.
     if executor.trace() is not None:
         return NotImplemented
     frames: dict[tuple[int, ...], Frame] = {}

@@ -1,5 +1,6 @@
-"""Calls that write to several tensors, of which some share memory with each other or with what the
-call reads. A plan knows kinds of tensors and not which of them are one, so each call is looked at.
+"""Calls that write to several tensors of which some share memory, with each other or with inputs.
+
+A plan's key has kinds of tensors and not which of them are one tensor, so each call is looked at.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _BY_ELEMENT = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 def run_in_order(
     call: Call, written: list[int], func: Any, args: Any, kwargs: Any, dispatch: Dispatch
 ) -> Any:
-    """The results of a call that comes to something else when everything is computed from what was
-    there before it; ``NotImplemented`` if the call isn't one.
+    """Execute a call whose writes its own reads have to see: one write after the other.
+
+    Elsewhere everything is computed from what was there before the call, then written; such calls
+    get ``NotImplemented``.
 
     A list is worked off element by element, and ``out=`` tensors are written one after another, as
     torch does both on the CPU.

@@ -1,5 +1,8 @@
-"""What ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` are in evaluation without
-gradients: one operation, which torch expects of all devices from outside."""
+"""torch's fused attention and encoder layer operations, taken apart into plain ones.
+
+In evaluation without gradients ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call
+them on every out-of-tree device, and expect its backend to have a kernel.
+"""
 
 from __future__ import annotations
 

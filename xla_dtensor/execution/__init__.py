@@ -1,5 +1,6 @@
-"""Who runs operations: one object for each way, and which one a thread begins with; README.md here
-explains it.
+"""The executors (lazy, strict, batched, abstract, tracing), and which one threads start with.
+
+README.md here has the table of them.
 """
 
 from xla_dtensor.base import events, executor
@@ -17,7 +18,8 @@ _STRICT, _ABSTRACT = Strict(), Abstract()
 
 
 def _choose() -> None:
-    """Which executor threads begin with. It is asked for anew when what it hangs on changes."""
+    """Set the executors that threads start with. Called again whenever a setting that decides this
+    changes: to ask in each operation would cost each operation."""
     at_once = _ABSTRACT if abstract.current() is not None else _STRICT
     may_wait = (
         config.eager == "lazy"

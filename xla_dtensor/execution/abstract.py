@@ -1,6 +1,4 @@
-"""Operations on tensors that have layouts and no data (``xd.abstract``): a plan says what comes of
-a call, and nothing is computed.
-"""
+"""The executor of ``xd.abstract``: plans say what results are like; nothing is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from xla_dtensor.tensors.of_form import new_tensor
 
 
 def array_of(form: Form) -> AbstractArray:
-    """What stands for the array of a tensor of ``form``."""
+    """An array without data, with the shape, dtype and sharding of ``form``."""
     return AbstractArray(form.array_shape, form.jax_dtype, form.sharding)
 
 

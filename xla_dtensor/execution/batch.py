@@ -1,4 +1,4 @@
-"""Several operations as one launch.
+"""An executor that writes operations down, and launches them as one XLA program.
 
 Inside `batched()` an operation isn't executed: its plan is written down, and its results are
 `Pending` values in their storages. When the block ends, or somebody looks at one of the values, all
@@ -61,21 +61,21 @@ Bases = tuple[tuple[int, Codes] | None, ...]
 
 
 class Waiting(NamedTuple):
-    """A storage that waits for a value, which value, and the form that it will have."""
+    """A storage whose array a batch will compute, the value that it waits for, and its form."""
 
     storage: Storage
     pending: Pending
     form: Form
 
     def give(self, array: Any, form: Form) -> None:
-        """Put the value in place; another thread may have written something else since."""
+        """Put the array into the storage, unless another thread has written to it since."""
         if self.storage.value is self.pending:
             self.storage.array = array
             self.storage.reform(form)
 
 
 class Batch(Running):
-    """Operations that are written down.
+    """The executor of a block of code: its operations wait, and are launched as one program.
 
     Other threads may read a value that is written down here, which runs the batch; `lock` is held
     while it changes.
@@ -183,9 +183,9 @@ class Batch(Running):
         return results
 
     def _codes(self, sources: list[Any], number_lists: dict[int, int]) -> tuple[int, ...]:
-        """The operands that these are, as `_operand` has them, which is not called for tensors that
-        are known: nearly all. Equal numbers of one list are one input: 200 parameters that have
-        taken the same number of steps have one step size."""
+        """The operands for these leaves, as `_operand` gives them, which isn't called for tensors
+        that are known already: nearly all. Equal numbers of one list are one input: 200
+        parameters that have taken the same number of steps have one step size."""
         known = self._array_indices
         codes: list[int] = []
         numbers: dict[Any, int] = {}
@@ -236,6 +236,7 @@ class Batch(Running):
         return self._array(value)
 
     def _array(self, array: Any) -> int:
+        # `_arrays` keeps each array alive, so no other one gets its id.
         index = self._array_indices.get(id(array))
         if index is None:
             index = self._array_indices[id(array)] = len(self._arrays)
@@ -245,6 +246,7 @@ class Batch(Running):
     def _view(self, view: Any) -> int:
         """The value of a view, of an array or of what is written down."""
         storage, steps = view._storage_, view._steps
+        # Versions come from one counter for all storages: this one names the storage as well.
         key = storage.version, steps
         known = self._views.get(key)
         if known is None:
@@ -273,7 +275,7 @@ class Batch(Running):
         return self._stream[1], 0
 
     def _make_room(self, frame: Frame | None, results: Sequence[Form | None]) -> None:
-        """Launch what is written down if an operation can't be in one program with it."""
+        """Launch what is written down if an operation can't join it in one program."""
         own = self._frame
         if frame is not None and own is not None and own.device_ids != frame.device_ids:
             self.run()  # one program runs on one set of devices
@@ -290,6 +292,7 @@ class Batch(Running):
             value = storage.array  # another batch's: it would not know the storage any more
         known = self._replaced.get(id(storage))
         # It may be known already, and have been written by something else since.
+        # The id may be that of a storage that is gone: hence the look at the reference.
         if not self._all_or_nothing or known is None or known[0]() is not storage:
             self._replaced[id(storage)] = weakref.ref(storage), value, storage.form, self._latest
 
@@ -335,6 +338,7 @@ class Batch(Running):
 
     def _run(self, executable: Any, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:
         with jax.enable_x64(True):
+            # The switch is a thread's, and without it JAX makes int64 inputs int32 without a word.
             arrays = executable(self._arrays, self._numbers.packed())
         return [(one, one.form, array) for one, array in zip(waiting, arrays, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What a batch has written down, as one program, or run one operation after the other."""
+"""From a batch's list of operations to one jitted program, or to a launch of each by itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = 5
 
 
 class Operation(Protocol):
-    """What is written down: a `Plan`, or one of the classes below.
+    """What a batch writes down: a `Plan`, or one of the classes below.
 
     Attributes:
         name: for people.
@@ -61,7 +61,8 @@ class Entry(NamedTuple):
 
 
 class ViewRead:
-    """Reads a view of an array in ``form``: leaves are that, and the positions left open."""
+    """An operation of a batch: the value of a view. Its operands are the storage's array, in
+    ``form``, and the numbers in the view's steps that are inputs (slice starts, indices)."""
 
     results, name = 1, "a view"
 
@@ -80,7 +81,8 @@ class ViewRead:
 
 
 class Look:
-    """Computes what tells whether a condition holds of a value in ``form``."""
+    """An operation of a batch: the two integers by which a condition on values is judged (the least
+    and the greatest index)."""
 
     results, name = 1, "a check of indices"
 
@@ -94,7 +96,8 @@ class Look:
 
 
 class _Barrier:
-    """Its first operand as something that XLA doesn't look behind; not before the second one."""
+    """An operation of a batch: its first operand behind an optimization barrier with the others, so
+    that XLA neither looks through it nor computes it before them."""
 
     results, name = 1, "a barrier"
 
@@ -109,7 +112,7 @@ BARRIER = _Barrier()
 
 
 class Conversion:
-    """Computes the array of another form: ``convert(array, source, target)``.
+    """An operation of a batch: a tensor in another layout, by ``convert(array, source, target)``.
 
     Args:
         convert: takes an array in ``source`` form, gives one in ``target`` form.
@@ -186,7 +189,7 @@ class Numbers:
 
 
 class _Unpacked:
-    """The numbers in a packed array, as JAX has Python numbers: their types give way to arrays'."""
+    """The elements of a packed array, each as JAX treats a Python number: weakly typed."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -196,13 +199,15 @@ class _Unpacked:
         known = self._known.get(index)
         if known is None:
             number = jax.lax.index_in_dim(self._array, index, keepdims=False)
+            # Packed numbers are 64 bits wide; without a weak type they would make a float32 array
+            # that is multiplied by one float64. JAX has no public function for it.
             known = jax._src.lax.lax._convert_element_type(number, weak_type=True)
             self._known[index] = known
         return known
 
 
 class Inputs:
-    """What the operands of a batch's entries stand for.
+    """Looks up the arrays and numbers that operands (integer codes) refer to.
 
     Args:
         numbers: by kind.
@@ -300,7 +305,7 @@ def one_by_one(
 
 
 class Failure(NamedTuple):
-    """What an operation gave that failed."""
+    """In place of the value of an operation that failed: which operation, and its exception."""
 
     entry: Entry
     error: Exception

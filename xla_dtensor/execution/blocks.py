@@ -1,4 +1,4 @@
-"""Blocks of code whose operations are written down, to be launched together."""
+"""Context managers: the operations of a block are written down and launched together."""
 
 from __future__ import annotations
 

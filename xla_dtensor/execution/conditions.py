@@ -1,4 +1,6 @@
-"""What must hold of the values of a call's arguments (`lowering/bounds.py`), looked at.
+"""Checks of argument values that torch makes and XLA doesn't: indices in range, divisors not zero.
+
+Which values an operation takes is said beside its lowering (`lowering/bounds.py`).
 
 Eagerly on the host, before anything is computed: up to `AWAITED` elements in any case, up to
 `ON_HOST` where they have been computed already (they mostly came from the host). Of others a device
@@ -31,6 +33,7 @@ from xla_dtensor.lowering.bounds import Condition
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.base import TensorMethods
 
+# What looking costs is in docs/design.md, "What must hold of values".
 AWAITED, ON_HOST = 2**10, 2**16
 
 _summaries: Cache[tuple[Form, Condition], Any] = Cache("summaries of indices", 512)
@@ -40,7 +43,7 @@ Look = Callable[[Any, Form, Condition], Any]
 
 
 class Checked:
-    """An argument of which something must hold.
+    """An argument whose values a plan's calls check, and the array that last passed.
 
     Attributes:
         leaf: its number among the call's leaves.
@@ -70,7 +73,7 @@ def _nothing() -> None:
 
 
 def check(checked: tuple[Checked, ...], call: Any, look: Look | None = None) -> None:
-    """Look at the arguments of an eager call.
+    """Check the argument values of an eager call, now or when a value is read next.
 
     Args:
         look: has the summary of a tensor computed that is still to be computed itself.
@@ -139,12 +142,13 @@ def _look_later(one: Checked, leaf: Any) -> None:
 
 
 def summary(condition: Condition, values: Any) -> Any:
-    """What a condition wants to know of ``values``: an array of two integers."""
+    """The two integers by which ``condition`` judges ``values``, as an array."""
     return jnp.stack([jnp.asarray(n, np.int64) for n in condition.summary(jnp, values)])
 
 
 class _Judge:
-    """Makes an exception of a summary; it names the line, which isn't that where it is raised."""
+    """Turns a summary into an exception that names the line of the call: it is raised later, where
+    a value is read."""
 
     def __init__(self, one: Checked, line: Callable[[], str]) -> None:
         self._condition, self._text, self._line = one.condition, one.text, line
@@ -155,7 +159,7 @@ class _Judge:
 
 
 def trace(checked: tuple[Checked, ...], call: Any, trace: Any) -> None:
-    """Let a compiled step look at the arguments of a call that it is made of."""
+    """Make the checks of a call outputs of the compiled step that is being traced."""
     for one in checked:
         leaf, form = call.leaves[one.leaf], one.form
         if isinstance(leaf, int) and not is_number(leaf):  # an input would become a constant

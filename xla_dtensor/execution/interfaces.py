@@ -1,4 +1,4 @@
-"""What an executor is told of a call, and of how such calls are computed."""
+"""Protocols of what executors get: a call (overload and arguments), and its plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Slot:
 
 
 class Call(Protocol):
-    """What an executor is told of a call (`plans.call.Call`).
+    """One call of an overload, taken apart (`plans.call.Call`).
 
     Attributes:
         info: the overload (`plans.ops.OpInfo`).
@@ -40,7 +40,7 @@ class Call(Protocol):
 
 
 class Plan(Protocol):
-    """What an executor is told of how a kind of call is computed (`plans.plan.Plan`).
+    """How calls with one key are computed (`plans.plan.Plan`).
 
     Attributes:
         name: the overload's, qualified.

@@ -1,5 +1,5 @@
-"""Eager operations are written down and launched together: when a value is read, at the end of a
-backward pass, or when there are enough of them, or of the bytes that they hold.
+"""The default executor: eager operations are written down, and launched together when a value is
+read, at the end of a backward pass, or when there are enough of them, or of the bytes they hold.
 
 Each thread has a batch of its own. What a program does again and again should be one executable
 that is found again, and a deep model's layers one that all of them share. So a batch ends where a
@@ -53,6 +53,8 @@ from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.mesh import Frame
 from xla_dtensor.tensors.of_form import new_tensor
 
+# Where batches end decides how much is compiled and how often: what was measured is in
+# docs/design.md, "Eager operations wait, and are launched together".
 FEW = 12  # operations that aren't worth a program of their own until they come
 OFTEN = 32  # times in the same order
 ENOUGH = 64  # operations after which a batch ends where something has come round
@@ -123,6 +125,7 @@ class Lazy(Batch):
         if self._held > HELD:
             self.run()
         elif len(self._entries) >= ENOUGH and self._rounds.complete(self._leaves_little):
+            # `run` begins a new batch, which is expected to be this one again.
             following = self._rounds.following
             self.run()
             self._rounds.following = following
@@ -159,7 +162,7 @@ class Lazy(Batch):
             raise failure.error
 
     def _put_back_one(self, waiting: Waiting, failure: Failure) -> None:
-        """A storage's last write has failed: it has the value before that."""
+        """Give a storage whose last write has failed the value of the write before it."""
         storage = waiting.storage
         if storage.value is not waiting.pending:
             return
@@ -187,6 +190,7 @@ class Lazy(Batch):
         if executable is None:
             if len(self._entries) <= FEW:
                 times = _seen.get(key) or 0
+                # A single operation has a program already: its plan's.
                 if times < OFTEN or len(self._entries) == 1:
                     _seen.put(key, times + 1)
                     return self._one_by_one(waiting)
@@ -195,6 +199,7 @@ class Lazy(Batch):
             with self._outside_of_traces():
                 return self._run(executable, waiting)
         except Exception:
+            # One by one it shows which operation fails; what doesn't need its results has a value.
             return self._one_by_one(waiting)
 
     def _one_by_one(self, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:
@@ -225,7 +230,10 @@ class Lazy(Batch):
             self._is_large = True
 
     def _prove(self, plan: Plan, call: Call, leaves: Codes, bases: Bases) -> None:
-        """Have it traced, which for all batches is done once, for what its lowering may raise."""
+        """Trace the plan now, so that its lowering raises at the user's line and not at the launch.
+
+        All batches use this one trace (design.md, "Eager operations wait").
+        """
         values = [self._abstract(c, f) for c, f in zip(leaves, call.forms, strict=True)]
         written = [call.leaves[i]._storage_.form for i in plan.mutated]
         into = [
@@ -248,7 +256,7 @@ class Lazy(Batch):
 
 
 class Rounds:
-    """Finds out where a sequence of operations has come round.
+    """Finds where a sequence of operations repeats itself: rounds of a loop, layers of a model.
 
     Attributes:
         following: the operations after which the next batch ends, if they come as expected.
@@ -297,6 +305,7 @@ class _Threads(threading.local):
         self.batch = Lazy()
 
 
+# Weak: a batch lives as long as its thread, or as a storage waits for one of its values.
 _batches: weakref.WeakSet[Lazy] = weakref.WeakSet()
 _threads = _Threads()
 

@@ -1,4 +1,4 @@
-"""The operations of a decomposition, on tracers inside of the program that is being built."""
+"""The executor of torch's decomposition of an overload, on tracers inside of its program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xla_dtensor.forms.host_values import to_numpy
 
 
 class Nested(Tracing):
-    """Runs what an overload is composed of.
+    """Runs the operations that torch composes an overload of, on tracers.
 
     Args:
         keys: gives a fresh JAX PRNG key.

@@ -1,5 +1,6 @@
-"""What is the same in all ways to run an operation: ask what may refuse, compute everything, then
-write, so that nothing is written by half.
+"""The base of all executors: check what may refuse, compute everything, then write.
+
+In this order a call that fails has written nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from xla_dtensor.tensors.of_form import new_tensor
 
 
 class Running(executor.Executor):
-    """Runs operations; how their arrays come about is up to `compute`."""
+    """Performs calls by their plans; subclasses say how the arrays are computed (`compute`)."""
 
     def joins(self, call: Call) -> bool:
         return several.joins(call)
@@ -85,6 +86,7 @@ def launched(plan: Plan, call: Call) -> Any:
         with jax.enable_x64(True):
             return plan.eager(state, leaves, bases)
     except BaseException:
+        # A call that fails has drawn nothing, so what is drawn next is what it would have been.
         call.stream.give_back(state)
         raise
 
@@ -106,6 +108,7 @@ def _check_writes(plan: Plan, mutated: list[Any]) -> None:
 
 def _write(plan: Plan, mutated: list[Any], arrays: Iterator[Any]) -> None:
     if not plan.grows:
+        # Not strict: without data `arrays` never ends.
         for tensor, array, form in zip(mutated, arrays, plan.base_forms, strict=False):
             tensor._storage_.write(array, form)
         return

@@ -1,5 +1,5 @@
-"""Several processes execute the same operations: tensors that a process has of its own, in a call
-with tensors of all processes' devices, and whether all are about to do the same.
+"""Eager calls in several processes: a process's own tensors join those on all devices, and the
+processes agree on what they execute.
 """
 
 from __future__ import annotations

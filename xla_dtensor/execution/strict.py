@@ -1,4 +1,4 @@
-"""Each operation is launched where it stands."""
+"""The executor that launches each operation at once (``xd.config.eager``)."""
 
 from __future__ import annotations
 

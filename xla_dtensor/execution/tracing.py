@@ -1,4 +1,4 @@
-"""Operations run on JAX tracers: they become part of a larger program."""
+"""The base of the executors whose operations run on JAX tracers, as parts of a larger program."""
 
 from __future__ import annotations
 
@@ -127,6 +127,7 @@ class Tracing(Running):
 
     def _of_scalars(self, plan: Plan, call: Call, leaves: list[Any], bases: list[Any]) -> list[Any]:
         """Of many parameters the step counts are one array; what is made of them is made once."""
+        # repr: 0.0 == -0.0 and 1 == True, and their results differ.
         key = (plan, *(repr(x) if isinstance(x, _NUMBERS) else id(x) for x in leaves))
         known = self.scalars.get(key)
         if known is not None:
@@ -184,7 +185,11 @@ def _of_one(call: Call, leaves: list[Any]) -> Any:
 
 
 def _recipes(plan: Plan, call: Call) -> list[Any] | None:
-    """Per leaf how to compute it outside of the trace, if every leaf can be."""
+    """Per leaf a function that computes it outside of the trace, if every leaf is a constant.
+
+    `nn.TransformerEncoder` looks at a mask that it has made of sizes: such a value depends on no
+    input of the step, and ``.item()`` of it is computed at once.
+    """
     if plan.mutated or plan.random:
         return None
     recipes: list[Any] = []
@@ -206,5 +211,6 @@ def _same(value: Any) -> Any:
 
 
 def _cook(plan: Plan, recipes: list[Any], position: int) -> Any:
+    """Compute a constant of the step while it is traced, outside of the trace."""
     with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
         return plan.eager(None, [recipe() for recipe in recipes], [])[position]

@@ -30,6 +30,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
         TypeError: XLA doesn't have the dtype.
     """
     dtype = to_jax_dtype(tensor.dtype)
+    # NumPy has no lazy conjugate or negative views: torch refuses to hand such a tensor over.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     bits = _AS_BITS.get(tensor.dtype)
     if bits is not None:
@@ -70,6 +71,7 @@ def to_devices(tensor: torch.Tensor, form: Form) -> Any:
             return jax.numpy.array(value)
         if form.padded_shape == form.shape:
             return arrays.put(value, form.sharding)
+        # `arrays.put`, above, asks this itself: several processes have to have the same value.
         arrays.check_equal(value)
         return arrays.put_shards(
             form.padded_shape, form.sharding, lambda index: padded_slice(value, index)

@@ -79,6 +79,8 @@ def _by_shard_map(
         mesh=frame.jax_mesh,
         in_specs=tuple(spec(*own) for own in varying),
         out_specs=spec(*axes),
+        # A lowering's loops begin with constants, which don't vary, and go on with values that do:
+        # JAX's check takes that for an error.
         check_vma=False,
     )
 

@@ -1,4 +1,4 @@
-"""A tensor's current array: the storage's own, or the view of it that the tensor is."""
+"""Reads tensors: the storage's array, or of a view the array that its steps make of that."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def constant_recipe(tensor: Any) -> Any:
 
 
 def _read_recipe(recipe: Any, tensor: Any) -> Any:
+    # A step is being traced: without this JAX would make the reading a part of it.
     with executor.running_at_once(), jax.ensure_compile_time_eval():
         return read_view(tensor._storage_.form, tensor._steps, tensor._form, recipe())
 

@@ -1,4 +1,4 @@
-"""Threads that share tensors: no read while another thread's compiled step takes their memory over.
+"""The lock of threads that share tensors: nobody reads an array that a compiled step is donating.
 
 A step gives the memory of what it overwrites to XLA, which refuses such an array afterwards, or
 ends the process. So a thread holds `lock` from the look at a storage to the launch that reads its

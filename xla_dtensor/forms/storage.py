@@ -200,6 +200,7 @@ class Storage:
         if value.__class__ is Pending:
             value.storage = weakref.ref(self)
 
+    # An interrupt in between would leave an array that isn't in the storage's form.
     @interrupts.atomic
     def place(self, frame: Frame | None) -> None:
         """Copy the value of the default device to all devices of ``frame``. Each of several

@@ -1,4 +1,4 @@
-"""Looking at an array through a chain of steps, and writing through it."""
+"""View steps: the value of a view from its storage's array, and writes back through the view."""
 
 from __future__ import annotations
 
@@ -211,6 +211,7 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
         the logical value, behind the axes along which it varies.
     """
     if isinstance(steps[0], CrossingStep):
+        # What devices hold: the array as it is, with the leading axes of pending reductions.
         base = form.fetched(base)
     else:
         base = logical(base, form)

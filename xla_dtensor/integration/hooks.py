@@ -40,6 +40,7 @@ def install() -> None:
     global _installed
     if _installed:
         return
+    # First: XLA reads its log level when JAX is imported.
     keep_quiet()
     _keep_modes_whole()
     registration.install()
@@ -125,6 +126,7 @@ def _hook_clipping() -> None:
     """``clip_grad_norm_`` and its siblings make a float of their limit, which in a compiled step
     may be an input."""
     clip_grad: Any = torch.nn.utils.clip_grad
+    # A global of that module, which hides the builtin there and nowhere else.
     clip_grad.float = as_float
 
 
@@ -170,6 +172,7 @@ def _hook_mesh_class() -> None:
         from xla_dtensor.mesh import XLADeviceMesh
 
         _install_for_dtensor()
+        # A subclass of what was asked for, so Python goes on to call its __init__.
         return object.__new__(XLADeviceMesh)
 
     mesh_class.__new__ = staticmethod(new)
@@ -225,6 +228,8 @@ def _hook_distribute() -> None:
 
     spmd.xla_distribute_tensor = xla_distribute_tensor  # type: ignore[attr-defined]
     spmd.xla_distribute_module = xla_distribute_module  # type: ignore[attr-defined]
+    # This name alone: find_spec("torch_xla") stays None, by which others ask whether it is
+    # installed.
     sys.modules[name] = spmd
 
     on_import("torch.distributed.tensor._api", _take_over_sources)

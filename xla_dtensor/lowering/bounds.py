@@ -1,4 +1,4 @@
-"""What must hold of the values of an operation's arguments: which indices it takes.
+"""Which argument values an operation refuses, as CPU torch does: indices out of range, and others.
 
 torch looks at them while it computes, and raises. The lowerings compute something for any
 (`indexing.py`); whoever executes them may ask here what to look for:

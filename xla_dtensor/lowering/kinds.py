@@ -1,4 +1,4 @@
-"""What kind of operation an overload is, where whoever executes it must know.
+"""`Kind`: facts about overloads that plans ask for (contains a product, only fills, is a gather).
 
 Said beside the lowerings, also of overloads that have none of their own because torch composes
 them.

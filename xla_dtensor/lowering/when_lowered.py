@@ -1,4 +1,4 @@
-"""What is decided when a program is lowered, which is after it has been traced."""
+"""Primitives that decide at lowering time, when the platform is known: 32-bit types, refusals."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def refused(text: str, like: Function, *operands: jax.Array) -> Any:
     return tree.unflatten(_refused.bind(*operands, text=text, results=tuple(results)))
 
 
+# A primitive, as a `with` block around the call would be over when JAX lowers what is in it. It is
+# for `base/xla_faults.py:FACTORISATIONS_IN_32_BITS`.
 _narrow = Primitive("in_32_bits")
 _narrow.multiple_results = True
 _narrow.def_impl(lambda *values, function: list(function(*values)))

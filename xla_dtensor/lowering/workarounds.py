@@ -1,4 +1,4 @@
-"""What works around a defect of one backend's compiler, and where: there alone.
+"""Workarounds for defects of one backend's compiler, lowered for that backend alone.
 
 A program's backend is known when it is lowered, so such a function is traced both ways, and one
 of them is lowered. The defects are rows of `base/xla_faults.py`, as are those of XLA's partitioner,

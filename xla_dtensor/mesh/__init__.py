@@ -1,4 +1,4 @@
-"""Where: torch's DeviceMesh as a JAX mesh, submeshes, placements. Knows no ops."""
+"""torch's DeviceMesh as a JAX mesh, submeshes, groups, placements and layouts. Knows no ops."""
 
 from xla_dtensor.mesh.current import current_mesh, get_mesh, set_mesh
 from xla_dtensor.mesh.device_mesh import XLADeviceMesh

@@ -1,4 +1,4 @@
-"""The mesh that functions use which are given none: of a ``with mesh:`` block, or the process's."""
+"""The default mesh: that of a ``with mesh:`` block, or what `set_mesh` was given."""
 
 from __future__ import annotations
 

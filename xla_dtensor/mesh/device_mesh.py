@@ -129,6 +129,8 @@ class XLADeviceMesh(DeviceMesh):
             dim = self._mesh_dim_names.index(dim)
         return super()._unflatten(dim, *args, **kwargs)
 
+    # torch computes nothing on a rank outside of a tensor's mesh. There are no ranks here: the
+    # process launches on all of a mesh's devices.
     def _is_current_rank_part_of_mesh(self) -> bool:
         return True
 

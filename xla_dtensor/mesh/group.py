@@ -1,4 +1,4 @@
-"""What stands for a process group of an xla mesh: the name of one of its dims."""
+"""`MeshGroup`: devices along a mesh dim, in place of the process group that an xla mesh hasn't."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Meshes that cut up the same devices in ways of their own, and whose tensors meet all the same.
+"""Which meshes over the same devices may be combined in one operation: those of torch_xla's calls.
 
 To torch two meshes are two worlds, and an operation on tensors of both is an error. To torch_xla a
-mesh is how one sharding is written down, and tensors meet whatever meshes they were marked with. So
-meshes that torch_xla's calls were given are noted here.
+mesh is how one sharding is written down, and tensors are combined whatever meshes they were marked
+with. So meshes that torch_xla's calls were given are noted here.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ Pieces = list[tuple[int, int]]
 
 
 def let_meet(mesh: DeviceMesh) -> None:
-    """Let tensors on ``mesh`` meet tensors on others of its kind, over the same devices."""
+    """Let operations combine tensors on ``mesh`` with tensors on others that were given to this
+    function, over the same devices."""
     _meeting.setdefault(root_mesh(mesh), None)
 
 
 def may_meet(meshes: Iterable[DeviceMesh]) -> bool:
-    """Whether tensors on these meet: each was named to `let_meet`, and their devices are the same,
-    in any order."""
+    """Whether an operation may combine tensors on these: each was given to `let_meet`, and their
+    devices are the same, in any order."""
     roots = {root_mesh(mesh) for mesh in meshes}
     if not roots <= _meeting.keys():
         return False

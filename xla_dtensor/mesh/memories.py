@@ -1,4 +1,4 @@
-"""The memory of the host that devices reach by themselves."""
+"""The host's memory that devices address themselves (JAX's ``pinned_host``), for offloading."""
 
 from __future__ import annotations
 

@@ -102,6 +102,8 @@ def dim_mesh_dims(
             dims to its right that shard the same tensor dim.
     """
     orders: list[list[int]] = [[] for _ in range(ndim)]
+    # From the right: a split factor counts the pieces that mesh dims further right have cut, so
+    # these have to be in the order already.
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
         if isinstance(placement, _StridedShard):

@@ -34,6 +34,8 @@ def rebuild_mesh(
     if map_location.leaves_xla():
         return None
     if root is not None:
+        # Unpickling the root has made its flattened meshes already; this one is to be that very
+        # object, as it was when it was saved.
         known = root._flatten_mapping.get(names[0]) if names else None
         if known is not None and known._layout == layout:
             return known

@@ -1,4 +1,4 @@
-"""Between two shardings, where XLA's partitioner can't go all the way at once."""
+"""Intermediate shardings for moves that would end the process in XLA's partitioner."""
 
 from __future__ import annotations
 

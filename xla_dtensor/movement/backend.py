@@ -1,6 +1,6 @@
-"""What the tensor classes need of the floors above them (`xla_dtensor.tensors.backend.Backend`).
+"""The functions that tensor classes call but can't import (`xla_dtensor.tensors.backend.Backend`).
 
-Loading it registers every handler: operations come in through here.
+Importing this module registers every handler of overloads that have no plan.
 """
 
 from xla_dtensor.dispatch import dispatch

@@ -1,4 +1,4 @@
-"""The collectives as functions of arrays, one of XLA's each, under ``jax.shard_map``."""
+"""Collectives on arrays: each is one XLA collective under ``jax.shard_map``."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ class _Collective:
             mesh=frame.jax_mesh,
             in_specs=spec(*source.varying),
             out_specs=spec(*target.varying),
+            # JAX's check counts what all_gather gives as varying, and it is the same on all.
             check_vma=False,
         )(array)
 

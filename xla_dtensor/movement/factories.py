@@ -283,6 +283,7 @@ def make_sharded(
     elif abstract.current() is not None:
         array = array_of(form)
     else:
+        # The number is an input of the program, so its type alone is in the key.
         maker = _makers.get((name, form, type(fill_value)))
         if maker is None:
             seed = f" of the seed and position {rng.position()}" if name in _RANDOM else ""

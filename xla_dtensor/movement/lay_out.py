@@ -1,4 +1,4 @@
-"""Laying out a value over a mesh that all processes have, or each its own."""
+"""What `distribute_tensor` does below autograd: pad a value, and give each device its shard."""
 
 from __future__ import annotations
 
@@ -92,6 +92,7 @@ def _placed(tensor: torch.Tensor, form: Form) -> Any:
         assert form.frame is not None
         with jax.enable_x64(True):
             in_place = frame is not None and frame.device_ids == form.frame.device_ids
+            # A program's outputs lie on the devices of its inputs: to others the result is copied.
             sharding = form.sharding if in_place else None
             padder = _padders.get_or_make(
                 (form, sharding),

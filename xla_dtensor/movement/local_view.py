@@ -1,5 +1,4 @@
-"""Between the two views: ``DTensor.from_local`` and ``to_local`` for xla meshes, with torch's
-gradients, and per-device tensors from and to the host."""
+"""``DTensor.from_local`` and ``to_local`` for xla meshes, with torch's gradients."""
 
 from __future__ import annotations
 
@@ -329,7 +328,7 @@ def last_local(tensor: XLAShardedTensor) -> torch.Tensor | None:
 
 
 class _Strong:
-    """As a weak reference, but not weak."""
+    """A strong reference that is called like a weak one."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -1,6 +1,7 @@
-"""An unevenly sharded tensor's piece in a process that drives one device: there it has a shape.
+"""``to_local`` of unevenly sharded tensors in a process that drives one device.
 
-A process with several devices has pieces of several shapes, and no one tensor of them.
+Such a process has one shard, so its local tensor has a shape. A process with several devices has
+shards of several shapes, which are no one tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Between layouts: ``redistribute``, ``full_tensor``, and what each device holds.
+"""``redistribute`` and ``full_tensor`` for xla meshes, with torch's gradients.
 
 No communication is written here: the value is given its new sharding, and XLA moves the data.
 """
@@ -74,6 +74,7 @@ class _Redistribute(torch.autograd.Function):
         communication_dtype = ctx.backward_dtype or dtype
         if grad.dtype != communication_dtype:
             grad = grad.to(communication_dtype)
+        # By `apply`, not `move`: the gradient may be differentiated again.
         grad = _Redistribute.apply(grad, mesh, wanted, None, None)
         return (grad if grad.dtype == dtype else grad.to(dtype)), None, None, None, None
 

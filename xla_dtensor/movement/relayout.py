@@ -1,4 +1,4 @@
-"""Another layout for a value, below autograd.
+"""Converts tensors to other layouts (forms), below autograd.
 
 No communication is written here: the value is given its new sharding, and XLA moves the data.
 """
@@ -96,6 +96,7 @@ def same_value(source: Form, target: Form, sharding: Any = None) -> Conversion:
         _agree("redistributes", source, target)
         return Conversion(_reduced, source, target, sharding)
 
+    # `sharding` isn't in the key: it is given only where the devices of the forms differ.
     return conversions.get_or_make((_reduced, source, target), make)
 
 
@@ -119,7 +120,7 @@ def _turns(source: Form, target: Form) -> bool:
 
 
 def _on_the_way(value: Any, source: Form, target: Form) -> Any:
-    """``value``, such that XLA gets it from ``source`` to ``target``."""
+    """``value`` with what XLA must be told, or must not see, on its way to ``target``."""
     if source.frame is target.frame and source.frame is not None:
         for sharding in waypoints(source.frame, source.dim_axes, target.dim_axes):
             value = jax.lax.with_sharding_constraint(value, sharding)

@@ -30,7 +30,7 @@ def slots_for(rows: int, devices: int, capacity: float | None) -> int:
 
 
 def kept(counts: Tensor, slots: int) -> Tensor:
-    """What of ``counts`` fits.
+    """The part of ``counts`` for which there are slots.
 
     Args:
         counts: int, ``(devices, kinds)``: how many rows of each kind go to each device; the kinds

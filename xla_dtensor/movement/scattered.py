@@ -1,11 +1,10 @@
-"""Sums that devices add up, and of which each keeps a piece: what XLA's backends know as a
-reduce-scatter.
+"""Gets a reduce-scatter from the TPU's compiler where it would make an all-reduce and a slice.
 
-XLA's partitioner writes an all-reduce and a slice, of which the backend's compiler makes one
-operation. The TPU's (libtpu 0.0.52) doesn't where pieces are cut out of the last dim of 16-bit
-numbers, each exactly `TILE` wide. It does where they are narrower or wider, of 32-bit numbers, and
-along any other dim. So such a sum is asked for with its last two dims swapped, and XLA computes the
-product in that order.
+Of a sum of which each device keeps a piece XLA's partitioner writes an all-reduce and a slice; the
+backend's compiler makes one operation of them. The TPU's (libtpu 0.0.52) doesn't where pieces are
+cut out of the last dim of 16-bit numbers, each exactly `TILE` wide. It does where they are narrower
+or wider, of 32-bit numbers, and along any other dim. So such a sum is asked for with its last two
+dims swapped, and XLA computes the product in that order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whose value a tensor takes that several processes have each of their own: ``src_data_rank``."""
+"""``src_data_rank``: whose value is taken where each of several processes has one of its own."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def take(value: np.ndarray, mesh: DeviceMesh, rank: int) -> bool:
             "processes alike"
         )
     own = value.copy()
+    # In one order in all processes: each of them takes part in every send.
     for index in (source, *more):
         sent = own.copy()
         broadcast.send(sent, index)

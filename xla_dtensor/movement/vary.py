@@ -1,9 +1,9 @@
-"""Between a per-device tensor that is the same along mesh axes and one that varies along them.
+"""`vary` and `sum_over`: JAX's ``pvary`` and ``psum`` for per-device tensors, each the other's
+gradient.
 
 `vary` says that each device has a value of its own (the same one, to begin with); its transpose,
-`sum_over`, adds the devices' values up. JAX calls the pair ``pvary`` and ``psum``. They are what
-makes the gradients of per-device code complete: a value that all devices share gets the sum of
-what each of them contributes.
+`sum_over`, adds the devices' values up. They are what makes the gradients of per-device code
+complete: a value that all devices share gets the sum of what each of them contributes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""From a sharded parameter to the whole one, and from the devices' gradients to the sharded one:
-functions of arrays for `relayout`."""
+"""Gathers sharded parameters, and reduces gradients over data-parallel devices: functions of arrays
+for `relayout`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def gather(array: Any, source: Form, target: Form) -> Any:
 
 @dataclass(frozen=True)
 class Keep:
-    """A whole parameter with the same value and form, sharded over few devices meanwhile.
+    """Keeps a gathered parameter between forward and backward, sharded over few devices
+    (``reshard_after_forward=4``).
 
     The form stays that of the whole parameter, as no form of the frame may have it: a finer cut of
     the devices would part it from the tensors that exist.
@@ -169,6 +170,7 @@ class Reduce:
                 wanted = _block(target)[self.dim] * _count(target, self.shard_axes)
                 pads = [(0, 0)] * value.ndim
                 pads[self.dim] = (0, wanted - value.shape[self.dim])
+                # First, so that what is left to add up is a shard.
                 value = jax.lax.psum_scatter(
                     jnp.pad(value, pads), self.shard_axes, scatter_dimension=self.dim, tiled=True
                 )
@@ -182,6 +184,7 @@ class Reduce:
     def _factors(self, target: Form) -> tuple[float, float]:
         if target.jax_dtype != jnp.float16 or self.scale >= 1:
             return 1.0, self.scale
+        # A power of two: float16 loses no digit by it.
         before = 2.0 ** -((-math.log2(self.scale)) // 2)
         return before, self.scale / before
 

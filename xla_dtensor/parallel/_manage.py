@@ -1,4 +1,4 @@
-"""Taking over the parameters of modules."""
+"""What `fully_shard` and `replicate` have in common: move, shard and register parameters."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ def manage(
         parameter._managed = managed
         managed.parameter._managed = managed
         state.parameters.append(managed)
+    # A forward leaves whole parameters in the modules until they are resharded; state dicts are of
+    # the sharded ones.
     for holder in {at.module for p in state.parameters for at in p.locations}:
         holder.register_state_dict_pre_hook(lambda *args: state.reshard())
         holder.register_load_state_dict_pre_hook(lambda *args: state.reshard())

@@ -172,6 +172,7 @@ class _Frame:
         if not self.state.reshards or not torch.is_grad_enabled():
             return
         beneath = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # The hooks of an outer forward pack this one's parameters, too.
         if beneath is not None and getattr(beneath[0], "keeps_sharded", False):
             return
         pack, unpack = _hooks(beneath)

@@ -1,4 +1,4 @@
-"""The step from a sharded parameter to a whole one, and back for its gradient."""
+"""The autograd function that gathers a parameter, and reduces its gradient in backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole parameters while they are in use, and where a module keeps a parameter."""
+"""Bookkeeping of gathered (whole) parameters, and of where modules hold their parameters."""
 
 from __future__ import annotations
 

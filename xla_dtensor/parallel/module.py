@@ -1,4 +1,4 @@
-"""`FSDPModule`: what a module whose parameters are sharded can do besides."""
+"""`FSDPModule`: the class of modules under `fully_shard`, with the methods that torch's has."""
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ class FSDPModule(TorchFSDPModule):
         try:
             output = super().__call__(*args, **kwargs)
         except BaseException:
+            # Else the next forward would take this one for the one around it.
             state.leave()
             raise
         return state._post_forward(cast(nn.Module, self), args, output)

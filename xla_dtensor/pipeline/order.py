@@ -1,4 +1,4 @@
-"""In which order one process does what a schedule has the ranks do.
+"""Merges what torch's pipeline schedules have each rank do into one order, for one process.
 
 torch's schedules are programs of one rank. Each is run for every rank, with stages that compute
 nothing and note what they are asked to do; the ranks' lists are then merged so that every action
@@ -46,7 +46,8 @@ class Action(NamedTuple):
 
 
 class _Noting:
-    """Poses as a stage of one rank, and notes what a schedule asks of it. (Read in torch 2.13.)"""
+    """A stage that computes nothing and records what a schedule asks of it, for one rank. (Read in
+    torch 2.13.)"""
 
     def __init__(self, index: int, count: int, rank: int, ranks: int, noted: list[Action]) -> None:
         self.stage_index, self.num_stages = index, count

@@ -81,7 +81,7 @@ def _call_of(run: Function, args: tuple, index: int) -> Any:
 
 
 def _of_each(call: Any, rows: list[list[Any]]) -> list[Any]:
-    """``call`` of each."""
+    """The results of ``call`` for each row of arrays, as one equation of the trace."""
     if len(rows) == 1:
         return [call(rows[0])]
     trees: list[Any] = []

@@ -15,6 +15,7 @@ from xla_dtensor.plans.ops import OpInfo
 
 
 def checked(value: Any, shape: tuple[int, ...], dtype: Any, info: OpInfo) -> Any:
+    """``value`` in the dtype that torch gives; raise if its shape isn't torch's."""
     if not isinstance(value, jax.core.Tracer):
         value = jnp.asarray(value)
     if tuple(value.shape) != shape:
@@ -27,6 +28,7 @@ def checked(value: Any, shape: tuple[int, ...], dtype: Any, info: OpInfo) -> Any
     return _cast(value, dtype)
 
 
+# By NumPy's kinds, of which "V" is that of bfloat16 and the 8-bit floats.
 _CATEGORIES = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
 
 
@@ -51,6 +53,8 @@ def _cast(value: Any, dtype: Any) -> Any:
         return value
     if value.dtype.kind == "c" and dtype.kind != "c":
         value = value.real
+    # A trace computes an optimizer's scalars in double precision and rounds them where they are
+    # used: in float32 `1 - beta**step` has three digits left in the first steps.
     if value.ndim == 0 and value.dtype == np.float64 and dtype == np.float32:
         trace = executor.trace()
         if trace is not None and trace.wide is not None:

@@ -111,6 +111,8 @@ class Computation:
         ):
             return self(trace.random_key, leaves, base_arrays, False)
         if self._known is None:
+            # inline: its equations, not a call of it, go into each trace, so that the program is
+            # the same with and without.
             self._known = jax.jit(self._of_arrays, inline=True)
         found: list[Any] = self._known(leaves)
         return found

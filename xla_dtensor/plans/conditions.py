@@ -1,5 +1,7 @@
-"""What must hold of the values of the arguments of a kind of call (`lowering/bounds.py`); who runs
-the call looks at them (`execution/conditions.py`).
+"""Which arguments of a call have their values checked (indices in range), as part of its plan.
+
+The conditions are said beside the lowerings (`lowering/bounds.py`); executors check them
+(`execution/conditions.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from xla_dtensor.plans.ops import info_of
 
 
 def conditions_of(call: Call) -> tuple[Checked, ...]:
-    """Of which arguments of such calls something must hold."""
+    """The checks that calls like this one make of their arguments' values."""
     info = call.info
     find = bounds_of(info.name)
     if find is None:

@@ -1,7 +1,7 @@
-"""Operations that XLA's partitioner can't cut, or would cut badly or wrong: loops over blocks,
-kernels, attention.
+"""Calls an operation under ``jax.shard_map`` where XLA's partitioner would cut it badly or wrong:
+loops over blocks, kernels, attention.
 
-They run under ``jax.shard_map``: each device computes the shards that the operation's rule gives
+Each device computes the shards that the operation's rule gives
 it, and what the rule calls ``Partial`` is summed up.
 """
 
@@ -147,8 +147,8 @@ def _spec(axes: TensorAxes) -> jax.sharding.PartitionSpec:
 
 
 def _uneven(tensors: Sequence[tuple[Any, Placements]], mesh: Any) -> set[int]:
-    """The mesh dims along which every device computes the same, as something isn't divided evenly
-    by them."""
+    """The mesh dims along which every device computes the same, because they don't divide some dim
+    evenly: `jax.shard_map` takes even shards alone."""
     whole: set[int] = set()
     for shape, placements in tensors:
         kept = representable(placements, mesh, len(shape))

@@ -148,6 +148,7 @@ def _wrap(value: Any) -> Any:
         form = device_form(None, tuple(value.shape), dtype=to_torch_dtype(value.dtype))
         return XLATensor(Storage(value, form), form)
     if isinstance(value, jax.Array):
+        # Weakly typed, so it stands for a Python number of the call, and has a dtype of no tensor.
         return symbolic_number(value)
     return value
 

@@ -1,4 +1,4 @@
-"""What torch says of a call's results without computing them: shapes, strides, dtypes."""
+"""Runs torch's meta kernels: shapes, strides and dtypes of a call's results."""
 
 from __future__ import annotations
 

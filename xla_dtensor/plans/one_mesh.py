@@ -1,4 +1,7 @@
-"""Tensors on several meshes of one root in one call, as `clip_grad_norm_` has them."""
+"""Writes the layouts of a call's tensors, on several submeshes of one root, as layouts on one mesh.
+
+`clip_grad_norm_` makes such calls: gradients on `mesh["tp"]` and on `mesh` in one list.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from xla_dtensor.mesh import mesh_dim_axes
 
 
 def on_one_mesh(forms: list[Any]) -> list[Any]:
-    """The forms of a call's tensors as on one mesh, where that is a matter of words.
+    """The forms of a call's tensors as on one mesh, where no array has to change for that.
 
     A tensor on ``mesh["dp"]`` that doesn't vary along the other dims of ``mesh`` is the same on all
     devices along them: replicated on ``mesh``. The array stays as it is. The forms come back
@@ -33,7 +36,7 @@ def on_one_mesh(forms: list[Any]) -> list[Any]:
 
 
 def _lifted(form: Form, mesh: DeviceMesh) -> Form | None:
-    """The form as one on ``mesh``, if it is."""
+    """The same layout on ``mesh``, which may have more dims; None if it can't be written there."""
     if form.mesh == mesh:
         return form
     assert form.mesh is not None and form.placements is not None

@@ -1,4 +1,4 @@
-"""What the dispatcher knows about an overload before it sees a call: from its schema, once."""
+"""Static facts about overloads, made of schemas and registries once per overload (`OpInfo`)."""
 
 from __future__ import annotations
 

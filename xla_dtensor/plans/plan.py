@@ -1,4 +1,4 @@
-"""How one kind of call is executed: made on the first call with a key, reused for every other."""
+"""`Plan`: how calls with one key are computed. Made in the first such call, kept in a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xla_dtensor.plans.result_placements import Answer, pins
 
 
 class Plan:
-    """A computing call.
+    """How calls with one key, of an overload that computes something, are computed.
 
     Attributes:
         run: takes the leaves (arrays, numbers) and the bases of mutated views (arrays with the

@@ -26,7 +26,7 @@ from xla_dtensor.rules import Merged, TensorInfo, find_registration, infer
 
 
 class Answer:
-    """What the rule of a call says of it; asked once, when somebody wants to know.
+    """A layout rule's answer for one call: the rule is asked at first use, and once.
 
     Args:
         mesh: of the results.

@@ -1,4 +1,4 @@
-"""Views: no computation, another way to look at the same storage."""
+"""`ViewPlan`: how calls of one view overload make their views, of the same storage, uncomputed."""
 
 from __future__ import annotations
 

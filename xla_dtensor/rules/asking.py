@@ -1,4 +1,4 @@
-"""Asking rules: the placements of a call's results, and where its arguments are used."""
+"""Asks layout rules: the placements of a call's results, and those to use its arguments in."""
 
 from __future__ import annotations
 

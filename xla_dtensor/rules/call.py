@@ -1,4 +1,4 @@
-"""What a rule is asked about."""
+"""`Call`: what a layout rule gets to see of a call: overload, arguments, shapes, mesh."""
 
 from __future__ import annotations
 

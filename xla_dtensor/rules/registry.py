@@ -26,7 +26,7 @@ UserRule: TypeAlias = Callable[[Call], Merged | str | None]
 """The merged layouts, a notation that says them, or None to leave this call to the compiler."""
 
 changes = Changes()
-"""Whoever keeps what a rule has said listens here."""
+"""Caches of what rules have said listen here, and are emptied."""
 
 _RULES: Registry[Rule] = Registry("layout rule", changes)
 """The families' rules."""

@@ -1,4 +1,4 @@
-"""Whether devices that aren't here are laid out for: the state behind ``xd.abstract``.
+"""The topology of the current ``xd.abstract`` block: devices that needn't be here.
 
 While there is a topology, meshes are of its devices, and new tensors have layouts and no data.
 """
@@ -17,13 +17,13 @@ _state = _State()
 
 
 def current() -> Topology | None:
-    """The topology that is laid out for; None where tensors have data."""
+    """The topology that tensors are laid out for; None where they have data."""
     return _state.topology
 
 
 def enter(topology: Topology | None) -> Topology | None:
-    """Lay out for ``topology`` from now on, in all threads (autograd has its own); what was laid
-    out for before."""
+    """Make ``topology`` the current one, in all threads (autograd has its own); returns the one
+    before."""
     before, _state.topology = _state.topology, topology
     executor.choose()
     return before

@@ -1,4 +1,4 @@
-"""What a tensor has in place of a ``jax.Array`` where it has a layout and no data."""
+"""`AbstractArray`: a tensor's shape, dtype and sharding in place of its array (``xd.abstract``)."""
 
 from __future__ import annotations
 

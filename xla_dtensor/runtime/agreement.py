@@ -1,4 +1,4 @@
-"""Whether all processes are about to do the same, asked before they do it.
+"""Compares what several processes are about to compile or read: differences raise, not hang.
 
 A program that only some processes compile, or that they compile in another order, would leave them
 waiting for each other in its collectives. So before it is compiled, each process says what it is as

@@ -1,5 +1,5 @@
-"""A value of one process on the hosts of all, sent over the devices, and where values of several
-have to agree."""
+"""Sends a host value of one process to all others, over the devices; compares values that several
+processes hold."""
 
 from __future__ import annotations
 

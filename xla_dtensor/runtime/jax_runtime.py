@@ -53,6 +53,7 @@ def start(min_cpu_devices: int = 1) -> None:
     if forked.is_child():
         forked.refuse()
     with _start_lock:
+        # Before JAX's backend starts: afterwards this process can't join others.
         distributed.initialize()
         fix("cache")
         if is_started():

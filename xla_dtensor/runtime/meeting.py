@@ -1,4 +1,4 @@
-"""Where the processes find the coordinator of ``jax.distributed``, which is process 0.
+"""The rendezvous: how processes find the coordinator of ``jax.distributed``, process 0.
 
 Errors of networks name the variable that says where to go. JAX's own end the process, so what can
 go wrong is tried first.

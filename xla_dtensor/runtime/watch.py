@@ -1,4 +1,4 @@
-"""One process gone, all told: by name, instead of a collective that waits for ever.
+"""Heartbeats of several processes: when one is gone, the others end and name it, and don't hang.
 
 Each process gives signs of life through the key-value store, and process 0 looks at them. Who finds
 a process gone, or ends with an exception, says so there; all listen, and end. JAX would end them

@@ -1,4 +1,4 @@
-"""Where a process is: told to the others with its signs of life.
+"""Which of the user's lines a process is at, told to the others with its signs of life.
 
 A process that waits for another one to come to the same point can so tell a slow one from one that
 waits for it in turn: it reads what all processes have to compute.

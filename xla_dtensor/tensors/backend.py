@@ -1,4 +1,4 @@
-"""What the tensor classes call, although it is built on them: operations and moves.
+"""The interface to what is built on the tensor classes and they call: dispatch, redistribute, ...
 
 The one place where the package reaches up. `xla_dtensor.integration` says, when it is installed,
 where to find it; it is loaded with the first tensor's first operation.

@@ -1,4 +1,4 @@
-"""What the two tensor classes have in common: their data, and how Python and pickle see them."""
+"""`TensorMethods`, of both tensor classes: storage and steps, autograd, indexing, copying."""
 
 from __future__ import annotations
 

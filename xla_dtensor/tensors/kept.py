@@ -1,8 +1,9 @@
-"""Leaves that a backward pass waits for, and that move to other memory before it.
+"""Remembers the memory of leaves saved for a backward pass that get other memory before it runs.
 
-torch saves views of some of them, which stay where they are (``linear`` its transposed weight). Who
-saves the leaf itself takes a `Kept` here. It holds no memory: that is the saved tensor's, which
-hooks may pack away (`fully_shard` does). When the leaf moves, it is told what the leaf was.
+A leaf does so by ``w.data = ...`` or ``module.to``. torch saves views of some leaves, which stay
+where they are (``linear`` its transposed weight). Who saves the leaf itself takes a `Kept` here. It
+holds no memory: that is the saved tensor's, which hooks may pack away (`fully_shard` does). When
+the leaf moves, the `Kept` is told what the leaf was.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _ATTRIBUTE = "_kept"
 
 
 class Kept:
-    """What a leaf was when it was saved, if it has moved since.
+    """What a leaf's storage was when the leaf was saved, if it has another one now.
 
     Attributes:
         memory: its storage, the steps to it and its form; None as long as it is that.

@@ -58,6 +58,8 @@ class DeviceMemory(torch.UntypedStorage):
         return repr(self)
 
 
+# What neither reads nor writes memory. Every other method of torch's class is refused, those that a
+# later torch adds, too.
 _KEPT = {
     *("nbytes", "size", "element_size", "untyped", "get_device", "is_shared", "is_pinned"),
     *("resizable", "type", "_weak_ref", "_free_weak_ref", "_fix_weakref", "_expired"),

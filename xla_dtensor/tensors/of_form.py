@@ -1,4 +1,4 @@
-"""Tensors by their form: the one place that says which class shows which."""
+"""Makes tensors of given forms; the one place that chooses their class."""
 
 from __future__ import annotations
 

@@ -90,6 +90,7 @@ def _values(tensor: Any, name_length: int) -> str:
     unseen = _disable_current_modes() if SUBCLASSES_DISPATCH else nullcontext()
     with unseen, torch.no_grad():
         if _is_large(tensor) and not tensor._form.varying:
+            # The stand-in has few elements: torch is to abbreviate it all the same.
             with _tensor_str.printoptions(threshold=0):
                 text = repr(_edges(tensor))
         else:
@@ -102,6 +103,7 @@ def _values(tensor: Any, name_length: int) -> str:
 def _edges(tensor: Any) -> torch.Tensor:
     """A CPU tensor that is printed like ``tensor`` where only the edges are."""
     edge = max(int(_tensor_str.PRINT_OPTS.edgeitems), 1)
+    # One more than the edges: torch abbreviates a dim of more than 2 * edgeitems.
     kept = [
         np.array(
             [*range(edge + 1), *range(size - edge, size)] if size > 2 * edge + 1 else range(size)

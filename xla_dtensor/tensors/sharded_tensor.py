@@ -310,6 +310,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
             grad = backend().as_sharded(grad, mesh)
         elif grad.device_mesh == mesh and grad.placements == wanted:
             return None
+        # With create_graph=True, and under forward-mode AD, the move is differentiated, too.
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             return grad.redistribute(mesh, wanted)
         # Without a history: of each parameter, so what `redistribute` finds out is remembered.

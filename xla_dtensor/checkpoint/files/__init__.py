@@ -1,1 +1,1 @@
-"""What lies on disk: records, their index, safetensors."""
+"""The files of checkpoints: torch's format and its metadata, the manifest, safetensors."""

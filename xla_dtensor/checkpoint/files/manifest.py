@@ -1,4 +1,4 @@
-"""What a checkpoint of the manager consists of: its files, with sizes and checksums.
+"""The manifest of a checkpoint: its files, with sizes and checksums.
 
 The manifest is written last. A folder without one, or with one that doesn't agree with the files,
 is no checkpoint.

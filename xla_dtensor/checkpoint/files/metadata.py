@@ -1,4 +1,4 @@
-"""Reading what a checkpoint says of itself, without trusting it.
+"""Reads and checks a checkpoint's metadata without trusting it.
 
 torch keeps a checkpoint's metadata as a pickle, which could run anything. Here only its own plain
 classes are made of it, and what it says is compared with the files before memory is taken.

@@ -1,4 +1,4 @@
-"""Parts of tensors out of the files of a checkpoint: only the bytes that are wanted.
+"""Reads parts of tensors from a checkpoint's files: only the bytes that are wanted.
 
 ``torch.distributed.checkpoint`` writes each shard as ``torch.save`` does, one after another: a zip
 archive, uncompressed, in which the values lie in one piece. torch reads a shard whole for each part
@@ -167,6 +167,8 @@ def stored_tensor(file: BinaryIO, offset: int, length: int) -> StoredTensor:
     header = file.read(30)
     if len(header) != 30 or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError("its values aren't stored plainly")
+    # By the entry's own header: torch pads its extra field so that values are aligned, and the
+    # archive's directory, which `zipfile` reads, doesn't say by how much.
     names = sum(struct.unpack("<26xHH", header))
     begin = info.header_offset + 30 + names
     last = first + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))

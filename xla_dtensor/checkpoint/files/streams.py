@@ -1,4 +1,4 @@
-"""Writing a large file from its beginning to its end."""
+"""A stream that has a large file on its way to the disk while it is written, not at the sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who makes log lines that are asked for before `xla_dtensor.debug` is loaded."""
+"""An observer that loads `xla_dtensor.debug`, which makes log lines, with the first operation."""
 
 from __future__ import annotations
 

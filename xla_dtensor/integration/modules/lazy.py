@@ -51,6 +51,7 @@ def set_aside(module: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -
             setattr(tensor, _MARK, to_xla or _keeps_device(move))
             tensor.data = torch.empty(0, dtype=moved.dtype, device="cpu")
             taken[name] = own, tensor
+            # `_apply` passes over None; it would put the empty tensor on the device.
             own[name] = None
     return taken
 

@@ -79,6 +79,8 @@ def _hooked(original: Callable[..., Any], is_legacy: bool) -> Callable[..., Any]
         before, _moved.storages = _moved.storages, {}
         try:
             with base.loading(place.device_of):
+                # There the values come behind all tensors: what `_moving` would copy to the devices
+                # has not been read yet.
                 if is_legacy and place.is_xla("cpu"):
                     raise UnsupportedOpError(
                         f"torch.load(map_location={map_location!r}) of a file in the format of "

@@ -51,6 +51,7 @@ _libraries: list[torch.library.Library] = []
 
 def install() -> None:
     """Register the kernels; bfloat16 is the default."""
+    # Every other operation goes on to the next key, as it does for CUDA.
     fallback = torch.library.Library("_", "IMPL", _KEY.name)
     fallback.fallback(torch.library.fallthrough_kernel)
     aten = torch.library.Library("aten", "IMPL")
@@ -67,6 +68,7 @@ def install() -> None:
             func = _overload(name)
             if func is not None:
                 aten.impl(name, _without_autocast(functools.partial(kernel, func)), _KEY.name)
+    # A library takes its kernels with it when it is garbage.
     _libraries.extend((fallback, aten))
     torch.set_autocast_dtype("xla", torch.bfloat16)
 
@@ -80,6 +82,7 @@ def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
     keys = torch._C.DispatchKeySet(_KEY)
 
     def below(*args: Any, **kwargs: Any) -> Any:
+        # As torch's own kernels: what an operation is composed of isn't cast once more.
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return kernel(*args, **kwargs)
 

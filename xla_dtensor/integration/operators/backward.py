@@ -38,6 +38,8 @@ def install() -> None:
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 result = original(outputs, *args, **kwargs)
+                # The end of a pass is the same place in each step, so the batch's program is found
+                # again.
                 lazy.flush()
                 return result
             except SystemError:  # "returned NULL without setting an exception"
@@ -61,4 +63,5 @@ def install() -> None:
         return complete(outputs, *args, **kwargs)
 
     torch.autograd.graph._engine_run_backward = run_backward
+    # torch.autograd has imported it by name.
     torch.autograd._engine_run_backward = run_backward

@@ -1,4 +1,4 @@
-"""Composites that should reach XLA whole.
+"""Kernels that keep ``linear``, attention and other composites of torch's whole for XLA.
 
 torch takes ``linear`` and attention apart before a backend sees them: batch dims are flattened into
 one, grouped heads are copied, the scores go through a batched matmul. Each of those reshapes hides
@@ -218,6 +218,7 @@ class _Linear(torch.autograd.Function):
         input = input if of_input is None else of_input.of(input)
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
+        # Then of torch's operations: those of our own below have no gradient formulas.
         again = torch.is_grad_enabled()  # differentiated again
         # Not with weight.t(): where the weight is gathered for the forward pass, XLA would gather
         # the transposed one once more.

@@ -1,4 +1,4 @@
-"""Attention over long sequences, whose scores are never there as a whole.
+"""Attention over long sequences without materialising the scores: operations, and their autograd.
 
 Operations of their own: unlike ``scaled_dot_product_attention`` they give what the backward pass
 needs in place of the probabilities, the logs of the rows' sums and, with dropout, its seed.
@@ -74,7 +74,7 @@ def count_flops(module: Any) -> None:
 
 
 def is_long(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether the scores shouldn't be there as a whole."""
+    """Whether the scores are so many that they shouldn't be materialised."""
     if min(query.ndim, key.ndim) < 2:
         return False
     return int(query.shape[-2]) * int(key.shape[-2]) >= LONG

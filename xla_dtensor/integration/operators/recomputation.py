@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` (non-reentrant) says when it recomputes a block."""
+"""Tells traces when ``torch.utils.checkpoint`` (non-reentrant) recomputes a block."""
 
 from __future__ import annotations
 

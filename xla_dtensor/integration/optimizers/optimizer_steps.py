@@ -62,6 +62,8 @@ def install() -> None:
 
     # torch wraps a class's step when its first object is made.
     Optimizer.profile_hook_step = staticmethod(profile_hook_step)
+    # Of classes that have objects torch has wrapped the step already: it is wrapped anew, with
+    # ours.
     classes = [Optimizer]
     while classes:
         cls = classes.pop()

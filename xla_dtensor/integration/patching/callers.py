@@ -1,4 +1,4 @@
-"""Code of others whose questions to ``torch.distributed`` mean something other than what it says.
+"""Who asks ``torch.distributed`` for ranks about processes, and who about devices: by the caller.
 
 ``is_initialized`` and ``get_rank`` are asked about processes and about devices. Elsewhere those are
 the same; here one process drives many devices, and what is meant shows from who asks.

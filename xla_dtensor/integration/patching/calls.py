@@ -1,4 +1,4 @@
-"""Calling an operation from a kernel of ours above autograd."""
+"""`dispatched`: an operation called by our autograd functions, which torch's modes see, too."""
 
 from __future__ import annotations
 

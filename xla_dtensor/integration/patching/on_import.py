@@ -1,5 +1,4 @@
-"""Doing something to a module of torch's when it is imported, since importing it for that takes too
-long."""
+"""Runs callbacks on modules of torch's when these are imported: doing so for that takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of torch that do something else for xla meshes, also where they were imported before.
+"""Replaces the code of torch's functions in place, for xla meshes, also where they are imported.
 
 Replacing a name in torch's modules reaches nobody who has imported it already (``from
 torch.distributed.fsdp import fully_shard`` above ``import xla_dtensor``). So the function object

@@ -19,7 +19,8 @@ from xla_dtensor.lowering.linalg.matmul import _precision
 from xla_dtensor.lowering.promotion import math_dtype
 
 QUERIES, KEYS = 256, 256
-"""The sides of a block."""
+"""The sides of a block; the fastest of those that were measured (docs/design.md, "Attention over
+long sequences")."""
 
 
 class Blocks:
@@ -164,6 +165,7 @@ class Blocks:
             v = lax.dynamic_slice_in_dim(self.v, j * self.columns, self.columns, 2)
             scores = self._scores(q, k, i, j)
             above = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
+            # Of a row that has seen nothing so far -inf - -inf would be NaN.
             finite = jnp.where(above == -jnp.inf, 0, above)
             weights, old = jnp.exp(scores - finite), jnp.exp(highest - finite)
             sums = sums * old + jnp.sum(weights, axis=-1, keepdims=True)

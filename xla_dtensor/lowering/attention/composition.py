@@ -48,6 +48,7 @@ def _masked(scores: jax.Array, mask: jax.Array | None, is_causal: bool, first: A
 def _softmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Probabilities and the log of their normaliser. A row that is masked throughout attends to
     nothing: zeros (and zero gradients), as in torch's ``_safe_softmax``."""
+    # The maximum cancels out of the result, so no gradient has to go through it.
     highest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
     highest = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp(scores - highest)

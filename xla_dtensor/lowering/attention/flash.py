@@ -22,9 +22,10 @@ from xla_dtensor.lowering.registry import lowers
 def _keep(
     seed: jax.Array, p: Any, at: place.Place, index: int, query: jax.Array, heads: int
 ) -> Callable[[Any, Any], jax.Array]:
-    """What dropout multiplies a block's probabilities with.
+    """Makes the function that gives a block's dropout factors.
 
-    A number depends on the seed, and on its query's and its key's place among all of the mesh.
+    A factor depends on the seed and on its query's and key's position in the whole tensor, not in
+    the shard, so that every mesh drops the same elements.
     """
     key = jax.random.wrap_key_data(
         jnp.stack([seed >> 32, seed & 0xFFFFFFFF]).astype(np.uint32), impl="threefry2x32"
@@ -46,6 +47,7 @@ def _keep(
             draw = lambda k: jax.random.bits(k, (columns,), np.uint32)
             for _ in range(own.ndim):
                 draw = jax.vmap(draw)
+            # 24 bits, which float32 has exactly, so that none is rounded up to 1.
             uniform = (draw(own) >> 8).astype(np.float32) * np.float32(2**-24)
             return jnp.where(uniform >= p, 1 / (1 - jnp.asarray(p, wide)), 0)
 

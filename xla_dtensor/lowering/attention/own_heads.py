@@ -1,4 +1,4 @@
-"""Grouped key and value heads where a device has some of the queries' heads, and all of theirs."""
+"""Grouped attention with query heads sharded finer than key heads: each device picks its own."""
 
 from __future__ import annotations
 

@@ -177,6 +177,7 @@ def triangular_solve(
 
 @lowers("cholesky")
 def cholesky(a: jax.Array, upper: bool = False) -> jax.Array:
+    # Not symmetrized: torch reads one triangle alone, JAX's default would average both.
     factor = lax.linalg.cholesky(_adjoint(a) if upper else a, symmetrize_input=False)
     return _adjoint(factor) if upper else factor
 
@@ -354,6 +355,7 @@ def _narrow(factorise: Callable[..., tuple[jax.Array, ...]], a: jax.Array) -> tu
 @lowers("_linalg_eigh")
 def eigh(a: jax.Array, UPLO: str = "L", compute_v: bool = True) -> tuple[jax.Array, jax.Array]:
     lower = UPLO.upper() == "L"
+    # As in `cholesky`: one triangle counts.
     factorise = lambda a: tuple(lax.linalg.eigh(a, lower=lower, symmetrize_input=False))
     vectors, values = _narrow(factorise, a)
     return values, vectors if compute_v else jnp.zeros(0, a.dtype)
@@ -426,6 +428,7 @@ def _matrix_exp(a: jax.Array) -> jax.Array:
     limit = _TAYLOR_18_NORM[a.real.dtype.itemsize]
     norm = jnp.max(jnp.sum(jnp.abs(a), -2), -1)[..., None, None]
     squarings = jnp.where(norm > limit, jnp.ceil(jnp.log2(norm / limit)), 0)
+    # A NaN as an integer would be any number of rounds: none.
     squarings = jnp.where(jnp.isfinite(squarings), squarings, 0).astype(np.int32)
     a = a * jnp.exp2(-squarings.astype(norm.dtype))
     a2 = _product(a, a)

@@ -52,6 +52,8 @@ def _by_product(x: jax.Array, y: jax.Array) -> jax.Array:
     squares = [jnp.sum(v * v, -1, keepdims=True) for v in (x, y)]
     left = jnp.concatenate([-2 * x, squares[0], jnp.ones_like(squares[0])], -1)
     right = jnp.concatenate([y, jnp.ones_like(squares[1]), squares[1]], -1)
+    # In full precision, whatever is asked of products: of points that are near each other most
+    # digits cancel.
     product = jnp.matmul(left, jnp.swapaxes(right, -1, -2), precision=jax.lax.Precision.HIGHEST)
     return jnp.sqrt(jnp.maximum(product, 0))
 

@@ -76,7 +76,7 @@ def narrow_dot(
 
 
 def _product_dtype(dtype: Any) -> Any:
-    """Of a product of tensors of this dtype, where torch returns it in that."""
+    """The dtype that a product of tensors of this dtype is computed and summed up in."""
     return math_dtype(dtype) if SUMS_IN_FLOAT32.holds() else dtype
 
 

@@ -400,6 +400,8 @@ def _avg_pool(spatial: int) -> Callable[..., jax.Array]:
         wide = padded(wide, [(0, min(after, 0)) for _, after in config])
         total = lax.reduce_window(
             wide,
+            # NumPy's: of a traced zero JAX doesn't see that this is a sum, the one reduction over
+            # windows that it can transpose (`_avg_pool_backward`).
             np.zeros((), wide.dtype)[()],
             lax.add,
             (*[1] * lead, *kernel),

@@ -145,6 +145,7 @@ def _shifted(values: jax.Array, by: int) -> jax.Array:
 
 def _log_sum(*terms: jax.Array) -> jax.Array:
     highest = jnp.maximum(jnp.maximum(terms[0], terms[1]), terms[2])
+    # Where no way leads, -inf - -inf would be NaN.
     shift = jnp.where(jnp.isneginf(highest), 0, highest)
     total = sum((jnp.exp(term - shift) for term in terms), start=jnp.zeros((), highest.dtype))
     return jnp.log(total) + shift

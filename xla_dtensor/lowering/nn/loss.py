@@ -231,7 +231,7 @@ def _multilabel_margin(x, target, is_target, reduction):
     """Per sample: sum over labels ``i`` and other classes ``j`` of ``max(0, 1 - x_i + x_j)``,
     over the number of classes. A label listed twice counts twice."""
     listed = jnp.cumprod(target >= 0, axis=-1).astype(np.bool_)
-    # Not a gather: its transpose is a scatter, which XLA partitions wrongly (_scatter.py).
+    # Not a gather: its transpose is a scatter, which XLA partitions wrongly (scatter.py).
     chosen = target[..., :, None] == jnp.arange(x.shape[-1], dtype=target.dtype)
     own = jnp.sum(jnp.where(chosen, x[..., None, :], 0), axis=-1)
     violation = _positive(1 - own[..., :, None] + x[..., None, :])

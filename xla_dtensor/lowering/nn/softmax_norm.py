@@ -28,6 +28,7 @@ def _shifted(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise NotImplementedError(f"softmax is not implemented for {to_torch_dtype(x.dtype)}")
+    # `initial`: a dim of size 0 has no maximum, and torch's result is empty.
     return x - jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
 
 

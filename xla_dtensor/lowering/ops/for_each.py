@@ -1,4 +1,4 @@
-"""The same computation with many groups of arrays, as one equation of a trace.
+"""`for_each`: one computation on many groups of arrays, as one equation of the jaxpr.
 
 An optimizer's step does the same to each parameter. As a call each, what is traced and lowered
 once is still bound, evaluated and lowered as often as there are parameters. Here the calls of
@@ -61,6 +61,8 @@ def _of_group(
         avals = tuple(map(_aval, (*rows[0], *shared)))
         wide = jax.config.jax_enable_x64
         closed, kept = _known.get_or_make((key, len(rows[0]), avals, wide), make)
+    # A jaxpr that has closed over tracers belongs to this trace, and can't be an equation's
+    # parameter.
     if closed.effects or any(isinstance(value, jax.core.Tracer) for value in closed.consts):
         return [list(function(row, shared)) for row in rows]
     arrays = [array for row in rows for array in row]
@@ -83,6 +85,7 @@ def _traced(
     position = {variable: i for i, variable in enumerate(jaxpr.invars)}
     kept = [None if isinstance(v, Literal) else position.get(v) for v in jaxpr.outvars]
     computed = [v for v, i in zip(jaxpr.outvars, kept, strict=True) if i is None]
+    # The names are those of all results, and `kept` ones are none any more.
     debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return ClosedJaxpr(jaxpr.replace(outvars=computed, debug_info=debug), closed.consts), kept
 

@@ -47,6 +47,7 @@ def _normal(key: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
     work = _float(dtype)
     if work != np.float32:
         return jax.random.normal(key, tuple(shape), work).astype(dtype)
+    # Not -1, whose inverse error function is minus infinity.
     low = np.nextafter(np.float32(-1), np.float32(0))
     uniform = jax.random.uniform(key, tuple(shape), work, minval=low, maxval=1)
 

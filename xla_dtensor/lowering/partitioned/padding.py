@@ -41,6 +41,7 @@ def padded(x: jax.Array, widths: Widths, value: Any = 0) -> jax.Array:
     if not np.any(more):
         return kept
     out = _primitive.bind(kept, widths=tuple(more))
+    # The selection below is for the partitioner's sake, which one device hasn't.
     if here().devices == 1 and isinstance(value, (int, float)) and value == 0:
         return out
     conditions = []

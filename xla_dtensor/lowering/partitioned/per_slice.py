@@ -1,8 +1,8 @@
-"""Functions of which XLA's partitioner can't see that they need nothing of other shards.
+"""Calls functions shard by shard where XLA's partitioner can't see that they need no communication.
 
 - A loop that runs until every element has converged has one condition for all of them, and XLA
   makes the devices agree on it: an all-reduce in each round. Each device can stop by itself.
-- A scatter in batches by full coordinates (`_scatter.py`) could go anywhere, as far as XLA knows:
+- A scatter in batches by full coordinates (`scatter.py`) could go anywhere, as far as XLA knows:
   it gathers what is scattered. Each device can as well scatter the batches that it has.
 
 So the function becomes a call that XLA cuts into one call per device (`custom_partitioning`). Where

@@ -23,7 +23,7 @@ Arrays = tuple[jax.Array, ...]
 def scan(
     combine: Callable[[Arrays, Arrays], Arrays], arrays: Sequence[jax.Array], dim: int
 ) -> Arrays:
-    """What ``combine``, which is associative, makes of the positions of ``dim`` up to each one.
+    """A running reduction along ``dim`` by ``combine``, which is associative: a prefix scan.
 
     The work is proportional to the length, the number of steps to its logarithm (Blelloch, "Prefix
     Sums and Their Applications", 1990).

@@ -1,4 +1,4 @@
-"""Every n-th position of a dim, and what puts them back, in the form that XLA partitions right.
+"""Strided slices of a dim and their transpose, in the form that XLA partitions right.
 
 XLA's partitioner gets two things wrong about strides (`base/xla_faults.py:STRIDES`): padding
 *between* elements, which JAX makes of a strided slice when it transposes one, and slices that take

@@ -133,7 +133,7 @@ def attention_backward(call: Call) -> Merged:
 
 
 def own_attention_backward(call: Call) -> Merged:
-    """as attention, where it has computed; a sharded query makes the keys' and values' gradients
+    """as attention, in its output's layout; a sharded query makes the keys' and values' gradients
     sums"""
     # There is all that it has kept: the gradient comes there, whatever way it takes. Weighed with
     # the rest it would outweigh that, as it is a sum still, often.
