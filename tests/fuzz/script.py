@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 '''
-LAZY = """from xla_dtensor.dispatch import lazy
+LAZY = """from xla_dtensor.execution import lazy
 
 lazy.OFTEN = 0  # a few operations, too, are joined at once
 """
