@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.lowering.harness import run_lowering, to_torch
 from xla_dtensor.lowering import find_lowering
@@ -105,3 +109,33 @@ def test_matrix_exponential_is_as_precise_as_torchs(scale: float) -> None:
 def test_a_second_meta_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match="geqrf"):
         meta_of("geqrf")(lambda a: a)
+
+
+EX = {
+    "inv": lambda a: torch.linalg.inv_ex(a, check_errors=True),
+    "cholesky": lambda a: torch.linalg.cholesky_ex(a, check_errors=True),
+    "upper": lambda a: torch.linalg.cholesky_ex(a, upper=True, check_errors=True),
+    "lu": lambda a: torch.linalg.lu_factor_ex(a, check_errors=True),
+    "solve": lambda a: torch.linalg.solve_ex(a, a, check_errors=True),
+}
+
+
+@pytest.mark.parametrize("placements", [[Replicate()] * 2, [Shard(0), Replicate()]], ids=str)
+@pytest.mark.parametrize("is_singular", [False, True])
+@pytest.mark.parametrize("name", EX)
+def test_errors_that_are_asked_for(
+    mesh_2x4: Any, name: str, is_singular: bool, placements: list[Any]
+) -> None:
+    """They were ignored: `check_errors=True` is an argument of torch's kernels."""
+    a = torch.eye(3).expand(4, 3, 3).clone()
+    if is_singular:
+        a[2, 1, 1] = 0
+    x = distribute_tensor(a, mesh_2x4, placements)
+    if not is_singular:
+        for expected, actual in zip(EX[name](a), EX[name](x), strict=True):
+            torch.testing.assert_close(actual.full_tensor().cpu(), expected)
+        return
+    with pytest.raises(RuntimeError) as expected:
+        EX[name](a)
+    with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
+        EX[name](x)

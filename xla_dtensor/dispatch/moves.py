@@ -201,6 +201,27 @@ def _check_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             func(to_cpu(args[0]), *args[1:], **kwargs)
 
 
+_FACTORISATIONS = {
+    "aten::linalg_cholesky_ex.default": "linalg.cholesky_ex",
+    "aten::linalg_inv_ex.default": "linalg.inv_ex",
+    "aten::linalg_ldl_factor_ex.default": "torch.linalg.ldl_factor_ex",
+    "aten::linalg_lu_factor_ex.default": "torch.linalg.lu_factor_ex",
+    "aten::_linalg_solve_ex.default": "torch.linalg.solve_ex",
+}
+
+
+@handles(*_FACTORISATIONS)
+def _checked_factorisation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """With ``check_errors=True`` torch's kernels raise for what they report otherwise."""
+    if not kwargs.get("check_errors"):
+        return NotImplemented
+    results = dispatch(func, args, {**kwargs, "check_errors": False})
+    name, is_matrix = _FACTORISATIONS[f"{func.namespace}::{func.__name__}"], args[0].ndim == 2
+    check = torch.ops.aten._linalg_check_errors.default
+    dispatch(check, (results[-1], name), {"is_matrix": is_matrix})
+    return results
+
+
 @handles("aten::_assert_async.default", "aten::_assert_async.msg")
 def _assert_async(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     message = "Expected Tensor with single nonzero value, but got zero"

@@ -25,7 +25,6 @@ def _python_type(x: Any) -> type:
     return {"b": bool, "i": int, "u": int, "c": complex}.get(kind, float)
 
 
-_CATEGORY = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
 _SCALAR_CATEGORY = {bool: 0, int: 1, float: 2, complex: 3}
 
 

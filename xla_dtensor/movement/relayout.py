@@ -18,6 +18,7 @@ from xla_dtensor.execution.batch_program import Conversion
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
+from xla_dtensor.forms.sharing import launching
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh.waypoints import waypoints
 from xla_dtensor.movement.scattered import scattered
@@ -79,7 +80,8 @@ def to_form(tensor: XLAShardedTensor, target: Form) -> XLAShardedTensor:
         return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
-        return _move_devices(read(tensor), source, target)
+        with launching():  # another thread's step may take the array over
+            return _move_devices(read(tensor), source, target)
     conversion = same_value(source, target)
     moved: XLAShardedTensor = executor.current().convert(tensor, conversion, target)
     return moved

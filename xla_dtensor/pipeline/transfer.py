@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from xla_dtensor.errors import MeshMismatchError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.read import read
+from xla_dtensor.forms.sharing import launching
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.movement.relayout import move
 from xla_dtensor.runtime import arrays
@@ -83,7 +84,8 @@ def _moved(tensor: Any, mesh: DeviceMesh, what: str) -> Any:
             f"can't go to {mesh!r}, of another shape, while it has a value for each device: "
             "give the stages meshes of one shape"
         )
-    return new_tensor(arrays.put(read(tensor), target.sharding), target)
+    with launching():  # another thread's step may take the array over
+        return new_tensor(arrays.put(read(tensor), target.sharding), target)
 
 
 def _names(form: Form) -> tuple[str, ...]:

@@ -153,20 +153,16 @@ def _uneven(tensors: Sequence[tuple[Any, Placements]], mesh: Any) -> set[int]:
     for shape, placements in tensors:
         kept = representable(placements, mesh, len(shape))
         whole |= {dim for dim, (a, b) in enumerate(zip(kept, placements, strict=True)) if a != b}
-    while True:
-        found = set(whole)
-        for shape, placements in tensors:
-            for dim, size in enumerate(shape):
-                own = {
-                    i
-                    for i, p in enumerate(placements)
-                    if i not in found and getattr(p, "dim", None) == dim and not p.is_partial()
-                }
-                if size % math.prod(mesh.shape[i] for i in own):
-                    found |= own
-        if found == whole:
-            return whole
-        whole = found
+    for shape, placements in tensors:
+        for dim, size in enumerate(shape):
+            own = {
+                i
+                for i, p in enumerate(placements)
+                if i not in whole and getattr(p, "dim", None) == dim and not p.is_partial()
+            }
+            if size % math.prod(mesh.shape[i] for i in own):
+                whole |= own  # what is even along more mesh dims is so along fewer
+    return whole
 
 
 def _axes(shape: Any, placements: Placements, mesh: Any, whole: set[int]) -> TensorAxes:

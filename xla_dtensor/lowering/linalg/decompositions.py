@@ -18,6 +18,7 @@ from jax import lax
 
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.partitioned.padding import padded
 from xla_dtensor.lowering.partitioned.per_slice import per_slice
 from xla_dtensor.lowering.promotion import promote, promote_for_math
 from xla_dtensor.lowering.registry import lowers
@@ -187,7 +188,29 @@ def cholesky_ex(
     a: jax.Array, *, upper: bool = False, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     factor = cholesky(a, upper)
-    return factor, jnp.any(jnp.isnan(factor), axis=(-2, -1)).astype(np.int32)
+    failed = jnp.any(jnp.isnan(factor), axis=(-2, -1))
+    # XLA says only that it failed; where, which takes long, is computed if it did.
+    lower = _adjoint(a) if upper else a
+    order = lax.cond(
+        jnp.any(failed), _order_not_positive, lambda a: jnp.zeros(a.shape[:-2], np.int32), lower
+    )
+    return factor, jnp.where(failed, order, 0)
+
+
+def _order_not_positive(a: jax.Array) -> jax.Array:
+    """The order of the first leading minor that isn't positive, by elimination column by column;
+    that of the whole if rounding makes none of them so. Only the lower triangle is read."""
+    n = a.shape[-1]
+
+    def column(k: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rest, order = state
+        values = lax.dynamic_index_in_dim(rest, k, -1, keepdims=False)
+        pivot = lax.dynamic_index_in_dim(values, k, -1, keepdims=False).real
+        order = jnp.where((order == n) & ~(pivot > 0), jnp.minimum(order, k + 1), order)
+        scaled = values / jnp.sqrt(pivot)[..., None].astype(a.dtype)
+        return rest - scaled[..., :, None] * scaled.conj()[..., None, :], order.astype(np.int32)
+
+    return lax.fori_loop(0, n, column, (a, jnp.full(a.shape[:-2], n, np.int32)))[1]
 
 
 @lowers("cholesky_solve", "_cholesky_solve_helper")
@@ -244,8 +267,8 @@ def ormqr(
     order = c.shape[-2 if left else -1]
     if 0 in c.shape or 0 in tau.shape:
         return c
-    widths = [(0, 0, 0)] * (a.ndim - 1) + [(0, order - a.shape[-1], 0)]
-    q = lax.linalg.householder_product(lax.pad(a, jnp.zeros((), a.dtype), widths), tau)
+    widths = [(0, 0)] * (a.ndim - 1) + [(0, order - a.shape[-1])]
+    q = lax.linalg.householder_product(padded(a, widths), tau)
     if transpose:
         q = _adjoint(q)
     return _product(q, c) if left else _product(c, q)
