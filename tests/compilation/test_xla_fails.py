@@ -12,14 +12,25 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
-from xla_dtensor.compilation.program import lowered
-from xla_dtensor.compilation.program.input_layouts import apart
+from xla_dtensor.compilation.program import input_layouts
 
 
-def test_two_layouts_of_an_uneven_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the operations are that were taken apart, of each attempt."""
+    found: list[Any] = []
+    apart = input_layouts.apart
+
+    def note(lowered: Any, cutting: Any) -> Any:
+        found.append(cutting)
+        return apart(lowered, cutting)
+
+    monkeypatch.setattr(input_layouts, "apart", note)
+    return found
+
+
+def test_two_layouts_of_an_uneven_weight(tried: list[Any]) -> None:
     # Seed 1085 of the fuzzer: residuals want the weight whole, the product its out channels.
-    tried: list[Any] = []
-    monkeypatch.setattr(lowered, "apart", lambda program: tried.append(program) or apart(program))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 6, 4, 1, generator=generator)
     weight = torch.randn(4, 3, 3, 1, generator=generator, requires_grad=True)
@@ -36,10 +47,8 @@ def test_two_layouts_of_an_uneven_weight(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(placed.grad.cpu(), weight.grad)
 
 
-def test_two_tensors_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_tensors_of_one_element(tried: list[Any]) -> None:
     # Seed 382: what is cut out of the padding of one meets what is cut out of the other's.
-    tried: list[Any] = []
-    monkeypatch.setattr(lowered, "apart", lambda program: tried.append(program) or apart(program))
     mesh = make_mesh("2x4")
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -81,3 +90,27 @@ def test_a_product_that_is_looked_up_in() -> None:
     wanted.sin().sum().backward()
     torch.testing.assert_close(got.detach().cpu(), wanted.detach())
     torch.testing.assert_close(placed.grad.cpu(), x.grad)
+
+
+def test_one_position_of_an_uneven_tensor(tried: list[Any]) -> None:
+    # Seed 12847: a gather of one position, which XLA makes a slice, beside a grouped convolution.
+    mesh = make_mesh("2x2x2")
+    x = torch.tensor([0.375, 1.75], dtype=torch.bfloat16)
+    image = torch.randn(1, 6, 1, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weight = torch.randn(4, 3, 1, generator=torch.Generator().manual_seed(1))
+
+    def step(x: torch.Tensor, image: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        loss = x.sum() + x[-2].sum() + F.conv1d(image, weight, groups=2).sum()
+        loss.backward()
+        return loss.detach()
+
+    whole = Replicate()
+    placed = distribute_tensor(image.detach(), mesh, [whole, whole, Partial("max")])
+    got = xd.compile(step)(
+        distribute_tensor(x, mesh, [whole, Shard(0), Shard(0)]),
+        placed.requires_grad_(),
+        distribute_tensor(weight, mesh, [whole, whole, Shard(1)]),
+    )
+    assert len(tried) == 2, "XLA compiles it sooner by now"
+    torch.testing.assert_close(got.cpu(), step(x, image, weight))
+    torch.testing.assert_close(placed.grad.cpu(), image.grad)

@@ -13,7 +13,7 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.run import Outputs
 from xla_dtensor.compilation.code.garbage import Seldom
-from xla_dtensor.compilation.program.input_layouts import Pinning, apart, layouts, shardings_of
+from xla_dtensor.compilation.program.input_layouts import Pinning, compiled, layouts, shardings_of
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
@@ -102,9 +102,7 @@ class Executable:
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {frame}{seed}"
                     )
-                known = self.lowering.attempt(
-                    lambda: lowered.compile(options), lambda: apart(lower()).compile(options)
-                )
+                known = compiled(lambda: lowered.compile(options), lower, options, self.lowering)
                 executables.put(key, known)
             self.compiled = known
 
