@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import xla_dtensor as xd
+from tests.package_calls import package_calls
 from xla_dtensor.base import executor
 from xla_dtensor.execution import batched
 from xla_dtensor.execution.abstract import Abstract
@@ -81,24 +79,6 @@ def test_a_step_is_traced_by_its_trace() -> None:
     assert found[1] == (False, True) and not executor.is_in_step()
 
 
-def calls(function: Callable[[], Any]) -> Counter[str]:
-    """How often each function of the package is called."""
-    found: Counter[str] = Counter()
-
-    def look(frame: Any, event: str, _: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and "/xla_dtensor/" in name and "/tests/" not in name:
-            found[f"{name.rpartition('/xla_dtensor/')[2]}:{frame.f_code.co_name}"] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return found
-
-
 @pytest.mark.parametrize(("eager", "most"), [("lazy", 28), ("strict", 28)])
 def test_an_addition_takes_few_calls(
     eager: str, most: int, monkeypatch: pytest.MonkeyPatch
@@ -106,5 +86,5 @@ def test_an_addition_takes_few_calls(
     monkeypatch.setattr(xd.config, "eager", eager)
     x, y = torch.randn(4, 4).to("xla"), torch.randn(4, 4).to("xla")
     kept = [x + y for _ in range(3)]
-    found = calls(lambda: kept.append(x + y))
+    found = package_calls(lambda: kept.append(x + y))
     assert sum(found.values()) <= most, found.most_common()
