@@ -27,9 +27,8 @@ from xla_dtensor.compilation.objects.places import (
     MISSING,
     Attributes,
     Elements,
-    Entries,
+    Chosen,
     Place,
-    Slots,
 )
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
@@ -112,7 +111,7 @@ class _Anything:
 
 
 _ANYTHING = _Anything()
-_BY_NAME = Entries | Slots | Attributes
+_BY_NAME = Chosen | Attributes
 
 
 def _different(
