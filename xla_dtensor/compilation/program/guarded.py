@@ -103,7 +103,7 @@ class Guarded(Lowered):
         differences = self.watch.differences(now)
         if not differences:
             # By path: two objects of a kind may have changed places.
-            places = {(place.path, place.container) for place in now.places}
+            places = {(place.path, place.container) for place in now.reached.places}
             changed = [effect.place for effect in self.effects]
             changed += [carried.place for carried in self._traced.carried]
             if any((place.path, place.container) not in places for place in changed):

@@ -317,7 +317,7 @@ class Lowered:
     @functools.cached_property
     def bytes(self) -> int:
         """About how much memory of the host it takes: its code, and what is known of it."""
-        known = 2048 * len(self._jaxpr.eqns) + 512 * len(self.watch.found)
+        known = 2048 * len(self._jaxpr.eqns) + 512 * len(self.watch.reached.found)
         return (code_bytes(self.compiled) or 0) + known
 
     @property
