@@ -61,7 +61,7 @@ class Walk:
         self.asks_for_absent = names.calls("getattr", "hasattr")
         self._any_module = False
         self._seen: dict[int, tuple[Any, str]] = {}
-        self._by_class: dict[tuple[type, type], Followed] = {}
+        self._by_class: dict[tuple[type, Any], Followed] = {}
         self._is_strict: Callable[[type], bool] = functools.cache(is_strict)
         self.of_library: Callable[[type], bool] = functools.cache(is_library_class)
         self.data_descriptors: Callable[[type], set[str]] = functools.cache(data_descriptors)
@@ -91,7 +91,7 @@ class Walk:
             self.reached.note(path, "same as", seen[1])
 
     def _kind(self, value: Any) -> Followed:
-        key = type(value), value.__class__  # what ``isinstance`` goes by
+        key = type(value), getattr(value, "__class__", None)  # what ``isinstance`` goes by
         found = self._by_class.get(key)
         if found is None:
             kinds = self._followers.of_kinds
