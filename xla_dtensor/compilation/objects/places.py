@@ -11,6 +11,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from xla_dtensor.compilation.code.reflection import dict_of
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
@@ -313,17 +315,18 @@ class Items(Whole):
 
 
 class Attributes(Place):
-    """All of an object's own attributes but those that the package keeps on tensors."""
+    """All of an object's own attributes; of a tensor but those that the package keeps there."""
 
-    __slots__ = ()
+    __slots__ = ("_hidden",)
 
     def __init__(self, value: Any, path: str) -> None:
         own = dict_of(value)
         super().__init__({} if own is None else own, path, guarded=False)
+        self._hidden = OWN_ATTRIBUTES if issubclass(type(value), torch.Tensor) else frozenset()
 
     def content(self) -> dict[Any, Any]:
         own = self.owner
-        return {k: own[k] for k in own if k not in OWN_ATTRIBUTES}
+        return {k: own[k] for k in own if k not in self._hidden}
 
     def replace(self, content: dict[Any, Any]) -> None:
         for name in self.content().keys() - content.keys():
