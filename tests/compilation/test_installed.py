@@ -154,7 +154,7 @@ def test_code_that_does_not_run_is_not_followed(package: Callable[[], ModuleType
         assert torch.equal(compiled(x).cpu(), x.cpu() * 2)
     assert compiled.traces == 1
     assert compiled._last is not None
-    found = compiled._last[1].watch.found
+    found = compiled._last[1].watch.reached.found
     assert len(found) < 40 and not any("heavy" in one.path for one in found)
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import xla_dtensor as xd
-from xla_dtensor.compilation.watch import walk_code
+from xla_dtensor.compilation.watch import walk
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +202,7 @@ def test_coroutines_of_one_thread() -> None:
 
 def test_modules_of_made_up_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where many are loaded, which they are is compared, and not what is in them."""
-    monkeypatch.setattr(walk_code, "_MANY_MODULES", 0)
+    monkeypatch.setattr(walk, "_MANY_MODULES", 0)
     module, other = types.ModuleType("made_up_name"), types.ModuleType("made_up_name")
     monkeypatch.setattr(module, "scale", 2.0, raising=False)
     monkeypatch.setattr(other, "scale", 4.0, raising=False)

@@ -77,13 +77,13 @@ def _names(program: Any) -> dict[int, tuple[str, str]]:
     """By the storage's id what a tensor is called, and what it is."""
     found: dict[int, tuple[str, str]] = {}
     of_tensor: dict[int, str] = {}
-    for tensor, path in program.watch.tensors.values():
+    for tensor, path in program.watch.reached.tensors.values():
         if isinstance(tensor, Ours):
             name = tidy(path)
             of_tensor[id(tensor)] = name
             kind = "parameter" if tensor.is_leaf and tensor.requires_grad else "state"
             found[id(tensor._storage_)] = name, kind
-    for optimizer in program.watch.optimizers.values():
+    for optimizer in program.watch.reached.optimizers.values():
         for parameter, state in optimizer.state.items():
             owner = of_tensor.get(id(parameter), "?")
             for key, value in state.items():

@@ -185,6 +185,19 @@ def one_tensor_in_a_list_twice(world: World) -> Program:
     yield step([a, a] if world.changes else [a, b]), a, b
 
 
+@rows({"plain": "kept", "of_the_name_of_one_of_tensors": "_kept"})
+def attribute_that_the_step_assigns(world: World, name: str) -> Program:
+    def function(state: Any, x: torch.Tensor) -> torch.Tensor:
+        setattr(state, name, "seen")
+        return x + 1
+
+    step = world.compile(function)
+    for i in range(3):
+        state = SimpleNamespace(**{name: "new"})
+        out = step(state, world.batch(i if world.changes else 0))
+        yield out, getattr(state, name)
+
+
 FORMS: dict[str, Callable[[World, torch.Tensor], torch.Tensor]] = {
     "strides": lambda w, x: x.mT.contiguous().mT,
     "transposed": lambda w, x: w.tensor(numbers(0, 6, 4)).mT,

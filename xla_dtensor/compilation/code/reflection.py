@@ -104,6 +104,12 @@ def protocol_names(cls: type) -> set[str]:
 _OF_PROTOCOLS = {*vars(type("_Empty", (Protocol,), {"__doc__": ""})), "__annotations__"}
 
 
+def data_descriptors(cls: type) -> set[str]:
+    """The attributes that a class has its objects keep elsewhere than in their dict: properties."""
+    members = (member for base in cls.__mro__ for member in vars(base).items())
+    return {name for name, value in members if hasattr(type(value), "__set__")}
+
+
 def dict_of(value: Any) -> dict[str, Any] | None:
     """The object's own attributes, without asking its ``__getattr__``."""
     try:

@@ -3,35 +3,35 @@ a thread has of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from xla_dtensor.compilation.objects.places import MISSING, Entries, Place
+from xla_dtensor.compilation.objects.places import MISSING, Chosen, Entries, Live, Place
 
 
-class Variable(Place):
+class Variable(Chosen):
     """What a ``ContextVar`` holds in the context of the call."""
 
     __slots__ = ()
-    keys = ("get()",)
+
+    def __init__(self, owner: Any, path: str) -> None:
+        super().__init__(owner, ("get()",), path)
 
     def content(self) -> dict[Any, Any]:
-        return {"get()": self.owner.get(MISSING)}
+        return dict.fromkeys(self.keys, self.owner.get(MISSING))
 
     def replace(self, content: dict[Any, Any]) -> None:
         for value in content.values():
             if value is not MISSING and self.owner.get(MISSING) is not value:
                 self.owner.set(value)
 
-    def label(self, key: Any) -> str:
-        return f"{self.path}.{key}"
-
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
-        return [], [(lambda owner: (owner.get(MISSING),), self.owner)]
+    def live(self) -> Live:
+        return [], [(lambda owner: (owner.get(MISSING),), self.owner)] if self.keys else []
 
 
 class Text(Place):
-    """What an ``io.StringIO`` or ``io.BytesIO`` holds, and how far it has been read."""
+    """What an ``io.StringIO`` or ``io.BytesIO`` holds, and how far it has been read. Made anew
+    whenever it is asked for, it is compared by value."""
 
     __slots__ = ()
 
@@ -48,12 +48,6 @@ class Text(Place):
             self.owner.write(now["getvalue()"])
         self.owner.seek(now["tell()"])
 
-    def label(self, key: Any) -> str:
-        return f"{self.path}.{key}"
-
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
-        return [], []  # made anew whenever it is asked for: compared by value
-
 
 class Flag(Place):
     """Whether an event is set. Whoever waits for it is told when it is."""
@@ -67,10 +61,7 @@ class Flag(Place):
         for value in content.values():
             self.owner.set() if value else self.owner.clear()
 
-    def label(self, key: Any) -> str:
-        return f"{self.path}.{key}"
-
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+    def live(self) -> Live:
         return [], [(lambda event: (event.is_set(),), self.owner)]
 
 
@@ -96,6 +87,3 @@ class OfThread(Entries):
     @property
     def container(self) -> int:
         return id(self.local)
-
-    def only(self, keys: Iterable[str], guarded: bool = True) -> OfThread:
-        return OfThread(self.local, keys, self.path, guarded)

@@ -65,7 +65,8 @@ class _Sequence(Kind):
         cls, _, count, names = data
         if cls is torch.Size or hasattr(cls, "n_sequence_fields"):  # of C: torch.return_types
             return cls(parts[:count])
-        made: Any = tuple.__new__(cls, parts[:count])
+        content: Any = frozenset if issubclass(cls, frozenset) else tuple
+        made = content.__new__(cls, parts[:count])
         give(made, names, parts[count:])
         return made
 
@@ -82,21 +83,10 @@ class _List(_Sequence):
 
     def fill(self, made: Any, data: Any, parts: list[Any]) -> None:
         _, _, count, names = data
-        if isinstance(made, set):
-            set.update(made, parts[:count])
-        elif isinstance(made, deque):
-            deque.extend(made, parts[:count])
-        else:
-            list.extend(made, parts[:count])
+        content = class_of_content(made)
+        add = content.update if content is set else content.extend
+        add(made, parts[:count])
         give(made, names, parts[count:])
-
-
-class _FrozenSet(_Sequence):
-    def make(self, data: Any, parts: list[Any]) -> Any:
-        cls, _, count, names = data
-        made: Any = frozenset.__new__(cls, parts[:count])
-        give(made, names, parts[count:])
-        return made
 
 
 class _Dict(Kind):
@@ -238,7 +228,7 @@ class _Tagged(Kind):
             setattr(made, name, value)
 
 
-SEQUENCE, LIST, FROZENSET, DICT, RECORD = _Sequence(), _List(), _FrozenSet(), _Dict(), _Record()
+SEQUENCE, LIST, DICT, RECORD = _Sequence(), _List(), _Dict(), _Record()
 DATACLASS = _Record(inputs=True)
 REGISTERED, OBJECTS, TAGGED = _Registered(inputs=True), _Objects(), _Tagged()
 BUFFER = _Buffer()
@@ -274,8 +264,7 @@ def _kind_of_class(cls: Any) -> Kind | None:
     for classes, kind in (
         ((list, deque, set), LIST),
         (dict, DICT),
-        (frozenset, FROZENSET),
-        (tuple, SEQUENCE),
+        ((tuple, frozenset), SEQUENCE),
         ((types.SimpleNamespace, UserDict, BlockMask), RECORD),
         (types.CellType, CELL),
         (Stream, STREAM),

@@ -5,10 +5,13 @@ A place knows its content, can tell what changed in it, and can put a content ba
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import torch
 
 from xla_dtensor.compilation.code.reflection import dict_of
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
@@ -23,6 +26,10 @@ MISSING: Any = _Missing()
 """Stands for the value of a name that isn't there."""
 UNREAD: Any = object()
 """Stands for the value of an attribute that the step's code doesn't read."""
+
+
+Pairs = list[tuple[Callable[..., Any], Any]]
+Live = tuple[list[Iterable[Any]], Pairs]
 
 
 class Place:
@@ -64,12 +71,12 @@ class Place:
 
     def label(self, key: Any) -> str:
         """The name in messages of what it holds under ``key``."""
-        raise NotImplementedError
+        return f"{self.path}.{key}"
 
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+    def live(self) -> Live:
         """What gives the values again and again: iterables, and (function, argument) pairs whose
         result is one. All of them together are compared in one loop in C."""
-        raise NotImplementedError
+        return [], []
 
     def sized(self) -> Any:
         """What tells by its length whether a name has been added; None if `live` shows that."""
@@ -81,10 +88,30 @@ class Place:
         return False
 
 
-class Entries(Place):
+class Chosen(Place):
+    """Some of what a container holds, by names.
+
+    Attributes:
+        keys: the names.
+    """
+
+    __slots__ = ("keys",)
+
+    def __init__(self, owner: Any, keys: Iterable[str], path: str, guarded: bool = True) -> None:
+        # Not by `Place`'s: a walk makes one of these for every other object.
+        self.owner, self.keys, self.path, self.guarded = owner, tuple(keys), path, guarded
+
+    def only(self, keys: Iterable[str], guarded: bool = True) -> Chosen:
+        """Others in the same container."""
+        other = copy.copy(self)
+        other.keys, other.guarded = tuple(keys), guarded
+        return other
+
+
+class Entries(Chosen):
     """Chosen keys of a mapping: attributes of an object (its ``__dict__``), globals, a class."""
 
-    __slots__ = ("grows", "keys", "setter")
+    __slots__ = ("grows", "setter")
 
     def __init__(
         self,
@@ -95,14 +122,9 @@ class Entries(Place):
         setter: Any = None,
         grows: bool = True,
     ) -> None:
-        super().__init__(owner, path, guarded)
-        self.keys = tuple(keys)
+        super().__init__(owner, keys, path, guarded)
         self.setter = setter
         self.grows = grows
-
-    def only(self, keys: Iterable[str], guarded: bool = True) -> Entries:
-        """Some of them."""
-        return Entries(self.owner, keys, self.path, guarded, self.setter, self.grows)
 
     @property
     def container(self) -> int:
@@ -128,23 +150,19 @@ class Entries(Place):
     def label(self, key: Any) -> str:
         return f"{self.path}.{key}" if self.path else str(key)
 
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+    def live(self) -> Live:
         present = [key for key in self.keys if key in self.owner]
-        if not present:
-            return [], []
-        if len(present) == 1:
-            present *= 2  # one key alone gives the value, not a tuple of it
-        return [], [(operator.itemgetter(*present), self.owner)]
+        return [], _together(operator.itemgetter, present, self.owner)
 
     def sized(self) -> Any:
         return self.owner if self.grows else None
 
 
-class Slots(Place):
+class Slots(Chosen):
     """Attributes that are in no ``__dict__``: a closure's cell, ``__slots__``, a function's
     defaults."""
 
-    __slots__ = ("keys", "shown")
+    __slots__ = ("shown",)
 
     def __init__(
         self,
@@ -154,13 +172,8 @@ class Slots(Place):
         shown: str | None = None,
         guarded: bool = True,
     ) -> None:
-        super().__init__(owner, path, guarded)
-        self.keys = tuple(keys)
+        super().__init__(owner, keys, path, guarded)
         self.shown = shown
-
-    def only(self, keys: Iterable[str], guarded: bool = True) -> Slots:
-        """Some of them."""
-        return Slots(self.owner, keys, self.path, self.shown, guarded)
 
     def content(self) -> dict[Any, Any]:
         found = {}
@@ -184,15 +197,10 @@ class Slots(Place):
     def label(self, key: Any) -> str:
         return self.shown if self.shown is not None else f"{self.path}.{key}"
 
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
-        names = list(self.keys)
-        if not names:
-            return [], []
+    def live(self) -> Live:
         if any(value is MISSING for value in self.content().values()):  # until it is assigned
             return [], [(lambda owner: self.content().values(), self.owner)]
-        if len(names) == 1:
-            names *= 2
-        return [], [(operator.attrgetter(*names), self.owner)]
+        return [], _together(operator.attrgetter, self.keys, self.owner)
 
 
 # Those whose truth is their length, whatever a user's class may say.
@@ -208,21 +216,34 @@ def class_of_content(value: Any) -> Any:
     return next((cls for cls in own.__mro__ if cls in _CONTAINERS), own)
 
 
-class Elements(Place):
-    """All elements of a list, tuple, deque or set.
+class Whole(Place):
+    """All that one of Python's containers holds.
 
     Attributes:
-        carried: the positions whose elements aren't compared.
+        carried: the positions, or the keys, under which it isn't compared.
     """
 
     __slots__ = ("carried",)
 
     def __init__(self, owner: Any, path: str, guarded: bool = True) -> None:
         super().__init__(owner, path, guarded)
-        self.carried: frozenset[int] = frozenset()
+        self.carried: frozenset[Any] = frozenset()
 
     def is_empty(self) -> bool:
         return type(self.owner) in _CONTAINERS and not self.owner
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}[{key!r}]"
+
+    def _but_for_carried(self, keys: Iterable[Any]) -> Pairs:
+        compared = [key for key in keys if key not in self.carried]
+        return _together(operator.itemgetter, compared, self.owner)
+
+
+class Elements(Whole):
+    """All elements of a list, tuple, deque or set."""
+
+    __slots__ = ()
 
     def content(self) -> dict[Any, Any]:
         return dict(enumerate(class_of_content(self.owner).__iter__(self.owner)))
@@ -247,12 +268,9 @@ class Elements(Place):
         cls = class_of_content(self.owner)
         return cls.__getitem__(self.owner, key) if key < cls.__len__(self.owner) else MISSING
 
-    def label(self, key: Any) -> str:
-        return f"{self.path}[{key}]"
-
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+    def live(self) -> Live:
         if self.carried:
-            return [], _all_but(self.owner, range(len(self.owner)), self.carried)
+            return [], self._but_for_carried(range(len(self.owner)))
         if type(self.owner) not in _CONTAINERS:
             return [], [(class_of_content(self.owner).__iter__, self.owner)]
         return [self.owner], []
@@ -261,22 +279,14 @@ class Elements(Place):
         return self.owner if self.carried else None
 
 
-class Items(Place):
-    """All items of a dict.
+class Items(Whole):
+    """All items of a dict."""
 
-    Attributes:
-        carried: the keys whose values aren't compared.
-    """
-
-    __slots__ = ("carried", "with_keys")
+    __slots__ = ("with_keys",)
 
     def __init__(self, owner: Any, path: str, with_keys: bool = True, guarded: bool = True) -> None:
         super().__init__(owner, path, guarded)
         self.with_keys = with_keys
-        self.carried: frozenset[Any] = frozenset()
-
-    def is_empty(self) -> bool:
-        return type(self.owner) in _CONTAINERS and not self.owner
 
     def content(self) -> dict[Any, Any]:
         if type(self.owner) in _CONTAINERS:
@@ -296,29 +306,27 @@ class Items(Place):
     def at(self, key: Any) -> Any:
         return class_of_content(self.owner).get(self.owner, key, MISSING)
 
-    def label(self, key: Any) -> str:
-        return f"{self.path}[{key!r}]"
-
-    def live(self) -> tuple[list[Iterable[Any]], list[tuple[Callable[..., Any], Any]]]:
+    def live(self) -> Live:
         cls = class_of_content(self.owner)
         keys, values = cls.keys(self.owner), cls.values(self.owner)
         if self.carried:
-            return [keys], _all_but(self.owner, keys, self.carried)
+            return [keys], self._but_for_carried(keys)
         return ([keys, values] if self.with_keys else [values]), []
 
 
 class Attributes(Place):
-    """All of an object's own attributes but those that the package keeps on tensors."""
+    """All of an object's own attributes; of a tensor but those that the package keeps there."""
 
-    __slots__ = ()
+    __slots__ = ("_hidden",)
 
     def __init__(self, value: Any, path: str) -> None:
         own = dict_of(value)
         super().__init__({} if own is None else own, path, guarded=False)
+        self._hidden = OWN_ATTRIBUTES if issubclass(type(value), torch.Tensor) else frozenset()
 
     def content(self) -> dict[Any, Any]:
         own = self.owner
-        return {k: own[k] for k in own if k not in OWN_ATTRIBUTES}
+        return {k: own[k] for k in own if k not in self._hidden}
 
     def replace(self, content: dict[Any, Any]) -> None:
         for name in self.content().keys() - content.keys():
@@ -335,17 +343,10 @@ class Attributes(Place):
     def at(self, key: Any) -> Any:
         return self.owner.get(key, MISSING)
 
-    def label(self, key: Any) -> str:
-        return f"{self.path}.{key}"
 
-
-def _all_but(
-    owner: Any, keys: Iterable[Any], carried: frozenset[Any]
-) -> list[tuple[Callable[..., Any], Any]]:
-    """What gives the values of the keys that aren't among ``carried``."""
-    compared = [key for key in keys if key not in carried]
-    if not compared:
-        return []
-    if len(compared) == 1:
-        compared *= 2  # one key alone gives the value, not a tuple of it
-    return [(operator.itemgetter(*compared), owner)]
+def _together(getter: Callable[..., Any], keys: Iterable[Any], owner: Any) -> Pairs:
+    """What gives the values of ``owner`` under these keys in one call."""
+    wanted = list(keys)
+    if len(wanted) == 1:
+        wanted *= 2  # one key alone gives the value, not a tuple of it
+    return [(getter(*wanted), owner)] if wanted else []

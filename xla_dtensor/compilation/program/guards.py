@@ -132,7 +132,7 @@ class Guards:
         differences = self.watch.differences(now)
         if not differences:
             # By path: two objects of a kind may have changed places.
-            places = {(place.path, place.container) for place in now.places}
+            places = {(place.path, place.container) for place in now.reached.places}
             changed = [effect.place for effect in traced.effects]
             changed += [carried.place for carried in traced.carried]
             if any((place.path, place.container) not in places for place in changed):

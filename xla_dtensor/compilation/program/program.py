@@ -121,7 +121,7 @@ class Program:
     @functools.cached_property
     def bytes(self) -> int:
         """About how much memory of the host it takes: its code, and what is known of it."""
-        known = 2048 * len(self.jaxpr.eqns) + 512 * len(self.watch.found)
+        known = 2048 * len(self.jaxpr.eqns) + 512 * len(self.watch.reached.found)
         return (code_bytes(self.executable.compiled) or 0) + known
 
     def input_sources(self) -> dict[str, list[ArraySource]]:

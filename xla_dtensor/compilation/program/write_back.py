@@ -153,7 +153,7 @@ class WriteBack:
     def _is_steady(self) -> bool:
         """Whether the next call finds what this one found, as far as optimizers' state goes."""
         # By hooks, say, which come upon it in the next call.
-        read = "state" in self._guards.watch.reads
+        read = "state" in self._guards.watch.names.attributes
         return all(
             not stepped.replaced_state()
             and (not stepped.made_state() or (stepped.is_steady() and not read))

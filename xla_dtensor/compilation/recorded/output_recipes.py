@@ -186,7 +186,7 @@ class Made:
     # --- memory from outside -------------------------------------------------------------------
 
     def _outside(self, value: Any) -> Any:
-        if id(value) in self._watch.tensors or (value.requires_grad and value.is_leaf):
+        if id(value) in self._watch.reached.tensors or (value.requires_grad and value.is_leaf):
             return Existing(value)
         for outside in self._trace.outside.values():
             leaf = outside.get()
@@ -218,7 +218,7 @@ class Made:
             (t, t)
             for t in kept
             if isinstance(t, Ours)
-            and (id(t) in self._watch.tensors or id(t._storage_) not in given)
+            and (id(t) in self._watch.reached.tensors or id(t._storage_) not in given)
         ]
         best = None
         for of, tensor in candidates:

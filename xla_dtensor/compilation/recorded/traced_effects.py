@@ -52,7 +52,7 @@ class TracedEffects(TracedInputs):
             return known[1]
 
         for effect in self.effects:
-            if effect.place.container in watch.inside:
+            if effect.place.container in watch.reached.inside:
                 raise DataDependentError(
                     f"the step changes {effect.place.path}, a {type(effect.place.owner).__name__} "
                     "that it finds in another place in every call (it puts another one there): "

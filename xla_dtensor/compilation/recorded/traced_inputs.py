@@ -59,7 +59,9 @@ class TracedInputs:
             if isinstance(tensor, Ours):
                 of_arguments.setdefault(id(tensor._storage_), i)
         # An argument that the step finds elsewhere, too, is what is found there.
-        found = {id(t._storage_) for t, _ in self.watch.tensors.values() if isinstance(t, Ours)}
+        found = {
+            id(t._storage_) for t, _ in self.watch.reached.tensors.values() if isinstance(t, Ours)
+        }
         self.free_arguments = tuple(
             i for storage, i in of_arguments.items() if storage not in found
         )
@@ -73,7 +75,7 @@ class TracedInputs:
         self.bound_on_host = tuple(
             (i, tensor)
             for i, tensor in enumerate(arguments.tensors)
-            if id(tensor) in self.watch.tensors and not isinstance(tensor, Ours)
+            if id(tensor) in self.watch.reached.tensors and not isinstance(tensor, Ours)
         )
         self.slots: list[ArraySource] = []
         source: ArraySource
@@ -147,7 +149,7 @@ class TracedInputs:
         Raises:
             DataDependentError: nobody knows where the array is from.
         """
-        if isinstance(const, jax.Array) and id(const) not in self.watch.jax_arrays:
+        if isinstance(const, jax.Array) and id(const) not in self.watch.reached.jax_arrays:
             raise DataDependentError(
                 f"the step computes with an array {const.dtype}{list(const.shape)} that is none of "
                 "its tensors, and that its code doesn't name: another thread has made it, or code "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import types
-from collections import deque
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ from torch import nn
 
 from xla_dtensor.compilation.code.reflection import all_slots_of, dict_of, own_of
 from xla_dtensor.compilation.objects.found import is_atom, same_atom
+from xla_dtensor.compilation.objects.kinds import kind_of
 from xla_dtensor.compilation.objects.places import MISSING
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.tensors.of_form import Ours
@@ -185,21 +184,17 @@ class _Compared:
         return self._same_content(a, b)
 
     def _same_content(self, a: Any, b: Any) -> bool:
-        if isinstance(a, list | tuple | deque):
-            return len(a) == len(b) and all(map(self.same, a, b))
-        if isinstance(a, dict):
-            return list(a) == list(b) and all(map(self.same, a.values(), b.values()))
-        if isinstance(a, set | frozenset | range | slice):
+        if isinstance(a, set | frozenset):
             return bool(a == b)
         if isinstance(a, np.ndarray):
             return a.dtype == b.dtype and bool(np.array_equal(a, b))
         if isinstance(a, types.FunctionType):  # defined in each layer's __init__, say
             return a.__code__ is b.__code__ and self.same(_reads(a), _reads(b))
-        if isinstance(a, types.MethodType):
-            return self.same((a.__func__, a.__self__), (b.__func__, b.__self__))
-        if isinstance(a, functools.partial):
-            parts = [(p.func, p.args, p.keywords, own_of(p)) for p in (a, b)]
-            return self.same(*parts)
+        kind = kind_of(a)
+        if kind is not None:
+            (data, parts), (others_data, others) = kind.split(a), kind.split(b)
+            same = kind.key(data) == kind.key(others_data) and len(parts) == len(others)
+            return same and all(map(self.same, parts, others))
         if type(a).__module__.partition(".")[0] == "xla_dtensor":  # fully_shard's, of one layout
             return True
         if dict_of(a) is None and not all_slots_of(type(a)):  # type: ignore[arg-type]

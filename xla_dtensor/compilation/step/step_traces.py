@@ -73,7 +73,7 @@ class StepTraces(BaseStep):
                 self._read(more.reads)
                 again = self._arguments(arguments.args, arguments.kwargs, arguments.padding)
                 return self._call(again)
-            self._read(traced.watch.names_read)
+            self._read(traced.watch.names.reads)
         self._compare_what_it_assigns(traced, paths)
         call = traced.take_call()
         made: Program | None = None

@@ -26,10 +26,9 @@ from xla_dtensor.compilation.objects.found import is_atom, same_atom
 from xla_dtensor.compilation.objects.places import (
     MISSING,
     Attributes,
+    Chosen,
     Elements,
-    Entries,
     Place,
-    Slots,
 )
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
@@ -112,7 +111,7 @@ class _Anything:
 
 
 _ANYTHING = _Anything()
-_BY_NAME = Entries | Slots | Attributes
+_BY_NAME = Chosen | Attributes
 
 
 def _different(
@@ -143,16 +142,16 @@ class Surroundings:
     """
 
     def __init__(self, watch: Watch, arguments: Arguments) -> None:
-        found: list[tuple[Place, int | None]] = [(place, None) for place in watch.places]
-        known = {place.container for place in watch.places}
+        found: list[tuple[Place, int | None]] = [(place, None) for place in watch.reached.places]
+        known = {place.container for place in watch.reached.places}
         given = enumerate(arguments.places())
         found += [(place, i) for i, place in given if place.container not in known]
         self._before = [(place, place.content(), argument) for place, argument in found]
         self._held = {place.container: content for place, content, _ in self._before}
         self._watch = watch
         self._threads = len(sys._current_frames())
-        self._there = {id(place.owner) for place, _ in found} - watch.inside
-        self._there |= {id(value) for value, _ in (*watch.arrays, *watch.consumed)}
+        self._there = {id(place.owner) for place, _ in found} - watch.reached.inside
+        self._there |= {id(value) for value, _ in (*watch.reached.arrays, *watch.reached.consumed)}
         self._arguments = arguments
         self._planted: dict[tuple[int, Any], Any] = {}
         self.others: set[str] = set()
@@ -186,7 +185,7 @@ class Surroundings:
     def memory(self) -> list[Any]:
         """The arrays, and the tensors, that were there before the step."""
         watch, given = self._watch, self._arguments
-        arrays = [value for value, _ in (*given.arrays, *watch.arrays)]
+        arrays = [value for value, _ in (*given.arrays, *watch.reached.arrays)]
         return [*arrays, *given.tensors, *watch.leaves]
 
     def effects(self) -> list[Effect]:

@@ -22,17 +22,17 @@ def nothing_consumed(watch: Watch) -> Iterator[None]:
     Raises:
         DataDependentError: it has taken some.
     """
-    iterators = watch.consumed
+    iterators = watch.reached.consumed
     before = [_iterator_state(iterator) for iterator, _ in iterators]
     yield
-    for value, content in watch.arrays:
+    for value, content in watch.reached.arrays:
         if content_of(value) != content:
             raise DataDependentError(
                 f"the step writes to a {type(value).__name__} outside of it, on the host: that "
                 "would happen when it is traced, not in every call; use a tensor on the device"
             )
     for (iterator, path), state in zip(iterators, before, strict=True):
-        if _iterator_state(iterator) != state or (state is UNKNOWN and watch.takes_next):
+        if _iterator_state(iterator) != state or (state is UNKNOWN and watch.names.calls("next")):
             raise DataDependentError(
                 f"the step takes the next element of {path}, a {type(iterator).__name__}: that "
                 "would happen when it is traced, not in every call; take it outside, and pass it "

@@ -23,48 +23,28 @@ import torch
 
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.code.identities import identities
+from xla_dtensor.compilation.code.names import is_library_class
 from xla_dtensor.compilation.code.reflection import cache_of
 from xla_dtensor.compilation.objects.found import Found, content_of, is_atom
-from xla_dtensor.compilation.objects.places import MISSING, Entries, Place, Slots
-from xla_dtensor.compilation.watch.walk_objects import WalkObjects
+from xla_dtensor.compilation.objects.places import MISSING, Chosen, Place
+from xla_dtensor.compilation.watch.followers import FOLLOWERS, reach
+from xla_dtensor.compilation.watch.names_met import NamesMet
+from xla_dtensor.compilation.watch.walk import Walk
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.tensors.base import CLASS_OF_TENSOR
 
 
-class Watch(WalkObjects):
+class Watch:
     """What can be read from ``roots``, pairs of a name for messages and a thing.
 
     Args:
-        carried: what the step keeps from one call to the next and replaces, by name in messages:
-            each call takes it from there (`Carried`).
-        executed: the code of installed packages that is followed; None: all that is found.
-        expecting: whether the walk is for a step that may run other code of theirs: of what it
-            reaches it takes the names that the methods use.
+        carried, executed, expecting: see `Walk`.
+        fixed: see `NamesMet`.
         known: an earlier one from some of the roots, whose names this one takes over.
-        fixed: whether the step's code finds optimizers' hyperparameters as they are.
 
     Attributes:
-        places: every container on the way.
-        tensors: the tensors found, by id, with their paths.
-        arrays: the NumPy arrays and buffers found, with their content.
-        live: what else is compared by identity: pairs of a function and its argument, whose result
-            is an iterable. Unlike in a place, a trace undoes no change there.
-        imports: the Python modules that the code imports, or takes from ``sys.modules``.
-        caches: functions under ``functools.cache``, with their paths.
-        absent: those of the imports that hadn't been imported yet.
-        jax_arrays: the ids of the JAX arrays found.
-        shared: queues, locks and semaphores found, with their paths: the step mustn't put, take,
-            or leave them acquired.
-        consumed: iterators found, with their paths: the step mustn't take from them.
-        scripted: modules of TorchScript's.
-        random_sources: generators of random numbers that the step may draw from.
-        optimizers: the optimizers found, by id.
-        settings: the entries of their param groups, if the code names those: (``id`` of the group,
-            key).
-        carried: the places found of those that each call takes its values from.
-        inside: the lists, dicts and objects that are part of what is there (`Place.container`).
-        meets_installed: whether the code names any of installed packages.
-        codes: the code of all functions found.
+        names: the names in all code found.
+        reached: what was found.
+        known: the ids of the tensors found, and of the objects whose places are compared.
     """
 
     def __init__(
@@ -76,38 +56,30 @@ class Watch(WalkObjects):
         known: Watch | None = None,
         fixed: bool = False,
     ) -> None:
-        super().__init__(roots, carried, executed, expecting, known, fixed)
+        self.names = names = NamesMet(fixed=fixed)
+        if known is not None:
+            names.take_over(known.names)
+        self.reached = reach(roots, lambda: Walk(FOLLOWERS, names, carried, executed, expecting))
+        self._absent = {name for name in self.reached.imports if name not in sys.modules}
         self._cached: list[tuple[Any, dict[Any, Any], str]] = []
         self._arm()
 
     def keys_of_places(self) -> set[tuple[int, Any]]:
         """Everything that is looked at, as (container, key); of a list or a dict as a whole."""
         found: set[tuple[int, Any]] = set()
-        for place in self.places:
-            keys = place.keys if isinstance(place, Entries | Slots) else (None,)
+        for place in self.reached.places:
+            keys = place.keys if isinstance(place, Chosen) else (None,)
             found |= {(place.container, key) for key in keys}
         return found
 
     @property
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that the step is known to reach."""
-        found = [tensor for tensor, _ in self.tensors.values()]
-        for optimizer in self.optimizers.values():
+        found = [tensor for tensor, _ in self.reached.tensors.values()]
+        for optimizer in self.reached.optimizers.values():
             for group in optimizer.param_groups:
                 found += group["params"]
         return found
-
-    @property
-    def names_read(self) -> frozenset[str] | None:
-        """The names of attributes that the step's code may read; None for any."""
-        if self._names.any_attribute:
-            return None
-        return frozenset(self._names.attributes | self._library_reads | CLASS_OF_TENSOR)
-
-    @property
-    def asks_ids(self) -> bool:
-        """Whether the step's code calls ``id``."""
-        return self._calls("id")
 
     def met(self, arguments: Arguments) -> tuple[Any, ...]:
         """Those of the arguments that the step finds elsewhere, too: it may ask whether they are
@@ -118,33 +90,23 @@ class Watch(WalkObjects):
 
     def assigned_in(self, place: Place) -> set[str] | None:
         """The names of attributes that the step's code may assign in a place; None for any."""
-        if place.container not in self._plain or self._names.any_attribute:
+        names = self.names
+        if place.container not in self.reached.plain or names.any_attribute:
             return None
-        if self._calls("setattr", "delattr"):
-            return None
-        return self._names.assigned
-
-    @property
-    def feeds(self) -> bool:
-        """Whether the step's code finds inputs of the program in param groups."""
-        return not (self._fixed or self.asks_types)
-
-    @property
-    def feeds_groups(self) -> bool:
-        """Whether it finds them there before an optimizer steps."""
-        return self.feeds and "param_groups" in self._names.attributes
+        return None if names.calls("setattr", "delattr") else names.assigned
 
     @property
     def feeds_users(self) -> bool:
         """Whether user's code may find them, before an optimizer steps or in its ``step``."""
-        own = any(not self._of_library(type(optimizer)) for optimizer in self.optimizers.values())
-        return self.feeds and (own or self.feeds_groups)
+        classes = map(type, self.reached.optimizers.values())
+        names = self.names
+        return names.feeds and (names.feeds_groups or not all(map(is_library_class, classes)))
 
     def made_meanwhile(self) -> list[tuple[str, Any]]:
         """What a trace has brought that the walk before it couldn't know: modules that it has
         imported, and what it has put into caches."""
-        found = [(name, sys.modules[name]) for name in self.absent & sys.modules.keys()]
-        for cached, path in self.caches:
+        found = [(name, sys.modules[name]) for name in self._absent & sys.modules.keys()]
+        for cached, path in self.reached.caches:
             inner = [part for part in cache_of(cached)[1] if not is_atom(part)]
             found += [(f"what {path} keeps", p) for p in inner if not isinstance(p, type)]
         return found
@@ -156,9 +118,9 @@ class Watch(WalkObjects):
             DataDependentError: it has emptied a cache of a function, or changed what C++ holds of a
                 module.
         """
-        for scripted in self.scripted:
+        for scripted in self.reached.scripted:
             scripted.check()
-        path = self.forgotten() if "cache_clear" in self._names.attributes else None
+        path = self.forgotten() if "cache_clear" in self.names.attributes else None
         if path is not None:
             raise DataDependentError(
                 f"the step empties the cache of {path} (cache_clear()), which would happen when it "
@@ -169,7 +131,7 @@ class Watch(WalkObjects):
         """Note what is in the caches of functions after a trace (or what an ``earlier`` watch has
         noted): what is added to them later changes nothing."""
         self._cached = (
-            [(cached, dict(cache_of(cached)[0]), path) for cached, path in self.caches]
+            [(cached, dict(cache_of(cached)[0]), path) for cached, path in self.reached.caches]
             if earlier is None
             else earlier._cached
         )
@@ -185,7 +147,7 @@ class Watch(WalkObjects):
     def unchanged(self, changed: Set[tuple[int, Any]]) -> frozenset[str]:
         """The names in messages of the attributes that the step's code assigns somewhere and never
         reads, but for those that a trace has ``changed`` (container, key)."""
-        apart = changed | self.settings  # which have guards of their own
+        apart = changed | self.reached.settings  # which have guards of their own
         return frozenset(
             place.label(key)
             for place in self._only_assigned()
@@ -200,20 +162,20 @@ class Watch(WalkObjects):
             kept = place.only([key for key in place.keys if place.label(key) in labels])
             if not kept.keys:
                 continue
-            self._place(kept)
+            self.reached.places.append(kept)
             for key, value in kept.content().items():
-                self._note(kept.label(key), "value" if is_atom(value) else "opaque", value)
+                self.reached.note_whole(kept.label(key), value)
         if labels:
             self._arm()
 
-    def _only_assigned(self) -> list[Entries | Slots]:
-        taken = {carried.where() for carried in self.carried}
+    def _only_assigned(self) -> list[Chosen]:
+        taken = {carried.where() for carried in self.reached.carried}
         return [
             place
-            for place in self.places
-            if isinstance(place, Entries | Slots)
+            for place in self.reached.places
+            if isinstance(place, Chosen)
             and not place.guarded
-            and place.container not in self.inside
+            and place.container not in self.reached.inside
             and taken.isdisjoint((place.container, key) for key in place.keys)
         ]
 
@@ -221,11 +183,12 @@ class Watch(WalkObjects):
 
     def _arm(self) -> None:
         """Prepare the loop in C."""
+        reached = self.reached
         self._iterables: list[Any] = []
-        self._pairs: list[tuple[Any, Any]] = list(self.live)
-        self._mappings: list[Any] = list(self._large)
+        self._pairs, self._mappings = list(reached.live), list(reached.large)
+        self._typed, self._arrays, self._probes = reached.typed, reached.arrays, reached.probes
         self._empty: list[Any] = []
-        for place in self.places:
+        for place in reached.places:
             if not place.guarded:
                 continue
             if place.is_empty():
@@ -237,9 +200,8 @@ class Watch(WalkObjects):
             sized = place.sized()
             if sized is not None:
                 self._mappings.append(sized)
-        self.known = frozenset(
-            (*self.tensors, *map(id, self._typed), *(id(place.owner) for place in self.places))
-        )
+        owners = (place.owner for place in reached.places)
+        self.known = frozenset((*reached.tensors, *map(id, (*self._typed, *owners))))
         self._lengths = list(map(len, self._mappings))
         self._types = list(map(type, self._typed))
         self._own = identities(self._own_dicts())
@@ -265,8 +227,8 @@ class Watch(WalkObjects):
                 and list(map(len, self._mappings)) == self._lengths
                 and list(map(type, self._typed)) == self._types
                 and identities(self._own_dicts()) == self._own
-                and all(content_of(value) == content for value, content in self.arrays)
-                and all(probe() is content for probe, content in self.probes)
+                and all(content_of(value) == content for value, content in self._arrays)
+                and all(probe() is content for probe, content in self._probes)
                 and self.forgotten() is None
             )
         except (LookupError, AttributeError, ValueError, RuntimeError):
@@ -274,13 +236,8 @@ class Watch(WalkObjects):
 
     def differences(self, other: Watch) -> list[tuple[Found | None, Found | None]]:
         """What ``other``, a later walk from the same roots, found otherwise: (before, now)."""
-        mine = {found.path: found for found in self.found}
-        theirs = {found.path: found for found in other.found}
-        result: list[tuple[Found | None, Found | None]] = []
-        for path in mine.keys() | theirs.keys():
-            before, now = mine.get(path), theirs.get(path)
-            if before is None or now is None or not before.same(now):
-                result.append((before, now))
-        order = {found.path: i for i, found in enumerate((*self.found, *other.found))}
-        result.sort(key=lambda pair: order[(pair[0] or pair[1]).path])  # type: ignore[union-attr]
-        return result
+        mine = {found.path: found for found in self.reached.found}
+        theirs = {found.path: found for found in other.reached.found}
+        gone = {path: found for path, found in mine.items() if path not in theirs}
+        pairs = [(mine.get(path), theirs.get(path)) for path in {**gone, **theirs}]
+        return [(a, b) for a, b in pairs if a is None or b is None or not a.same(b)]

@@ -1,0 +1,281 @@
+"""Objects on the walk, by their attributes and by what their classes give them."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import functools
+import logging
+import operator
+import threading
+import types
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+from torch import nn
+from torch.optim import Optimizer
+
+from xla_dtensor.compilation.code.names import (
+    ASKED_FOR,
+    called_by,
+    formatted,
+    is_library_class,
+    names_of,
+)
+from xla_dtensor.compilation.code.reflection import (
+    CACHED,
+    DESCRIPTORS,
+    all_slots_of,
+    code_of,
+    dict_of,
+    is_callable,
+    protocol_names,
+    registered_with,
+    subclasses,
+)
+from xla_dtensor.compilation.objects.places import Entries, Slots
+from xla_dtensor.compilation.watch.walk import Walk
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+
+_HEAP_TYPE = 1 << 9
+# Nothing in the code says when an object is thrown away.
+_NEVER_CALLED = ASKED_FOR | {"__del__", "__doc__", "__module__"}
+_OF_CLASSES = ("__name__", "__qualname__")
+
+
+def of_class(walk: Walk, cls: type, path: str) -> None:
+    """A class as an object: what it gives its own, and which there are below it."""
+    library_methods(walk, cls)
+    methods(walk, cls)
+    methods(walk, type(cls))
+    _registry(walk, cls, path)
+    if issubclass(cls, enum.Enum):
+        for name, member in cls.__members__.items():
+            walk.follow(member, f"{path}.{name}")
+
+
+def methods(walk: Walk, cls: type) -> None:
+    """The methods and attributes that a class gives its objects."""
+    if cls in walk.classes:
+        return
+    for base in cls.__mro__:
+        if base in walk.classes:
+            continue
+        walk.classes.add(base)
+        if walk.of_library(base):
+            library_class(walk, base)
+            continue
+        own, path, names = base.__dict__, base.__qualname__, walk.names
+        if "__match_args__" in names.attributes:
+            names.attributes |= set(own.get("__match_args__", ()))
+        walk.reached.live.append((operator.attrgetter("__mro__"), base))
+        walk.reached.note(f"{path}.__mro__", "bases", base.__mro__)
+        named = [name for name in _OF_CLASSES if name in names.attributes]
+        if named and base.__flags__ & _HEAP_TYPE:  # one of C's has its name made for each read
+            walk.read(Slots(base, named, path))
+        overridden = _overridden(base)
+        used = [n for n in own if n in overridden or _is_used(walk, base, n)]
+        place = Entries(own, used, path, setter=base)
+        walk.read(place)
+        walk.assigned(place)
+        methods(walk, type(base))
+
+
+def library_class(walk: Walk, cls: type) -> None:
+    """Somebody may put another method, or another default, into it."""
+    if not cls.__flags__ & _HEAP_TYPE:
+        return
+    own, path = cls.__dict__, cls.__qualname__
+    place = Entries(own, [n for n in own if _is_used_of_library(walk, own[n], n)], path, setter=cls)
+    walk.place(place)
+    for name in place.keys:
+        walk.reached.note_whole(place.label(name), own[name])
+    forward = own.get("forward")
+    if issubclass(cls, nn.Module) and isinstance(forward, types.FunctionType):
+        for namespace, called in called_by(forward):
+            walk.reached.live.append((functools.partial(map, namespace.get), called))
+            for name in called:
+                walk.reached.note(f"{path}'s {name}", "opaque", namespace.get(name))
+    walk.assigned(place)
+
+
+def library_methods(walk: Walk, cls: type) -> None:
+    """What the methods that the code names read, of classes whose code isn't followed: the
+    ``data`` behind a ``UserDict``'s ``[]``."""
+    known = walk.names
+    for base in filter(walk.of_library, cls.__mro__):
+        for name, method in vars(base).items():
+            special = name.startswith("__") and name not in _NEVER_CALLED
+            if not (special or known.is_read(name)) or (code := code_of(method)) is None:
+                continue
+            known.in_libraries |= names_of(code).attributes
+            if not special and name in known.attributes:  # ``logger.setLevel``
+                known.assigned |= names_of(code).assigned
+
+
+def _is_used_of_library(walk: Walk, member: Any, name: str) -> bool:
+    if isinstance(member, DESCRIPTORS) or name in _NEVER_CALLED:
+        return False
+    special = name.startswith("__") and callable(member)
+    return special or name in walk.names.attributes or name in walk.names.in_libraries
+
+
+def _is_used(walk: Walk, cls: type, name: str) -> bool:
+    member = cls.__dict__[name]
+    if name in _NEVER_CALLED:
+        return name in walk.names.attributes
+    if isinstance(member, DESCRIPTORS):
+        return False
+    if walk.names.is_read(name) or (name in walk.names.assigned and hasattr(member, "__set__")):
+        return True
+    return name.startswith("__") and name.endswith("__") and is_callable(member)
+
+
+def _registry(walk: Walk, cls: type, path: str) -> None:
+    """Which classes a class has below it, and which have been registered with an abstract one."""
+    reached = walk.reached
+    if "__subclasses__" in walk.names.attributes:
+        below: list[type] = type.__subclasses__(cls)
+        reached.probes.append((lambda: type.__subclasses__(cls) == below, True))
+        reached.note(f"{path}.__subclasses__()", "registry", set(below))
+        for number, subclass in enumerate(below):
+            walk.follow(subclass, f"{path}.__subclasses__()[{number}]")
+    if not isinstance(cls, abc.ABCMeta):
+        return
+    walk.names.attributes |= protocol_names(cls)
+    token = abc.get_cache_token()
+    reached.probes.append((lambda: abc.get_cache_token() == token, True))
+    registered = {ref for each in (cls, *subclasses(cls)) for ref in registered_with(each)}
+    reached.note(f"{path}'s registry", "registry", registered)
+
+
+@functools.lru_cache(4096)
+def _overridden(cls: type) -> frozenset[str]:
+    """Methods that a class has in place of a library's, whose code may call them: ``default`` of a
+    ``json.JSONEncoder``. Not those of modules: what of them is called has a name of its own."""
+    if issubclass(cls, nn.Module | Optimizer):
+        return frozenset()
+    theirs = {
+        name
+        for base in cls.__mro__[1:-1]
+        if is_library_class(base)
+        for name, member in vars(base).items()
+        if not name.startswith("__") and callable(member)
+    }
+    return frozenset(theirs & vars(cls).keys())
+
+
+_LOCK = type(threading.Lock())
+MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+_NOT_USERS = MODULE_OWN | OWN_ATTRIBUTES
+# What Python's import leaves in a module: through it one gets to everything.
+_OF_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
+# Classes of Python's whose objects are made of what the user's code says.
+_USERS_CONTENT = (BaseException, dataclasses.Field)
+
+
+def of_atom(walk: Walk, value: Any, path: str) -> None:
+    """What is compared by value; an enum, a named tuple may have methods."""
+    walk.reached.note(path, "value", value)
+    if type(value) is str:
+        walk.names.attributes |= formatted(value)
+    elif not walk.of_library(type(value)):
+        own_parts(walk, value, path)
+
+
+def of_object(walk: Walk, value: Any, path: str) -> None:
+    """An object of which no more is known than its class."""
+    cls, own, reached = type(value), dict_of(value), walk.reached
+    wrapped = (own or {}).get("__wrapped__")
+    if wrapped is not None and walk.of_library(cls):  # lru_cache, a compiled step
+        reached.note(path, cls)
+        if cls is CACHED:
+            reached.caches.append((value, path))
+        walk.follow(wrapped, path)
+        return
+    if cls.__module__.startswith("xla_dtensor."):
+        reached.note(path, "opaque", value)  # what of it matters has guards of its own
+    elif own is not None:
+        reached.note(path, "object", cls)
+        reached.typed.append(value)
+        library_methods(walk, cls)
+        attributes(walk, value, own, path)
+        slots(walk, value, path)
+    elif getattr(cls, "__slots__", None) is not None and _has_users_slots(walk, value):
+        reached.note(path, "object", cls)
+        slots(walk, value, path)
+    else:
+        # Nothing is known of it but which one it is.
+        reached.note(path, "opaque", value)
+        if isinstance(value, _LOCK):
+            reached.shared.append((value, path))
+            if "locked" in walk.names.attributes:
+                reached.probe(f"{path}.locked()", value.locked)
+        if isinstance(value, jax.Array):
+            reached.jax_arrays.add(id(value))
+        if isinstance(value, Iterator):
+            reached.consumed.append((value, path))
+    methods(walk, cls)
+
+
+def attributes(walk: Walk, value: Any, own: dict[str, Any], path: str) -> None:
+    """Those in an object's dict that the code reads, and those that it assigns."""
+    cls = type(value)
+    names = list(filter(walk.names.is_read, own))
+    if issubclass(cls, logging.Logger) and "handlers" not in walk.names.attributes:
+        # What only logging calls may count and collect: it logs when the step is traced.
+        names = [name for name in names if name != "handlers"]
+    if issubclass(cls, types.ModuleType):
+        names = [n for n in names if n not in _OF_IMPORT or n in walk.names.attributes]
+        if isinstance(own.get("__getattr__"), types.FunctionType):
+            names.append("__getattr__")
+    if cls is types.SimpleNamespace or not any(map(walk.of_library, cls.__mro__[:-1])):
+        walk.reached.plain.add(id(own))
+    only_assigned(walk, value, path, names)
+    walk.read(Entries(own, names, path))
+
+
+def only_assigned(walk: Walk, owner: Any, path: str, read: Collection[str]) -> None:
+    """Attributes that the code assigns without reading them."""
+    names = [n for n in walk.names.assigned.difference(read) if n not in _NOT_USERS]
+    own = dict_of(owner)
+    if own is None:
+        return
+    if issubclass(type(owner), nn.Module):
+        taken = set().union(*(own.get(p) or () for p in MODULE_PARTS))
+        names = [n for n in names if n not in taken]
+    if not names:
+        return
+    # Not hasattr, which would run a user's __getattr__. A property keeps its value elsewhere.
+    kept_elsewhere = walk.data_descriptors(type(owner))
+    present = [n for n in sorted(names) if n in own or n not in kept_elsewhere]
+    if present:
+        walk.place(Entries(own, present, path, guarded=False))
+
+
+def slots(walk: Walk, value: Any, path: str) -> None:
+    """What an object holds in slots."""
+    if not _has_users_slots(walk, value):
+        return
+    known = all_slots_of(type(value))  # type: ignore[arg-type]
+    place = Slots(value, filter(walk.names.is_read, known), path)
+    if place.keys:
+        walk.read(place)
+    walk.assigned(place, known)
+
+
+def _has_users_slots(walk: Walk, value: Any) -> bool:
+    """Whether an object's slots hold what the user's code has put there."""
+    return not walk.of_library(type(value)) or isinstance(value, _USERS_CONTENT)
+
+
+def own_parts(walk: Walk, value: Any, path: str) -> None:
+    """The methods and attributes of an object of a user's class, apart from its content."""
+    own = dict_of(value)
+    if own is not None:
+        walk.read(Entries(own, [n for n in own if walk.names.is_read(n) or n == "_value_"], path))
+    slots(walk, value, path)
+    methods(walk, type(value))

@@ -1,0 +1,99 @@
+"""Who knows what objects consist of: the table of kinds that a walk goes by, and the walk as often
+as it takes."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_dtensor.compilation.objects.carried import parts_of
+from xla_dtensor.compilation.objects.kinds import fields_of
+from xla_dtensor.compilation.objects.places import Elements, Entries, Items, Place, Slots
+from xla_dtensor.compilation.objects.remade import is_record
+from xla_dtensor.compilation.objects.settings import Settings, guards_of
+from xla_dtensor.compilation.watch import functions, python_objects, torch_objects
+from xla_dtensor.compilation.watch.attributes import (
+    library_class,
+    methods,
+    of_atom,
+    of_class,
+    of_object,
+)
+from xla_dtensor.compilation.watch.reached import Reached
+from xla_dtensor.compilation.watch.walk import Followed, Followers, Walk
+
+FOLLOWERS = Followers(
+    of_atom,
+    (
+        *functions.KINDS,
+        *torch_objects.KINDS,
+        Followed(type, "class", of_class),
+        *python_objects.KINDS,
+        Followed(object, None, of_object),
+    ),
+)
+
+
+def reach(roots: list[tuple[str, Any]], begin: Callable[[], Walk]) -> Reached:
+    """What can be read from ``roots``. Names come from all code that is met, and more names lead to
+    more code, so it is walked until nothing is new."""
+    while True:
+        walk = begin()
+        names, reached, before = walk.names, walk.reached, walk.names.count()
+        for path, value in roots:
+            walk.follow(value, path)
+        torch_objects.global_hooks(walk)
+        functions.registered(walk)
+        if "__reduce_ex__" in names.attributes:  # how objects are copied and pickled
+            walk.follow(copyreg.dispatch_table, "copyreg.dispatch_table")
+        for one in reached.carried:
+            _inside(walk, one.read(), one.name)
+        if names.count() == before:
+            break
+    functions.place_globals(walk)
+    if reached.imports:  # as a pair, and no place: what a step imports stays imported
+        reached.live.append((functools.partial(map, sys.modules.get), sorted(reached.imports)))
+    _settings(walk)
+    if names.environment:
+        walk.place(Items(os.environ._data, "os.environ"))  # type: ignore[attr-defined]
+        for key, value in os.environ.items():
+            reached.note(f"os.environ[{key!r}]", "value", value)
+    return reached
+
+
+def _settings(walk: Walk) -> None:
+    """Those of torch and Python that functions keep."""
+    called = (names for _, names in walk.names.namespaces.values())
+    names = walk.names.attributes.union(walk.names.readers, *called)
+    for text, read in guards_of(names):
+        walk.reached.probe(text, read)
+    walk.place(Settings(names | walk.names.assigned))  # a switch is an attribute
+    library_class(walk, torch.Tensor)
+
+
+def _inside(walk: Walk, value: Any, path: str) -> None:
+    """The lists, dicts and records in what a call takes like an argument: the step mustn't change
+    them, since it is given others in the next call."""
+    for name, inner in parts_of(value):
+        _inside(walk, inner, f"{path}{name}")
+    if not walk.of_library(type(value)):  # its methods may be called
+        methods(walk, type(value))
+    place: Place
+    if isinstance(value, list):
+        place = Elements(value, path, guarded=False)
+    elif isinstance(value, dict):
+        place = Items(value, path, guarded=False)
+    elif is_record(value) and hasattr(value, "__dict__"):
+        place = Entries(vars(value), vars(value), path, guarded=False)
+    elif is_record(value):
+        place = Slots(value, fields_of(value), path, guarded=False)
+    else:
+        return
+    walk.place(place)
+    walk.reached.inside.add(place.container)

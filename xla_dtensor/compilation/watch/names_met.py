@@ -1,0 +1,106 @@
+"""The names in all code that a walk has met."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_dtensor.compilation.code.asked_types import types_asked
+from xla_dtensor.compilation.code.names import Names
+from xla_dtensor.compilation.objects.readers import names_of_reader
+from xla_dtensor.tensors.base import CLASS_OF_TENSOR
+
+# Methods that torch and Python call under no name in the user's code.
+_CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "__wrapped__"}
+
+
+@dataclass
+class NamesMet(Names):
+    """Names in code, and what they say together.
+
+    Attributes:
+        in_libraries: attributes that libraries' methods read, which the code calls.
+        readers: functions that read more than they are given, found under whatever name.
+        namespaces: globals by the ``id`` of their dict: the dict, and the names read there.
+        takes_types, compares_numbers: see `types_asked`.
+        meets_installed: whether the code names any of installed packages.
+        fixed: whether the code finds optimizers' hyperparameters as they are.
+    """
+
+    attributes: set[str] = field(default_factory=_CALLED_BY_TORCH.copy)
+    in_libraries: set[str] = field(default_factory=set)
+    readers: set[str] = field(default_factory=set)
+    namespaces: dict[int, tuple[dict[str, Any], set[str]]] = field(default_factory=dict)
+    takes_types: bool = False
+    compares_numbers: bool = False
+    meets_installed: bool = False
+    fixed: bool = False
+    _asks_types: bool = False
+
+    def take_over(self, known: NamesMet) -> None:
+        """Begin with those of an earlier walk from some of the roots: what led to them is there
+        still, so one round will do. Of installed packages it may have taken names of code that
+        hasn't run."""
+        if known.meets_installed:
+            return
+        self.update(known)
+        self.in_libraries |= known.in_libraries
+        self.readers |= known.readers
+        self._asks_types = known.asks_types
+        for number, (namespace, names) in known.namespaces.items():
+            self.namespaces[number] = namespace, set(names)
+
+    def add_asked(self, function: types.FunctionType) -> None:
+        """Add what a function asks of the types of numbers."""
+        asked = types_asked(function.__code__)
+        self._asks_types |= asked.asks(function)
+        self.takes_types |= asked.takes
+        self.compares_numbers |= asked.compares_numbers(function)
+
+    def add_reader(self, name: str) -> Names:
+        """Add what a function of Python's or torch's may read, which some code may call by another
+        name; its names."""
+        names = names_of_reader(name)
+        self.readers.add(name)
+        self.update(names)
+        self._asks_types |= name == "type"
+        return names
+
+    @property
+    def asks_types(self) -> bool:
+        """Whether the code may find that a number which is an input is no ``float``."""
+        return self._asks_types or (self.takes_types and self.compares_numbers)
+
+    @property
+    def feeds(self) -> bool:
+        """Whether the code finds inputs of the program in param groups."""
+        return not (self.fixed or self.asks_types)
+
+    @property
+    def feeds_groups(self) -> bool:
+        """Whether it finds them there before an optimizer steps."""
+        return self.feeds and "param_groups" in self.attributes
+
+    @property
+    def reads(self) -> frozenset[str] | None:
+        """The names of attributes that the code may read; None for any."""
+        if self.any_attribute:
+            return None
+        return frozenset(self.attributes | self.in_libraries | CLASS_OF_TENSOR)
+
+    def is_read(self, name: str) -> bool:
+        """Whether the code may read an attribute of this name."""
+        return name in self.attributes or self.any_attribute or name in self.in_libraries
+
+    def calls(self, *functions: str) -> bool:
+        """Whether the code may call one of these, by its own name or by another."""
+        return not self.readers.isdisjoint(functions) or any(
+            not names.isdisjoint(functions) for _, names in self.namespaces.values()
+        )
+
+    def count(self) -> int:
+        """How many there are: another name may lead to other objects."""
+        sets = (self.attributes, self.assigned, self.stored, self.modules, self.in_libraries)
+        read = (names for _, names in self.namespaces.values())
+        return sum(map(len, (*sets, self.readers, *read)))
