@@ -264,7 +264,7 @@ def refuse_writes(traced: Any, arguments: Any) -> None:
     """
     for name, tensor in arguments.padding.tensors:
         storage = getattr(tensor, "_storage_", None)
-        for source in traced.slots:
+        for source in traced.inputs.slots:
             index = source.index if isinstance(source, ArgumentSource) else None
             own = index is not None and arguments.tensors[index]._storage_ is storage
             if source.writes and (own or any(s is storage for s in source.storages)):
@@ -272,13 +272,13 @@ def refuse_writes(traced: Any, arguments: Any) -> None:
                     f"the step writes to its argument {name!r}, which has buckets: what is written "
                     "is the padded copy; return the new value instead"
                 )
-        if any(target.read(arguments) is tensor for target, _ in traced.host_writes):
+        if any(target.read(arguments) is tensor for target, _ in traced.outputs.host_writes):
             raise ValueError(f"the step writes to its argument {name!r}, which has buckets")
 
 
 def shapes_of(traced: Any, arguments: Any) -> list[tuple[int, ...] | None]:
     """The shapes of a trace's results; None of what is no tensor."""
-    return [result.shape(arguments) for result in traced.results]
+    return [result.shape(arguments) for result in traced.outputs.results]
 
 
 def cuts_of(

@@ -45,7 +45,7 @@ class BackwardPass:
     def __init__(self, traced: Traced, history: History, inputs: Inputs, forms: list[Form]) -> None:
         self._traced, self._history, self._inputs = traced, history, inputs
         cotangents: list[int | None] = [None] * len(history.cotangents)
-        for i, source in enumerate(traced.sources):
+        for i, source in enumerate(traced.inputs.sources):
             if isinstance(source, CotangentSource):
                 cotangents[source.index] = i
         gradients = [g[0] for g in history.gradients if g is not None]
@@ -57,8 +57,8 @@ class BackwardPass:
         self.donates = len(history.errors) == len(history.outputs)
         self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
         # Of the constants that it needs those that aren't inputs are computed anew.
-        self._constants = [traced.sources[i] for i in split.constants]
-        computed = [i for i in split.constants if not isinstance(traced.sources[i], INPUTS)]
+        self._constants = [traced.inputs.sources[i] for i in split.constants]
+        computed = [i for i in split.constants if not isinstance(traced.inputs.sources[i], INPUTS)]
         self._computes = jax.jit(lambda *groups: _at(inputs.constants(*groups), computed))
         self._has_computed = bool(computed)
         self._plan_reads(split)
@@ -73,9 +73,10 @@ class BackwardPass:
     def _plan_reads(self, split: Split) -> None:
         """Whose memory mustn't be written to before the backward pass, and for which results."""
         traced = self._traced
-        found = [(*traced.reads[mark], through) for mark, through in split.reads.items()]
+        found = [(*traced.inputs.reads[mark], through) for mark, through in split.reads.items()]
         found += [
-            (traced.sources[i], None, through) for i, through in split.reads_constants.items()
+            (traced.inputs.sources[i], None, through)
+            for i, through in split.reads_constants.items()
         ]
         self._fixed_reads: list[Read] = []
         # Of arguments, gradients and results, which are others in each call.

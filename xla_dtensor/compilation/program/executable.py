@@ -97,7 +97,8 @@ class Executable:
             self.digest, self.is_new = text[:16], known is None
             if known is None:
                 if frame is not None:
-                    seed = f" with the seed {rng.default.seed}" if traced.random_operations else ""
+                    draws = traced.outputs.random_operations
+                    seed = f" with the seed {rng.default.seed}" if draws else ""
                     agreement.agree(
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {frame}{seed}"

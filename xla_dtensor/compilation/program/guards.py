@@ -15,6 +15,7 @@ from xla_dtensor.compilation.call.run import Prepared
 from xla_dtensor.compilation.program.gradients import Gradients
 from xla_dtensor.compilation.program.inputs import Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
 from xla_dtensor.compilation.trace.numbers import ARITHMETIC, Changed, Decision, values_of
 
 
@@ -61,10 +62,11 @@ class Guards:
         self._decided_by = ""  # the numbers by which all of them are known to hold
         self._looked_at = traced.host.looked_at
         gradients = Gradients(traced.outside, arguments, inputs.storages)
-        given = traced.bound_arguments or traced.bound_on_host or traced.free_arguments
+        known = traced.inputs
+        given = known.bound_arguments or known.bound_on_host or known.free_arguments
         checks: list[tuple[Callable[[Arguments], str | None], Any]] = [
             (gradients.mismatch, gradients.leaves),
-            (functools.partial(_other_arguments, traced, inputs.storages), given),
+            (functools.partial(_other_arguments, traced.inputs, inputs.storages), given),
             (functools.partial(_other_ids, traced.asked), traced.asked),
             (inputs.donated.mismatch, inputs.donated.sources),
             (inputs.kept.mismatch, inputs.kept.sources),
@@ -93,7 +95,7 @@ class Guards:
             why = check(arguments)
             if why is not None:
                 return Mismatch(why)
-        known, before = self.watch.known, self._traced.met
+        known, before = self.watch.known, self._traced.inputs.met
         tensors, containers = map(id, arguments.tensors), map(id, arguments.containers)
         if before or not (known.isdisjoint(tensors) and known.isdisjoint(containers)):
             met = self.watch.met(arguments)
@@ -168,7 +170,7 @@ class Guards:
         return None
 
 
-def _other_arguments(traced: Traced, own: frozenset[int], arguments: Arguments) -> str | None:
+def _other_arguments(traced: TracedInputs, own: frozenset[int], arguments: Arguments) -> str | None:
     """
     Args:
         own: the ids of the storages that the step uses in each call.

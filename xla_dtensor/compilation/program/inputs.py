@@ -42,10 +42,10 @@ class Inputs:
     """
 
     def __init__(self, traced: Traced) -> None:
-        self._sources, self._numbers = traced.sources, traced.trace.numbers
+        self._sources, self._numbers = traced.inputs.sources, traced.trace.numbers
         self._host_program = traced.host.program if traced.host.program.depends else None
-        self._frame, self.random_operations = traced.frame, traced.random_operations
-        used = [*dict.fromkeys(traced.sources)]
+        self._frame, self.random_operations = traced.frame, traced.outputs.random_operations
+        used = [*dict.fromkeys(traced.inputs.sources)]
         of_storages = [s for s in used if isinstance(s, ArraySource)]
         # Not the scalars: they are four bytes, and storages that this program doesn't use may have
         # their array, too (step counts of frozen parameters).
@@ -56,13 +56,13 @@ class Inputs:
         self._uses_words = any(s.in_words for s in used)
         self.to_arguments = [
             (index, source)
-            for source in traced.slots
+            for source in traced.inputs.slots
             if not source.is_fixed
             for index, _ in source.writes
         ]
         groups: list[Sequence[Source]] = [donated, kept, self._hosts]
         self._places = {s: (g, i) for g, some in enumerate(groups) for i, s in enumerate(some)}
-        self._slots = traced.slots
+        self._slots = traced.inputs.slots
 
     @functools.cached_property
     def storages(self) -> frozenset[int]:

@@ -71,8 +71,8 @@ class Program:
         self.guards = Guards(traced, inputs, arguments)
         for outside in traced.outside:  # gradients of before aren't kept alive
             outside.grad = None
-        forms = [form.placed(traced.frame) for form in traced.forms]
-        history, self._backward = traced.history, None
+        forms = [form.placed(traced.frame) for form in traced.outputs.forms]
+        history, self._backward = traced.outputs.history, None
         if history is None:
             order = outputs_in_order(inputs.donated.sources, len(forms))
             jaxpr, residuals, donates = reordered(traced.jaxpr, order), 0, True
@@ -144,9 +144,9 @@ class Program:
         if self._backward is None:
             self._execute(run)
         else:
-            assert traced.history is not None
+            assert traced.outputs.history is not None
             try:
-                self._run_with_history(self._backward, traced.history, run)
+                self._run_with_history(self._backward, traced.outputs.history, run)
             except BaseException as error:
                 if run.arrays is None:
                     raise
@@ -154,13 +154,13 @@ class Program:
         self._write_back.finish(run)
         if run.error is not None:
             raise run.error
-        results = [result.make(run) for result in traced.results]
+        results = [result.make(run) for result in traced.outputs.results]
         left = run.objects
         if traced.cuts and arguments.padding is not None:
             results, left = cut_back(results, traced.cuts, arguments.padding), {}
-        if traced.judges:
+        if traced.outputs.judges:
             self._write_back.judge(run)
-        return traced.result_tree.build(results, left)
+        return traced.outputs.tree.build(results, left)
 
     def _run_with_history(self, backward: BackwardPass, history: History, run: Run) -> None:
         """Execute the program as a node of the caller's history."""
@@ -227,7 +227,7 @@ class Program:
         if self._anchor() is not None:
             return True
         others = other.inputs.storages
-        storages = [s for source in self.traced.slots for s in source.storages]
+        storages = [s for source in self.traced.inputs.slots for s in source.storages]
         # The last: what an optimizer has made goes before the model does.
         anchor = next((s for s in reversed(storages) if id(s) not in others), None)
         if anchor is None:

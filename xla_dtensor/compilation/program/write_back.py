@@ -34,7 +34,7 @@ class WriteBack:
         # Storages that are the same in each call, one array for many counters.
         alone: list[tuple[int, Storage]] = []
         counters: list[tuple[int, tuple[Storage, ...]]] = []
-        for source in traced.slots:
+        for source in traced.inputs.slots:
             for index, storages in source.writes if source.is_fixed else ():
                 if len(storages) > 1:
                     counters.append((index, storages))
@@ -47,7 +47,9 @@ class WriteBack:
         pairs += [(s, outputs.forms[index]) for index, many in counters for s in many]
         self._new_forms = [(s, form) for s, form in pairs if s.form is not form]
         # Of most steps the leaves are the same tensors in each call.
-        grads = [(o.get() if o.is_fixed else None, o, template) for o, template in traced.grads]
+        grads = [
+            (o.get() if o.is_fixed else None, o, template) for o, template in traced.outputs.grads
+        ]
         self._fixed_grads = [(leaf, t) for leaf, _, t in grads if isinstance(leaf, torch.Tensor)]
         self._other_grads = [(o, t) for leaf, o, t in grads if not isinstance(leaf, torch.Tensor)]
         # Tensors that the step writes as autograd must see: what it saved is overwritten.
@@ -60,10 +62,10 @@ class WriteBack:
         pieces: list[tuple[Callable[[WriteBack, Run], None], Any]] = [
             (WriteBack._put_states, self._storages or self._counters),
             (WriteBack._put_arguments, self._to_arguments),
-            (WriteBack._put_gradients, traced.grads),
-            (WriteBack._switch, traced.switched),
-            (WriteBack._put_left, traced.left),
-            (WriteBack._put_host, traced.host_writes),
+            (WriteBack._put_gradients, traced.outputs.grads),
+            (WriteBack._switch, traced.outputs.switched),
+            (WriteBack._put_left, traced.outputs.left),
+            (WriteBack._put_host, traced.outputs.host_writes),
             (WriteBack._count_writes, counted),
         ]
         self._pieces = [piece for piece, written in pieces if written]
@@ -83,11 +85,11 @@ class WriteBack:
         user's code, and may fail."""
         for effect in self._traced.effects:
             run.insist(_repeat, effect)
-        if self._traced.left or not self._is_steady:
+        if self._traced.outputs.left or not self._is_steady:
             # The next call traces again: it finds this state in place of making it, and may come to
             # another program.
             self._guards.stale = "the call before made state that the step now finds in place"
-            self._traced.left = []
+            self._traced.outputs.left = []
         for scheduler, step, args, kwargs in self._traced.schedulers.calls:
             if run.error is None:
                 run.succeeds(_step_scheduler, step, scheduler, args, kwargs)
@@ -95,10 +97,10 @@ class WriteBack:
     def judge(self, run: Run) -> None:
         """Look whether what must hold does: now, where indices were asked for; an assertion of the
         step's own alone doesn't make the host wait, and is looked at when a value is read."""
-        assert self._traced.judged is not None
-        sums = run.array(self._traced.judged)
+        assert self._traced.outputs.judged is not None
+        sums = run.array(self._traced.outputs.judged)
         look = assertions.judge if self._traced.trace.checks_indices else assertions.later
-        look(sums, self._traced.judges)
+        look(sums, self._traced.outputs.judges)
 
     # --- one piece after the other --------------------------------------------------------------
 
@@ -125,19 +127,19 @@ class WriteBack:
                 set_grad_of(leaf, None if template is None else template.make(run))
 
     def _switch(self, run: Run) -> None:
-        for outside, requires_grad in self._traced.switched:
+        for outside, requires_grad in self._traced.outputs.switched:
             leaf = outside.of(run.arguments)
             if leaf is not None:
                 leaf.requires_grad_(requires_grad)
 
     def _put_left(self, run: Run) -> None:
-        for storage, index in self._traced.left:
+        for storage, index in self._traced.outputs.left:
             storage.write(run.array(index), self._outputs.forms[index])
 
     def _put_host(self, run: Run) -> None:
         """Write back to CPU tensors what the host's program has made of them."""
         with torch.no_grad():
-            for target, read in self._traced.host_writes:
+            for target, read in self._traced.outputs.host_writes:
                 target.read(run.arguments).copy_(read(run.arguments, run.prepared.host))
 
     def _count_writes(self, run: Run) -> None:

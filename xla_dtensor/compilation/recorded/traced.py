@@ -17,7 +17,7 @@ from xla_dtensor.base.numbers.math_of_numbers import MathOfNumbers
 from xla_dtensor.base.numbers.python_numbers import like_a_number
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.asked_ids import AskedIds
-from xla_dtensor.compilation.call.recipes import Template
+from xla_dtensor.compilation.call.buckets import Cuts
 from xla_dtensor.compilation.code.garbage import NewObjects
 from xla_dtensor.compilation.code.host_random import none_drawn
 from xla_dtensor.compilation.code.installed import Recorder
@@ -30,6 +30,8 @@ from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
 from xla_dtensor.compilation.recorded.output_recipes import Made
 from xla_dtensor.compilation.recorded.traced_effects import TracedEffects
+from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
+from xla_dtensor.compilation.recorded.traced_outputs import TracedOutputs
 from xla_dtensor.compilation.trace.checkpoint_saving import unseen_by_checkpoint
 from xla_dtensor.compilation.trace.norms import CumulativeNorms
 from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft, end_numbers
@@ -42,42 +44,34 @@ from xla_dtensor.compilation.watch.iterators import nothing_consumed
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.per_device import logical
-from xla_dtensor.forms.read import logical_value
-from xla_dtensor.forms.storage import Storage
-from xla_dtensor.tensors.base import grad_of, set_grad_of
+from xla_dtensor.tensors.base import grad_of
 
 
-class Traced(TracedEffects):
+class Traced:
     """One trace of a step; making one runs the step's Python and changes nothing.
 
     Attributes:
         jaxpr: what it computes, from constants.
-        sources: where each constant comes from in later calls.
-        slots: the sources of captured storages.
-        forms: the forms of the outputs.
-        judges, judged: what judges by which output whether what must hold does.
-        results, result_tree: what the step returns.
-        grads: (leaf, template of its new gradient or None).
-        host_writes: (CPU tensor from outside, where its new value comes from).
-        switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
-        left: (storage that the step made and left somewhere unknown, output).
+        inputs: where each constant comes from in later calls.
+        outputs: what the program returns, and what for: results, gradients, storages.
         effects: what its Python changed.
-        replaced: the names in messages of places outside of it whose tensors it replaces by others.
-        counted: likewise those in which it puts other numbers, strings or ``None``.
-        kept: the attributes that are compared though its Python only assigns them (`Watch.keep`).
-        of_others: the places that another thread has changed during the trace, likewise.
+        trace: what was told while it ran: numbers, decisions, settings.
+        host: its operations on CPU tensors.
+        hooks, schedulers: what it did with optimizers and schedulers.
         watch: what its Python can read.
+        kept: the attributes that are compared though its Python only assigns them (`Watch.keep`).
+        outside, others: the tensors from outside that it uses, and those that it has only found.
         asked: the arguments whose ``id`` it has asked for, which are these: (which, object).
         carried: the places that its values are taken from like arguments.
+        names_of_carried: their names in messages.
+        dynamic: the numbers that are inputs.
+        cuts: of a step whose arguments are padded, what of its results is cut back.
         fixed: whether its Python found optimizers' hyperparameters as they were.
         unforeseen: whether it has run code of installed packages that may have changed what the
             trace didn't know of, so that it has to be made again.
-        history: how its results depend on tensors that require grad, or None.
-        reads: per mark of the history's where the memory is (a source, templates, a CPU tensor, or
-            which argument it is), and through which tensor from outside it was read.
     """
+
+    cuts: Cuts | None = None
 
     def __init__(
         self,
@@ -98,8 +92,6 @@ class Traced(TracedEffects):
             if mine is not theirs
         ]
         self.kept: frozenset[str] = frozenset()
-        self.replaced: set[str] = set()
-        self.counted: set[str] = set()
         if parametrize._cache_enabled:
             raise DataDependentError(
                 "a compiled step inside of torch.nn.utils.parametrize.cached(): the cache would "
@@ -140,7 +132,6 @@ class Traced(TracedEffects):
             surroundings.planted,
         )
         self.host = trace.host = HostOperations(trace, arguments, watch.names.asks_types)
-        self.history: History | None = None
         given = set(map(id, arguments.tensors))
         ids = AskedIds(arguments, watch.names.calls("id"))
 
@@ -161,7 +152,7 @@ class Traced(TracedEffects):
                 )
             result = [out]
             del out, args, kwargs
-            return self._outputs(surroundings, arguments, watch, result)
+            return self._end_of_trace(surroundings, arguments, watch, result)
 
         was_compiling = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = True
@@ -237,7 +228,8 @@ class Traced(TracedEffects):
             self.asked = [(i, objects[i]) for i in sorted(ids.found)]
             self.frame = trace.frame
             self.jaxpr = closed.jaxpr
-            self._collect_inputs(trace, arguments, closed.consts)
+            self.inputs = TracedInputs(self.outputs, arguments, self.watch, closed.consts)
+            self._cut = []
         except BaseException:
             self._abandon(surroundings)
             raise
@@ -277,7 +269,7 @@ class Traced(TracedEffects):
         """Take back what the optimizers made in the trace; what else it has left somewhere has no
         value, because of ``error``."""
         self.hooks.undo()
-        for storage, _ in self.left:
+        for storage, _ in self.outputs.left:
             storage.give_up(error or RuntimeError("the step was traced, but not run"))
 
     def _numbers(self, trace: StepTrace, arguments: Arguments) -> dict[int, Any]:
@@ -288,12 +280,11 @@ class Traced(TracedEffects):
             found[i] = like_a_number(trace.number(read, arguments.numbers[i], names[i]))
         return found
 
-    # --- outputs ------------------------------------------------------------------------------
-
-    def _outputs(
+    def _end_of_trace(
         self, surroundings: Surroundings, arguments: Arguments, watch: Watch, result: list[Any]
     ) -> list[Any]:
-        """Called at the end of the trace: the arrays that the program returns."""
+        """Called when the step's Python has run, while the trace still goes on: the arrays that the
+        program returns."""
         trace = self.trace
         self.hooks.check()
         if any(grad_of(tensor) is not None for tensor in self._cut):
@@ -309,83 +300,23 @@ class Traced(TracedEffects):
                     f"the step changes {changed}: that would happen when it is traced, not in "
                     "every call; do it outside of the compiled step"
                 )
-        self._arrays: list[Any] = []
-        self.forms: list[Form] = []
-        flat, self.result_tree = self._made.flatten(result.pop())
+        outputs = self.outputs = TracedOutputs(trace, self.host)
+        objects = self._made
+        flat, outputs.tree = objects.flatten(result.pop())
         history = History(trace)
-        made = Made(self, arguments, watch, history)
-        self.effects = surroundings.effects()
-        self.of_others = surroundings.others
-        made.histories([*flat, *self._left_in_places()])
-        self.results = list(map(made.result, flat))
-        self._effects(surroundings, watch, made)
+        made = Made(outputs, arguments, watch, history)
+        effects = TracedEffects(trace, surroundings, self.names_of_carried)
+        self.effects, self.of_others = effects.all, effects.of_others
+        self.replaced, self.counted = effects.replaced, effects.counted
+        made.histories([*flat, *effects.left_in_places(objects)])
+        outputs.results = list(map(made.result, flat))
+        effects.convert(surroundings, watch, objects, made)
         self.hooks.take_numbers()
-        self.random_operations = trace.random_operations()
-        self.grads: list[tuple[Any, Template | None]] = []
-        # A gradient that is a view of a captured tensor adds that to those outside.
-        for outside in list(trace.outside.values()):
-            leaf = outside.get()
-            if leaf is None or not outside.takes_gradient:
-                continue
-            grad = grad_of(leaf)
-            if grad is outside.grad and not outside.cleared:
-                continue
-            template = None if grad is None else made.gradient(grad)
-            self.grads.append((outside, template))
-            set_grad_of(leaf, outside.grad)
-        leaf = grad = None
-        made.finish()
-        self._shown = made.shown
-        self.host_writes = self.host.writes()
-        self.switched = trace.switched()
-        if history.outputs and history.inputs:
-            if self.switched:
-                raise DataDependentError(
-                    "the step leaves a parameter with another requires_grad than it found, and "
-                    "returns a result with a history: detach the result, or switch it back"
-                )
-            history.differentiate(self.template, set(made.shown))
-            self.history = history
-        del flat, made, history, self._made
+        outputs.collect_gradients(made, history)
+        del flat, made, history, objects, self._made
         gc.collect()  # what only cycles still hold isn't left behind
-        self.captured = sorted(
-            (c for c in trace.captured if c.first_use is not None),
-            key=lambda c: c.first_use,  # type: ignore[arg-type, return-value]
-        )
-        self._written: dict[int, int] = {}
-        counters: dict[tuple[int, int], int] = {}
-        for captured in self.captured:
-            storage = captured.storage
-            if not captured.written or storage is None:
-                continue
-            shared = id(captured.array), id(storage.array)
-            if trace.is_counter(captured.array) and shared in counters:
-                self._written[id(captured)] = counters[shared]
-                continue
-            index = self.emit(logical(storage.array, storage.form), storage.form.reduced())
-            self._written[id(captured)] = counters[shared] = index
-        self.left: list[tuple[Storage, int]] = []
-        # A copy of what is captured, as some optimizers keep one of each parameter, has that array.
-        used = {id(captured.array) for captured in self.captured}
-        for storage in trace.left_behind():
-            if isinstance(storage.array, jax.core.Tracer) or id(storage.array) in used:
-                form = storage.form.reduced()
-                self.left.append((storage, self.emit(logical(storage.array, storage.form), form)))
-        self.judges, self.judged = trace.judged(self.emit)
-        arrays = self._arrays
-        del self._arrays
-        return arrays
-
-    def emit(self, array: Any, form: Form) -> int:
-        """Make an array an output; its index."""
-        self._arrays.append(form.physical(array))
-        self.forms.append(form)
-        return len(self._arrays) - 1
-
-    def template(self, tensor: Any) -> Template:
-        """An output that is the tensor's value; memory of its own."""
-        form = tensor._form.reduced()
-        return Template(self.emit(logical_value(tensor), form), form)
+        outputs.collect_storages()
+        return outputs.take_arrays()
 
 
 @interrupts.interruptible

@@ -12,7 +12,6 @@ from xla_dtensor.compilation.objects.carried import has_history, is_state, tenso
 from xla_dtensor.compilation.objects.places import MISSING
 from xla_dtensor.compilation.objects.remade import MadeObjects
 from xla_dtensor.compilation.recorded.output_recipes import Made
-from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.compilation.watch.effects import Effect, Surroundings, check_replayable
 from xla_dtensor.compilation.watch.watch import Watch
@@ -20,26 +19,45 @@ from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.of_form import Ours
 
 
-class TracedEffects(TracedInputs):
-    """The effects of a trace; see `Traced`."""
+class TracedEffects:
+    """The effects of a trace.
 
-    trace: StepTrace
-    replaced: set[str]
-    counted: set[str]
-    names_of_carried: frozenset[str]
-    effects: list[Effect]
-    _made: MadeObjects
+    Args:
+        surroundings: the places around the step, as they were before.
+        carried: the names in messages of places that each call takes its values from.
 
-    def _left_in_places(self) -> Iterator[Any]:
+    Attributes:
+        all: what its Python changed.
+        of_others: the names of the places that another thread has changed during the trace.
+        replaced: those of places outside of it whose tensors it replaces by others.
+        counted: those in which it puts other numbers, strings or ``None``.
+    """
+
+    def __init__(
+        self, trace: StepTrace, surroundings: Surroundings, carried: frozenset[str]
+    ) -> None:
+        self._trace, self._carried = trace, carried
+        self.all: list[Effect] = surroundings.effects()
+        self.of_others = surroundings.others
+        self.replaced: set[str] = set()
+        self.counted: set[str] = set()
+
+    def left_in_places(self, objects: MadeObjects) -> Iterator[Any]:
         """What the step's Python has put somewhere, taken apart."""
-        for effect in self.effects:
+        for effect in self.all:
             for value in effect.after.values():
-                yield from self._made.flatten(value)[0]
+                yield from objects.flatten(value)[0]
 
-    def _effects(self, surroundings: Surroundings, watch: Watch, made: Made) -> None:
-        """What the step's Python has changed, as what each call makes anew; the changes are
-        undone."""
-        trace = self.trace
+    def convert(
+        self, surroundings: Surroundings, watch: Watch, objects: MadeObjects, made: Made
+    ) -> None:
+        """Keep what each call makes anew in place of what the step has left somewhere; its changes
+        are undone.
+
+        Raises:
+            DataDependentError: calls can't repeat a change.
+        """
+        trace = self._trace
         built: dict[int, tuple[Any, Any]] = {}
 
         def is_new(value: Any) -> bool:
@@ -48,10 +66,10 @@ class TracedEffects(TracedInputs):
         def convert(value: Any) -> Any:
             known = built.get(id(value))
             if known is None:
-                known = built[id(value)] = value, self._built(value, made)
+                known = built[id(value)] = value, _built(value, objects, made)
             return known[1]
 
-        for effect in self.effects:
+        for effect in self.all:
             if effect.place.container in watch.reached.inside:
                 raise DataDependentError(
                     f"the step changes {effect.place.path}, a {type(effect.place.owner).__name__} "
@@ -62,23 +80,14 @@ class TracedEffects(TracedInputs):
             check_replayable(effect, is_new)
             effect.convert(convert)
         surroundings.restore()
-        for effect in self.effects:
+        for effect in self.all:
             effect.let_go()
-
-    def _built(self, value: Any, made: Made) -> Any:
-        """How later calls make what the step leaves somewhere; the value itself where it is the
-        same in each."""
-        leaves, tree = self._made.flatten(value)
-        parts = list(map(made.result, leaves))
-        if tree.is_leaf() and isinstance(parts[0], Existing):
-            return value
-        return Built(parts, tree)
 
     def _goes_on(self, tensor: torch.Tensor) -> bool:
         """Whether a backward pass of the next call would come to what this one has computed."""
         if not tensor.requires_grad:
             return False
-        made = isinstance(tensor, Ours) and self.trace.owns(tensor._storage_)
+        made = isinstance(tensor, Ours) and self._trace.owns(tensor._storage_)
         return made or not tensor.is_leaf
 
     def _find_replaced(self, effect: Effect) -> None:
@@ -92,7 +101,7 @@ class TracedEffects(TracedInputs):
             # An element of a set that is gone is under no key.
             after, name = effect.after.get(key, MISSING), effect.place.label(key)
             tensors = tensors_in(before)
-            carried = name in self.names_of_carried
+            carried = name in self._carried
             if not (is_state(before) and (carried or effect.place.guarded)):
                 continue
             if effect.grows():  # it is another place in every call
@@ -101,7 +110,7 @@ class TracedEffects(TracedInputs):
                 if not carried and is_state(after, symbolic=True):
                     self.counted.add(name)
                 continue
-            used = [t for t in tensors if isinstance(t, Ours) and self.trace.uses(t._storage_)]
+            used = [t for t in tensors if isinstance(t, Ours) and self._trace.uses(t._storage_)]
             if any(map(has_history, used)):
                 raise DataDependentError(
                     f"the step computes with {name}, which has a history of an earlier call, and "
@@ -116,3 +125,13 @@ class TracedEffects(TracedInputs):
                 )
             if not carried and tensors_in(after):
                 self.replaced.add(name)
+
+
+def _built(value: Any, objects: MadeObjects, made: Made) -> Any:
+    """How later calls make what the step leaves somewhere; the value itself where it is the
+    same in each."""
+    leaves, tree = objects.flatten(value)
+    parts = list(map(made.result, leaves))
+    if tree.is_leaf() and isinstance(parts[0], Existing):
+        return value
+    return Built(parts, tree)

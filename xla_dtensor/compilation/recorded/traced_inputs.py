@@ -8,8 +8,6 @@ import jax
 import torch
 
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.buckets import Cuts
-from xla_dtensor.compilation.call.recipes import Template
 from xla_dtensor.compilation.call.sources import (
     ArgumentSource,
     ArraySource,
@@ -23,10 +21,8 @@ from xla_dtensor.compilation.call.sources import (
     Source,
     StateSource,
 )
-from xla_dtensor.compilation.recorded.history import History
-from xla_dtensor.compilation.recorded.host_ops import HostOperations
+from xla_dtensor.compilation.recorded.traced_outputs import TracedOutputs
 from xla_dtensor.compilation.trace.external_storages import Captured
-from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.storage import Storage
@@ -34,20 +30,30 @@ from xla_dtensor.tensors.of_form import Ours
 
 
 class TracedInputs:
-    """The inputs of a trace; see `Traced`."""
+    """The inputs of a trace: for each constant of its jaxpr where the value comes from in later
+    calls, and what must hold of arguments for that to be so.
 
-    watch: Watch
-    host: HostOperations
-    history: History | None
-    captured: list[Captured]
-    _written: dict[int, int]
-    _shown: dict[int, list[Template]]
-    _cut: list[torch.Tensor]
-    # Of a step whose arguments are padded.
-    cuts: Cuts | None = None
+    Args:
+        outputs: of the trace. What they know of the trace alone is forgotten.
+        arguments: with which the step was traced.
+        watch: what its Python can read.
+        constants: the arrays that the jaxpr has closed over.
 
-    def _collect_inputs(self, trace: StepTrace, arguments: Arguments, constants: list[Any]) -> None:
-        """Say for each constant of the jaxpr where its value comes from in later calls."""
+    Attributes:
+        sources: of the constants.
+        slots: the sources that are storages, also of those that are only written.
+        reads: per mark of the history's where the memory is (a source, templates, a CPU tensor, or
+            which argument it is), and through which tensor from outside it was read.
+        free_arguments: the arguments with memory of their own.
+        bound_arguments: those that share memory with what the step finds elsewhere, and which.
+        bound_on_host: likewise CPU tensors that it finds elsewhere.
+        met: the arguments that it finds elsewhere as objects.
+    """
+
+    def __init__(
+        self, outputs: TracedOutputs, arguments: Arguments, watch: Watch, constants: list[Any]
+    ) -> None:
+        trace = outputs.trace
         by_id: dict[int, Source] = {}
         grads = {
             id(outside.grad._storage_): outside
@@ -59,9 +65,7 @@ class TracedInputs:
             if isinstance(tensor, Ours):
                 of_arguments.setdefault(id(tensor._storage_), i)
         # An argument that the step finds elsewhere, too, is what is found there.
-        found = {
-            id(t._storage_) for t, _ in self.watch.reached.tensors.values() if isinstance(t, Ours)
-        }
+        found = {id(t._storage_) for t, _ in watch.reached.tensors.values() if isinstance(t, Ours)}
         self.free_arguments = tuple(
             i for storage, i in of_arguments.items() if storage not in found
         )
@@ -70,18 +74,18 @@ class TracedInputs:
             for storage, i in of_arguments.items()
             if storage in found
         )
-        self.met = self.watch.met(arguments)
+        self.met = watch.met(arguments)
         # On the CPU, where reads go by the tensor: one that is in two places is the same in both.
         self.bound_on_host = tuple(
             (i, tensor)
             for i, tensor in enumerate(arguments.tensors)
-            if id(tensor) in self.watch.reached.tensors and not isinstance(tensor, Ours)
+            if id(tensor) in watch.reached.tensors and not isinstance(tensor, Ours)
         )
         self.slots: list[ArraySource] = []
         source: ArraySource
         self.reads: list[tuple[Any, Any]]
         counters: dict[int, list[Captured]] = {}
-        for captured in self.captured:
+        for captured in outputs.captured:
             storage = captured.storage
             if storage is None:
                 by_id[id(captured.array)] = FilledSource(captured.form, captured.fill_value)
@@ -94,8 +98,8 @@ class TracedInputs:
                 source = ArgumentSource(of_arguments[key], storage, captured.form)
             elif key in grads:
                 source = GradientSource(grads[key], storage, captured.form)
-            if id(captured) in self._written:
-                source.writes.append((self._written[id(captured)], (storage,)))
+            if id(captured) in outputs.written:
+                source.writes.append((outputs.written[id(captured)], (storage,)))
             by_id[id(captured.array)] = source
             self.slots.append(source)
         for group in counters.values():
@@ -106,53 +110,51 @@ class TracedInputs:
             source = StateSource(tuple(storage for _, storage in alive), group[0].form)
             parts: dict[int, list[Storage]] = {}
             for captured, storage in alive:
-                if id(captured) in self._written:
-                    parts.setdefault(self._written[id(captured)], []).append(storage)
+                if id(captured) in outputs.written:
+                    parts.setdefault(outputs.written[id(captured)], []).append(storage)
             source.writes = [(index, tuple(members)) for index, members in parts.items()]
             by_id[id(group[0].array)] = source
             self.slots.append(source)
         for _, array, host in trace.host_arrays.values():
             by_id[id(array)] = (
-                ConstantSource(array) if host is None else HostSource(self.host.reader(host))
+                ConstantSource(array) if host is None else HostSource(outputs.host.reader(host))
             )
         for i, number in enumerate(trace.numbers):
             by_id[id(number.array)] = NumberSource(i, number.integer)
         by_id[id(trace.rng_words)] = GeneratorSource(len(trace.numbers))
-        if self.history is not None:
-            for i, array in enumerate(self.history.cotangents):
+        if outputs.history is not None:
+            for i, array in enumerate(outputs.history.cotangents):
                 by_id[id(array)] = CotangentSource(i)
-        self.sources = [by_id.get(id(const)) or self._constant(const) for const in constants]
+        self.sources = [by_id.get(id(const)) or _constant(const, watch) for const in constants]
         found_by = {id(s): source for source in self.slots for s in source.storages}
         of_host = {id(t): i for i, t in enumerate(arguments.tensors)}
         self.reads = []
         for memory, outside in trace.reads:
             where: Any
             if isinstance(memory, int):  # the step's own
-                where = self._shown[memory]
-            elif isinstance(memory, torch.Tensor) and not self.host.made(memory):
+                where = outputs.shown[memory]
+            elif isinstance(memory, torch.Tensor) and not outputs.host.made(memory):
                 where = of_host.get(id(memory), memory)
             else:
                 where = found_by.get(id(memory))
             self.reads.append((where, outside))
         for source in self.slots:
             source.forget()
-        for captured in self.captured:
-            captured.array = None  # no second copy of what the step uses
-        self.captured, self._shown, self._cut = [], {}, []
-        trace.forget()
+        outputs.forget_trace()
 
-    def _constant(self, const: Any) -> Source:
-        """A constant that has a name: NumPy's, which lowerings make of what is part of the program
-        (shapes, positions), and arrays of JAX's that the step's code finds as it finds numbers
-        (for functions written in JAX).
 
-        Raises:
-            DataDependentError: nobody knows where the array is from.
-        """
-        if isinstance(const, jax.Array) and id(const) not in self.watch.reached.jax_arrays:
-            raise DataDependentError(
-                f"the step computes with an array {const.dtype}{list(const.shape)} that is none of "
-                "its tensors, and that its code doesn't name: another thread has made it, or code "
-                "that xla_dtensor doesn't follow. It would be a constant: pass it as an argument"
-            )
-        return ConstantSource(const)
+def _constant(const: Any, watch: Watch) -> Source:
+    """A constant that has a name: NumPy's, which lowerings make of what is part of the program
+    (shapes, positions), and arrays of JAX's that the step's code finds as it finds numbers
+    (for functions written in JAX).
+
+    Raises:
+        DataDependentError: nobody knows where the array is from.
+    """
+    if isinstance(const, jax.Array) and id(const) not in watch.reached.jax_arrays:
+        raise DataDependentError(
+            f"the step computes with an array {const.dtype}{list(const.shape)} that is none of "
+            "its tensors, and that its code doesn't name: another thread has made it, or code "
+            "that xla_dtensor doesn't follow. It would be a constant: pass it as an argument"
+        )
+    return ConstantSource(const)

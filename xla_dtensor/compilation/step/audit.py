@@ -58,15 +58,15 @@ def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
     }
     return {
         "the operations": text_of(traced.jaxpr),
-        "the tensors that it uses": [s.signature(given) for s in traced.sources],
+        "the tensors that it uses": [s.signature(given) for s in traced.inputs.sources],
         "the numbers that it computes with": [number.name for number in trace.numbers],
         # Not how often: RMSprop asks for its momentum once more for each state that it makes.
         "what it decides by numbers": {decision.text for decision in trace.decisions},
-        "the layouts of its results": [form.placed(traced.frame) for form in traced.forms],
-        "what it returns": (traced.result_tree, list(map(_part, traced.results))),
+        "the layouts of its results": [form.placed(traced.frame) for form in traced.outputs.forms],
+        "what it returns": (traced.outputs.tree, list(map(_part, traced.outputs.results))),
         "the gradients that it leaves": [
             (id(outside.get()), None if t is None else (t.index, t.form.placed(traced.frame)))
-            for outside, t in traced.grads
+            for outside, t in traced.outputs.grads
         ],
         "what its Python changes": {
             (e.place.container, e.place.path, key): _left(value)

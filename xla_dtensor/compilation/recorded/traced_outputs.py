@@ -1,0 +1,128 @@
+"""What a trace gives back: the outputs of its program, and what they are for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from xla_dtensor.compilation.call.recipes import Recipe, Template
+from xla_dtensor.compilation.recorded.history import History
+from xla_dtensor.compilation.recorded.host_ops import HostOperations
+from xla_dtensor.compilation.recorded.output_recipes import Made
+from xla_dtensor.compilation.trace.external_storages import Captured
+from xla_dtensor.compilation.trace.step_trace import StepTrace
+from xla_dtensor.errors import DataDependentError
+from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.per_device import logical
+from xla_dtensor.forms.read import logical_value
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.tensors.base import grad_of, set_grad_of
+
+
+class TracedOutputs:
+    """The outputs of a trace.
+
+    Attributes:
+        forms: those of the outputs.
+        results, tree: what the step returns.
+        history: how its results depend on tensors that require grad, or None.
+        grads: (leaf, template of its new gradient or None).
+        switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
+        host_writes: (CPU tensor from outside, what gives its new value).
+        left: (storage that the step made and left somewhere unknown, output).
+        judges, judged: what judges by which output whether what must hold does.
+        random_operations: how many operations draw from the generator.
+        captured: the storages from outside that it uses, in the order of their first uses.
+        written: by the ``id`` of those that it writes which output they get.
+        shown: the memory that the caller gets to see, by id: the templates with it.
+    """
+
+    def __init__(self, trace: StepTrace, host: HostOperations) -> None:
+        self.trace, self.host = trace, host
+        self._arrays: list[Any] = []
+        self.forms: list[Form] = []
+        self.results: list[Recipe] = []
+        self.tree: Any = None
+        self.history: History | None = None
+        self.grads: list[tuple[Any, Template | None]] = []
+        self.captured: list[Captured] = []
+        self.written: dict[int, int] = {}
+        self.left: list[tuple[Storage, int]] = []
+
+    def emit(self, array: Any, form: Form) -> int:
+        """Make an array an output; its index."""
+        self._arrays.append(form.physical(array))
+        self.forms.append(form)
+        return len(self._arrays) - 1
+
+    def template(self, tensor: Any) -> Template:
+        """An output that is the tensor's value; memory of its own."""
+        form = tensor._form.reduced()
+        return Template(self.emit(logical_value(tensor), form), form)
+
+    def take_arrays(self) -> list[Any]:
+        """The arrays that the program returns, when all are known."""
+        self.judges, self.judged = self.trace.judged(self.emit)
+        arrays, self._arrays = self._arrays, []
+        return arrays
+
+    def collect_gradients(self, made: Made, history: History) -> None:
+        """What the step leaves in leaves' ``.grad``, which get back what they had before; and the
+        history of its results."""
+        self.random_operations = self.trace.random_operations()  # without the backward pass's
+        # A gradient that is a view of a captured tensor adds that to those outside.
+        for outside in list(self.trace.outside.values()):
+            leaf = outside.get()
+            if leaf is None or not outside.takes_gradient:
+                continue
+            grad = grad_of(leaf)
+            if grad is outside.grad and not outside.cleared:
+                continue
+            template = None if grad is None else made.gradient(grad)
+            self.grads.append((outside, template))
+            set_grad_of(leaf, outside.grad)
+        made.finish()
+        self.shown = made.shown
+        self.host_writes = self.host.writes()
+        self.switched = self.trace.switched()
+        if history.outputs and history.inputs:
+            if self.switched:
+                raise DataDependentError(
+                    "the step leaves a parameter with another requires_grad than it found, and "
+                    "returns a result with a history: detach the result, or switch it back"
+                )
+            history.differentiate(self.template, set(made.shown))
+            self.history = history
+
+    def collect_storages(self) -> None:
+        """What the step writes to storages from outside, and what it leaves behind in its own."""
+        trace = self.trace
+        self.captured = sorted(
+            (c for c in trace.captured if c.first_use is not None),
+            key=lambda c: c.first_use,  # type: ignore[arg-type, return-value]
+        )
+        counters: dict[tuple[int, int], int] = {}
+        for captured in self.captured:
+            storage = captured.storage
+            if not captured.written or storage is None:
+                continue
+            shared = id(captured.array), id(storage.array)
+            if trace.is_counter(captured.array) and shared in counters:
+                self.written[id(captured)] = counters[shared]
+                continue
+            index = self.emit(logical(storage.array, storage.form), storage.form.reduced())
+            self.written[id(captured)] = counters[shared] = index
+        # A copy of what is captured, as some optimizers keep one of each parameter, has that array.
+        used = {id(captured.array) for captured in self.captured}
+        for storage in trace.left_behind():
+            if isinstance(storage.array, jax.core.Tracer) or id(storage.array) in used:
+                form = storage.form.reduced()
+                self.left.append((storage, self.emit(logical(storage.array, storage.form), form)))
+
+    def forget_trace(self) -> None:
+        """Let go of tracers, of which no input is left to be named."""
+        for captured in self.captured:
+            captured.array = None  # no second copy of what the step uses
+        self.captured, self.shown = [], {}
+        self.trace.forget()
