@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 
-import torch
-
 from xla_dtensor.base import epoch
+from xla_dtensor.base.torch_private import disable_function_of_subclasses
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.decided import changed_numbers
 from xla_dtensor.compilation.program.gradients import grad_text, same_grad
@@ -126,7 +125,7 @@ class Guarded(Lowered):
         leaves = self._leaf_tensors
         if leaves is not None:
             # torch asks each for a __torch_function__, which takes as long as reading .grad.
-            with torch._C.DisableTorchFunctionSubclass():
+            with disable_function_of_subclasses():
                 none = all(map(operator.is_, map(grad_of_tensor, leaves), self._no_grads))
             if none:
                 return None  # none had a gradient, and none has

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS, CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
 
+from xla_dtensor.base.torch_private import (
+    CustomOpDef,
+    OpOverload,
+    OpOverloadPacket,
+    custom_op_definitions,
+)
 from xla_dtensor.compilation.code.scripted import Scripted
 from xla_dtensor.compilation.watch.walk_classes import WalkClasses
 
@@ -46,7 +50,7 @@ class WalkTold(WalkClasses):
         if isinstance(operator, OpOverload):
             operator = operator.overloadpacket
         if isinstance(operator, OpOverloadPacket):
-            operator = OPDEFS.get(operator._qualified_op_name)
+            operator = custom_op_definitions.get(operator._qualified_op_name)
         if isinstance(operator, CustomOpDef):
             own = vars(operator)
             functions = [name for name in own if name.endswith(("_fn", "_fns"))]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from xla_dtensor.base import torch_private
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
 
@@ -103,12 +104,11 @@ def _safetensors() -> Any:
 def _async_save(original: Any, args: Any, kwargs: Any) -> Any:
     """Copies of the shards are made here, before the call returns: what trains on may donate the
     arrays. torch's stagers copy the rest."""
-    from torch.distributed.checkpoint import state_dict_saver
 
     from xla_dtensor.checkpoint import stand_ins
 
     given = _bound(original, args, kwargs)
-    state = state_dict_saver._stateful_to_state_dict(given.arguments["state_dict"])
+    state = torch_private.stateful_to_state_dict(given.arguments["state_dict"])
     stand_ins.refuse_tuples(state)
     state = stand_ins.replaced(state, stand_ins.staged)
     given.arguments["state_dict"] = state

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from xla_dtensor.base import executor, interrupts, thread_state
+from xla_dtensor.base import executor, interrupts, thread_state, torch_private
 from xla_dtensor.base.numbers.number_functions import larger, smaller
+from xla_dtensor.base.torch_private import set_version_counter
 from xla_dtensor.integration.optimizers import adam
 from xla_dtensor.integration.optimizers.sgd import begin_momentum
 from xla_dtensor.runtime import abstract
@@ -79,7 +80,7 @@ def make_foreach_the_default() -> None:
     from xla_dtensor.tensors.marked_tensor import MarkedTensor
     from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
-    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+    for name in ("torch.optim.optimizer", torch_private.FOREACH_UTILS):
         module: Any = importlib.import_module(name)
         module._foreach_supported_types += [XLAShardedTensor, XLATensor, MarkedTensor]
 
@@ -129,7 +130,7 @@ class _Step:
                 tensor.copy_(value) if tensor.ndim else tensor.fill_(value)
         if self._versions:  # to autograd nothing has been written
             tensors, versions = zip(*self._versions, strict=True)
-            torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+            set_version_counter(tensors, versions)
 
     @interrupts.atomic
     def go_on_at_once(self) -> None:
