@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import re
@@ -195,6 +196,13 @@ WAITED_FOR = [
 @pytest.mark.parametrize("module", [*WAITED_FOR, torch_private.debug_mode()])
 def test_this_torch_has_the_module(module: str) -> None:
     assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.parametrize("name", torch_private.OPTIMIZER_FUNCTIONS)
+def test_this_torch_has_the_optimizer(name: str) -> None:
+    module = importlib.import_module(f"torch.optim.{name}")
+    names = (*torch_private.OPTIMIZER_FUNCTIONS[name], torch_private.one_by_one(name))
+    assert [each for each in names if not hasattr(module, each)] == []
 
 
 def test_values_that_change() -> None:

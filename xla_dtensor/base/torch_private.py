@@ -142,6 +142,9 @@ NAMES = {
     "bijection_registry": "torch.distributions:biject_to._registry",
     # Devices for which AveragedModel averages lists of tensors; replaced by one without "xla".
     "foreach_devices_of_averages": "torch.optim.swa_utils:_get_foreach_kernels_supported_devices",
+    # Classes whose tensors optimizers, and clipping, put into lists; ours are added.
+    "foreach_types_of_optimizers": "torch.optim.optimizer:_foreach_supported_types",
+    "foreach_types": "torch.utils._foreach_utils:_foreach_supported_types",
     # A DataLoader's iterator that starts workers, of which JAX warns.
     "MultiProcessingIterator": "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
     # What torch.load goes through, replaced by ours: files, files of before torch 1.6, tensors.
@@ -169,6 +172,22 @@ NAMES = {
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop:ShardingPropagator",
     # What torch.distributed.tensor.zeros and its siblings end in; replaced by ours.
     "dtensor_init_helper": "torch.distributed.tensor._api:_dtensor_init_helper",
+    # --- context parallelism: who deals out buffers, makes masks of them, and whether evenly ---
+    "context_parallel_buffers": (
+        "torch.distributed.tensor.experimental._context_parallel._attention"
+        ":_context_parallel_buffers"
+    ),
+    "create_context_parallel_mask": (
+        "torch.distributed.tensor.experimental._context_parallel._attention:_create_cp_block_mask"
+    ),
+    "context_parallel_options": (
+        "torch.distributed.tensor.experimental._context_parallel._attention:_cp_options"
+    ),
+    # --- tools ---
+    # A table of shards in colours, which takes them as we find them.
+    "create_rich_table": "torch.distributed.tensor.debug._visualize_sharding:_create_rich_table",
+    # What torch.testing.assert_close makes of DTensors first; new in torch 2.12.
+    "unwrap_for_comparison": "torch.testing._comparison:_unwrap_dtensor_for_comparison",
     # --- groups, data parallelism ---
     # The collectives that DTensor and torchtitan call; they also register gradients.
     "functional_collectives": "torch.distributed._functional_collectives",
@@ -204,8 +223,13 @@ NAMES = {
     "stateful_to_state_dict": (
         "torch.distributed.checkpoint.state_dict_saver:_stateful_to_state_dict"
     ),
-    # How torch's planners talk to other processes, which ours do by JAX.
+    # How torch's planners talk to other processes, which ours do by JAX: the class, and where it is
+    # replaced.
     "DistWrapper": "torch.distributed.checkpoint.utils:_DistWrapper",
+    "DistWrapper_of_saver": "torch.distributed.checkpoint.state_dict_saver:_DistWrapper",
+    "DistWrapper_of_loader": "torch.distributed.checkpoint.state_dict_loader:_DistWrapper",
+    # What get_model_state_dict and its siblings ask of their options.
+    "verify_options": "torch.distributed.checkpoint.state_dict:_verify_options",
     # --- pipelines ---
     # Bases of torch's schedules and stages, for annotations and isinstance of the user's own.
     "PipelineScheduleBase": "torch.distributed.pipelining.schedules:_PipelineSchedule",
@@ -215,7 +239,7 @@ NAMES = {
 }
 
 # Of these the ones that older supported versions lack: `find` gives None there.
-SINCE = {"resolve_group": (2, 12)}
+SINCE = {"resolve_group": (2, 12), "unwrap_for_comparison": (2, 12)}
 
 _borrowed = Borrowed("torch", NAMES, __name__)
 find, replace = _borrowed.find, _borrowed.replace
@@ -268,8 +292,6 @@ COMPARISON = "torch.testing._comparison"
 # torch.compile: what it looks into, and what it makes of a tensor.
 DYNAMO_RULES = "torch._dynamo.trace_rules"
 DYNAMO_VARIABLES = "torch._dynamo.variables.builder"
-# Where torch lists the classes whose tensors optimizers put into lists.
-FOREACH_UTILS = "torch.utils._foreach_utils"
 
 
 def debug_mode() -> str:
@@ -277,6 +299,31 @@ def debug_mode() -> str:
     found = importlib.util.find_spec("torch.utils._debug_mode")
     is_package = found is not None and found.submodule_search_locations is not None
     return "torch.utils._debug_mode" + ("._mode" if is_package else "")
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+# The modules of torch.optim, and the functions in them that take lists of tensors, which ours run
+# as one launch. Each has one that takes tensors one by one, too: `one_by_one`.
+OPTIMIZER_FUNCTIONS = {
+    "_adafactor": ("_multi_tensor_adafactor",),
+    "adadelta": ("_multi_tensor_adadelta",),
+    "adagrad": ("_multi_tensor_adagrad", "_fused_adagrad"),
+    "adam": ("_multi_tensor_adam", "_fused_adam"),  # AdamW's, too
+    "adamax": ("_multi_tensor_adamax",),
+    "_muon": (),
+    "asgd": ("_multi_tensor_asgd",),
+    "nadam": ("_multi_tensor_nadam",),
+    "radam": ("_multi_tensor_radam",),
+    "rmsprop": ("_multi_tensor_rmsprop",),
+    "rprop": ("_multi_tensor_rprop",),
+    "sgd": ("_multi_tensor_sgd", "_fused_sgd"),
+}
+
+
+def one_by_one(module: str) -> str:
+    """The function of a module of torch.optim that takes tensors one by one."""
+    return f"_single_tensor_{module.removeprefix('_')}"
 
 
 # --- versions ------------------------------------------------------------------------------------

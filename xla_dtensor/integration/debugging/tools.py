@@ -68,15 +68,14 @@ def _visualize(original: Any, args: Any, kwargs: Any) -> Any:
         return None
     can = all(importlib.util.find_spec(name) for name in ("rich", "matplotlib"))
     if given.get("use_rich") and can and 1 <= tensor.ndim <= 2:
-        draw = original.__globals__["_create_rich_table"]
-        draw(tensor.shape, rectangles(tensor), device_kind="xla")
+        torch_private.create_rich_table(tensor.shape, rectangles(tensor), device_kind="xla")
     else:
         print(sharding_text(tensor))
     return None
 
 
 def _hook_comparison(module: Any) -> None:
-    unwrap = vars(module).get("_unwrap_dtensor_for_comparison")
+    unwrap = torch_private.find("unwrap_for_comparison")
     if unwrap is not None:  # newer versions of torch ask it
         take_over(unwrap, _unwrap)
 

@@ -46,16 +46,17 @@ def install() -> None:
 
 
 def _hook(module: Any) -> None:
-    take_over(module._context_parallel_buffers, _remember)
+    take_over(torch_private.context_parallel_buffers, _remember)
     take_over(module.context_parallel, _context)
-    if hasattr(module, "_create_cp_block_mask"):  # newer versions of torch
-        take_over(module._create_cp_block_mask, _create_block_mask)
+    create_mask = torch_private.find("create_context_parallel_mask")
+    if create_mask is not None:
+        take_over(create_mask, _create_block_mask)
 
     def order() -> Hashable:
-
         # torch's handlers of attention on DTensors are in use between enable and disable.
         handlers: Any = torch_private.op_dispatcher._custom_op_handlers
-        if handlers is module.existing_custom_ops or not module._cp_options.enable_load_balance:
+        balanced = torch_private.context_parallel_options.enable_load_balance
+        if handlers is module.existing_custom_ops or not balanced:
             return None
         return _dealt
 

@@ -25,18 +25,24 @@ def install() -> None:
     """Take over where torch's calls begin, when they are imported."""
     on_import(_SAVER, _install_saving)
     on_import(_LOADER, _install_loading)
-    on_import(_HELPERS, lambda module: take_over(module._verify_options, _verify_options))
+    on_import(_HELPERS, _install_options)
 
 
 def _install_saving(module: Any) -> None:
-    take_over(module._save_state_dict, _save)
+    take_over(torch_private.save_state_dict, _save)
     take_over(inspect.unwrap(module.async_save), _async_save)
-    module._DistWrapper = _wrapper(module._DistWrapper)
+    wrapper = torch_private.DistWrapper_of_saver
+    torch_private.replace("DistWrapper_of_saver", _wrapper(wrapper))
 
 
 def _install_loading(module: Any) -> None:
-    take_over(module._load_state_dict, _load)
-    module._DistWrapper = _wrapper(module._DistWrapper)
+    take_over(torch_private.load_state_dict, _load)
+    wrapper = torch_private.DistWrapper_of_loader
+    torch_private.replace("DistWrapper_of_loader", _wrapper(wrapper))
+
+
+def _install_options(module: Any) -> None:
+    take_over(torch_private.verify_options, _verify_options)
 
 
 def _wrapper(original: Any) -> Any:
