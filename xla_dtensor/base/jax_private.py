@@ -32,7 +32,9 @@ NAMES = {
     "persistent_cache_min_compile_time_secs": (
         "jax._src.config:persistent_cache_min_compile_time_secs"
     ),
-    # cuDNN's attention with the rows' sums; jax.nn.dot_product_attention returns none.
+    # cuDNN's attention with the rows' sums, and whether cuDNN is there. It could be public
+    # jax.nn.dot_product_attention(implementation="cudnn", return_residual=True), which wants heads
+    # behind positions.
     "fused_attention": "jax._src.cudnn.fused_attention_stablehlo",
     # The backward pass of the TPU's attention kernel.
     "splash_attention_backward": (

@@ -30,7 +30,7 @@ NAMES = {
     # What `__torch_dispatch__` is called with, and its overloads together: in isinstance.
     "OpOverload": "torch._ops:OpOverload",
     "OpOverloadPacket": "torch._ops:OpOverloadPacket",
-    # The same for what takes functions (`flex_attention`), which debugging modes let through.
+    # Operators that take functions (`flex_attention`), which debugging modes let through.
     "HigherOrderOperator": "torch._ops:HigherOrderOperator",
     # How kernels are told apart; torch.library takes these as strings, the rest as this enum.
     "DispatchKey": "torch._C:DispatchKey",
@@ -42,7 +42,7 @@ NAMES = {
     # Whether an operator is composed of others, by C++ or by Python, so that they can be run.
     "has_kernel": "torch._C:_dispatch_has_kernel_for_dispatch_key",
     "python_kernels": "torch.library:_impls",
-    # Compositions that torch.compile knows. torch.export.default_decompositions() has fewer.
+    # What torch.compile takes operators apart to, for those that have no lowering.
     "core_aten_decompositions": "torch._decomp:core_aten_decompositions",
     "decomposition_table": "torch._decomp:decomposition_table",
     # The functions of a user's torch.library.custom_op, whose code a compiled step watches.
@@ -80,7 +80,7 @@ NAMES = {
     # The documented value of `__torch_function__` of a class that wants none.
     "disabled_torch_function": "torch._C:_disabled_torch_function_impl",
     # --- tensors ---
-    # A tensor of a subclass without memory, and one with another's: documented, not public.
+    # A tensor of a subclass without memory, and one with another's.
     "make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass",
     "make_subclass": "torch:Tensor._make_subclass",
     # torch's own class: `torch.Generator` is replaced by one that makes ours, too.
@@ -93,7 +93,7 @@ NAMES = {
     # `with torch.device(...)` block, which it does tell, as if it were the default.
     "default_device_context": "torch:_GLOBAL_DEVICE_CONTEXT",
     "device_mode": "torch.utils._device",
-    # Writes that autograd isn't to count: undone, or of a buffer as torch's own layer writes it.
+    # Writes that autograd isn't to count: those undone, and a batch norm's to its statistics.
     "set_version_counter": "torch._C._autograd:_unsafe_set_version_counter",
     "preserve_version_counter": "torch.autograd:_unsafe_preserve_version_counter",
     # --- autograd ---
@@ -121,7 +121,7 @@ NAMES = {
     # --- the device "xla" ---
     # Who has torch's slot for a device from outside.
     "privateuse1_name": "torch._C:_get_privateuse1_backend_name",
-    # `torch.xla`. torch.utils has a public function for this with methods, which clash.
+    # `torch.xla`: what backends are told to call.
     "register_device_module": "torch:_register_device_module",
     # What C++ asks a device, answered in Python: the API of torch's own example for backends.
     "register_device_hooks": "torch._C._acc:register_python_privateuseone_hook",
@@ -158,9 +158,9 @@ NAMES = {
     "mesh_resources": "torch.distributed.device_mesh:_mesh_resources",
     # One mesh of the dims of several, in any order.
     "concatenate_meshes": "torch.distributed.device_mesh:DeviceMesh._concatenate",
-    # Sharded a second time, along the same tensor dim by a mesh dim further left.
+    # A shard of a mesh dim that cuts after mesh dims to its right have cut.
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
-    # Pending a p-norm: what torch.nn.utils.get_total_norm returns.
+    # Pending a p-norm of what the devices have, in torch's words.
     "NormPartial": "torch.distributed.tensor._ops._math_ops:_NormPartial",
     # A DTensor's layout, which it wants to have, and users' sharding functions are given.
     "DTensorSpec": "torch.distributed.tensor._dtensor_spec:DTensorSpec",
@@ -202,8 +202,7 @@ NAMES = {
     "contract_registry": "torch.distributed._composable.contract:_get_registry",
     "CONTRACT_STATE": "torch.distributed._composable.contract:STATE_KEY",
     "ComposableState": "torch.distributed._composable_state:_State",
-    # Functions of the user's programs that do something else for xla meshes: `replicate` has no
-    # public name, in either version.
+    # torch's two `replicate`, public nowhere, which programs call: something else for xla meshes.
     "composable_replicate": "torch.distributed._composable:replicate",
     "replicate_with_fsdp": "torch.distributed._composable.replicate_with_fsdp:replicate",
     # The classes of meshes that a shard_placement_fn may return.
@@ -228,10 +227,10 @@ NAMES = {
     "DistWrapper": "torch.distributed.checkpoint.utils:_DistWrapper",
     "DistWrapper_of_saver": "torch.distributed.checkpoint.state_dict_saver:_DistWrapper",
     "DistWrapper_of_loader": "torch.distributed.checkpoint.state_dict_loader:_DistWrapper",
-    # What get_model_state_dict and its siblings ask of their options.
+    # What get_model_state_dict and its siblings make of their options.
     "verify_options": "torch.distributed.checkpoint.state_dict:_verify_options",
     # --- pipelines ---
-    # Bases of torch's schedules and stages, for annotations and isinstance of the user's own.
+    # The bases of torch's schedules and stages, and so of ours.
     "PipelineScheduleBase": "torch.distributed.pipelining.schedules:_PipelineSchedule",
     "PipelineStageBase": "torch.distributed.pipelining.stage:_PipelineStageBase",
     # Microbatches as torch cuts them.
