@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import xla_dtensor as xd
 from tests.conftest import make_mesh
 from tests.movement.test_local_view import check
-from xla_dtensor.base.torch_versions import TORCH_VERSION
+from xla_dtensor.base.torch_private import TORCH_VERSION
 from xla_dtensor.planning.collectives import collectives
 
 pytestmark = [

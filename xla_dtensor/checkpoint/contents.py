@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from xla_dtensor.base.torch_private import load_state_dict, save_state_dict
 from xla_dtensor.checkpoint.files.metadata import inside
 from xla_dtensor.checkpoint.files.reading import (
     FileSystemReader,
@@ -44,9 +43,9 @@ def save_state(
     """
     writer = FileSystemWriter(folder)
     if together is None or not processes.several():
-        _save_state_dict(dict(state), writer, no_dist=not _has_processes())
+        save_state_dict(dict(state), writer, no_dist=not _has_processes())
     else:
-        _save_state_dict(dict(state), writer, together, planner=OwnParts())
+        save_state_dict(dict(state), writer, together, planner=OwnParts())
     return writer.files
 
 
@@ -57,7 +56,7 @@ def load_state(folder: Path, targets: dict[str, torch.Tensor]) -> None:
         CheckpointError: one isn't there, or a file can't be read.
     """
     try:
-        _load_state_dict(
+        load_state_dict(
             targets,
             FileSystemReader(folder),
             planner=LoadPlannerOfPlainData(),

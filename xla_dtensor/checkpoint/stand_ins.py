@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass
 from xla_dtensor.checkpoint.shards import (
     Chunk,
     Landing,
@@ -46,7 +47,7 @@ class StandIn(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, own: Own, dtype: torch.dtype, *_: Any) -> Any:
-        result = torch.Tensor._make_wrapper_subclass(cls, own.size, dtype=dtype, device="cpu")
+        result = make_wrapper_subclass(cls, own.size, dtype=dtype, device="cpu")
         result.own = own
         return result
 
@@ -58,7 +59,7 @@ class StandIn(torch.Tensor):
             "resolve_tensor(item) give"
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     def __init__(self, *_: Any) -> None:
         """Everything happens in ``__new__``."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.optim import Optimizer
 
+from xla_dtensor.base.torch_private import get_fqns
 from xla_dtensor.checkpoint import stand_ins
 from xla_dtensor.checkpoint.tensor_kinds import Kind, fits, kind_of, like_saved, size_of
 from xla_dtensor.errors import CheckpointError
@@ -218,7 +219,7 @@ def _copied(value: Any) -> Any:
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[torch.Tensor, set[str]]]:
     for name, parameter in module.named_parameters():
-        yield parameter, torch_state_dict._get_fqns(module, name)
+        yield parameter, get_fqns(module, name)
 
 
 def _marked(value: Any, path: Path, kinds: dict[str, Kind]) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from xla_dtensor.base.torch_private import StridedShard
 from xla_dtensor.checkpoint.shards import own_chunks
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.movement.factories import distribute_tensor
@@ -97,7 +98,7 @@ def fits(kind: Kind, tensor: Any) -> bool:
 
 
 def _encoded(placement: Placement) -> list[Any]:
-    if isinstance(placement, _StridedShard):
+    if isinstance(placement, StridedShard):
         return ["_StridedShard", placement.dim, placement.split_factor]
     if isinstance(placement, Shard):
         return ["Shard", placement.dim]
@@ -107,7 +108,7 @@ def _encoded(placement: Placement) -> list[Any]:
 def _decoded(encoded: Sequence[Any]) -> Placement:
     kind, *arguments = encoded
     if kind == "_StridedShard":
-        return _StridedShard(arguments[0], split_factor=arguments[1])
+        return StridedShard(arguments[0], split_factor=arguments[1])
     return Shard(arguments[0]) if kind == "Shard" else Replicate()
 
 

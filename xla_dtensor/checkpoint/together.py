@@ -20,8 +20,8 @@ from urllib.parse import quote
 
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
-from torch.distributed.checkpoint.utils import _DistWrapper
 
+from xla_dtensor.base.torch_private import DistWrapper
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import agreement, processes
 
@@ -149,7 +149,7 @@ def of_call(what: str, place: str) -> Together:
     return Together(f"dcp/{what}/{quote(place, safe='')}/{_calls[what, place]}")
 
 
-class Collectives(_DistWrapper):
+class Collectives(DistWrapper):
     """What ``torch.distributed.checkpoint`` asks of a process group, without one; errors of one
     process are all processes', as torch has it.
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from xla_dtensor.base import events
 from xla_dtensor.base.tables.keys import exact
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.custom_ops.distributed_op import DistributedOp, Inferred, infer_by_notation
 from xla_dtensor.custom_ops.gradients import Input, Pass
 from xla_dtensor.custom_ops.results import results, shapes_of
@@ -79,7 +79,7 @@ def call(
 
 
 def _refuse_per_device(op: DistributedOp, prepared: _Prepared) -> None:
-    for x in tree_leaves((prepared.args, prepared.kwargs)):
+    for x in pytree.tree_leaves((prepared.args, prepared.kwargs)):
         if isinstance(x, XLATensor) and x.varying:
             raise LayoutRuleError(
                 f"{op.op_name!r}: preprocess gave a per-device tensor of shape {list(x.shape)}, "
@@ -96,7 +96,7 @@ def _state(op: DistributedOp, sharded: Sequence[XLAShardedTensor]) -> Pass:
 
 def sharded_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[XLAShardedTensor]:
     """The sharded tensors among the arguments and in lists and dicts among them, in order."""
-    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, XLAShardedTensor)]
+    return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, XLAShardedTensor)]
 
 
 def _check_inputs(op: DistributedOp, sharded: Sequence[XLAShardedTensor]) -> None:
@@ -148,7 +148,7 @@ def _exchanged(
     """What ``preprocess`` has given for the tensors ``before``, for those that the rule has moved
     ``after`` it; None where it has given other tensors than these, what devices hold of them, and
     what it was given."""
-    instead: dict[int, Any] = {id(x): x for x in tree_leaves(given) if isinstance(x, torch.Tensor)}
+    instead: dict = {id(x): x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)}
     for old, new in zip(before, after, strict=True):
         shown = last_local(old)
         if new is not old and not gives_gradient_as_it_is(old):
@@ -159,10 +159,10 @@ def _exchanged(
                 other = shown if new is old else new.to_local()
             if instead.setdefault(id(tensor), other) is not other:
                 return None  # one tensor is two arguments, wanted in two layouts
-    leaves, tree = tree_flatten(local)
+    leaves, tree = pytree.tree_flatten(local)
     if any(isinstance(x, torch.Tensor) and id(x) not in instead for x in leaves):
         return None
-    local_args, local_kwargs = tree_unflatten([instead.get(id(x), x) for x in leaves], tree)
+    local_args, local_kwargs = pytree.tree_unflatten([instead.get(id(x), x) for x in leaves], tree)
     return local_args, local_kwargs
 
 
@@ -221,7 +221,7 @@ def _by_notation(
 ) -> _Prepared:
     """The call laid out as the op's notation says, which may want any tensor sharded."""
     mesh = _only_mesh(op, sharded_tensors(args, kwargs))
-    args, kwargs = tree_map(
+    args, kwargs = pytree.tree_map(
         lambda x: as_sharded(x, mesh) if isinstance(x, torch.Tensor) else x, (args, kwargs)
     )
     sharded = sharded_tensors(args, kwargs)
@@ -244,7 +244,7 @@ def _by_layouts(
         x.layout
         if isinstance(x, XLAShardedTensor)
         else layout_of(mesh, (Replicate(),) * mesh.ndim, x.ndim)
-        for x in tree_leaves((args, kwargs))
+        for x in pytree.tree_leaves((args, kwargs))
         if isinstance(x, torch.Tensor)
     )
     extra = _others(args, kwargs)
@@ -273,7 +273,7 @@ def _without_preprocess(
 ) -> _Prepared:
     sharded, extra = sharded_tensors(args, kwargs), _others(args, kwargs)
     if view == "local":
-        args, kwargs = tree_map(_to_local, (args, kwargs))
+        args, kwargs = pytree.tree_map(_to_local, (args, kwargs))
     replacement = lambda run: op.get_expand_impl(run, inferred.returned, layouts, extra)
     return _Prepared(args, kwargs, sharded, inferred, replacement)
 
@@ -339,7 +339,7 @@ def _redistributed(
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """The arguments in the layouts that the rule wants, and whether any has moved."""
     moved: dict[tuple[int, Layout], XLAShardedTensor] = {}
-    leaves, tree = tree_flatten((args, kwargs))
+    leaves, tree = pytree.tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, XLAShardedTensor)]
     # By place: one tensor may be two arguments, wanted in two layouts.
     for place, tensor, layout in zip(places, sharded, wanted, strict=True):
@@ -354,7 +354,7 @@ def _redistributed(
         if key not in moved:
             moved[key] = tensor.redistribute(layout.mesh, layout.placements)
         leaves[place] = moved[key]
-    args, kwargs = tree_unflatten(leaves, tree)
+    args, kwargs = pytree.tree_unflatten(leaves, tree)
     return args, kwargs, bool(moved)
 
 
@@ -390,7 +390,7 @@ def _on_devices(
         named = {name: prepare(f"argument {name!r}", x) for name, x in kwargs.items()}
         given = {id(x) for x in prepared if isinstance(x, torch.Tensor)}
         out = function(*prepared, **named)
-        if any(id(x) in given for x in tree_leaves(out)):
+        if any(id(x) in given for x in pytree.tree_leaves(out)):
             raise UnsupportedOpError(
                 f"{op.op_name!r}: forward marked an argument as changed in place "
                 "(ctx.mark_dirty); return a new tensor instead"

@@ -161,7 +161,7 @@ def _by_position(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with as many of them by position as ``forward`` allows, and the others."""
     parameters = list(inspect.signature(cls.forward).parameters.values())
-    if cls.setup_context is torch.autograd.function._SingleLevelFunction.setup_context:
+    if cls.setup_context is torch.autograd.Function.setup_context:
         parameters = parameters[1:]  # ctx
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     values, rest = list(args), dict(kwargs)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
+from xla_dtensor.base.torch_private import current_backward
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.per_device import Axes
 from xla_dtensor.mesh import Frame, mesh_dim_axes
@@ -55,7 +56,7 @@ class Pass:
 
     def arrived(self, own: set[str]) -> None:
         """A cotangent of a result that is each device's own along ``own``."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         # Torch numbers backward passes: another one (retain_graph=True) starts anew.
         if task != self.task:
             self.task = task

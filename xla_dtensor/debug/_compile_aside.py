@@ -7,21 +7,22 @@ import sys
 
 import jax
 import numpy as np
-from jax._src import compiler
-from jax._src.interpreters import mlir
-from jax._src.lib import xla_client
-from jax._src.lib.mlir import ir
+from jax.extend.backend import get_compile_options
+from jax.interpreters import mlir
+from jaxlib import xla_client
 
 
 def main(count: int) -> None:
     """Compile for ``count`` devices."""
     with mlir.make_ir_context() as context:
-        module = ir.Module.parse(sys.stdin.read(), context)
+        module = mlir.ir.Module.parse(sys.stdin.read(), context)
         order = np.arange(count).reshape(1, count)
-        options = compiler.get_compile_options(1, count, device_assignment=order)
+        options = get_compile_options(1, count, device_assignment=order)
         client = jax.devices()[0].client
         devices = xla_client.DeviceList(tuple(jax.devices()[:count]))
-        executable = compiler.backend_compile_and_load(client, module, devices, options, [])
+        executable = client.compile_and_load(
+            module, executable_devices=devices, compile_options=options
+        )
     print(executable.hlo_modules()[0].to_string())
 
 

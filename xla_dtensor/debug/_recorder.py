@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from torch.distributed.tensor.placement_types import Partial, Replicate
-from torch.utils._pytree import tree_leaves
 
 from xla_dtensor.base import events, executor
 from xla_dtensor.base.source_line import caller
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.custom_ops.jax_function import name_of
 from xla_dtensor.debug._answers import Answer, ask_rule, rule_words
 from xla_dtensor.debug._programs import program_text
@@ -152,7 +152,7 @@ class Recorder:
     def special(
         self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        before = [x for x in tree_leaves((args, kwargs)) if isinstance(x, TensorMethods)]
+        before = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, TensorMethods)]
         forms = [x._form for x in before]
         told = self._thread.told
         result = run(func, args, kwargs)
@@ -160,7 +160,7 @@ class Recorder:
         unchanged = result is NotImplemented or any(result is x for x in before)
         if unchanged or told != self._thread.told or name in _UNTOLD or _is_nested():
             return result
-        after = [x._form for x in tree_leaves(result) if isinstance(x, TensorMethods)]
+        after = [x._form for x in pytree.tree_leaves(result) if isinstance(x, TensorMethods)]
         # The value is looked at, so what is pending is reduced.
         reductions = [
             redistribution("input", form, reduced(form)) for form in forms if is_partial(form)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.torch_private import preserve_version_counter
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.out_arguments import into
 from xla_dtensor.plans.ops import handles
@@ -29,7 +30,7 @@ def _batch_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # given the statistics, but doesn't look at them.
     statistics = [running_mean, running_var]
     counted = tuple(t for t in statistics if not t.is_inference())
-    with torch.autograd._unsafe_preserve_version_counter(counted):
+    with preserve_version_counter(counted):
         dispatch(torch.ops.aten._foreach_copy_.default, (statistics, [new_mean, new_var]), {})
     return tuple(results)
 

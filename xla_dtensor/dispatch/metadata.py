@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import suggest_memory_format
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.become import become, refuse_shared
@@ -105,7 +106,7 @@ def _resize_as(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, like = args[0], args[1]
     memory_format = kwargs.get("memory_format")
     if memory_format is torch.preserve_format:
-        kwargs = {"memory_format": torch._prims_common.suggest_memory_format(like)}
+        kwargs = {"memory_format": suggest_memory_format(like)}
     return _resize(func, (tensor, tuple(like.shape)), kwargs)
 
 

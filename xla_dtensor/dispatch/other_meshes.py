@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.forms.form import Form
 from xla_dtensor.mesh.meeting import may_meet, placements_on
 from xla_dtensor.plans.call import Call

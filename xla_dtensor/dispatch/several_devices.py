@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.mesh import Frame

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from xla_dtensor.base.modes import unseen
+from xla_dtensor.base.torch_private import pytree, unseen
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.plans.call import Call

@@ -64,7 +64,8 @@ def _ours() -> bool:
     backend, or transformers is one that does it in other functions."""
     from torch import distributed
 
-    if torch._C._get_accelerator().type != "xla":
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "xla":
         return False
     for name in _functions():  # a plan may be made before there is a model
         with contextlib.suppress(ImportError):

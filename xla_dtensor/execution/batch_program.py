@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution.conditions import summary
 from xla_dtensor.forms.form import Form
@@ -201,7 +202,7 @@ class _Unpacked:
             number = jax.lax.index_in_dim(self._array, index, keepdims=False)
             # Packed numbers are 64 bits wide; without a weak type they would make a float32 array
             # that is multiplied by one float64. JAX has no public function for it.
-            known = jax._src.lax.lax._convert_element_type(number, weak_type=True)
+            known = convert_element_type(number, weak_type=True)
             self._known[index] = known
         return known
 

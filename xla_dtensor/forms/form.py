@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.tables.cache import Interned
+from xla_dtensor.base.torch_private import DTensorSpec, TensorMeta
 from xla_dtensor.errors import MeshMismatchError, PlacementError
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, frames_stay, mesh_dim_axes
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
+from xla_dtensor.base import torch_private
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, contiguous_stride, device_form, reduce
 from xla_dtensor.forms.per_device import union
@@ -143,8 +144,6 @@ def global_meta(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape and strides of the sharded tensor whose devices hold ``local`` each, as torch
     computes them."""
-    from torch.distributed.tensor._utils import compute_global_tensor_info
-
     model = torch.empty_strided(local, stride, device="meta")
-    shape, strides = compute_global_tensor_info(model, mesh, placements)
+    shape, strides = torch_private.compute_global_tensor_info(model, mesh, placements)
     return tuple(shape), tuple(strides)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.errors import PerDeviceValueError
 
 
@@ -30,7 +31,7 @@ class RankNumber:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        plain = torch.utils._pytree.tree_map_only(cls, lambda number: number.tensor, (args, kwargs))
+        plain = pytree.tree_map_only(cls, lambda number: number.tensor, (args, kwargs))
         return function(*plain[0], **(plain[1] or {}))
 
     def _refuse(self) -> NoReturn:

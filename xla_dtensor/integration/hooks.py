@@ -16,11 +16,15 @@ import torch.nn.utils.clip_grad
 import torch.overrides
 import torch.utils.hooks
 from torch.distributed import device_mesh as torch_device_mesh
-from torch.optim import swa_utils
-from torch.utils import _python_dispatch
 
-from xla_dtensor.base import epoch, interrupts
+from xla_dtensor.base import epoch, interrupts, torch_private
 from xla_dtensor.base.numbers.python_numbers import as_float
+from xla_dtensor.base.torch_private import (
+    TorchDispatchMode,
+    mesh_resources,
+    pop_dispatch_mode,
+    pop_function_mode,
+)
 from xla_dtensor.integration.debugging import debug_modes, observers, tools
 from xla_dtensor.integration.device import accelerator, generators, pinning, registration
 from xla_dtensor.integration.distributed import context_parallel, data_parallel, process_groups
@@ -92,15 +96,15 @@ def _backend() -> backend.Backend:
 def _hook_averages() -> None:
     """``AveragedModel`` without a function of the user's averages tensor by tensor, as on the CPU:
     torch's loop over lists gives a tensor for a number, and refuses buffers of ints."""
-    original = getattr(swa_utils, "_get_foreach_kernels_supported_devices", None)
-    if original is None:  # an older torch, which asks nobody
+    original = torch_private.find("foreach_devices_of_averages")
+    if original is None:  # a newer torch, which asks nobody
         return
 
     @functools.wraps(original)
     def supported() -> list[str]:
         return [name for name in original() if name != "xla"]
 
-    swa_utils._get_foreach_kernels_supported_devices = supported
+    torch_private.replace("foreach_devices_of_averages", supported)
 
 
 def _hook_handles() -> None:
@@ -153,11 +157,11 @@ def _paddle_rule(name: str) -> Any:
 def _keep_modes_whole() -> None:
     """While a mode works, torch has taken it from its stack, in Python; an interrupt that came just
     then would lose it, and the end of the mode's block would fail."""
-    for module, mode in (
-        (torch.overrides, torch.overrides.TorchFunctionMode),
-        (_python_dispatch, _python_dispatch.TorchDispatchMode),
+    for pop, mode in (
+        (pop_function_mode, torch.overrides.TorchFunctionMode),
+        (pop_dispatch_mode, TorchDispatchMode),
     ):
-        interrupts.atomic_context(module._pop_mode_temporarily)
+        interrupts.atomic_context(pop)
         interrupts.atomic(mode.__enter__)
         interrupts.atomic(mode.__exit__)
 
@@ -181,7 +185,7 @@ def _hook_mesh_class() -> None:
 def _hook_current_mesh() -> None:
     """Functions of torch that are given no mesh ask for that of a ``with`` block; outside of one it
     is that of `set_mesh`."""
-    environment: Any = type(torch_device_mesh._mesh_resources)
+    environment: Any = type(mesh_resources)
     original = environment.get_current_mesh
 
     @functools.wraps(original)
@@ -232,7 +236,7 @@ def _hook_distribute() -> None:
     # installed.
     sys.modules[name] = spmd
 
-    on_import("torch.distributed.tensor._api", _take_over_sources)
+    on_import(torch_private.DTENSOR_API, _take_over_sources)
 
 
 def _take_over_sources(api: Any) -> None:
@@ -244,7 +248,7 @@ def _take_over_sources(api: Any) -> None:
         if source != 0:
             given = signature.bind(*args, **kwargs).arguments
             mesh = given.get("device_mesh")
-            mesh = mesh or torch_device_mesh._mesh_resources.get_current_mesh()
+            mesh = mesh or mesh_resources.get_current_mesh()
             if mesh.device_type == "xla":
                 from xla_dtensor.movement.factories import distribute_tensor
 
@@ -257,22 +261,21 @@ def _take_over_sources(api: Any) -> None:
 
 def _hook_factories() -> None:
     """``torch.distributed.tensor.zeros`` and its five siblings end in this helper."""
-    from torch.distributed.tensor import _api as torch_dtensor_api
 
-    original = torch_dtensor_api._dtensor_init_helper
+    original = torch_private.dtensor_init_helper
 
     @functools.wraps(original)
     def init_helper(
         init_op: Any, size: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any
     ) -> Any:
-        mesh = device_mesh or torch_device_mesh._mesh_resources.get_current_mesh()
+        mesh = device_mesh or mesh_resources.get_current_mesh()
         if mesh.device_type != "xla":
             return original(init_op, size, device_mesh, placements, **kwargs)
         from xla_dtensor.movement.factories import make_sharded
 
         return make_sharded(init_op, tuple(size), mesh, placements, **kwargs)
 
-    torch_dtensor_api._dtensor_init_helper = init_helper
+    torch_private.replace("dtensor_init_helper", init_helper)
 
 
 def _hook_from_local() -> None:
@@ -284,7 +287,7 @@ def _hook_from_local() -> None:
     def from_local(
         local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any
     ) -> Any:
-        mesh = device_mesh or torch_device_mesh._mesh_resources.get_current_mesh()
+        mesh = device_mesh or mesh_resources.get_current_mesh()
         if mesh.device_type != "xla":
             return original(local_tensor, device_mesh, placements, **kwargs)
         from xla_dtensor.movement.local_view import from_local as xla_from_local

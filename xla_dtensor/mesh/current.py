@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
+from xla_dtensor.base.torch_private import mesh_resources
 from xla_dtensor.errors import MeshError
 
 _default: DeviceMesh | None = None
@@ -64,5 +65,5 @@ def get_mesh() -> DeviceMesh:
 
 def current_mesh() -> DeviceMesh | None:
     """`get_mesh`, or None."""
-    stack = _mesh_resources.mesh_stack
+    stack = mesh_resources.mesh_stack
     return stack[-1] if stack else _default

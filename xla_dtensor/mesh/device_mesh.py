@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
-from xla_dtensor.base.torch_versions import layout_sizes
+from xla_dtensor.base.torch_private import concatenate_meshes, layout_sizes
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.mesh.frame import frame_of
@@ -121,7 +121,7 @@ class XLADeviceMesh(DeviceMesh):
         if names == own:
             return self
         # torch's own slicing wants ascending order; concatenating slices gives any order.
-        return DeviceMesh._concatenate([self[name] for name in names])
+        return concatenate_meshes([self[name] for name in names])
 
     def _unflatten(self, dim: int | str, *args: Any, **kwargs: Any) -> DeviceMesh:
         """torch's, which takes no names before 2.12: it refuses those that there are."""

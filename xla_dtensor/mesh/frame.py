@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
 from xla_dtensor.base.tables.cache import Table
-from xla_dtensor.base.torch_versions import layout_pieces
+from xla_dtensor.base.torch_private import layout_pieces
 from xla_dtensor.errors import MeshError
 from xla_dtensor.runtime import abstract, processes
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base.tables.cache import Table
-from xla_dtensor.base.torch_versions import layout_pieces
+from xla_dtensor.base.torch_private import layout_pieces
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.mesh.frame import root_mesh
 from xla_dtensor.mesh.placements import dim_mesh_dims, placements_of

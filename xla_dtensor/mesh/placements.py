@@ -13,14 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    _StridedShard,
-)
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+from xla_dtensor.base.torch_private import StridedShard
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.mesh.dim_names import name_of
 from xla_dtensor.mesh.frame import frame_of, mesh_dim_axes
@@ -75,7 +70,7 @@ def _normalized(placement: Placement, mesh: DeviceMesh, ndim: int, call: str) ->
             )
         return placement
     dim = getattr(placement, "dim", None)
-    if not isinstance(placement, Shard | _StridedShard) or dim is None:
+    if not isinstance(placement, Shard | StridedShard) or dim is None:
         raise PlacementError(
             f"{call}: {placement!r} is not a placement; use Replicate(), Shard(dim) or Partial()"
         )
@@ -84,8 +79,8 @@ def _normalized(placement: Placement, mesh: DeviceMesh, ndim: int, call: str) ->
             f"{call}: {placement!r} on {mesh!r}: the tensor has {ndim} dims, so a shard dim is "
             + (f"from {-ndim} to {ndim - 1}" if ndim else "impossible; use Replicate()")
         )
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim % ndim, split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim % ndim, split_factor=placement.split_factor)
     return Shard(dim % ndim)
 
 
@@ -106,7 +101,7 @@ def dim_mesh_dims(
     # these have to be in the order already.
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             order = orders[placement.dim]
             for position in range(len(order) + 1):
                 if math.prod(mesh_shape[d] for d in order[:position]) == placement.split_factor:
@@ -136,7 +131,7 @@ def placements_of(
         for position, mesh_dim in enumerate(order):
             split = math.prod(mesh_shape[d] for d in order[:position] if d > mesh_dim)
             placements[mesh_dim] = (
-                Shard(dim) if split == 1 else _StridedShard(dim, split_factor=split)
+                Shard(dim) if split == 1 else StridedShard(dim, split_factor=split)
             )
     return tuple(placements)
 
@@ -270,9 +265,9 @@ def shard_after(
     pieces = 1
     for i in range(start, mesh.ndim):
         placement = placements[i]
-        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
+        if isinstance(placement, Shard | StridedShard) and placement.dim == dim:
             pieces *= mesh.size(i)
-    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+    return Shard(dim) if pieces == 1 else StridedShard(dim, split_factor=pieces)
 
 
 def unpartial(placements: Iterable[Placement], keep: Sequence[str] = ()) -> tuple[Placement, ...]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import executor
+from xla_dtensor.base import executor, torch_private
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.per_device import union
@@ -51,9 +51,7 @@ def _group(group: Group) -> MeshGroup:
 
 
 def _native(name: str, tensor: Any, *args: Any) -> Any:
-    # Imported with torch.distributed, which registers their gradients.
-    import torch.distributed._functional_collectives
-
+    torch_private.load_functional_collectives()
     check_tensor(name, tensor)  # without one of ours torch looks for a process group
     return getattr(torch.ops._c10d_functional, name)(tensor, *args)
 

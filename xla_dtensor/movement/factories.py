@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.nn.parameter import is_lazy
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.base.torch_private import mesh_resources
 from xla_dtensor.errors import (
     MeshMismatchError,
     PlacementError,
@@ -89,7 +90,7 @@ def distribute_tensor(
         assert x.shape == (8, 16) and x.placements == (xd.Shard(0), xd.Replicate())
         assert x.to_local().shape == (4, 16)
     """
-    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    mesh = device_mesh or mesh_resources.get_current_mesh()
     if not tensor.is_leaf:
         raise RuntimeError(
             "`distribute_tensor` should be used to distribute leaf tensors! but found non-leaf "
@@ -183,7 +184,7 @@ def distribute_module(
             "distribute_module should only be called once on a module, but it has already been "
             "called on this module!"
         )
-    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    mesh = device_mesh or mesh_resources.get_current_mesh()
     own = itertools.chain(module.named_parameters(), module.named_buffers())
     shapeless = [name for name, tensor in own if is_lazy(tensor)]
     if shapeless:
@@ -261,7 +262,7 @@ def make_sharded(
     name = init_op.__name__
     if layout is not torch.strided:
         raise UnsupportedOpError(f"{name}: layout {layout} is not supported on xla meshes")
-    mesh = device_mesh or _mesh_resources.get_current_mesh()
+    mesh = device_mesh or mesh_resources.get_current_mesh()
     placements = normalize_placements(placements, mesh, len(size), name)
     if dtype is None:
         dtype = torch.get_default_dtype()

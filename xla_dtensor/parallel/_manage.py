@@ -7,16 +7,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
 )
 from torch.distributed.tensor.placement_types import Shard
-from torch.distributed.utils import _get_root_modules
 
 from xla_dtensor.base.tables.cache import Interned
+from xla_dtensor.base.torch_private import contract_registry, get_root_modules
 from xla_dtensor.parallel._mesh import DataParallel, data_parallel
 from xla_dtensor.parallel._parameter import ManagedParameter
 from xla_dtensor.parallel._state import State, states_of
@@ -34,7 +33,7 @@ def manage(
     offloads: bool = False,
 ) -> State:
     """Move, shard and register the parameters that no other group has."""
-    roots = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(list(module)))
+    roots = (module,) if isinstance(module, nn.Module) else tuple(get_root_modules(list(module)))
     for root in roots:
         if (
             isinstance(root, nn.ModuleList | nn.ModuleDict)
@@ -92,7 +91,7 @@ def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        registry = _get_registry(module) or {}
+        registry = contract_registry(module) or {}
         if not any(module is root for root in roots) and (
             states_of(module) or "fully_shard" in registry or "replicate" in registry
         ):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xla_dtensor import runtime
+from xla_dtensor.base.torch_private import concatenate_meshes
 from xla_dtensor.errors import MeshError
 from xla_dtensor.mesh import current_mesh, mesh_dim_axes
 
@@ -111,5 +112,5 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims, call: str, *, shard: bo
         return DataParallel(flat(dims.replicate_names), None, 0, mesh, dims)
     if not dims.replicate_names:
         return DataParallel(flat(dims.shard_names), 0, None, mesh, dims)
-    both = DeviceMesh._concatenate([flat(dims.replicate_names), flat(dims.shard_names)])
+    both = concatenate_meshes([flat(dims.replicate_names), flat(dims.shard_names)])
     return DataParallel(both, 1, 0, mesh, dims)

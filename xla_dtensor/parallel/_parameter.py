@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import (
 )
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import call_after_backward, concatenate_meshes, current_backward
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.storage import Storage
@@ -128,7 +129,7 @@ class ManagedParameter:
         if parallel.whole_mesh is not None:
             return self._layout_on_whole_mesh(mesh, placements)
         over_dp[parallel.shard_dim] = shard_after(dim, mesh, placements, 0)
-        return DeviceMesh._concatenate([parallel.mesh, mesh]), (*over_dp, *placements)
+        return concatenate_meshes([parallel.mesh, mesh]), (*over_dp, *placements)
 
     def _layout_on_whole_mesh(
         self, mesh: DeviceMesh, placements: Placements
@@ -168,7 +169,7 @@ class ManagedParameter:
             elif name not in (*parallel.dims.shard_names, *parallel.dims.replicate_names):
                 meshes.append(mesh[name])
                 result.append(placements[i])
-        return DeviceMesh._concatenate(meshes), tuple(result)
+        return concatenate_meshes(meshes), tuple(result)
 
     # --- the whole parameter -----------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class ManagedParameter:
         if global_view and not self.spans_mesh:
             over_dp = (Replicate(),) * self.parallel.mesh.ndim
             placements = (*over_dp, *placements)
-            mesh = DeviceMesh._concatenate([self.parallel.mesh, mesh])
+            mesh = concatenate_meshes([self.parallel.mesh, mesh])
         return sharded_form(mesh, placements, *about, varying=sharded.varying)
 
     def _gathered(self, parameter: Any, global_view: bool) -> Any:
@@ -294,9 +295,9 @@ class ManagedParameter:
         finally:
             if trace is not None:
                 trace.end_recomputation()
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward() != -1:
             self._again = key, storage
-            torch.autograd.Variable._execution_engine.queue_callback(self.release)
+            call_after_backward(self.release)
         return storage
 
     def release(self) -> None:

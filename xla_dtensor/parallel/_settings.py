@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed._composable_state import _State
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import ComposableState
 
 
 class _Compared(NamedTuple):
@@ -20,7 +20,7 @@ class _Compared(NamedTuple):
     unsharded: bool
 
 
-class Settings(_State):
+class Settings(ComposableState):
     """The settings of one call, which its parameters look up.
 
     Attributes:

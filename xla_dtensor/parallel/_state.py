@@ -11,9 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from xla_dtensor.base import recomputation
+from xla_dtensor.base import recomputation, torch_private
+from xla_dtensor.base.torch_private import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    pytree,
+    top_saved_tensors_hooks,
+)
 from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.parallel._parameter import ManagedParameter
 from xla_dtensor.parallel._settings import Settings
@@ -171,17 +176,17 @@ class _Frame:
     def record_saved_tensors(self) -> None:
         if not self.state.reshards or not torch.is_grad_enabled():
             return
-        beneath = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        beneath = top_saved_tensors_hooks(True)
         # The hooks of an outer forward pack this one's parameters, too.
         if beneath is not None and getattr(beneath[0], "keeps_sharded", False):
             return
         pack, unpack = _hooks(beneath)
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        push_saved_tensors_hooks(pack, unpack)
         self.recording = True
 
     def stop_recording(self) -> None:
         if self.recording:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_tensors_hooks()
             self.recording = False
 
 
@@ -195,9 +200,11 @@ _running = _Running()
 
 def states_of(module: nn.Module) -> list[State]:
     """The states of the calls that ``module`` was passed to."""
-    from torch.distributed._composable.contract import STATE_KEY
-
-    return [s for s in module.__dict__.get(STATE_KEY, {}).values() if isinstance(s, State)]
+    return [
+        s
+        for s in module.__dict__.get(torch_private.CONTRACT_STATE, {}).values()
+        if isinstance(s, State)
+    ]
 
 
 def _to_device(tensor: torch.Tensor) -> torch.Tensor:

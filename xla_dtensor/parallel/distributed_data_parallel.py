@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from xla_dtensor.base.torch_private import preserve_version_counter
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, World, mesh_along, resolve_group
 from xla_dtensor.movement import in_place
@@ -140,6 +141,6 @@ def _broadcast(group: MeshGroup, tensors: list[torch.Tensor]) -> None:
     is no write to autograd: what a forward before has saved of them stays usable."""
     axes = set(group.axes)
     differing = [t for t in tensors if isinstance(t, XLATensor) and axes & set(t._form.varying)]
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(differing)):
+    with torch.no_grad(), preserve_version_counter(tuple(differing)):
         for tensor in differing:
             in_place.put(tensor, broadcast(tensor, group, 0))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable import contract
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
+from xla_dtensor.base.torch_private import contract
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.mesh.memories import check_host_memory
 from xla_dtensor.parallel._manage import become, manage

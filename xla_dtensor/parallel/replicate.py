@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable import contract
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from xla_dtensor.base.torch_private import contract, contract_registry
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.movement.sources import synchronize
 from xla_dtensor.parallel._manage import become, manage
@@ -107,7 +106,7 @@ def replicate(
         )
     modules = [module] if isinstance(module, nn.Module) else list(module)
     for one in modules:
-        if "fully_shard" in (_get_registry(one) or {}):
+        if "fully_shard" in (contract_registry(one) or {}):
             raise RuntimeError(
                 "Cannot apply `replicate()` on a Module already managed by `fully_shard`"
             )

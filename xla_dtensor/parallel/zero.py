@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from xla_dtensor.base import interrupts
+from xla_dtensor.base.torch_private import concatenate_meshes
 from xla_dtensor.errors import MeshError, UnsupportedOpError
 from xla_dtensor.mesh import mesh_dim_axes, root_mesh
 from xla_dtensor.mesh.placements import shard_after
@@ -138,7 +139,7 @@ class _Sharding:
             return mesh, (*placements[:number], new, *placements[number + 1 :])
         if {name for names in axes for name in names} & set(wanted):
             return None  # it is sharded over these devices by a dim that has more of them
-        both = DeviceMesh._concatenate([self._mesh, mesh])
+        both = concatenate_meshes([self._mesh, mesh])
         return both, (shard_after(dim, mesh, placements, 0), *placements)
 
     def shard_state(self) -> None:

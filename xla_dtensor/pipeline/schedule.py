@@ -6,15 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _split_tensor
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    _PipelineSchedule,
-)
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.torch_private import PipelineScheduleBase, pytree, split_tensor
 from xla_dtensor.errors import PipelineError
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.pipeline.order import (
@@ -30,7 +26,7 @@ from xla_dtensor.pipeline.stage import PipelineStage
 from xla_dtensor.pipeline.transfer import to_stage
 
 
-class PipelineSchedule(_PipelineSchedule):
+class PipelineSchedule(PipelineScheduleBase):
     """All stages of a pipeline, run in the order of one of torch's schedules.
 
     Under torchrun each rank makes a schedule of its own stages. Here one process has all of them:
@@ -174,7 +170,7 @@ class PipelineSchedule(_PipelineSchedule):
         targets = None
         if target is not None:
             target = to_stage(target, last.mesh, "the target")
-            targets = list(_split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+            targets = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
         try:
             self._step_microbatches(
                 args_split, kwargs_split, targets, losses, return_outputs, loss_kwargs

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.torch_private import PipelineStageBase, pytree
 from xla_dtensor.compilation import compile as compile_step
 from xla_dtensor.errors import MeshError, MeshMismatchError, PipelineError
 from xla_dtensor.mesh import frame_of, root_mesh
@@ -38,7 +37,7 @@ def _one_rank(mesh: DeviceMesh) -> _OneRank:
     return group
 
 
-class PipelineStage(_PipelineStageBase):
+class PipelineStage(PipelineStageBase):
     """A part of a model on its own devices, for a `PipelineSchedule`. It is one of torch's stages;
     where torch's ``PipelineStage`` takes the device and the group of its rank, it takes a mesh.
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 
 from xla_dtensor import runtime
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import device_mode
 from xla_dtensor.execution import lazy
 from xla_dtensor.runtime import topologies
 from xla_dtensor.runtime.abstract import enter
@@ -91,7 +91,7 @@ class _OnDevices(TorchFunctionMode):
             and kwargs.get("device") is None
             and kwargs.get("generator") is None
             and kwargs.get("out") is None
-            and _device.CURRENT_DEVICE is None  # `with torch.device(...)`
+            and device_mode.CURRENT_DEVICE is None  # `with torch.device(...)`
             and executor.trace() is None  # a step does what it would do outside
         ):
             kwargs = {**kwargs, "device": "xla"}

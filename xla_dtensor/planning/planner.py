@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import torch
-from jax._src import config
 
+from xla_dtensor.base.jax_private import persistent_cache_min_compile_time_secs
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation import CompiledStep, compile
 from xla_dtensor.compilation.trace.module_scopes import naming_modules
 from xla_dtensor.errors import TopologyError
@@ -122,7 +123,7 @@ def _name(step: Any) -> str:
 
 def _tokens(args: tuple[Any, ...]) -> int | None:
     """What the step computes in one go: of tokens their number, of other batches their length."""
-    tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     whole = [t.numel() for t in tensors if not t.dtype.is_floating_point and t.ndim]
     if whole:
         return max(whole)
@@ -217,7 +218,7 @@ def not_kept(topology: topologies.Topology | None) -> Iterator[None]:
     if topology is None or topology.is_here:
         yield
         return
-    with config.persistent_cache_min_compile_time_secs(1e9), warnings.catch_warnings():
+    with persistent_cache_min_compile_time_secs(1e9), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
         yield
 

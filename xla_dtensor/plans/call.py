@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from xla_dtensor.base import executor, host_memory
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.numbers.python_numbers import is_number, like_a_number
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.random.generator import stream_of
+from xla_dtensor.base.torch_private import FakeTensor
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.forms.form import Form, device_form
@@ -48,7 +48,7 @@ class Call:
         self.forms: list[Any] = []
         key: list[Any] = [info]
         if info.may_contract:
-            key.append(torch._C._get_float32_matmul_precision())
+            key.append(torch.get_float32_matmul_precision())
         if info.makes_like:
             key.append(host_memory.of_states())
         default_dtype = torch.get_default_dtype()

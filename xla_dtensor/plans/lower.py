@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import executor
+from xla_dtensor.base import executor, torch_private
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.numbers.valueless_number import symbolic_number
 from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.base.torch_private import DispatchKey, has_kernel
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.nested import Nested
 from xla_dtensor.forms.form import device_form
@@ -70,24 +71,22 @@ def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
     rule checker does, which compiles any call as one program.
     """
     func = info.func
-    from torch._decomp import core_aten_decompositions, decomposition_table
-
-    key = torch._C.DispatchKey
+    decomposition_table = torch_private.decomposition_table
     # Nothing else is in the core table, which takes long to make.
     if info.composition or func in decomposition_table:
-        table = _core_table(core_aten_decompositions)
+        table = _core_table(torch_private.core_aten_decompositions)
         if func in table:
             return table[func]
     if info.composition:
         return info.composition
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key.CompositeExplicitAutograd):
-        return lambda *args, **kwargs: func._op_dk(key.CompositeExplicitAutograd, *args, **kwargs)
+    if has_kernel(func.name(), DispatchKey.CompositeExplicitAutograd):
+        return lambda *args, **kwargs: func._op_dk(
+            DispatchKey.CompositeExplicitAutograd, *args, **kwargs
+        )
     if func in decomposition_table:
         return decomposition_table[func]
-    composite = getattr(key, "CompositeExplicitAutogradNonFunctional", None)
-    if composite is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), composite
-    ):
+    composite = getattr(DispatchKey, "CompositeExplicitAutogradNonFunctional", None)
+    if composite is not None and has_kernel(func.name(), composite):
         return lambda *args, **kwargs: func._op_dk(composite, *args, **kwargs)
     return None
 

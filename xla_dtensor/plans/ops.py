@@ -10,6 +10,7 @@ import torch
 
 from xla_dtensor.base.tables.cache import Table
 from xla_dtensor.base.tables.registry import Registry
+from xla_dtensor.base.torch_private import DispatchKey, has_kernel, python_kernels
 from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.kinds import Kind, is_
@@ -99,7 +100,7 @@ _CONVERTED = {
     "threshold": ("threshold", "value"),
     "scalar_tensor": ("s",),
 }
-_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_EXPLICIT = DispatchKey.CompositeExplicitAutograd
 _IDENTITIES = frozenset({"aten::detach.default", "aten::alias.default", "aten::lift_fresh.default"})
 infos: Table[Any, OpInfo] = Table("overloads", "one per overload that was called", clearable=True)
 """By the overload's C++ operation, which is hashed by address: hashing itself runs Python."""
@@ -191,7 +192,7 @@ def _is_symbolic(type_name: str, lowering: Lowering | None) -> bool:
 
 
 def _composition(func: Any) -> Callable[..., Any] | None:
-    if _has_kernel(func, torch._C.DispatchKey.CompositeImplicitAutograd):
+    if _has_kernel(func, DispatchKey.CompositeImplicitAutograd):
         decompose: Callable[..., Any] = func.decompose
         return decompose
     if kernel_in_python(func) and find_registration(func) is None:
@@ -204,11 +205,11 @@ def kernel_in_python(func: Any) -> bool:
     and do anything: it is run in each call."""
     namespace, name = func.name().split("::")
     kernel = f"{namespace}/{name}/{_EXPLICIT.name}"
-    return kernel in torch.library._impls and _has_kernel(func, _EXPLICIT)
+    return kernel in python_kernels and _has_kernel(func, _EXPLICIT)
 
 
 def _has_kernel(func: Any, key: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+    return bool(has_kernel(func.name(), key))
 
 
 def functional_name(func: Any) -> str | None:

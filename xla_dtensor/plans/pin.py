@@ -26,8 +26,8 @@ from jax.extend.mlir.dialects import sdy
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xla_dtensor.base.jax_private import manual_axes
 from xla_dtensor.base.xla_faults import ALWAYS, PRODUCTS, Ask, Grip
-from xla_dtensor.runtime import jax_versions
 
 PLANE = PRODUCTS.axes[0] - 1
 """Axes of a mesh on which XLA goes wrong in batches and convolutions alone."""
@@ -178,5 +178,5 @@ def _shardings(jaxpr: Any) -> Iterator[Any]:
                 yield from _shardings(value.jaxpr)
         if equation.primitive.name == "shard_map":
             # Each device by itself along these: as if they sharded a dim.
-            manual = jax_versions.manual_axes(equation)
+            manual = manual_axes(equation)
             yield NamedSharding(mesh, PartitionSpec(tuple(n for n in mesh.shape if n in manual)))

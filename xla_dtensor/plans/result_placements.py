@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from xla_dtensor.base import executor, xla_faults
 from xla_dtensor.base.random import rng
+from xla_dtensor.base.torch_private import StridedShard
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
@@ -208,7 +209,7 @@ def representable(
     try:
         dim_mesh_dims(placements, tuple(mesh.shape), ndim)
     except PlacementError:
-        return tuple(Replicate() if isinstance(p, _StridedShard) else p for p in placements)
+        return tuple(Replicate() if isinstance(p, StridedShard) else p for p in placements)
     return placements
 
 

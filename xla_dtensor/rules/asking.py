@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.distributed.tensor import Placement
 
+from xla_dtensor.base.torch_private import OpOverload
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call, OutShapes, _tensors, bind, tensors_text
@@ -16,7 +16,7 @@ from xla_dtensor.rules.registry import Registration, UserRule, _by_notation, fin
 
 
 def infer(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     args: tuple,
     kwargs: dict,
     out_shapes: OutShapes,
@@ -94,7 +94,7 @@ def _check(found: Registration, call: Call, merged: Any) -> None:
 
 
 def infer_placements(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     args: tuple,
     kwargs: dict,
     out_shapes: list[tuple[int, ...] | None],

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
-
+from xla_dtensor.base.torch_private import OpOverload
 from xla_dtensor.rules.alternatives import Alternative, Merged, merge
 from xla_dtensor.rules.merging import Placements, TensorInfo, replicated
 
@@ -46,7 +45,7 @@ class Call:
         assert x.cumprod(0).placements == (xd.Replicate(),)
     """
 
-    func: torch._ops.OpOverload
+    func: OpOverload
     args: dict[str, Any]
     out_shapes: OutShapes
     mesh_shape: tuple[int, ...]
@@ -166,7 +165,7 @@ class Call:
         return Merged((whole,) * len(self.tensors), (whole,) * self.n_outputs)
 
 
-def base_name(func: torch._ops.OpOverload) -> str:
+def base_name(func: OpOverload) -> str:
     """The op's name without its namespace, overload and in-place underscore."""
     name = func._schema.name.split("::")[1]
     dunder = name.startswith("__") and name.endswith("__")
@@ -181,7 +180,7 @@ def _tensors(value: object) -> Iterator[TensorInfo]:
             yield from _tensors(item)
 
 
-def bind(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
+def bind(func: OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
     """The arguments of a call by schema name, with defaults."""
     bound = {}
     for i, argument in enumerate(func._schema.arguments):

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from xla_dtensor.base import torch_private
+from xla_dtensor.base.torch_private import StridedShard
 
 Placements = tuple[Placement, ...]
 REPLICATE = Replicate()
@@ -52,23 +54,21 @@ class TensorInfo:
 
 def shard_dim(placement: Placement) -> int | None:
     """The tensor dim that `placement` shards, strided or not; None if it shards none."""
-    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
 
 
 def split_factor(placement: Placement) -> int:
     """How many strided groups the shards are interleaved in: 1 for a plain `Shard`."""
-    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
 
 
 def make_shard(dim: int, factor: int = 1) -> Placement:
-    return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+    return Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor)
 
 
 def norm_partial(order: float) -> Placement:
     """Pending the p-norm of the devices' p-norms."""
-    from torch.distributed.tensor._ops._math_ops import _NormPartial
-
-    return _NormPartial(order)
+    return torch_private.NormPartial(order)
 
 
 def reduction_name(placement: Partial) -> str:

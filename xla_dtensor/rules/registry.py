@@ -12,6 +12,7 @@ import torch
 
 from xla_dtensor.base.source_line import caller
 from xla_dtensor.base.tables.registry import Changes, Registry
+from xla_dtensor.base.torch_private import OpOverload, OpOverloadPacket
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call, base_name, tensors_text
@@ -58,13 +59,13 @@ class Registration:
 _USER_RULES: Registry[Registration] = Registry("layout rule", changes)
 """The others; they come first."""
 
-_KINDS: Registry[Callable[[torch._ops.OpOverload], Rule | None]] = Registry("rule", changes)
+_KINDS: Registry[Callable[[OpOverload], Rule | None]] = Registry("rule", changes)
 """Of the kinds of ops that have a rule by being one what gives it."""
 
 _name_resolvers: list[Callable[[str], Any]] = []
 
 
-def register_kind(name: str, rule_of: Callable[[torch._ops.OpOverload], Rule | None]) -> None:
+def register_kind(name: str, rule_of: Callable[[OpOverload], Rule | None]) -> None:
     """Let ``rule_of`` give the rules of a kind of ops (`FOREACH`, `ELEMENTWISE`)."""
     _KINDS.add(name, rule_of)
 
@@ -140,9 +141,9 @@ def register_family(name: str, rule: str | Rule) -> None:
 def _name_of(op: Any) -> str:
     if isinstance(op, str):
         return op
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return op.name()
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         return op._qualified_op_name
     if isinstance(op, torch.library.CustomOpDef):
         return op._qualname
@@ -254,19 +255,19 @@ def _describe(rule: UserRule) -> str:
     return str(rule.__doc__ or getattr(rule, "__name__", "")).strip().split("\n")[0]
 
 
-def find_rule(func: torch._ops.OpOverload) -> UserRule | None:
+def find_rule(func: OpOverload) -> UserRule | None:
     """The rule of `func`: its own, its op's, or that of the functional or per-tensor form."""
     found = _find(func)
     return None if found is None else found.rule
 
 
-def find_registration(func: torch._ops.OpOverload) -> Registration | None:
+def find_registration(func: OpOverload) -> Registration | None:
     """The rule of `func` as `find_rule` finds it, with where it comes from."""
     return _find(func)
 
 
 @cache
-def _find(func: torch._ops.OpOverload) -> Registration | None:
+def _find(func: OpOverload) -> Registration | None:
     name = rule_name(func)
     if name is None:
         return None
@@ -286,7 +287,7 @@ FOREACH, ELEMENTWISE = "foreach", "elementwise"
 """The names of the rules that ops have by their kind, not by being registered."""
 
 
-def rule_name(func: torch._ops.OpOverload) -> str | None:
+def rule_name(func: OpOverload) -> str | None:
     """The name that the rule of `func` is registered under, or of its kind; None without a rule."""
     for table in (_USER_RULES, _RULES):
         for name in _names(func):
@@ -299,7 +300,7 @@ def rule_name(func: torch._ops.OpOverload) -> str | None:
     return None
 
 
-def _names(func: torch._ops.OpOverload) -> Iterator[str]:
+def _names(func: OpOverload) -> Iterator[str]:
     """The names under which `func` may have a rule, the most specific first."""
     full = func.name()
     namespace = full.split("::")[0]
@@ -318,7 +319,7 @@ def _names(func: torch._ops.OpOverload) -> Iterator[str]:
 
 
 @cache
-def _functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _functional(func: OpOverload) -> OpOverload | None:
     """The overload that computes the same without writing to an argument."""
     if not func._schema.is_mutable:
         return None
@@ -327,7 +328,7 @@ def _functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if packet is None:
         return None
 
-    def signature(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    def signature(op: OpOverload) -> list[tuple[str, str]]:
         return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
 
     for overload in packet.overloads():
@@ -337,6 +338,6 @@ def _functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return None
 
 
-def _functional_is_pointwise(func: torch._ops.OpOverload) -> bool:
+def _functional_is_pointwise(func: OpOverload) -> bool:
     functional = _functional(func)
     return functional is not None and torch.Tag.pointwise in functional.tags

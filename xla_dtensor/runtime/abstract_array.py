@@ -6,11 +6,14 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax._src import core, source_info_util
-from jax._src.interpreters import pxla
 
+from xla_dtensor.base.jax_private import (
+    current_source,
+    let_empty_results_be_sharded,
+    shard_arg_handlers,
+    trace_ctx,
+)
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.runtime import jax_versions  # noqa: F401  (mends what an older JAX refuses)
 
 
 class AbstractArray(jax.ShapeDtypeStruct):
@@ -84,9 +87,11 @@ def _launched(arrays: list[AbstractArray], *args: Any) -> NoReturn:
 
 
 # What JAX does with an argument of a program that is launched.
-pxla.shard_arg_handlers[AbstractArray] = _launched
+shard_arg_handlers[AbstractArray] = _launched
+# Whoever runs programs imports this module first.
+let_empty_results_be_sharded()
 
 
 def traced(array: AbstractArray) -> Any:
     """The tracer of a constant that has no value, in the trace that JAX is in."""
-    return core.trace_ctx.trace.to_jaxpr_tracer(array, source_info_util.current())
+    return trace_ctx.trace.to_jaxpr_tracer(array, current_source())

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.base.config import config, fix
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import launchers, meeting, processes, watch
@@ -217,8 +218,7 @@ def _compare(given: Launch | None, count: int | None) -> None:
 
 def _adopted() -> Launch | None:
     """What somebody has told ``jax.distributed`` before us, as Ray does."""
-    from jax._src.distributed import global_state
-
+    global_state = jax_private.global_state
     if global_state.client is None:
         return None
     return Launch(
@@ -234,12 +234,11 @@ def _join(
     launch: Launch, local_device_ids: Sequence[int] | None, heartbeat_timeout: float | None
 ) -> None:
     import jax
-    from jax._src import xla_bridge
-    from jax._src.distributed import global_state
 
+    global_state = jax_private.global_state
     timeout = heartbeat_timeout or config.heartbeat_timeout
     if launch.meeting != "adopted":
-        if xla_bridge.backends_are_initialized():
+        if jax_private.backends_are_initialized():
             raise DistributedError(
                 f"{launch.launcher} started this as {_who(launch)}, but JAX has been started "
                 "before: make the mesh, or call xla_dtensor.distributed.initialize(), before "

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from xla_dtensor.base import forked
+from xla_dtensor.base import forked, jax_private
 from xla_dtensor.base.config import fix
 from xla_dtensor.errors import DeviceCountError
 from xla_dtensor.runtime import abstract, agreement, distributed, processes, program_cache
@@ -38,9 +38,8 @@ def keep_quiet() -> None:
 
 def is_started() -> bool:
     """Whether a JAX backend runs already (then the number of devices is fixed)."""
-    from jax._src import xla_bridge
 
-    return xla_bridge.backends_are_initialized()
+    return jax_private.backends_are_initialized()
 
 
 def start(min_cpu_devices: int = 1) -> None:
@@ -163,7 +162,6 @@ def default_dtypes() -> Iterator[None]:
     """JAX's own default dtypes for a block (``jnp.ones(3)`` is float32), inside of code that runs
     with 64-bit types; arrays that have such types keep them. Checked on JAX 0.9 and 0.10."""
     import jax
-    from jax._src.config import explicit_x64_dtypes
 
-    with jax.enable_x64(False), explicit_x64_dtypes("allow"):
+    with jax.enable_x64(False), jax_private.explicit_x64_dtypes("allow"):
         yield

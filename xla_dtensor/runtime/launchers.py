@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.errors import DistributedError
 
 
@@ -131,9 +132,8 @@ def _jax(environ: Mapping[str, str]) -> Launch | None:
     """What JAX detects; of the process's own environment only, as JAX reads no other."""
     if environ is not os.environ:
         return None
-    from jax._src.clusters import ClusterEnv
 
-    for cluster in ClusterEnv._cluster_types:
+    for cluster in jax_private.cluster_types:
         if not cluster.opt_in_only_method and cluster.is_env_present():
             count = cluster.get_process_count()
             if count < 2:

@@ -15,6 +15,7 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime.launchers import Launch
 
@@ -158,12 +159,11 @@ def _torch_store(where: str, me: str, patience: float, first: bool) -> Any:
 
 
 def _by_jax(launch: Launch, patience: float) -> str:
-    from jax._src.clusters import ClusterEnv
 
     known = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if known:
         return known
-    for cluster in ClusterEnv._cluster_types:
+    for cluster in jax_private.cluster_types:
         if cluster.name == launch.launcher:
             port = os.environ.get("JAX_COORDINATOR_PORT")
             try:

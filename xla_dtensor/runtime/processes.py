@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_dtensor.base import executor
+from xla_dtensor.base import executor, jax_private
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ class Store:
 
     def is_open(self) -> bool:
         """Whether nobody has shut JAX's distributed runtime down."""
-        from jax._src.distributed import global_state
-
-        return global_state.client is self._client
+        return jax_private.global_state.client is self._client
 
     def put(self, key: str, value: str, *, again: bool = False) -> None:
         """Set a key; ``again`` if it may have a value."""

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.errors import TopologyError
 
 TPUS = ("v5e", "v5p", "v6e", "tpu7x")
@@ -110,9 +111,8 @@ def _here(name: str, kind: str, shape: tuple[int, ...]) -> list[Any]:
 
 def _simulate(count: int) -> None:
     import jax
-    from jax._src import xla_bridge
 
-    if not xla_bridge.backends_are_initialized() and jax.config.jax_num_cpu_devices < count:
+    if not jax_private.backends_are_initialized() and jax.config.jax_num_cpu_devices < count:
         jax.config.update("jax_num_cpu_devices", count)
 
 
@@ -122,11 +122,10 @@ def _of_tpu(name: str) -> list[Any]:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
     import jax
-    from jax._src import cloud_tpu_init, hardware_utils
     from jax.experimental import topologies
 
-    chips, _ = hardware_utils.num_available_tpu_chips_and_device_id()
-    if cloud_tpu_init.get_tpu_library_path() is None:
+    chips, _ = jax_private.tpu_chips()
+    if jax_private.get_tpu_library_path() is None:
         raise TopologyError(
             f"topology {name!r} needs the TPU's compiler, which needs no TPU: pip install libtpu "
             "(500 MB), or set TPU_LIBRARY_PATH to its libtpu.so"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xla_dtensor.base import epoch, executor, interrupts
+from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import ONE_VIEWER
@@ -41,7 +42,7 @@ CLASS_OF_TENSOR = frozenset({"_is_param", "_is_buffer"})
 
 _DEVICE = torch.device("xla:0")
 _META = torch.device("meta")
-_make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+_make_wrapper: Callable[..., Any] = make_wrapper_subclass
 _requires_grad: Any = torch.Tensor.requires_grad
 _grad: Any = torch.Tensor.grad
 grad_of_tensor: Callable[[torch.Tensor], torch.Tensor | None] = _grad.__get__
@@ -130,7 +131,7 @@ class TensorMethods(HasMemory):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything happens in ``__new__``; ``DTensor.__init__`` wants other arguments."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     @interrupts.atomic

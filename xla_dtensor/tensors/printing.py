@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch import _tensor_str
-from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.base import assertions, executor
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.base.torch_versions import SUBCLASSES_DISPATCH
+from xla_dtensor.base.torch_private import SUBCLASSES_DISPATCH, disable_current_modes, tensor_str
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.per_device import logical
@@ -67,7 +65,7 @@ def _with_parts(text: str, parts: list[str], indent: int) -> str:
         return f"{', '.join([text, *parts])})"
     width = len(text) - text.rfind("\n") - 1
     for part in parts:
-        if width + len(part) + 3 > _tensor_str.PRINT_OPTS.linewidth:
+        if width + len(part) + 3 > tensor_str.PRINT_OPTS.linewidth:
             text += ",\n" + " " * indent + part
             width = indent + len(part)
         else:
@@ -82,16 +80,16 @@ def _name_of(node: Any) -> str:
 
 
 def _is_large(tensor: Any) -> bool:
-    return tensor.numel() > _tensor_str.PRINT_OPTS.threshold
+    return tensor.numel() > tensor_str.PRINT_OPTS.threshold
 
 
 def _values(tensor: Any, name_length: int) -> str:
     # Modes of the user's see nothing of it. Where torch needs a mode to come to us, all stay.
-    unseen = _disable_current_modes() if SUBCLASSES_DISPATCH else nullcontext()
+    unseen = disable_current_modes() if SUBCLASSES_DISPATCH else nullcontext()
     with unseen, torch.no_grad():
         if _is_large(tensor) and not tensor._form.varying:
             # The stand-in has few elements: torch is to abbreviate it all the same.
-            with _tensor_str.printoptions(threshold=0):
+            with tensor_str.printoptions(threshold=0):
                 text = repr(_edges(tensor))
         else:
             text = repr(tensor.detach().cpu())
@@ -102,7 +100,7 @@ def _values(tensor: Any, name_length: int) -> str:
 
 def _edges(tensor: Any) -> torch.Tensor:
     """A CPU tensor that is printed like ``tensor`` where only the edges are."""
-    edge = max(int(_tensor_str.PRINT_OPTS.edgeitems), 1)
+    edge = max(int(tensor_str.PRINT_OPTS.edgeitems), 1)
     # One more than the edges: torch abbreviates a dim of more than 2 * edgeitems.
     kept = [
         np.array(

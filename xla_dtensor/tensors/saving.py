@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.base import executor, map_location
+from xla_dtensor.base import executor, map_location, torch_private
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import device_form, sharded_form
 from xla_dtensor.forms.host_values import fetch, to_host
@@ -115,9 +115,9 @@ def rebuild_tensor(
 def _encoded(placement: Placement) -> tuple[Any, ...]:
     # Plain data: torch's placement classes may be unpickled only after torch.distributed.tensor
     # has been imported.
-    from torch.distributed.tensor.placement_types import Partial, Shard, _StridedShard
+    from torch.distributed.tensor.placement_types import Partial, Shard
 
-    if isinstance(placement, _StridedShard):
+    if isinstance(placement, torch_private.StridedShard):
         return "StridedShard", placement.dim, placement.split_factor
     if isinstance(placement, Shard):
         return "Shard", placement.dim
@@ -131,5 +131,5 @@ def _decoded(kind: str, *arguments: Any) -> Placement:
 
     if kind == "StridedShard":
         dim, split_factor = arguments
-        return placement_types._StridedShard(dim, split_factor=split_factor)
+        return torch_private.StridedShard(dim, split_factor=split_factor)
     return getattr(placement_types, kind)(*arguments)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from xla_dtensor.base.torch_private import is_in_forward_ad
 from xla_dtensor.forms.form import Form
 from xla_dtensor.mesh.layout import Layout, layout_of
 from xla_dtensor.mesh.placements import unpartial
@@ -311,7 +311,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
         elif grad.device_mesh == mesh and grad.placements == wanted:
             return None
         # With create_graph=True, and under forward-mode AD, the move is differentiated, too.
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() or is_in_forward_ad():
             return grad.redistribute(mesh, wanted)
         # Without a history: of each parameter, so what `redistribute` finds out is remembered.
         source = grad._form

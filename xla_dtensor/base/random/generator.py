@@ -9,13 +9,13 @@ import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.random import rng
+from xla_dtensor.base.torch_private import CppGenerator
 
-_CpuGenerator: Any = torch._C.Generator
 # By where C++ has it: to operations it gives another Python object for the same generator.
 _made: weakref.WeakValueDictionary[int, XLAGenerator] = weakref.WeakValueDictionary()
 
 
-class XLAGenerator(_CpuGenerator):
+class XLAGenerator(CppGenerator):
     """A stream of random numbers of its own, for the ``generator=`` of operations on xla tensors.
 
     To C++, which has no generators of a device that is written in Python, it is one of the CPU's:
@@ -45,7 +45,7 @@ class XLAGenerator(_CpuGenerator):
         """Start the stream of ``seed``, any Python integer; returns the generator."""
         _refuse_in_step("seed")
         seed = int(seed) % 2**64
-        _CpuGenerator.manual_seed(self, seed)
+        CppGenerator.manual_seed(self, seed)
         self.stream.restart(seed)
         return self
 
@@ -71,7 +71,7 @@ class XLAGenerator(_CpuGenerator):
         """
         _refuse_in_step("state")
         seed, counter = rng.position_in(state)
-        _CpuGenerator.manual_seed(self, seed)
+        CppGenerator.manual_seed(self, seed)
         self.stream.restart(seed, counter)
         return self
 

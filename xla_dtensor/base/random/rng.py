@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.base.torch_private import disable_current_modes
 
 DEFAULT_SEED = 67280421310721  # torch's own default generator seed
 
@@ -150,7 +150,7 @@ def operations_between(first: np.ndarray, second: np.ndarray) -> int | None:
 
 def tensor_of_state(state: np.ndarray) -> torch.Tensor:
     """Words as a CPU uint8 tensor of 16 bytes."""
-    with _disable_current_modes():  # torch saves and restores it under fake tensors, too
+    with disable_current_modes():  # torch saves and restores it under fake tensors, too
         return torch.from_numpy(state.view(np.uint8).copy())
 
 
@@ -165,7 +165,7 @@ def position_in(state: torch.Tensor) -> tuple[int, int]:
             f"an xla RNG state is a uint8 tensor of 16 elements (torch.xla.get_rng_state()), "
             f"got {state.dtype} with {state.numel()}"
         )
-    with _disable_current_modes():
+    with disable_current_modes():
         return _position(state.detach().cpu().contiguous().numpy().view(np.uint32))
 
 

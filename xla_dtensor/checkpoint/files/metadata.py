@@ -14,8 +14,6 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from xla_dtensor.base.torch_private import MemoryFormatEncoding, StorageInfo, get_layout
 from xla_dtensor.errors import CheckpointError
 
 _CLASSES: list[Any] = [
@@ -36,13 +35,13 @@ _CLASSES: list[Any] = [
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
-    torch_metadata._MEM_FORMAT_ENCODING,
-    filesystem._StorageInfo,
+    MemoryFormatEncoding,
+    StorageInfo,
 ]
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(each.__module__, each.__name__): each for each in _CLASSES},
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.serialization", "_get_layout"): get_layout,
     ("collections", "OrderedDict"): dict,
     # Where it was saved, which nobody asks.
     ("pathlib", "PosixPath"): PurePosixPath,
@@ -199,7 +198,7 @@ def _problem(found: Any) -> str | None:
     if problem is not None:
         return problem
     for index, info in places.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(info, filesystem._StorageInfo):
+        if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
             return f"the place of {index!r} is none"
         fields = vars(info)
         numbers = fields.get("offset"), fields.get("length")

@@ -10,16 +10,12 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter as TorchWriter
-from torch.distributed.checkpoint.filesystem import (
-    DEFAULT_SUFFIX,
-    FileSystem,
-    SerializationFormat,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from xla_dtensor.base.torch_private import StorageInfo
 from xla_dtensor.checkpoint.files.streams import Stream
 from xla_dtensor.errors import CheckpointError
 
@@ -105,7 +101,7 @@ def write_one_by_one(writer: TorchWriter, plan: Any, planner: Any) -> list[Write
                 torch.save(value, cast(Any, stream))
             del value
             length = stream.tell() - offset
-            info = _StorageInfo(name, offset, length)
+            info = StorageInfo(name, offset, length)
             results.append(WriteResult(item.index, length, info))
         if writer.sync_files:
             stream.flush()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
+
+from xla_dtensor.base import torch_private
 
 # "all" is a reduction of bools, which no placement of torch's has.
 REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "avg": "avg", "prod": "product"}
@@ -12,7 +14,7 @@ REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "avg": "avg", "prod": "p
 
 def StridedShard(dim: int, split_factor: int) -> Placement:
     """torch's ``_StridedShard``: the shard of a mesh dim that cuts after ones to its right."""
-    return _StridedShard(dim, split_factor=split_factor)
+    return torch_private.StridedShard(dim, split_factor=split_factor)
 
 
 def numbers_of(entry: Any) -> tuple[int, ...]:

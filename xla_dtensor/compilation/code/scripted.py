@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.torch_private import ConcreteModuleType
 from xla_dtensor.errors import DataDependentError
 
 
@@ -21,7 +22,7 @@ class Scripted:
         # What torch.jit.trace gives is around the module that it stands for.
         inside: Any = getattr(module, "_actual_script_module", module)
         self._path, self._module = path, inside._c
-        names = torch._C.ConcreteModuleType.from_jit_type(inside._c._type()).get_attributes()
+        names = ConcreteModuleType.from_jit_type(inside._c._type()).get_attributes()
         self.held = {name: self._module.getattr(name) for name in sorted(names)}
 
     def value(self, name: str) -> Any:

@@ -10,6 +10,15 @@ import torch.utils.checkpoint
 
 from xla_dtensor.base import sequence_order
 from xla_dtensor.base.tables.keys import exact
+from xla_dtensor.base.torch_private import (
+    count_of_dispatch_modes,
+    count_of_function_modes,
+    default_device_context,
+    dispatch_mode_at,
+    function_mode_at,
+    is_torch_function_enabled,
+    top_saved_tensors_hooks,
+)
 from xla_dtensor.compilation.code.identities import Same
 from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.reflection import referents
@@ -57,10 +66,10 @@ def global_state() -> tuple[Any, ...]:
         on_cpu,
         torch.get_autocast_dtype("xla") if on_xla else None,
         torch.get_autocast_dtype("cpu") if on_cpu else None,
-        getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None),
-        _saving() if _saved_by_hooks(True) is not None else None,
-        _modes() if _function_modes() or _dispatch_modes() else None,
-        torch._C._is_torch_function_enabled(),
+        getattr(default_device_context, "device_context", None),
+        _saving() if top_saved_tensors_hooks(True) is not None else None,
+        _modes() if count_of_function_modes() or count_of_dispatch_modes() else None,
+        is_torch_function_enabled(),
         sequence_order.current(),
         current_mesh(),
     )
@@ -69,7 +78,7 @@ def global_state() -> tuple[Any, ...]:
 def saving_hooks() -> list[tuple[str, Any]]:
     """The hooks through which autograd saves tensors, with their names in messages; not those of
     ``torch.utils.checkpoint``, which see none of a compiled step's."""
-    hooks = _saved_by_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     if hooks is None or hooks[0].__module__ == torch.utils.checkpoint.__name__:
         return []
     return [(f"the saved-tensor hook {describe(hook)}", hook) for hook in hooks]
@@ -90,13 +99,6 @@ def _key_of_hook(hook: Any) -> Any:
     return hook.__code__, *(exact(x) if is_atom(x) else Same(x) for x in parts)
 
 
-_saved_by_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_function_modes, _dispatch_modes = (
-    torch._C._len_torch_function_stack,
-    torch._C._len_torch_dispatch_stack,
-)
-
-
 def _modes() -> tuple[Same, ...]:
     """The modes that the user has entered: they see every operation."""
     return tuple(Same(mode) for _, mode in active_modes())
@@ -104,6 +106,6 @@ def _modes() -> tuple[Same, ...]:
 
 def active_modes() -> list[tuple[str, Any]]:
     """The modes that are entered, with their names in messages."""
-    functions = map(torch._C._get_function_stack_at, range(_function_modes()))
-    dispatches = map(torch._C._get_dispatch_stack_at, range(_dispatch_modes()))
+    functions = map(function_mode_at, range(count_of_function_modes()))
+    dispatches = map(dispatch_mode_at, range(count_of_dispatch_modes()))
     return [(f"the mode {type(m).__name__}", m) for m in (*functions, *dispatches)]

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base.tables.keys import exact, freeze
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.code.reflection import all_slots_of, dict_of, is_strict, own_of
 from xla_dtensor.compilation.objects.found import ATOMS, content_of, is_atom
 from xla_dtensor.compilation.objects.kind import Kind, Spot, attribute_spots, give, unplaced

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from torch import distributions
-from torch.utils import _pytree
-from torch.utils.data._utils import collate
-
+from xla_dtensor.base.torch_private import (
+    bijection_registry,
+    collate_functions,
+    kl_registry,
+    pytree,
+    transform_registry,
+)
 from xla_dtensor.compilation.code.installed import is_installed
 from xla_dtensor.compilation.code.names import is_library
 
@@ -37,17 +40,15 @@ class Registry(NamedTuple):
                         yield f"{self.path}[{name}].{value.__name__}", value
 
 
-_TREES = {name for name in vars(_pytree) if name.startswith("tree_")} | {
+_TREES = {name for name in vars(pytree) if name.startswith("tree_")} | {
     *("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian", "vjp", "jvp", "linearize"),
     *("functional_call", "stack_module_state", "checkpoint"),
 }
 
 REGISTRIES = (
-    Registry("torch.utils._pytree", _pytree.SUPPORTED_NODES, frozenset(_TREES)),
-    Registry("kl_divergence", distributions.kl._KL_REGISTRY, frozenset({"kl_divergence"})),
-    Registry("transform_to", distributions.transform_to._registry, frozenset({"transform_to"})),
-    Registry("biject_to", distributions.biject_to._registry, frozenset({"biject_to"})),
-    Registry(
-        "default_collate", collate.default_collate_fn_map, frozenset({"collate", "default_collate"})
-    ),
+    Registry("torch.utils._pytree", pytree.SUPPORTED_NODES, frozenset(_TREES)),
+    Registry("kl_divergence", kl_registry, frozenset({"kl_divergence"})),
+    Registry("transform_to", transform_registry, frozenset({"transform_to"})),
+    Registry("biject_to", bijection_registry, frozenset({"biject_to"})),
+    Registry("default_collate", collate_functions, frozenset({"collate", "default_collate"})),
 )

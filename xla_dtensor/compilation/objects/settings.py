@@ -22,6 +22,7 @@ import torch
 
 from xla_dtensor.base.config import config
 from xla_dtensor.base.switches import SWITCHES
+from xla_dtensor.base.torch_private import default_device_context
 from xla_dtensor.compilation.objects.places import MISSING, Place
 
 
@@ -40,7 +41,7 @@ class Setting(NamedTuple):
 
 
 def _default_device() -> torch.device | None:
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    context = getattr(default_device_context, "device_context", None)
     return None if context is None else context.device
 
 
@@ -76,7 +77,7 @@ def _rng_state() -> bytes:
 
 
 SETTINGS: dict[str, Setting] = {
-    "torch.is_grad_enabled()": Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "torch.is_grad_enabled()": Setting(torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.get_default_dtype()": Setting(torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": Setting(_default_device, torch.set_default_device),
     "torch.get_float32_matmul_precision()": Setting(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.torch_private import disable_function_of_subclasses
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.trace.external_tensors import Outside
 from xla_dtensor.tensors.base import grad_of, grad_of_tensor
@@ -62,7 +63,7 @@ class Gradients:
         """What is another gradient now, or None."""
         if self._without is not None:
             # torch asks each for a __torch_function__, which takes as long as reading .grad.
-            with torch._C.DisableTorchFunctionSubclass():
+            with disable_function_of_subclasses():
                 none = all(map(operator.is_, map(grad_of_tensor, self._without), self._no_grads))
             if none:
                 return None  # none had a gradient, and none has

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.mesh import Frame
 from xla_dtensor.plans import pin
 

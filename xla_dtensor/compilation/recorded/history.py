@@ -189,7 +189,7 @@ def is_view_by_torch(view: Any, root: Any) -> bool:
         if end is not None and node._sequence_nr() == end:
             return True
         before = [n for n, _ in node.next_functions if n is not None]
-        if isinstance(node, torch._C._FunctionBase) or len(before) != 1:
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or len(before) != 1:
             return False
         node = before[0]
     return False

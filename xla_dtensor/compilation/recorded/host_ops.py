@@ -13,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import plain_number
 from xla_dtensor.base.numbers.traced_number import NumberNode
+from xla_dtensor.base.torch_private import TorchDispatchMode, disable_current_modes, pytree
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.trace.host_reads import HostReads
 from xla_dtensor.compilation.trace.step_trace import StepTrace
@@ -97,7 +96,7 @@ class HostProgram:
                 return x.compute(numbers)
             return x
 
-        with torch.no_grad(), _disable_current_modes(), executor.running_at_once():
+        with torch.no_grad(), disable_current_modes(), executor.running_at_once():
             for operation in self._operations:
                 args, kwargs = pytree.tree_map(value, (operation.args, operation.kwargs))
                 out = operation.func(*args, **kwargs)
@@ -214,7 +213,7 @@ class HostOperations(TorchDispatchMode):
                 f"{func} on a CPU tensor {list(tensor.shape)} whose memory is that of another from "
                 "outside of the step (a view), or which requires grad: it"
             )
-        with _disable_current_modes():
+        with disable_current_modes():
             self._overwritten.append((tensor, tensor.detach().clone()))
         number = self.program.add(torch.ops.aten.clone.default, self._symbols((tensor,)), {}, True)
         self._made[id(tensor)] = weakref.ref(tensor), _Value(number, 0)
@@ -225,7 +224,7 @@ class HostOperations(TorchDispatchMode):
     def writes(self) -> list[tuple[_Input, Reader]]:
         """The tensors from outside that the step has written, and what gives their values."""
         found = []
-        with _disable_current_modes():
+        with disable_current_modes():
             for tensor, content in self._of_arrays if self.program.depends else ():
                 if not tensor._version and _as_plain(tensor) != content:
                     raise DataDependentError(_ARRAY_WRITTEN)
@@ -236,7 +235,7 @@ class HostOperations(TorchDispatchMode):
 
     def undo(self) -> None:
         """Give the tensors from outside the values that they had before the trace."""
-        with torch.no_grad(), _disable_current_modes(), executor.running_at_once():
+        with torch.no_grad(), disable_current_modes(), executor.running_at_once():
             for tensor, before in self._overwritten:
                 tensor.copy_(before)
         self._overwritten = []
@@ -317,7 +316,7 @@ class HostOperations(TorchDispatchMode):
     def _item(self, tensor: torch.Tensor) -> Any:
         """``tensor.item()``: an input of the program where the value is a float that is there
         before the step begins, else part of the program."""
-        with _disable_current_modes():
+        with disable_current_modes():
             value = tensor.item()
         source = self.use(tensor)
         if source is None:
@@ -337,7 +336,7 @@ class HostOperations(TorchDispatchMode):
         def read(arguments: Arguments, results: list[Any]) -> Any:
             return _as_plain(compute(arguments, results))
 
-        with _disable_current_modes():
+        with disable_current_modes():
             self.looked_at.append((read, _as_plain(tensor), text))
 
     def look(self, tensor: torch.Tensor, text: str) -> None:

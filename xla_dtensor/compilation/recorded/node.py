@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
+from xla_dtensor.base.torch_private import top_saved_tensors_hooks
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.movement.redistribute import as_sharded, move
@@ -34,7 +35,7 @@ class WithHistory(torch.autograd.Function):
         token.kept = call.kept
         ctx.save_for_backward(token)
         # Hooks on saved tensors may give another tensor back.
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        hooked = top_saved_tensors_hooks(True) is not None
         ctx.kept = call.kept if hooked else None
         call.kept = None
         return tuple(results)

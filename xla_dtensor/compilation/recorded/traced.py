@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import torch
-from torch.nn.utils import parametrize
 
-from xla_dtensor.base import executor, interrupts
+from xla_dtensor.base import executor, interrupts, torch_private
 from xla_dtensor.base.numbers.math_of_numbers import MathOfNumbers
 from xla_dtensor.base.numbers.python_numbers import like_a_number
 from xla_dtensor.compilation.call.arguments import Arguments
@@ -92,7 +91,7 @@ class Traced:
             if mine is not theirs
         ]
         self.kept: frozenset[str] = frozenset()
-        if parametrize._cache_enabled:
+        if torch_private.parametrizations_are_cached():
             raise DataDependentError(
                 "a compiled step inside of torch.nn.utils.parametrize.cached(): the cache would "
                 "keep what exists only while the step is traced; enter it inside of the step"
@@ -154,8 +153,7 @@ class Traced:
             del out, args, kwargs
             return self._end_of_trace(surroundings, arguments, watch, result)
 
-        was_compiling = torch.compiler._is_compiling_flag
-        torch.compiler._is_compiling_flag = True
+        was_compiling = torch_private.set_compiling(True)
         try:
             try:
                 with (
@@ -180,7 +178,7 @@ class Traced:
                     if any(number() is not None for number in trace.python_numbers):
                         raise NumberLeft("the step leaves a number where it isn't seen")
             finally:
-                torch.compiler._is_compiling_flag = was_compiling
+                torch_private.set_compiling(was_compiling)
                 self._undo_trace()
             free = {
                 id(t): i

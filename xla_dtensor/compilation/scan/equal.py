@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import current_backward, pytree, top_saved_tensors_hooks
 from xla_dtensor.compilation.scan.equal_layers import HOOKS, changed, equal_to_first, same_value
 from xla_dtensor.compilation.scan.loop import Layers
 from xla_dtensor.compilation.trace.step_trace import StepTrace
@@ -99,7 +99,7 @@ class _Chains:
 
     def answer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a loop has computed for this call; None if the layer is to run."""
-        if id(module) not in self._places or torch._C._current_graph_task_id() != -1:
+        if id(module) not in self._places or current_backward() != -1:
             return None  # a layer of no list, or computed again in backward
         part, layers, index = self._places[id(module)]
         chain = self._begun.get(id(part))
@@ -107,7 +107,7 @@ class _Chains:
             return chain.next(module, args, kwargs)
         if not args or not isinstance(args[0], Ours):
             return None
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if top_saved_tensors_hooks(True) is not None:
             return None  # under torch.utils.checkpoint
         run, differs = equal_to_first(layers[index:])
         name = f"{type(part).__name__} of {type(module).__name__}s"

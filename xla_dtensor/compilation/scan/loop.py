@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.scan.arrays import (
     fresh,
     in_form,

@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from jax._src import source_info_util
-
+from xla_dtensor.base.jax_private import summarize_source
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.recipes import Built, Computed
@@ -127,7 +126,7 @@ def _line(equation: Any) -> str:
     for frame in traceback.frames:
         if is_users(frame.file_name):
             return f" at {frame.file_name}:{frame.line_num}"
-    return f" at {source_info_util.summarize(equation.source_info)}"
+    return f" at {summarize_source(equation.source_info)}"
 
 
 def _texts(operations: list[tuple[str, str]]) -> str:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 import torch.utils.checkpoint
+
+from xla_dtensor.base.torch_private import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 
 
 @contextlib.contextmanager
 def unseen_by_checkpoint() -> Iterator[None]:
     """Tensors that the trace saves aren't saved through the hooks of a ``torch.utils.checkpoint``
     around the call: it counts them, and finds less when it calls the step again."""
-    autograd = torch._C._autograd
-    hooks = autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     if hooks is None or hooks[0].__module__ != torch.utils.checkpoint.__name__:
         yield
         return
-    autograd._pop_saved_tensors_default_hooks()
+    pop_saved_tensors_hooks()
     try:
         yield
     finally:
-        autograd._push_saved_tensors_default_hooks(*hooks)
+        push_saved_tensors_hooks(*hooks)

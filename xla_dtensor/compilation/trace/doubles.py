@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base.numbers.python_numbers import (
     as_float,
@@ -32,6 +31,7 @@ from xla_dtensor.base.numbers.python_numbers import (
     is_pythons,
     present_value,
 )
+from xla_dtensor.base.torch_private import count_of_function_modes, pytree
 
 
 def _same(number: Any, call: tuple[Any, ...]) -> Any:
@@ -236,7 +236,7 @@ def call_with_numbers(mode: Any, stand_ins: StandIns, func: Any, args: Any, kwar
         mode: sees the functions that torch's Python calls, where ``func`` is Python.
     """
     if isinstance(func, types.FunctionType):
-        if func.__module__ not in _PYTHON or torch._C._len_torch_function_stack():
+        if func.__module__ not in _PYTHON or count_of_function_modes():
             return func(*args, **kwargs)  # other modes want to see it, too
         with mode:
             return body_of(func)(*args, **kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.torch_private import set_version_counter
 from xla_dtensor.tensors.base import grad_of
 
 
@@ -84,7 +85,7 @@ class Outside:
         may wait that compares its count."""
         tensor = self.get()
         if tensor is not None and _version(tensor) != self.version:
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
+            set_version_counter((tensor,), (self.version,))
 
     def let_go(self) -> None:
         """The trace has failed, and refers to the tensor no more: what is left of it may live as

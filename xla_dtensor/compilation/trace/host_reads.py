@@ -8,6 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_dtensor.base.numbers.python_numbers import is_number, is_pythons, like_a_number
+from xla_dtensor.base.torch_private import count_of_function_modes
 from xla_dtensor.compilation.trace.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.forms.views import is_at_traced, refuse_offset
 
@@ -33,7 +34,7 @@ class HostReads(TorchFunctionMode):
             self._operations.look(args[0], f"{func.__name__}()")
         if func is torch.Tensor.storage_offset and is_at_traced(getattr(args[0], "_steps", ())):
             refuse_offset()
-        if func in _BACKWARD and not torch._C._len_torch_function_stack():
+        if func in _BACKWARD and not count_of_function_modes():
             # Python that runs in it (recomputation, the user's functions and hooks) is seen, too.
             with self:
                 return body_of(func)(*args, **(kwargs or {}))

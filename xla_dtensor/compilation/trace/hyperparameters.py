@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
+from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.numbers.python_numbers import is_pythons, like_a_number
 from xla_dtensor.base.numbers.valueless_number import valueless_number
+from xla_dtensor.base.torch_private import disable_current_modes, unseen
 from xla_dtensor.compilation.trace.doubles import plain
 from xla_dtensor.compilation.trace.numbers import Changed
 from xla_dtensor.forms.form import device_form
@@ -132,7 +133,7 @@ def _held(trace: Any, tensor: torch.Tensor) -> Any:
     # The step has made it, or written to it: the host computes it in each call.
     with jax.enable_x64(True):
         array = jax.numpy.asarray(trace.host_tensor(tensor)).reshape(()).astype("float64")
-        weak = jax._src.lax.lax._convert_element_type(array, weak_type=True)
+        weak = convert_element_type(array, weak_type=True)
     return valueless_number(weak, "a tensor's item", partial(trace.refuse, "a CPU tensor's item"))
 
 
@@ -146,7 +147,7 @@ def _is_symbolic(value: Any) -> bool:
 
 def item_of(tensor: torch.Tensor) -> float:
     """The value of a CPU tensor, unseen by the trace, which would take it for the user's look."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with unseen(), disable_current_modes():
         return float(to_numpy(tensor).item())
 
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import torch
 from torch import nn
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import current_autograd_node, sequence_number
 
 FORWARD, BACKWARD, OPTIMIZER = "nn:", "nn_backward:", "nn_optimizer:"
 
@@ -47,7 +47,7 @@ class ModuleScopes:
             self._note()
 
     def _note(self) -> None:
-        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._starts.append(sequence_number())
         self._scopes.append(self._stack[-1] if self._stack else "")
 
     def scope(self, in_optimizer: bool) -> Any:
@@ -56,7 +56,7 @@ class ModuleScopes:
             return jax.named_scope(OPTIMIZER)
         if self._stack:
             return jax.named_scope(FORWARD + self._stack[-1])
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is not None:
             at = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
             if at >= 0 and self._scopes[at]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _BatchNorm
+from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import BatchNorm
 
 _CLASSES = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 
@@ -18,7 +19,7 @@ class CumulativeNorms:
     for it as a Python number, which doesn't exist while a step is traced."""
 
     def __enter__(self) -> CumulativeNorms:
-        self._forward = forward = _BatchNorm.forward
+        self._forward = forward = BatchNorm.forward
         trace = executor.trace()
 
         def tracing(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -26,11 +27,11 @@ class CumulativeNorms:
                 return _normalized(module, x)
             return forward(module, x)
 
-        _BatchNorm.forward = tracing
+        BatchNorm.forward = tracing
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _BatchNorm.forward = self._forward
+        BatchNorm.forward = self._forward
 
 
 def _is_cumulative(module: Any) -> bool:

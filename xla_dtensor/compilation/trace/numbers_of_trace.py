@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.numbers.traced_number import NumberNode, input_number, is_integer
 from xla_dtensor.base.source_line import expression_here
 from xla_dtensor.base.tables.keys import exact
@@ -61,7 +62,7 @@ class TraceNumbers:
             array = jax.device_put(dtype(value))
         self.numbers.append(Number(read, name, integer, array, compute, type(value)))
         with jax.enable_x64(True):
-            return jax._src.lax.lax._convert_element_type(array, weak_type=True)
+            return convert_element_type(array, weak_type=True)
 
     def _fed(self, node: NumberNode) -> Any:
         """A number that Python has computed from others, as an input."""

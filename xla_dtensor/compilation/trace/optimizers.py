@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.modes import unseen
 from xla_dtensor.base.numbers.valueless_number import absent_number
+from xla_dtensor.base.torch_private import pytree, unseen
 from xla_dtensor.compilation.trace.hyperparameters import for_formula, item_of
 from xla_dtensor.compilation.trace.schedulers import DeferredSchedulers, set_by
 from xla_dtensor.compilation.trace.step_trace import StepTrace

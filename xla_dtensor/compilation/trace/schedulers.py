@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.errors import DataDependentError
 
 # What a scheduler's step changes.

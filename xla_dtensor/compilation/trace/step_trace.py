@@ -18,10 +18,11 @@ import torch
 from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor.base import executor, thread_state
-from xla_dtensor.base.modes import unseen
+from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.numbers.valueless_number import valueless_number
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import is_called_through, user_line
+from xla_dtensor.base.torch_private import sequence_number, unseen
 from xla_dtensor.compilation.trace import external_storages, module_scopes
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.doubles import StandIns
@@ -87,7 +88,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         self._wide = thread_state.WideScalars()
         # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
         self._items: dict[int, tuple[Any, Any]] = {}
-        self.history_begins = torch._C._autograd._get_sequence_nr()
+        self.history_begins = sequence_number()
         self.freed: set[int] = set()
         self.differentiating = False
         # What the backward pass reads of memory that the user may write to until it runs: the
@@ -283,7 +284,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         if known is None:
             with jax.enable_x64(True):
                 wide = self._wide.widened(array).astype(jnp.float64)
-                weak = jax._src.lax.lax._convert_element_type(wide, weak_type=True)
+                weak = convert_element_type(wide, weak_type=True)
             refuse = functools.partial(self.refuse, executor.ITEM)
             number = valueless_number(weak, "a tensor's item", refuse)
             # With the array, so that its id stays its own.

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.torch_private import disable_function_of_subclasses, make_subclass, pytree
 from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
 
 
@@ -116,7 +116,7 @@ class RankValues(torch.Tensor):
     @staticmethod
     def of(values: list[torch.Tensor], mesh: Any) -> RankValues:
         """One of these tensors, of the same shape and dtype."""
-        made = torch.Tensor._make_subclass(RankValues, values[0])
+        made = make_subclass(RankValues, values[0])
         made.values, made.mesh = values, mesh
         return made
 
@@ -181,7 +181,7 @@ def _for_each(func: Callable[..., Any], leaves: list[Any], shape: Any) -> Any:
     if name.endswith("_") and not name.endswith("__") and type(leaves[0]) is torch.Tensor:
         _become(leaves[0], count, mesh)  # ``total += count``: from now on a total for each rank
     results = []
-    with torch._C.DisableTorchFunctionSubclass():
+    with disable_function_of_subclasses():
         for rank in range(count):
             of_rank = [x.values[rank] if isinstance(x, RankValues) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(of_rank, shape)

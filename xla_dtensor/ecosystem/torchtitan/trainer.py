@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from xla_dtensor.base import torch_private
 from xla_dtensor.ecosystem.torchtitan import data, step
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching import callers
@@ -158,8 +159,6 @@ def _cross_entropy(ignored: int, original: Any, args: Any, kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     ctx, logits, labels, group, classes, reduction = given.arguments.values()
-    from torch.distributed import _functional_collectives as funcol
-
     from xla_dtensor.mesh.group import resolve_group
     from xla_dtensor.movement import collectives
 
@@ -173,6 +172,7 @@ def _cross_entropy(ignored: int, original: Any, args: Any, kwargs: Any) -> Any:
         )
     first = collectives.index_in(found) * own
     scores, targets = logits.flatten(0, -2).float(), labels.flatten()
+    funcol = torch_private.functional_collectives
     highest = funcol.all_reduce(scores.amax(-1, keepdim=True), "max", group)
     shifted = scores - highest
     log_total = funcol.all_reduce(shifted.exp().sum(-1, keepdim=True), "sum", group).log()

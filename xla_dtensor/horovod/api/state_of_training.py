@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.errors import HorovodInternalError
 from xla_dtensor.horovod.api.calls import synchronize
 from xla_dtensor.horovod.api.collectives import broadcast_async_

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from xla_dtensor.base.torch_private import BatchNorm
 from xla_dtensor.horovod.api.collectives import allreduce
 from xla_dtensor.horovod.current_world import current
 from xla_dtensor.horovod.reductions import Sum
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` whose mean and variance are those of all ranks'
     batches while training; on any device. Batches may have different sizes where ranks have tensors
     of their own.

@@ -6,12 +6,13 @@ underneath, of which there is nothing here.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections import defaultdict
 from typing import Any
 
 import torch
 
+from xla_dtensor.base import torch_private
+from xla_dtensor.base.torch_private import HigherOrderOperator
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
@@ -31,12 +32,9 @@ _ATTRIBUTE = "_xla_dtensor_watch"
 
 def install() -> None:
     """When their modules are imported. Read in torch 2.11, checked on 2.13."""
-    on_import("torch.distributed.tensor.debug._comm_mode", _hook_comm_mode)
-    # In torch 2.11 it is one file.
-    whole = importlib.util.find_spec("torch.utils._debug_mode")
-    is_package = whole is not None and whole.submodule_search_locations is not None
-    on_import(f"torch.utils._debug_mode{'._mode' if is_package else ''}", _hook_debug_mode)
-    on_import("torch.distributed.tensor._utils", _hook_explicit)
+    on_import(torch_private.COMM_MODE, _hook_comm_mode)
+    on_import(torch_private.debug_mode(), _hook_debug_mode)
+    on_import(torch_private.DTENSOR_UTILS, _hook_explicit)
 
 
 def _is_ours(types: Any) -> bool:
@@ -102,7 +100,7 @@ def _operation_in_comm_mode(original: Any, args: Any, kwargs: Any) -> Any:
     """Note an operation on our tensors in the mode's list; what it communicates is told while it
     runs. Of a collective on per-device tensors, too, or it would count twice."""
     mode, func, types, *rest = args
-    if isinstance(func, torch._ops.HigherOrderOperator) or not _is_ours(types):
+    if isinstance(func, HigherOrderOperator) or not _is_ours(types):
         return original(*args, **kwargs)
     given = rest[0] if rest else kwargs.get("args", ())
     named = (rest[1] if len(rest) > 1 else kwargs.get("kwargs")) or {}
@@ -154,7 +152,7 @@ def _show(mode: Any, argument: int | str, source: Any, target: Any) -> None:
 def _operation_in_debug_mode(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
     """A line for an operation on our tensors, as for one on DTensors."""
     mode, func, types, *rest = args
-    if isinstance(func, torch._ops.HigherOrderOperator) or not _is_ours(types):
+    if isinstance(func, HigherOrderOperator) or not _is_ours(types):
         return original(*args, **kwargs)
     given = rest[0] if rest else kwargs.get("args", ())
     named = (rest[1] if len(rest) > 1 else kwargs.get("kwargs")) or {}

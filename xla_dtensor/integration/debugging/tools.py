@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base import torch_private
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
@@ -16,11 +17,11 @@ from xla_dtensor.integration.patching.take_over import take_over
 
 def install() -> None:
     """When their modules are imported. Read in torch 2.11, checked on 2.13."""
-    on_import("torch.distributed.tensor._random", _hook_random)
-    on_import("torch.distributed.tensor.debug._visualize_sharding", _hook_visualize)
-    on_import("torch.testing._comparison", _hook_comparison)
-    on_import("torch._dynamo.trace_rules", lambda module: module.add("xla_dtensor"))
-    on_import("torch._dynamo.variables.builder", _hook_dynamo)
+    on_import(torch_private.DTENSOR_RANDOM, _hook_random)
+    on_import(torch_private.VISUALIZE_SHARDING, _hook_visualize)
+    on_import(torch_private.COMPARISON, _hook_comparison)
+    on_import(torch_private.DYNAMO_RULES, lambda module: module.add("xla_dtensor"))
+    on_import(torch_private.DYNAMO_VARIABLES, _hook_dynamo)
 
 
 def _hook_dynamo(module: Any) -> None:
@@ -67,15 +68,14 @@ def _visualize(original: Any, args: Any, kwargs: Any) -> Any:
         return None
     can = all(importlib.util.find_spec(name) for name in ("rich", "matplotlib"))
     if given.get("use_rich") and can and 1 <= tensor.ndim <= 2:
-        draw = original.__globals__["_create_rich_table"]
-        draw(tensor.shape, rectangles(tensor), device_kind="xla")
+        torch_private.create_rich_table(tensor.shape, rectangles(tensor), device_kind="xla")
     else:
         print(sharding_text(tensor))
     return None
 
 
 def _hook_comparison(module: Any) -> None:
-    unwrap = vars(module).get("_unwrap_dtensor_for_comparison")
+    unwrap = torch_private.find("unwrap_for_comparison")
     if unwrap is not None:  # newer versions of torch ask it
         take_over(unwrap, _unwrap)
 

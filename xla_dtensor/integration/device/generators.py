@@ -7,34 +7,33 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.random.generator import XLAGenerator
+from xla_dtensor.base.torch_private import CppGenerator
 
-_CppGenerator: Any = torch._C.Generator
 
-
-class _OneOfAll(type(_CppGenerator)):  # type: ignore[misc]
+class _OneOfAll(type(CppGenerator)):  # type: ignore[misc]
     """The class `Generator` makes those of torch and ours, and knows them as its own."""
 
     def __call__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
         if cls is not Generator:
             return super().__call__(*(() if device is None else (device,)), *args, **kwargs)
         if device is None:
-            return _CppGenerator(*args, **kwargs)
+            return CppGenerator(*args, **kwargs)
         if torch.device(device).type == "xla":
             from xla_dtensor.dispatch import refuse_other_device
 
             refuse_other_device("torch.Generator", torch.device(device))
             return XLAGenerator(device)
-        return _CppGenerator(device, *args, **kwargs)
+        return CppGenerator(device, *args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _CppGenerator)
+        return isinstance(instance, CppGenerator)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, _CppGenerator)
+        return issubclass(subclass, CppGenerator)
 
 
-class Generator(_CppGenerator, metaclass=_OneOfAll):
-    __doc__ = _CppGenerator.__doc__
+class Generator(CppGenerator, metaclass=_OneOfAll):
+    __doc__ = CppGenerator.__doc__
 
 
 def install() -> None:

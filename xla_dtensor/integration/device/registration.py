@@ -13,6 +13,15 @@ import torch
 from torch.utils import backend_registration
 
 from xla_dtensor.base import interrupts
+from xla_dtensor.base.torch_private import (
+    DeviceGuard,
+    DeviceType,
+    PrivateUse1Hooks,
+    privateuse1_name,
+    register_device_guard,
+    register_device_hooks,
+    register_device_module,
+)
 from xla_dtensor.integration.device import device_module
 from xla_dtensor.integration.operators import backward, composites
 from xla_dtensor.tensors.backend import backend
@@ -26,7 +35,7 @@ def install() -> None:
     Raises:
         RuntimeError: another backend owns PrivateUse1 already.
     """
-    current = torch._C._get_privateuse1_backend_name()
+    current = privateuse1_name()
     if current == "xla" and getattr(getattr(torch, "xla", None), "__xla_dtensor__", False):
         return
     if current != "privateuseone":
@@ -38,16 +47,16 @@ def install() -> None:
         )
     # Not torch's generate_methods_for_privateuse1_backend: its is_xla collides with torch's own.
     backend_registration.rename_privateuse1_backend("xla")
-    torch._register_device_module("xla", device_module.make())
-    torch._C._acc.register_python_privateuseone_hook(_Hooks())
-    torch._C._acc.register_python_privateuseone_device_guard(_DeviceGuard())
+    register_device_module("xla", device_module.make())
+    register_device_hooks(_Hooks())
+    register_device_guard(_DeviceGuard())
     _register_kernels()
     composites.install()
     backward.install()
 
 
 # C++ asks these from ``noexcept`` functions, among others: nothing may be raised in them.
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
+class _Hooks(PrivateUse1Hooks):
     @interrupts.atomic
     def is_available(self) -> bool:
         return True
@@ -61,10 +70,10 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
-_PRIVATEUSE1 = torch._C._autograd.DeviceType.PrivateUse1
+_PRIVATEUSE1 = DeviceType.PrivateUse1
 
 
-class _DeviceGuard(torch._C._acc.DeviceGuard):
+class _DeviceGuard(DeviceGuard):
     @interrupts.atomic
     def type_(self) -> Any:
         # `interrupts.put_error_aside`, which this is, would be a further call, and C++ asks a few

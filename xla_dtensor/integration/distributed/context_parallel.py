@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import sequence_order
+from xla_dtensor.base import sequence_order, torch_private
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
 
-_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 _HEAD_TAIL = "head and tail"
 
 _dealt: Hashable = _HEAD_TAIL
@@ -43,21 +42,21 @@ class _Balancer:
 
 def install() -> None:
     """When torch's module is imported. Read in torch 2.13; in 2.11 it has the same names."""
-    on_import(_MODULE, _hook)
+    on_import(torch_private.CONTEXT_PARALLEL, _hook)
 
 
 def _hook(module: Any) -> None:
-    take_over(module._context_parallel_buffers, _remember)
+    take_over(torch_private.context_parallel_buffers, _remember)
     take_over(module.context_parallel, _context)
-    if hasattr(module, "_create_cp_block_mask"):  # newer versions of torch
-        take_over(module._create_cp_block_mask, _create_block_mask)
+    create_mask = torch_private.find("create_context_parallel_mask")
+    if create_mask is not None:
+        take_over(create_mask, _create_block_mask)
 
     def order() -> Hashable:
-        from torch.distributed.tensor import DTensor
-
         # torch's handlers of attention on DTensors are in use between enable and disable.
-        handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-        if handlers is module.existing_custom_ops or not module._cp_options.enable_load_balance:
+        handlers: Any = torch_private.op_dispatcher._custom_op_handlers
+        balanced = torch_private.context_parallel_options.enable_load_balance
+        if handlers is module.existing_custom_ops or not balanced:
             return None
         return _dealt
 

@@ -10,15 +10,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from xla_dtensor.base import torch_private
+
 _STRATEGY = "register_sharding.<locals>.custom_strategy"
 
 
 def install() -> None:
     """Take over what was registered, and what will be. Checked on torch 2.11 and 2.13."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    original = ShardingPropagator.register_op_strategy
+    propagator = torch_private.ShardingPropagator
+    original = propagator.register_op_strategy
 
     @functools.wraps(original)
     def register_op_strategy(self: Any, op_overload: Any, strategy_func: Any, *args: Any) -> Any:
@@ -26,8 +26,9 @@ def install() -> None:
         _adopt(op_overload, strategy_func)
         return result
 
-    ShardingPropagator.register_op_strategy = register_op_strategy
-    for overload, strategy in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.items():
+    propagator.register_op_strategy = register_op_strategy
+    registered = torch_private.op_dispatcher.sharding_propagator.op_strategy_funcs
+    for overload, strategy in registered.items():
         _adopt(overload, strategy)
 
 
@@ -44,15 +45,13 @@ def _adopt(overload: Any, strategy: Any) -> None:
 
 def _rule(acceptable: Callable[..., Any]) -> Callable[[Any], Any]:
     """The user's function, which lists acceptable shardings of one mesh dim, as a rule."""
-    from torch.utils._pytree import tree_map_only
-
     from xla_dtensor.rules import Alternative, Call, Merged, TensorInfo
 
     def rule(call: Call) -> Merged:
         def spec(info: TensorInfo) -> Any:
             return _spec(info, call.mesh)
 
-        args, kwargs = tree_map_only(TensorInfo, spec, call.given)
+        args, kwargs = torch_private.pytree.tree_map_only(TensorInfo, spec, call.given)
         options = [
             Alternative(
                 tuple(p for p in outputs if p is not None),
@@ -69,8 +68,7 @@ def _rule(acceptable: Callable[..., Any]) -> Callable[[Any], Any]:
 def _spec(info: Any, mesh: Any) -> Any:
     """What torch's functions are given for a tensor."""
     from torch import empty
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     like = empty(info.shape, device="meta")
-    meta = TensorMeta(like.shape, like.stride(), info.dtype)
-    return DTensorSpec(mesh, info.placements, tensor_meta=meta)
+    meta = torch_private.TensorMeta(like.shape, like.stride(), info.dtype)
+    return torch_private.DTensorSpec(mesh, info.placements, tensor_meta=meta)

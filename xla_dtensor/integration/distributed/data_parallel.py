@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from xla_dtensor.base import torch_private
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.distributed import process_groups
 from xla_dtensor.integration.patching.take_over import take_over
@@ -44,22 +45,18 @@ def install() -> None:
 @functools.cache
 def install_for_modules() -> None:
     """What takes time to import: with the first mesh or tensor."""
-    from torch.distributed import _composable, fsdp
+    from torch.distributed import fsdp
 
     take_over(fsdp.fully_shard, functools.partial(_composed, "fully_shard"))
-    take_over(_composable.replicate, functools.partial(_composed, "replicate"))
     take_over(fsdp.FullyShardedDataParallel.__init__, _refuse_first_fsdp)
     if hasattr(fsdp, "share_comm_ctx"):
         take_over(fsdp.share_comm_ctx, _share)
-    _install_newer_replicate()
+    for name in ("composable_replicate", "replicate_with_fsdp"):
+        replicate = torch_private.find(name)
+        if replicate is not None:
+            take_over(replicate, functools.partial(_composed, "replicate"))
     for name in ("FSDPMeshInfo", "DDPMeshInfo"):
-        take_over(getattr(_fsdp_common(), name).__post_init__, _describe)
-
-
-def _fsdp_common() -> Any:
-    from torch.distributed.fsdp._fully_shard import _fsdp_common
-
-    return _fsdp_common
+        take_over(getattr(torch_private.fsdp_common, name).__post_init__, _describe)
 
 
 def _describe(original: Any, args: Any, kwargs: Any) -> Any:
@@ -75,14 +72,6 @@ def _describe(original: Any, args: Any, kwargs: Any) -> Any:
             setattr(info, f"{kind}_mesh_size", mesh.size(dim))
             setattr(info, f"{kind}_process_group", mesh.get_group(dim))
     return None
-
-
-def _install_newer_replicate() -> None:
-    try:
-        from torch.distributed._composable import replicate_with_fsdp
-    except ImportError:  # an older torch
-        return
-    take_over(replicate_with_fsdp.replicate, functools.partial(_composed, "replicate"))
 
 
 def _composed(name: str, original: Any, args: Any, kwargs: Any) -> Any:

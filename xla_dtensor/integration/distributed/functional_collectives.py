@@ -9,29 +9,29 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from xla_dtensor.base import torch_private
 from xla_dtensor.integration.patching.take_over import take_over
 
 
 def install() -> None:
     """Let the functions that name groups know those of xla meshes."""
-    from torch.distributed import _functional_collectives as collectives
-    from torch.distributed import distributed_c10d as c10d
-
     from xla_dtensor.mesh.group import resolve_group
 
-    for name in ("_resolve_group", "_resolve_group_name"):
-        original = getattr(collectives, name, None)
+    collectives = torch_private.functional_collectives
+    for name in ("resolve_group", "resolve_group_name"):
+        original = torch_private.find(name)
         if original is not None:
-            setattr(collectives, name, _first(resolve_group, original))
-    size = c10d._get_group_size_by_name
+            torch_private.replace(name, _first(resolve_group, original))
+    size = torch_private.group_size_by_name
 
     def group_size(group: Any) -> int:
         found = resolve_group(group)
         return size(group) if found is None else found.size()
 
-    c10d._get_group_size_by_name = group_size
-    if hasattr(c10d, "_get_process_group_name"):
-        take_over(c10d._get_process_group_name, _name)
+    torch_private.replace("group_size_by_name", group_size)
+    group_name = torch_private.find("process_group_name")
+    if group_name is not None:
+        take_over(group_name, _name)
     permute = collectives.permute_tensor
 
     @functools.wraps(permute)

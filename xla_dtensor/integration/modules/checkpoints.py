@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from xla_dtensor.base import torch_private
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
 
@@ -24,18 +25,24 @@ def install() -> None:
     """Take over where torch's calls begin, when they are imported."""
     on_import(_SAVER, _install_saving)
     on_import(_LOADER, _install_loading)
-    on_import(_HELPERS, lambda module: take_over(module._verify_options, _verify_options))
+    on_import(_HELPERS, _install_options)
 
 
 def _install_saving(module: Any) -> None:
-    take_over(module._save_state_dict, _save)
+    take_over(torch_private.save_state_dict, _save)
     take_over(inspect.unwrap(module.async_save), _async_save)
-    module._DistWrapper = _wrapper(module._DistWrapper)
+    wrapper = torch_private.DistWrapper_of_saver
+    torch_private.replace("DistWrapper_of_saver", _wrapper(wrapper))
 
 
 def _install_loading(module: Any) -> None:
-    take_over(module._load_state_dict, _load)
-    module._DistWrapper = _wrapper(module._DistWrapper)
+    take_over(torch_private.load_state_dict, _load)
+    wrapper = torch_private.DistWrapper_of_loader
+    torch_private.replace("DistWrapper_of_loader", _wrapper(wrapper))
+
+
+def _install_options(module: Any) -> None:
+    take_over(torch_private.verify_options, _verify_options)
 
 
 def _wrapper(original: Any) -> Any:
@@ -103,12 +110,11 @@ def _safetensors() -> Any:
 def _async_save(original: Any, args: Any, kwargs: Any) -> Any:
     """Copies of the shards are made here, before the call returns: what trains on may donate the
     arrays. torch's stagers copy the rest."""
-    from torch.distributed.checkpoint import state_dict_saver
 
     from xla_dtensor.checkpoint import stand_ins
 
     given = _bound(original, args, kwargs)
-    state = state_dict_saver._stateful_to_state_dict(given.arguments["state_dict"])
+    state = torch_private.stateful_to_state_dict(given.arguments["state_dict"])
     stand_ins.refuse_tuples(state)
     state = stand_ins.replaced(state, stand_ins.staged)
     given.arguments["state_dict"] = state

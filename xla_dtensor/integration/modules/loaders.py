@@ -7,12 +7,12 @@ import functools
 import warnings
 from typing import Any
 
-from torch.utils.data import dataloader
+from xla_dtensor.base.torch_private import MultiProcessingIterator
 
 
 def install() -> None:
     """Start workers without the warning."""
-    iterator: Any = dataloader._MultiProcessingDataLoaderIter
+    iterator: Any = MultiProcessingIterator
     init = iterator.__init__
 
     @functools.wraps(init)

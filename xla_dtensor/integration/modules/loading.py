@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import map_location as base
+from xla_dtensor.base import torch_private
 from xla_dtensor.errors import UnsupportedOpError
 
 
@@ -42,11 +43,12 @@ def install() -> None:
             (_rebuild_mesh, "xla_dtensor._pickling.rebuild_mesh"),
         ]
     )
-    serialization: Any = torch.serialization
-    serialization._load = _hooked(serialization._load, is_legacy=False)
-    serialization._legacy_load = _hooked(serialization._legacy_load, is_legacy=True)
-    utils: Any = torch._utils
-    utils._rebuild_tensor = _moving(utils._rebuild_tensor)
+    for name, hooked in {
+        "load_file": _hooked(torch_private.load_file, is_legacy=False),
+        "load_legacy_file": _hooked(torch_private.load_legacy_file, is_legacy=True),
+        "rebuild_tensor": _moving(torch_private.rebuild_tensor),
+    }.items():
+        torch_private.replace(name, hooked)
 
 
 class _OnItsWay:

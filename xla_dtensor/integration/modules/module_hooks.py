@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
+from xla_dtensor.base import torch_private
 from xla_dtensor.integration.modules import lazy as lazy_modules
 
 
@@ -43,7 +44,7 @@ def install() -> None:
         _optimizers.add(self)
 
     torch.optim.Optimizer.__init__ = made
-    original = nn.Module._apply
+    original = torch_private.module_apply
 
     @functools.wraps(original)
     def apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
@@ -64,7 +65,7 @@ def install() -> None:
                 _moved.by_id = None
         return result
 
-    nn.Module._apply = apply
+    torch_private.replace("module_apply", apply)
     for using in (torch_module, parametrize):
         using.is_traceable_wrapper_subclass = _but_ours(using.is_traceable_wrapper_subclass)
     lazy_modules.install()

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from xla_dtensor.base.torch_private import DispatchKey, DispatchKeySet, pytree, without_keys
 
 LOWER_PRECISION = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -45,7 +46,7 @@ WIDEST = """
 """
 NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
-_KEY = torch._C.DispatchKey.AutocastPrivateUse1
+_KEY = DispatchKey.AutocastPrivateUse1
 _libraries: list[torch.library.Library] = []
 
 
@@ -79,11 +80,11 @@ def _overload(name: str) -> Any:
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    keys = torch._C.DispatchKeySet(_KEY)
+    keys = DispatchKeySet(_KEY)
 
     def below(*args: Any, **kwargs: Any) -> Any:
         # As torch's own kernels: what an operation is composed of isn't cast once more.
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with without_keys(keys):
             return kernel(*args, **kwargs)
 
     return below

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import executor, interrupts
+from xla_dtensor.base import executor, interrupts, torch_private
 
 _CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 def install() -> None:
     """Wrap the function through which every backward pass of Python starts, as
     ``torch.compiler`` does for its own ends."""
-    original = torch.autograd.graph._engine_run_backward
+    original = torch_private.run_backward
 
     @interrupts.completed
     def complete(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +62,6 @@ def install() -> None:
             interrupts.install()
         return complete(outputs, *args, **kwargs)
 
-    torch.autograd.graph._engine_run_backward = run_backward
+    torch_private.replace("run_backward", run_backward)
     # torch.autograd has imported it by name.
-    torch.autograd._engine_run_backward = run_backward
+    torch_private.replace("run_backward_in_autograd", run_backward)

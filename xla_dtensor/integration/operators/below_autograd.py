@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from xla_dtensor.base.torch_private import DispatchKey, is_key_excluded
 from xla_dtensor.integration.operators import composites
 from xla_dtensor.integration.operators.flash_attention import Attention
 from xla_dtensor.plans.ops import handles
@@ -17,7 +16,7 @@ from xla_dtensor.rules.call import bind
 
 def _is_below() -> bool:
     # torch tells of all autograd's keys together, by the one that has no backend.
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)
+    return is_key_excluded(DispatchKey.AutogradOther)
 
 
 @handles("aten::scaled_dot_product_attention.default")

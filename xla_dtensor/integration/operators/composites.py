@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
+from xla_dtensor.base.torch_private import functorch_interpreter, is_in_forward_ad
 from xla_dtensor.integration.distributed.context_parallel import causal_mask
 from xla_dtensor.integration.operators import flash_attention
 from xla_dtensor.integration.operators.flash_attention import Attention
@@ -79,9 +79,7 @@ def _count_flops(module: Any) -> None:
 def _is_transformed() -> bool:
     """Whether ``torch.func`` or forward-mode AD is at work, which take composites apart and know no
     autograd functions like ours."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    )
+    return functorch_interpreter() is not None or is_in_forward_ad()
 
 
 def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from xla_dtensor.base import interrupts
-from xla_dtensor.base.torch_versions import SUBCLASSES_DISPATCH
+from xla_dtensor.base.torch_private import SUBCLASSES_DISPATCH, TorchDispatchMode
 from xla_dtensor.tensors.backend import backend
 
 

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._higher_order_ops.flex_attention import flex_attention as operator
 from torch.nn.attention import flex_attention as torch_module
 
+from xla_dtensor.base import torch_private
+from xla_dtensor.base.torch_private import DispatchKey, flex_attention
 from xla_dtensor.integration.patching.take_over import take_over
 
 _FLAG = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
@@ -31,7 +31,7 @@ _WHOLE = 1 << 30  # the block size of a mask that torch makes where none is give
 def install() -> None:
     """Let the function take xla tensors; for those of other devices nothing changes."""
     module: Any = torch_module
-    original = module._validate_device
+    original = torch_private.validate_device_of_flex_attention
 
     def validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if query.device.type != "xla":
@@ -41,9 +41,9 @@ def install() -> None:
         _register_classes()
         return None
 
-    module._validate_device = validate_device
-    operator.py_impl(DispatchKey.AutogradPrivateUse1)(_attend)
-    operator.py_impl(DispatchKey.AutocastPrivateUse1)(_attend_in_lower_precision)
+    torch_private.replace("validate_device_of_flex_attention", validate_device)
+    flex_attention.py_impl(DispatchKey.AutogradPrivateUse1)(_attend)
+    flex_attention.py_impl(DispatchKey.AutocastPrivateUse1)(_attend_in_lower_precision)
     take_over(torch.compile, _compile)
 
 
@@ -97,9 +97,9 @@ def _register_classes() -> None:
     from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
     for tensor_class in (XLATensor, XLAShardedTensor):
-        operator.py_impl(tensor_class)(_attend)
+        flex_attention.py_impl(tensor_class)(_attend)
 
-    @operator.py_impl(HostOperations)
+    @flex_attention.py_impl(HostOperations)
     def traced(mode: Any, *args: Any, **kwargs: Any) -> Any:
         with mode:  # torch has taken it off; the modifiers may use tensors of the host
             return _attend(*args, **kwargs)
@@ -111,7 +111,7 @@ def _attend_in_lower_precision(
     dtype = torch.get_autocast_dtype("xla")
     with torch.autocast("xla", enabled=False):
         cast = [t.to(dtype) if t.is_floating_point() else t for t in (query, key, value)]
-        return operator(*cast, *args, **kwargs)
+        return flex_attention(*cast, *args, **kwargs)
 
 
 def _attend(
@@ -130,8 +130,6 @@ def _attend(
     Written in torch operations, which autograd records: what the modifiers have captured gets
     gradients like anything else. The scores are there as a whole, in float32 (float64 of such).
     """
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
     groups = query.size(1) // key.size(1)
     batch = query.size(0)
     if key.size(0) not in (1, batch):
@@ -144,7 +142,7 @@ def _attend(
     scores = query.to(precision) @ key.to(precision).transpose(-2, -1) * scale
     at = [torch.arange(size, device=scores.device) for size in scores.shape]
     mask_mod = block_mask[-1]
-    with TransformGetItemToIndex():
+    with torch_private.TransformGetItemToIndex():
         mask = _over_positions(mask_mod, (), mask_mod_other_buffers)(*at, *mask_mod_other_buffers)
         modified = _over_positions(score_mod, (0,), score_mod_other_buffers)(
             scores, *at, *score_mod_other_buffers

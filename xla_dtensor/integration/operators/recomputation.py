@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from xla_dtensor.base import executor, recomputation, thread_state
+from xla_dtensor.base.torch_private import checkpoint_hook, recomputation_hook
 
 
 class _Recomputing:
@@ -22,9 +23,8 @@ class _Recomputing:
 
 def install() -> None:
     """Extend the two hooks of ``torch.utils.checkpoint`` that a block runs in."""
-    from torch.utils import checkpoint
 
-    first, again = checkpoint._checkpoint_hook, checkpoint._recomputation_hook
+    first, again = checkpoint_hook, recomputation_hook
     init_first, init_again = first.__init__, again.__init__
     enter, leave = again.__enter__, again.__exit__
 

@@ -21,39 +21,25 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from xla_dtensor.base import executor, interrupts, thread_state
+from xla_dtensor.base import executor, interrupts, thread_state, torch_private
 from xla_dtensor.base.numbers.number_functions import larger, smaller
+from xla_dtensor.base.torch_private import OPTIMIZER_FUNCTIONS, one_by_one, set_version_counter
 from xla_dtensor.integration.optimizers import adam
 from xla_dtensor.integration.optimizers.sgd import begin_momentum
 from xla_dtensor.runtime import abstract
 
-# The modules of torch.optim, and the functions in them that take lists of tensors.
-_FUNCTIONS = {
-    "_adafactor": ("_multi_tensor_adafactor",),
-    "adadelta": ("_multi_tensor_adadelta",),
-    "adagrad": ("_multi_tensor_adagrad", "_fused_adagrad"),
-    "adam": ("_multi_tensor_adam", "_fused_adam"),  # AdamW's, too
-    "adamax": ("_multi_tensor_adamax",),
-    "_muon": (),
-    "asgd": ("_multi_tensor_asgd",),
-    "nadam": ("_multi_tensor_nadam",),
-    "radam": ("_multi_tensor_radam",),
-    "rmsprop": ("_multi_tensor_rmsprop",),
-    "rprop": ("_multi_tensor_rprop",),
-    "sgd": ("_multi_tensor_sgd", "_fused_sgd"),
-}
 _SGDS = ("_single_tensor_sgd", "_multi_tensor_sgd", "_fused_sgd")
 # Their steps change nothing but through those functions and `_single_tensor_adam` and the like.
-_MODULES = {f"torch.optim.{name}" for name in _FUNCTIONS} | {"torch.optim.adamw"}
+_MODULES = {f"torch.optim.{name}" for name in OPTIMIZER_FUNCTIONS} | {"torch.optim.adamw"}
 
 
 def install() -> None:
     """Wrap the functions, and the ``step`` of every optimizer class."""
-    for module_name, names in _FUNCTIONS.items():
+    for module_name, names in OPTIMIZER_FUNCTIONS.items():
         module = importlib.import_module(f"torch.optim.{module_name}")
         for name in names:
             setattr(module, name, _in_one_launch(getattr(module, name)))
-        name = f"_single_tensor_{module_name.removeprefix('_')}"
+        name = one_by_one(module_name)
         setattr(module, name, _at_once(getattr(module, name)))
     original = Optimizer.profile_hook_step
 
@@ -81,9 +67,8 @@ def make_foreach_the_default() -> None:
     from xla_dtensor.tensors.marked_tensor import MarkedTensor
     from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
-    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-        module: Any = importlib.import_module(name)
-        module._foreach_supported_types += [XLAShardedTensor, XLATensor, MarkedTensor]
+    for listed in (torch_private.foreach_types_of_optimizers, torch_private.foreach_types):
+        listed.extend([XLAShardedTensor, XLATensor, MarkedTensor])
 
 
 class _Step:
@@ -131,7 +116,7 @@ class _Step:
                 tensor.copy_(value) if tensor.ndim else tensor.fill_(value)
         if self._versions:  # to autograd nothing has been written
             tensors, versions = zip(*self._versions, strict=True)
-            torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+            set_version_counter(tensors, versions)
 
     @interrupts.atomic
     def go_on_at_once(self) -> None:

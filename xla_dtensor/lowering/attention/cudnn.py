@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_dtensor.base import jax_private
+
 _DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _NONE = (0, 0)
@@ -40,10 +42,8 @@ def takes(
 def generation() -> tuple[int, int]:
     """The compute capability of the process's GPUs; (0, 0) where they aren't NVIDIA's, or cuDNN
     isn't there."""
-    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
-
     try:
-        check_cudnn_version()
+        jax_private.fused_attention.check_cudnn_version()
         major, _, minor = str(jax.devices("gpu")[0].compute_capability).partition(".")
     except RuntimeError:  # JAX's, of both
         return _NONE
@@ -60,8 +60,7 @@ def cudnn(
         is_causal: whether a query sees the keys up to its own position.
         scale: of the scores.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as binding
-
+    binding = jax_private.fused_attention
     if not isinstance(scale, float):  # traced; the kernel's is a constant
         query, scale = (query.astype(np.float32) * scale).astype(query.dtype), 1.0
     kind = binding.MaskType.CAUSAL if is_causal else binding.MaskType.NO_MASK

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.lowering.place import here
 
 _LANES = 128
@@ -113,7 +114,7 @@ def _backward_of_kernel() -> Any:
     see that the two are one."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module
 
-    function = getattr(module, "_splash_attention_bwd", None)
+    function = jax_private.find("splash_attention_backward")
     kept = typing.get_args(getattr(module, "SplashResidualsType", None))
     if function is None or len(kept) != _KEPT:
         return None

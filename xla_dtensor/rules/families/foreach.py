@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from xla_dtensor.base.torch_private import OpOverload
 from xla_dtensor.rules.alternatives import Merged, merge
 from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.families.pointwise import elementwise_alternatives, partial_alternatives
@@ -14,7 +13,7 @@ from xla_dtensor.rules.merging import TensorInfo
 from xla_dtensor.rules.registry import FOREACH, Rule, register_kind
 
 
-def foreach_rule(func: torch._ops.OpOverload) -> Rule | None:
+def foreach_rule(func: OpOverload) -> Rule | None:
     name = func._schema.name.split("::")[1]
     if name.startswith("_fused_"):
         return fused_optimizer

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch.distributed.tensor import Partial, Placement
 
+from xla_dtensor.base.torch_private import OpOverload
 from xla_dtensor.rules.alternatives import Alternative, Merged, merge
 from xla_dtensor.rules.asking import ask
 from xla_dtensor.rules.call import Call, bind
@@ -50,7 +50,7 @@ class _Backward(Call):
 
 
 def infer_arguments(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     args: tuple,
     kwargs: dict,
     results: Sequence[TensorInfo],

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from xla_dtensor.base.torch_private import OpOverload, pytree
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.asking import ask, infer
 from xla_dtensor.rules.call import Call, OutShapes, bind
@@ -131,7 +131,7 @@ NAMES: dict[str, str] = {
 """The op whose rule serves a name of Paddle's. Arguments are that op's own."""
 
 
-def _overload(name: str) -> torch._ops.OpOverload | None:
+def _overload(name: str) -> OpOverload | None:
     """The overload of ``namespace::op.overload``; without one its default, or else its first."""
     namespace, _, op = NAMES.get(name, name).partition("::")
     packet_name, _, overload = op.partition(".")
@@ -226,7 +226,7 @@ class SpmdRule:
     """The rule of one op, as ``core.get_phi_spmd_rule`` returns it."""
 
     name: str
-    func: torch._ops.OpOverload
+    func: OpOverload
 
     def infer_forward(
         self,
@@ -251,7 +251,7 @@ class SpmdRule:
         count = len(self.func._schema.returns)
         tensors = [i for i, arg in enumerate(args) if _is_tensors(arg)]
         given = tensors[len(tensors) - count :] if count <= len(tensors) else []
-        outputs = tree_leaves([args[i] for i in given])
+        outputs = pytree.tree_leaves([args[i] for i in given])
         if not outputs:
             raise TypeError(f"{self.name}: infer_backward takes the inputs and then the results")
         mesh = tuple(mesh_shape)
@@ -268,8 +268,8 @@ class SpmdRule:
         def empty(spec: TensorSpec) -> torch.Tensor:
             return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
-        args, attrs = tree_map_only(TensorSpec, empty, (args, attrs))
-        results = tree_leaves(self.func(*args, **attrs))
+        args, attrs = pytree.tree_map_only(TensorSpec, empty, (args, attrs))
+        results = pytree.tree_leaves(self.func(*args, **attrs))
         tensors = [t for t in results if isinstance(t, torch.Tensor)]
         return [TensorInfo(tuple(t.shape), (), t.dtype) for t in tensors]
 
@@ -308,11 +308,11 @@ def spmd_rule(name: str) -> SpmdRule:
 
 
 def _infos(tree: Any, mesh_shape: tuple[int, ...]) -> Any:
-    return tree_map_only(TensorSpec, lambda spec: spec.info(mesh_shape), tree)
+    return pytree.tree_map_only(TensorSpec, lambda spec: spec.info(mesh_shape), tree)
 
 
 def _is_tensors(arg: object) -> bool:
     """Whether `arg` is a tensor or a (possibly empty) list of them."""
     if isinstance(arg, (list, tuple)):
-        return all(isinstance(leaf, TensorSpec) for leaf in tree_leaves(arg))
+        return all(isinstance(leaf, TensorSpec) for leaf in pytree.tree_leaves(arg))
     return isinstance(arg, TensorSpec)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compat.torch_xla import runtime
 from xla_dtensor.compat.torch_xla.core.steps import add_step_closure, optimizer_step, sync
 from xla_dtensor.compat.torch_xla.distributed.spmd.marking import ShardingSpec

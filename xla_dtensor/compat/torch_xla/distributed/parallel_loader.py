@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compat.torch_xla import runtime
 from xla_dtensor.compat.torch_xla.distributed.spmd.marking import ShardingSpec
 from xla_dtensor.compat.torch_xla.errors import SpmdError

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compat.torch_xla.errors import SpmdError
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils import _pytree as pytree
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compat.torch_xla.distributed.spmd.specs import (
     PartitionSpec,
     orders_of,

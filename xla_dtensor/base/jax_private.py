@@ -1,0 +1,100 @@
+"""What we use of JAX that JAX doesn't promise, and how it differs between the supported versions
+(0.9 to 0.12): nothing else in the package names something private of JAX's. Nothing here imports
+JAX before it is asked for something.
+
+``jax.extend`` has some of these under public names. It guarantees no compatibility either, and
+imports Pallas. `tests/base/test_private_apis.py` finds out whether a version has them all.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from xla_dtensor.base.borrowed import Borrowed
+
+NAMES = {
+    # --- tracing ---
+    # The trace that JAX is in, to make a tracer of a constant without a value.
+    "trace_ctx": "jax._src.core:trace_ctx",
+    # Where in the user's code an equation is made, and in words.
+    "current_source": "jax._src.source_info_util:current",
+    "summarize_source": "jax._src.source_info_util:summarize",
+    # The same number as a weakly typed one, which Python's numbers are.
+    # jax.lax.convert_element_type makes it a strong one.
+    "convert_element_type": "jax._src.lax.lax:_convert_element_type",
+    # jnp.ones and the like with JAX's own default dtypes, and 64-bit ones where they are asked for.
+    "explicit_x64_dtypes": "jax._src.config:explicit_x64_dtypes",
+    # --- programs ---
+    # By class, what JAX does with an argument of a program that is launched.
+    "shard_arg_handlers": "jax._src.interpreters.pxla:shard_arg_handlers",
+    # A block's limit below which programs don't go to the disk; jax.config sets it for all threads.
+    "persistent_cache_min_compile_time_secs": (
+        "jax._src.config:persistent_cache_min_compile_time_secs"
+    ),
+    # cuDNN's attention with the rows' sums, and whether cuDNN is there. It could be public
+    # jax.nn.dot_product_attention(implementation="cudnn", return_residual=True), which wants heads
+    # behind positions.
+    "fused_attention": "jax._src.cudnn.fused_attention_stablehlo",
+    # The backward pass of the TPU's attention kernel.
+    "splash_attention_backward": (
+        "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
+        ":_splash_attention_bwd"
+    ),
+    # What `let_empty_results_be_sharded` mends.
+    "check_out_shardings": "jax._src.interpreters.pxla:_maybe_get_and_check_out_shardings",
+    "UNSPECIFIED": "jax._src.sharding_impls:UNSPECIFIED",
+    # --- devices and processes ---
+    # Whether JAX has been started; every public function that would tell starts it.
+    "backends_are_initialized": "jax._src.xla_bridge:backends_are_initialized",
+    # The client of JAX's coordinator, and what somebody else has told jax.distributed.
+    "global_state": "jax._src.distributed:global_state",
+    # Launchers that JAX detects: Slurm, Open MPI, Kubernetes, Cloud TPUs.
+    "cluster_types": "jax._src.clusters:ClusterEnv._cluster_types",
+    # Whether this machine has TPUs, and libtpu, without starting JAX.
+    "tpu_chips": "jax._src.hardware_utils:num_available_tpu_chips_and_device_id",
+    "get_tpu_library_path": "jax._src.cloud_tpu_init:get_tpu_library_path",
+}
+
+_borrowed = Borrowed("jax", NAMES, __name__)
+find, replace = _borrowed.find, _borrowed.replace
+
+
+def __getattr__(name: str) -> Any:
+    return _borrowed.get(name)
+
+
+# --- versions: checked on 0.9.0, 0.9.2, 0.10.2, 0.11.2 and 0.12.0.1 ------------------------------
+
+
+def manual_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes along which a ``shard_map`` equation runs each device by itself."""
+    parameters = equation.params
+    # Named ``newly_`` since 0.10.
+    found: frozenset[str] = parameters.get("newly_manual_axes", parameters.get("manual_axes"))
+    return found
+
+
+@functools.cache
+def let_empty_results_be_sharded() -> None:
+    """XLA calls an empty result replicated, whatever was asked for. JAX before 0.10 takes that for
+    a mistake of XLA's and refuses the program; later it looks at results with values alone."""
+    import jax
+
+    if tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 10):
+        return
+    unspecified, original = _borrowed.get("UNSPECIFIED"), _borrowed.get("check_out_shardings")
+
+    def check(executable: Any, shardings: Any, devices: Any, avals: Any, effects: int) -> Any:
+        empty = [getattr(aval, "size", 1) == 0 for aval in avals]
+        asked = [
+            unspecified if none else sharding
+            for none, sharding in zip(empty, shardings, strict=True)
+        ]
+        found = original(executable, asked, devices, avals, effects)
+        return [
+            sharding if none and not isinstance(sharding, type(unspecified)) else own
+            for none, sharding, own in zip(empty, shardings, found, strict=True)
+        ]
+
+    replace("check_out_shardings", check)
