@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._library.custom_ops import OPDEFS, CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from xla_dtensor.base.torch_private import (
+    CustomOpDef,
+    OpOverload,
+    OpOverloadPacket,
+    custom_op_definitions,
+)
 from xla_dtensor.compilation.code.scripted import Scripted
 from xla_dtensor.compilation.objects.places import Elements, Entries, Items, Slots
 from xla_dtensor.compilation.trace.hyperparameters import is_input
@@ -107,7 +111,7 @@ def of_operator(walk: Walk, operator: Any, path: str) -> None:
     if isinstance(operator, OpOverload):
         operator = operator.overloadpacket
     if isinstance(operator, OpOverloadPacket):
-        operator = OPDEFS.get(operator._qualified_op_name)
+        operator = custom_op_definitions.get(operator._qualified_op_name)
     if isinstance(operator, CustomOpDef):
         own = vars(operator)
         walk.read(Entries(own, [name for name in own if name.endswith(("_fn", "_fns"))], path))
