@@ -111,9 +111,8 @@ class WriteBack(Guarded):
     @functools.cached_property
     def _is_steady(self) -> bool:
         """Whether the next call finds what this one found, as far as optimizers' state goes."""
-        read = (
-            "state" in self.watch.names.attributes
-        )  # by hooks, say, which come upon it in the next call
+        # By hooks, say, which come upon it in the next call.
+        read = "state" in self.watch.names.attributes
         return all(
             not stepped.replaced_state()
             and (not stepped.made_state() or (stepped.is_steady() and not read))

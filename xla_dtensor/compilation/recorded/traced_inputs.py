@@ -59,9 +59,8 @@ class TracedInputs:
             if isinstance(tensor, Ours):
                 of_arguments.setdefault(id(tensor._storage_), i)
         # An argument that the step finds elsewhere, too, is what is found there.
-        found = {
-            id(t._storage_) for t, _ in self.watch.reached.tensors.values() if isinstance(t, Ours)
-        }
+        tensors = (tensor for tensor, _ in self.watch.reached.tensors.values())
+        found = {id(tensor._storage_) for tensor in tensors if isinstance(tensor, Ours)}
         self.free_arguments = tuple(
             i for storage, i in of_arguments.items() if storage not in found
         )
