@@ -106,14 +106,15 @@ class Traced:
         self.names_of_carried = carried
         self._executed, self.fixed = recorder.executed(), fixed
         watch = Watch(self._roots, carried, self._executed, expecting=True, fixed=fixed)
-        reads = watch.names.reads
+        reached, names = watch.reached, watch.names
+        reads = names.reads
         caller.check_reads(reads)
-        self.carried = each_once(watch.reached.carried)
+        self.carried = each_once(reached.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
         self._call, arguments = call, now
         self.dynamic = dynamic | arguments.carried_numbers()
-        if self.dynamic and watch.names.asks_types:
+        if self.dynamic and names.asks_types:
             raise NumberLeft("the step asks for the type() of numbers")
         watch.remember_caches()
         surroundings = Surroundings(watch, arguments)
@@ -123,16 +124,16 @@ class Traced:
         recorder.feeds = watch.feeds_users
         self.hooks = OptimizerHooks(
             trace,
-            watch.reached.optimizers.values(),
-            watch.reached.settings,
+            reached.optimizers.values(),
+            reached.settings,
             self.schedulers,
-            watch.names.feeds,
-            watch.names.feeds_groups,
+            names.feeds,
+            names.feeds_groups,
             surroundings.planted,
         )
-        self.host = trace.host = HostOperations(trace, arguments, watch.names.asks_types)
+        self.host = trace.host = HostOperations(trace, arguments, names.asks_types)
         given = set(map(id, arguments.tensors))
-        ids = AskedIds(arguments, watch.names.calls("id"))
+        ids = AskedIds(arguments, names.calls("id"))
 
         def traced() -> list[Any]:
             numbers = self._numbers(trace, arguments)
@@ -157,20 +158,20 @@ class Traced:
         try:
             try:
                 with (
-                    none_drawn(watch.reached.random_sources),
+                    none_drawn(reached.random_sources),
                     nothing_consumed(watch),
-                    none_started(trace, watch.reached.shared),
+                    none_started(trace, reached.shared),
                     NewObjects() as new,
                     unseen_by_checkpoint(),
                     executor.running(trace),
                     torch.autograd.set_multithreading_enabled(False),
                     jax.enable_x64(True),
-                    recorder.recording(watch.names.meets_installed, watch.reached.codes),
+                    recorder.recording(names.meets_installed, reached.codes),
                 ):
                     self._made = MadeObjects(
                         new,
                         surroundings.holds,
-                        lambda t: id(t) not in watch.reached.tensors and id(t) not in given,
+                        lambda t: id(t) not in reached.tensors and id(t) not in given,
                         surroundings.memory(),
                     )
                     closed = in_context_of_its_own(jax.make_jaxpr(traced))
@@ -180,11 +181,8 @@ class Traced:
             finally:
                 torch_private.set_compiling(was_compiling)
                 self._undo_trace()
-            free = {
-                id(t): i
-                for i, t in enumerate(arguments.tensors)
-                if id(t) not in watch.reached.tensors
-            }
+            numbered = enumerate(arguments.tensors)
+            free = {id(t): i for i, t in numbered if id(t) not in reached.tensors}
             for tensor in self._cut:
                 outside = trace.outside.get(id(tensor))
                 if outside is not None:
@@ -192,7 +190,7 @@ class Traced:
             leaf_of = {
                 id(leaf.grad): leaf
                 for leaf in trace.outside.values()
-                if leaf.grad is not None and id(leaf.grad) not in watch.reached.tensors
+                if leaf.grad is not None and id(leaf.grad) not in reached.tensors
             }
             self.outside = [
                 o
@@ -214,12 +212,12 @@ class Traced:
             )
             stepped, before = list(self.hooks.stepped.values()), len(self._roots)
             self._roots += [(s.name, s) for s in stepped]  # with the state that the step has made
-            for key, optimizer in watch.reached.optimizers.items():
-                if "state" in watch.names.attributes and key not in self.hooks.stepped:
+            for key, optimizer in reached.optimizers.items():
+                if "state" in names.attributes and key not in self.hooks.stepped:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
             watch.check()
             self._roots += watch.made_meanwhile()
-            same = len(self._roots) == before and not watch.names.meets_installed
+            same = len(self._roots) == before and not names.meets_installed
             self.watch = watch if same else self.look_again(watch)
             self.watch.remember_caches()
             objects = call.objects()

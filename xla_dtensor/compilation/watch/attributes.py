@@ -43,6 +43,14 @@ _HEAP_TYPE = 1 << 9
 # Nothing in the code says when an object is thrown away.
 _NEVER_CALLED = ASKED_FOR | {"__del__", "__doc__", "__module__"}
 _OF_CLASSES = ("__name__", "__qualname__")
+_LOCK = type(threading.Lock())
+MODULE_PARTS = ("_parameters", "_buffers", "_modules")
+MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+_NOT_USERS = MODULE_OWN | OWN_ATTRIBUTES
+# What Python's import leaves in a module: through it one gets to everything.
+_OF_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
+# Classes of Python's whose objects are made of what the user's code says.
+_USERS_CONTENT = (BaseException, dataclasses.Field)
 
 
 def of_class(walk: Walk, cls: type, path: str) -> None:
@@ -165,16 +173,6 @@ def _overridden(cls: type) -> frozenset[str]:
         if not name.startswith("__") and callable(member)
     }
     return frozenset(theirs & vars(cls).keys())
-
-
-_LOCK = type(threading.Lock())
-MODULE_PARTS = ("_parameters", "_buffers", "_modules")
-MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
-_NOT_USERS = MODULE_OWN | OWN_ATTRIBUTES
-# What Python's import leaves in a module: through it one gets to everything.
-_OF_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
-# Classes of Python's whose objects are made of what the user's code says.
-_USERS_CONTENT = (BaseException, dataclasses.Field)
 
 
 def of_atom(walk: Walk, value: Any, path: str) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from xla_dtensor.compilation.objects.carried import parts_of
-from xla_dtensor.compilation.objects.kinds import fields_of
-from xla_dtensor.compilation.objects.places import Elements, Entries, Items, Place, Slots
-from xla_dtensor.compilation.objects.remade import is_record
+from xla_dtensor.compilation.objects.kinds import places_of
+from xla_dtensor.compilation.objects.places import Items
 from xla_dtensor.compilation.objects.settings import Settings, guards_of
 from xla_dtensor.compilation.watch import functions, python_objects, torch_objects
 from xla_dtensor.compilation.watch.attributes import (
@@ -84,16 +83,6 @@ def _inside(walk: Walk, value: Any, path: str) -> None:
         _inside(walk, inner, f"{path}{name}")
     if not walk.of_library(type(value)):  # its methods may be called
         methods(walk, type(value))
-    place: Place
-    if isinstance(value, list):
-        place = Elements(value, path, guarded=False)
-    elif isinstance(value, dict):
-        place = Items(value, path, guarded=False)
-    elif is_record(value) and hasattr(value, "__dict__"):
-        place = Entries(vars(value), vars(value), path, guarded=False)
-    elif is_record(value):
-        place = Slots(value, fields_of(value), path, guarded=False)
-    else:
-        return
-    walk.place(place)
-    walk.reached.inside.add(place.container)
+    for place in () if isinstance(value, torch.Tensor) else places_of(value, path):
+        walk.place(place)
+        walk.reached.inside.add(place.container)

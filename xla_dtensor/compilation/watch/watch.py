@@ -97,7 +97,8 @@ class Watch:
 
     @property
     def feeds_users(self) -> bool:
-        """Whether user's code may find them, before an optimizer steps or in its ``step``."""
+        """Whether user's code may find inputs of the program in param groups, before an optimizer
+        steps or in its ``step``."""
         classes = map(type, self.reached.optimizers.values())
         names = self.names
         return names.feeds and (names.feeds_groups or not all(map(is_library_class, classes)))
