@@ -136,9 +136,9 @@ WRITING: dict[str, tuple[Any, str]] = {
     "counts": (Storage, "count_write"),
     "arguments": (Storage, "write"),
     "versions": (torch.autograd.graph, "increment_version"),
-    "gradients": (recipes.Template, "make"),
+    "gradients": (recipes.NewTensor, "make"),
     "attributes": (Effect, "repeat"),
-    "results": (recipes.Seen, "make"),
+    "results": (recipes.ViewRecipe, "make"),
     "node": (backward, "Kept"),
 }
 

@@ -263,7 +263,7 @@ class Batch:
         return self.x * self.scale
 
 
-class Made:
+class OutputRecipes:
     """Made inside of a step; reads a global when it is."""
 
     def __init__(self) -> None:
@@ -288,7 +288,7 @@ def test_arguments_of_classes_of_ones_own(
 
 def test_what_a_constructor_reads(mesh_2x4: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
-    step = xd.compile(lambda x: x * Made().scale)
+    step = xd.compile(lambda x: x * OutputRecipes().scale)
     assert step(x).sum().item() == 16.0
     monkeypatch.setattr(f"{__name__}.SCALE", 3.0)
     assert step(x).sum().item() == 24.0

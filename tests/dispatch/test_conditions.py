@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import xla_dtensor as xd
 from tests.dispatch.out_of_range import CALLS, LAYOUTS, OTHER_TEXTS, R, X, i, place
 from tests.parallel.harness import full
-from xla_dtensor.execution import conditions
+from xla_dtensor.execution import value_checks
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
 
@@ -178,8 +178,8 @@ def test_many_indices(
     read: str, layout: str, mesh_2x4: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of more than a few the devices look, and it is raised when a value is read next."""
-    monkeypatch.setattr(conditions, "AWAITED", 3)
-    monkeypatch.setattr(conditions, "ON_HOST", 3)
+    monkeypatch.setattr(value_checks, "AWAITED", 3)
+    monkeypatch.setattr(value_checks, "ON_HOST", 3)
     x = place(X, LAYOUTS[layout], mesh_2x4)
     found = F.embedding(place(i(1, 2, 3, 12), LAYOUTS[layout], mesh_2x4), x)
     other = place(torch.tensor([1.0]), LAYOUTS[layout], mesh_2x4)
@@ -233,7 +233,7 @@ def test_assert_async(mesh_2x4: DeviceMesh) -> None:
 def test_printing_a_large_tensor_reads_values_too() -> None:
     """What waits to be judged is judged then, as where a small one is printed."""
     table = torch.ones(10, 4, device="xla")
-    index = torch.full((conditions.ON_HOST + 1,), 99).to("xla") + 0
+    index = torch.full((value_checks.ON_HOST + 1,), 99).to("xla") + 0
     F.embedding(index, table)
     with pytest.raises(IndexError, match="index out of range in self"):
         repr(torch.ones(2000, device="xla"))

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import xla_dtensor as xd
 from tests.planning.tpus import needs_libtpu
+from xla_dtensor.lowering.context import here
 from xla_dtensor.lowering.linalg import megablox
 from xla_dtensor.lowering.linalg.grouped_mm import grouped_mm
-from xla_dtensor.lowering.place import here
 
 R, S = Replicate(), Shard
 ENDS = [4, 4, 10, 16]  # one group is empty

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import xla_dtensor as xd
 from tests.parallel.harness import full
 from tests.planning.tpus import needs_libtpu
-from xla_dtensor.plans import cut
+from xla_dtensor.plans import shard_map_call
 
 
 def fractional(x: Any, samples: Any) -> Any:
@@ -60,7 +60,7 @@ CUT = {"max_pool2d", "grid_sample", "matrix_exp", "igamma", "gcd"}
 def calls(not_partitionable: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that are called with shards."""
     found: list[str] = []
-    of = cut.cut_of
+    of = shard_map_call.cut_of
 
     def seen(answer: Any) -> Any:
         made = of(answer)

@@ -14,7 +14,7 @@ from tests.lowering.harness import to_numpy
 from tests.lowering.test_blocked_attention import assert_close, inputs_of, torch_says
 from xla_dtensor.lowering.attention import cudnn
 from xla_dtensor.lowering.attention import flash as flash_attention
-from xla_dtensor.lowering.place import Place, at
+from xla_dtensor.lowering.context import Place, at
 
 HOPPER = (9, 0)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering.place import Place, at
+from xla_dtensor.lowering.context import Place, at
 from xla_dtensor.lowering.registry import find_lowering
 
 HALF = (torch.bfloat16, torch.float16)

@@ -133,7 +133,7 @@ def test_workarounds_are_in_one_place() -> None:
     found = {
         str(path.relative_to(root)) for path in root.rglob("*.py") if asks.search(path.read_text())
     }
-    assert found == {"lowering/workarounds.py", "lowering/place.py", "plans/cut.py"}
+    assert found == {"lowering/workarounds.py", "lowering/context.py", "plans/shard_map_call.py"}
     every = [one for one in vars(workarounds).values() if isinstance(one, Workaround)]
     assert len(every) == 11
     for one in every:

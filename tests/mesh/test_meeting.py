@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from xla_dtensor.mesh.meeting import placements_on
+from xla_dtensor.mesh.combinable import placements_on
 
 R, S = Replicate(), Shard
 SHAPES = [(8,), (2, 4), (4, 2), (2, 2, 2), (8, 1)]

@@ -126,7 +126,7 @@ def test_what_jax_detects(
 ) -> None:
     from jax._src.clusters import cloud_tpu_cluster
 
-    from xla_dtensor.runtime import meeting
+    from xla_dtensor.runtime import rendezvous
 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -134,9 +134,9 @@ def test_what_jax_detects(
     found = launchers.find(os.environ)
     assert found == launch
     if found is not None and found.meeting == "jax":
-        assert meeting.address_of_coordinator(found, 1).startswith(address)
+        assert rendezvous.address_of_coordinator(found, 1).startswith(address)
         monkeypatch.setenv("JAX_COORDINATOR_PORT", "777")
-        assert meeting.address_of_coordinator(found, 1) == f"{address}777"
+        assert rendezvous.address_of_coordinator(found, 1) == f"{address}777"
 
 
 @pytest.mark.parametrize(

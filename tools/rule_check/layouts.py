@@ -13,8 +13,8 @@ from tools.rule_check.samples import Like, Sample
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.mesh.placements import dim_mesh_dims
 from xla_dtensor.rules.alternatives import Merged
-from xla_dtensor.rules.asking import infer
 from xla_dtensor.rules.cost import redistribute_cost
+from xla_dtensor.rules.infer import infer
 from xla_dtensor.rules.merging import Placements, TensorInfo, shard_dim
 
 DRAWS = 48

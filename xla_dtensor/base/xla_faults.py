@@ -294,7 +294,7 @@ LOST_ORDERS = Fault(
 PADDED_OPERANDS = Fault(
     "Behind a padded operand of a call on shards it sees the one that isn't, and mixes up their "
     "shapes (Expected instruction to have shape equal to ...).",
-    "plans/cut.py:Cut",
+    "plans/shard_map_call.py:ShardMapCall",
     "seen in programs of several operations alone: tests/dispatch/test_sliced.py",
 )
 CUT_PADDING = Fault(

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from xla_dtensor.base.torch_private import load_state_dict, save_state_dict
+from xla_dtensor.checkpoint.coordination import OwnParts, Together
 from xla_dtensor.checkpoint.files.metadata import inside
 from xla_dtensor.checkpoint.files.reading import (
     FileSystemReader,
@@ -22,7 +23,6 @@ from xla_dtensor.checkpoint.files.reading import (
     plain_data,
 )
 from xla_dtensor.checkpoint.files.writing import FileSystemWriter
-from xla_dtensor.checkpoint.together import OwnParts, Together
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import processes
 

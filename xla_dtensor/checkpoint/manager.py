@@ -25,13 +25,13 @@ from xla_dtensor.checkpoint.contents import (
     read_saved,
     save_state,
 )
+from xla_dtensor.checkpoint.coordination import RANDOM, Decisions, Together
 from xla_dtensor.checkpoint.files.manifest import Manifest, read_manifest, verify
 from xla_dtensor.checkpoint.folders import Folder
 from xla_dtensor.checkpoint.random_state import random_state, set_random_state
 from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
 from xla_dtensor.checkpoint.stopping import Stopping
 from xla_dtensor.checkpoint.tensor_kinds import Kind, text_of
-from xla_dtensor.checkpoint.together import RANDOM, Decisions, Together
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import agreement, processes
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
+from xla_dtensor.checkpoint.coordination import Together
 from xla_dtensor.checkpoint.files.records import Part, StoredTensor, read_parts
 from xla_dtensor.checkpoint.files.safetensors_format import files_of, read_header, write_files
 from xla_dtensor.checkpoint.shards import Landing, check_whole, host_value, own_chunks
 from xla_dtensor.checkpoint.states import memory_of
-from xla_dtensor.checkpoint.together import Together
 from xla_dtensor.errors import CheckpointError, UnsupportedOpError
 from xla_dtensor.runtime import agreement, processes
 from xla_dtensor.tensors.of_form import Ours

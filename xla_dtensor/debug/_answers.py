@@ -17,8 +17,8 @@ from xla_dtensor.plans.call import Call, fill
 from xla_dtensor.plans.result_placements import representable
 from xla_dtensor.rules import Call as RuleCall
 from xla_dtensor.rules import Merged, Registration, TensorInfo, find_registration
-from xla_dtensor.rules.asking import ask
 from xla_dtensor.rules.call import bind
+from xla_dtensor.rules.infer import ask
 
 
 @dataclass(frozen=True)

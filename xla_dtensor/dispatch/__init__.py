@@ -2,8 +2,8 @@
 
 from xla_dtensor.dispatch import (  # noqa: F401  (register handlers)
     batch_norm,
+    host_copies,
     metadata,
-    moves,
     out_arguments,
     packed_sequences,
     transformer_layers,

@@ -10,7 +10,7 @@ import torch
 from xla_dtensor import rules
 from xla_dtensor.base import events, executor, interrupts
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.dispatch import other_meshes, several_devices
+from xla_dtensor.dispatch import several_devices, several_meshes
 from xla_dtensor.dispatch.shared_memory import count_writes, run_in_order
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.several import agree
@@ -36,7 +36,7 @@ rules.changes.listen(_plans.clear)
 _ROUTES: tuple[Callable[..., Any], ...] = (
     several_devices.run,
     several_devices.by_mesh,
-    other_meshes.run,
+    several_meshes.run,
 )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.execution.conditions import summary
+from xla_dtensor.execution.value_checks import summary
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read_view

@@ -32,7 +32,7 @@ from xla_dtensor.base.config import config
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import here
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.execution import conditions
+from xla_dtensor.execution import value_checks
 from xla_dtensor.execution.batch import Bases, Batch, Codes, Waiting, executables
 from xla_dtensor.execution.batch_program import (
     ARRAY,
@@ -114,7 +114,7 @@ class Lazy(Batch):
 
     def look(self, checked: tuple[Any, ...], call: Call) -> None:
         if config.checks in assertions.EAGER:
-            conditions.check(checked, call, self.summary)
+            value_checks.check(checked, call, self.summary)
 
     def reads(self, array: Any) -> bool:
         """Whether ``array`` is an operand of what is written down."""

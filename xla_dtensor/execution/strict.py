@@ -7,7 +7,7 @@ from typing import Any
 
 from xla_dtensor.base import assertions
 from xla_dtensor.base.config import config
-from xla_dtensor.execution import conditions
+from xla_dtensor.execution import value_checks
 from xla_dtensor.execution.interfaces import Call, Plan
 from xla_dtensor.execution.running import Running, launched
 from xla_dtensor.forms.sharing import launching
@@ -22,7 +22,7 @@ class Strict(Running):
 
     def look(self, checked: tuple[Any, ...], call: Call) -> None:
         if config.checks in assertions.EAGER:
-            conditions.check(checked, call)
+            value_checks.check(checked, call)
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         arrays: Iterable[Any] = launched(plan, call)

@@ -11,7 +11,7 @@ import jax
 from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import number_value
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.execution import conditions
+from xla_dtensor.execution import value_checks
 from xla_dtensor.execution.interfaces import Call, Plan, Slot
 from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
@@ -93,7 +93,7 @@ class Tracing(Running):
     # --- running operations -------------------------------------------------------------------
 
     def look(self, checked: tuple[Any, ...], call: Call) -> None:
-        conditions.trace(checked, call, self)
+        value_checks.trace(checked, call, self)
 
     def perform(self, plan: Plan, call: Call) -> Any:
         filled = call.filled_with()

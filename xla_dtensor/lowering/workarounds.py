@@ -15,8 +15,8 @@ from typing import Any
 from jax import lax
 
 from xla_dtensor.base import xla_faults
-from xla_dtensor.lowering.place import here
-from xla_dtensor.lowering.when_lowered import refused
+from xla_dtensor.lowering.context import here
+from xla_dtensor.lowering.platform_primitives import refused
 
 
 def is_among(platform: str, names: Sequence[str]) -> bool:
@@ -59,7 +59,7 @@ class Workaround:
         Example::
 
             from xla_dtensor.lowering.workarounds import Workaround
-            from xla_dtensor.lowering.place import Place, at
+            from xla_dtensor.lowering.context import Place, at
 
             with at(Place("tpu")):
                 assert not Workaround("rounds wrongly", ("cpu",)).holds()

@@ -33,8 +33,8 @@ from xla_dtensor.forms.host_values import from_numpy, to_numpy
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.lowering.ops import random
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
-from xla_dtensor.movement import sources
-from xla_dtensor.movement.lay_out import lay_out
+from xla_dtensor.movement import source_rank
+from xla_dtensor.movement.distribute import lay_out
 from xla_dtensor.movement.local_view import from_local
 from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.movement.shared_parameters import share_again, shared_slots
@@ -117,9 +117,9 @@ def distribute_tensor(
     if isinstance(tensor, XLATensor) and _varies_outside(tensor, mesh):
         return _dealt_in_groups(tensor, mesh, placements)
     own = None
-    if sources.is_own(tensor):
+    if source_rank.is_own(tensor):
         own = to_numpy(tensor.detach().cpu())
-        if src_data_rank is not None and sources.take(own, mesh, src_data_rank):
+        if src_data_rank is not None and source_rank.take(own, mesh, src_data_rank):
             whole = from_numpy(own).requires_grad_(tensor.requires_grad)
             return _dealt_in_groups(whole, mesh, placements)
     return lay_out(tensor, mesh, placements, own, check=src_data_rank is None)

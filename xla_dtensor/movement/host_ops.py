@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import executor
-from xla_dtensor.dispatch.moves import refuse_varying, to_cpu
+from xla_dtensor.dispatch.host_copies import refuse_varying, to_cpu
 from xla_dtensor.dispatch.out_arguments import into
 from xla_dtensor.forms.read import constant_recipe
+from xla_dtensor.movement.distribute import lay_out
 from xla_dtensor.movement.factories import replicated
-from xla_dtensor.movement.lay_out import lay_out
 from xla_dtensor.plans.ops import handles, info_of
 from xla_dtensor.tensors.indexing import is_mask as _is_mask
 from xla_dtensor.tensors.indexing import is_masked_fill

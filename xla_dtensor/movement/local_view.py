@@ -20,8 +20,8 @@ from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.mesh.dim_names import dim_name
 from xla_dtensor.mesh.placements import unpartial
-from xla_dtensor.movement import sources
-from xla_dtensor.movement.own_piece import (
+from xla_dtensor.movement import source_rank
+from xla_dtensor.movement.own_shard import (
     are_equal_along,
     has_own_piece,
     of_own_pieces,
@@ -280,7 +280,7 @@ def _place(local: XLATensor, mesh: DeviceMesh, placements: Placements, run_check
         apart |= outside
     axes = tuple(name for name in frame.process_axes if name in apart)
     if axes:
-        sources.check_beside(np.asarray(storage.array), frame, axes)
+        source_rank.check_beside(np.asarray(storage.array), frame, axes)
         storage.join(frame, axes)
     else:
         storage.place(frame)

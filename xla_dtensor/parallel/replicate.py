@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from xla_dtensor.base.torch_private import contract, contract_registry
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.movement.sources import synchronize
+from xla_dtensor.movement.source_rank import synchronize
 from xla_dtensor.parallel._manage import become, manage
 from xla_dtensor.parallel._mesh import data_parallel
 from xla_dtensor.parallel._state import State

@@ -25,7 +25,7 @@ from xla_dtensor.planning.flops import flops
 from xla_dtensor.planning.inputs import inputs
 from xla_dtensor.planning.report import Report
 from xla_dtensor.planning.rows import rows, seconds_per_dim
-from xla_dtensor.plans.cut import platform_of
+from xla_dtensor.plans.shard_map_call import platform_of
 from xla_dtensor.runtime import abstract, topologies
 
 

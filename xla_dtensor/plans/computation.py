@@ -15,14 +15,14 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
-from xla_dtensor.lowering.place import Place, at
+from xla_dtensor.lowering.context import Place, at
 from xla_dtensor.lowering.workarounds import DOUBLE_COMPLEX
 from xla_dtensor.mesh import Frame
 from xla_dtensor.plans.call import Call, fill
 from xla_dtensor.plans.checks import check_castable, checked
-from xla_dtensor.plans.cut import Cut, platform_of
 from xla_dtensor.plans.meta import fill_kwargs
 from xla_dtensor.plans.result_placements import Pins
+from xla_dtensor.plans.shard_map_call import ShardMapCall, platform_of
 
 
 class Write(NamedTuple):
@@ -63,7 +63,7 @@ class Computation:
         writes: list[Write],
         pinned: Pins | None,
         frame: Frame | None,
-        cut: Cut | None = None,
+        cut: ShardMapCall | None = None,
     ) -> None:
         # It lives as long as the plan, and must not hold the call, which holds its tensors.
         self._info, self._forms = call.info, list(call.forms)

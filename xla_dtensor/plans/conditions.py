@@ -1,7 +1,7 @@
 """Which arguments of a call have their values checked (indices in range), as part of its plan.
 
 The conditions are said beside the lowerings (`lowering/bounds.py`); executors check them
-(`execution/conditions.py`).
+(`execution/value_checks.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from xla_dtensor.base import executor
-from xla_dtensor.execution.conditions import Checked, raise_if_wrong
 from xla_dtensor.execution.interfaces import Slot
+from xla_dtensor.execution.value_checks import Checked, raise_if_wrong
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.bounds import bounds_of
 from xla_dtensor.plans.call import Call

@@ -17,7 +17,7 @@ from xla_dtensor.execution.nested import Nested
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.plans.alike import once_for_alike
+from xla_dtensor.plans.foreach_groups import once_for_alike
 from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.tensors.device_tensor import XLATensor
 

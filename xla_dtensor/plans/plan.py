@@ -11,7 +11,6 @@ from xla_dtensor.forms.views import leave_open
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.computation import Computation, Write
 from xla_dtensor.plans.conditions import conditions_of
-from xla_dtensor.plans.cut import cut_of
 from xla_dtensor.plans.lower import lowered_function
 from xla_dtensor.plans.meta import meta_results, metas_of_fresh
 from xla_dtensor.plans.result_forms import (
@@ -23,6 +22,7 @@ from xla_dtensor.plans.result_forms import (
     written_form,
 )
 from xla_dtensor.plans.result_placements import Answer, pins
+from xla_dtensor.plans.shard_map_call import cut_of
 
 
 class Plan:

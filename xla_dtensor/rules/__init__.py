@@ -4,7 +4,6 @@
 """
 
 from xla_dtensor.rules.alternatives import Alternative, Merged
-from xla_dtensor.rules.asking import infer, infer_placements
 from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.families import (
     attention,
@@ -22,6 +21,7 @@ from xla_dtensor.rules.families import (
     shape,
     view,
 )
+from xla_dtensor.rules.infer import infer, infer_placements
 from xla_dtensor.rules.merging import DimSharding, Placements, TensorInfo
 from xla_dtensor.rules.notation import Notation, infer_forward, parse
 from xla_dtensor.rules.registry import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_dtensor.runtime import abstract, agreement, processes, whereabouts
+from xla_dtensor.runtime import abstract, agreement, processes, user_positions
 from xla_dtensor.runtime.abstract_array import AbstractArray
 
 
@@ -232,7 +232,7 @@ def get(array: Any) -> np.ndarray:
     """
     if not processes.several() or getattr(array, "is_fully_addressable", True):
         return np.asarray(array)
-    with whereabouts.reading():
+    with user_positions.reading():
         if not is_here(array):
             array = _resharded(_replicated(array.sharding))(array)
         return np.asarray(array)

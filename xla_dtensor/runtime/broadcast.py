@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xla_dtensor.errors import DivergenceError
-from xla_dtensor.runtime import agreement, processes, whereabouts
+from xla_dtensor.runtime import agreement, processes, user_positions
 
 PIECE = 1 << 24
 """Bytes that are sent at once: what this takes on each side, whatever the value's size."""
@@ -63,7 +63,7 @@ def _summed(own: np.ndarray) -> np.ndarray:
     part = jax.device_put(own[None], device)
     shape = (processes.count(), own.size)
     summed = program(jax.make_array_from_single_device_arrays(shape, sharding, [part]))
-    with whereabouts.reading():
+    with user_positions.reading():
         return np.asarray(summed)
 
 

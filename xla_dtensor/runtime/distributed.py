@@ -21,7 +21,7 @@ from typing import Any
 from xla_dtensor.base import jax_private
 from xla_dtensor.base.config import config, fix
 from xla_dtensor.errors import DistributedError
-from xla_dtensor.runtime import launchers, meeting, processes, watch
+from xla_dtensor.runtime import launchers, processes, rendezvous, watch
 from xla_dtensor.runtime.launchers import Launch
 
 __all__ = [
@@ -244,11 +244,11 @@ def _join(
                 "before: make the mesh, or call xla_dtensor.distributed.initialize(), before "
                 "anything asks JAX for devices"
             )
-        address = meeting.address_of_coordinator(launch, config.start_timeout)
+        address = rendezvous.address_of_coordinator(launch, config.start_timeout)
         if launch.process_id == 0:
-            meeting.check_free(address, launch)
+            rendezvous.check_free(address, launch)
         else:
-            meeting.wait_until_there(address, launch, config.start_timeout)
+            rendezvous.wait_until_there(address, launch, config.start_timeout)
         ids = launch.local_device_ids if local_device_ids is None else list(local_device_ids)
         _connect(jax, address, launch, ids, timeout)
     store = processes.Store(global_state.client)

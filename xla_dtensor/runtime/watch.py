@@ -20,9 +20,9 @@ import traceback
 from typing import Any
 
 from xla_dtensor.base.source_line import is_users
-from xla_dtensor.runtime import processes, whereabouts
+from xla_dtensor.runtime import processes, user_positions
 from xla_dtensor.runtime.idle import is_idle
-from xla_dtensor.runtime.whereabouts import Whereabouts
+from xla_dtensor.runtime.user_positions import Whereabouts
 
 logger = logging.getLogger("xla_dtensor")
 
@@ -54,7 +54,7 @@ class _Watch:
         while not self.stopping.wait(min(2.0, self.timeout / 5)):
             number += 1
             try:
-                store.put(f"alive/{me}", f"{number} {whereabouts.here().text()}", again=True)
+                store.put(f"alive/{me}", f"{number} {user_positions.here().text()}", again=True)
                 self.heard = time.monotonic()
                 if me == 0:
                     self._look(store.all_of("alive"), seen)
@@ -212,7 +212,7 @@ def _flush() -> None:
 def where(index: int) -> Whereabouts | None:
     """Where the main thread of a process was at its last sign of life; None before the first."""
     text = processes.store().all_of("alive").get(str(index))
-    return None if text is None else whereabouts.read(text.partition(" ")[2])
+    return None if text is None else user_positions.read(text.partition(" ")[2])
 
 
 def has_ended(index: int) -> bool:

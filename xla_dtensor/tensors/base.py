@@ -17,8 +17,8 @@ from xla_dtensor.forms.storage import ONE_VIEWER
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.tensors import indexing
 from xla_dtensor.tensors.backend import backend
-from xla_dtensor.tensors.kept import moves
 from xla_dtensor.tensors.memory import HasMemory
+from xla_dtensor.tensors.saved_leaves import moves
 from xla_dtensor.tensors.saving import reduce_tensor
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tests.compilation.changes._world import World, numbers
 
 # --- identity --------------------------------------------------------------------------------
 
-Captured = Callable[[Any], Callable[[], Any]]
+ExternalStorage = Callable[[Any], Callable[[], Any]]
 
 
 class Holder:
@@ -44,7 +44,7 @@ def _in_a_dict(value: Any) -> Callable[[], Any]:
     return lambda: held["it"]
 
 
-CAPTURED: dict[str, Captured] = {
+CAPTURED: dict[str, ExternalStorage] = {
     "cell": _in_a_cell,
     "attribute": _in_an_attribute,
     "list": _in_a_list,
@@ -53,7 +53,7 @@ CAPTURED: dict[str, Captured] = {
 
 
 @rows(CAPTURED)
-def tensor_compared_with_a_captured_one(world: World, captured: Captured) -> Program:
+def tensor_compared_with_a_captured_one(world: World, captured: ExternalStorage) -> Program:
     """The captured one isn't computed with."""
     mine = world.batch(0)
     get = captured(mine)

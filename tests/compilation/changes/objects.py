@@ -219,7 +219,7 @@ def _generated(x: torch.Tensor, n: int) -> Any:
         yield x * (i + n)
 
 
-class Made:
+class OutputRecipes:
     def __init__(self, x: torch.Tensor, n: Any) -> None:
         self.x, self.n = x, n
         self.me = self
@@ -304,8 +304,8 @@ MADE: dict[str, Callable[[torch.Tensor, float], tuple[Any, Callable]]] = {
     "list_twice": lambda x, n: ([a := [x * n], a], lambda r: [r[0], r[0] is r[1]]),
     "dict_twice": lambda x, n: ([d := {"a": x * n}, {"d": d}], lambda r: [r, r[0] is r[1]["d"]]),
     "object_twice": lambda x, n: ([b := Box(x * n), b], lambda r: [r[0], r[0] is r[1]]),
-    "itself": lambda x, n: (Made(x * 2, n), lambda r: [r.x, r.n, r.me is r, r.times(2.0)]),
-    "method": lambda x, n: (Made(x * 2, n).times, lambda r: r(3.0)),
+    "itself": lambda x, n: (OutputRecipes(x * 2, n), lambda r: [r.x, r.n, r.me is r, r.times(2.0)]),
+    "method": lambda x, n: (OutputRecipes(x * 2, n).times, lambda r: r(3.0)),
     "closure": lambda x, n: (lambda y: x * y * n, lambda r: r(3.0)),
     "partial": lambda x, n: (functools.partial(torch.mul, x * n), lambda r: r(3.0)),
     "set": lambda x, n: ({1, 2}, lambda r: [sorted(r), r.add(3)]),
@@ -347,7 +347,7 @@ GIVEN_BACK: dict[str, Callable[[torch.Tensor], Any]] = {
     "bytearray": lambda x: bytearray(2),
     "deque": lambda x: deque([x]),
     "partial": lambda x: functools.partial(torch.mul, x),
-    "object": lambda x: Made(x, 1.0),
+    "object": lambda x: OutputRecipes(x, 1.0),
     "iterator": lambda x: iter([x]),
 }
 

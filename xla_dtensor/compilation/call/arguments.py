@@ -15,7 +15,7 @@ from xla_dtensor.base.numbers.python_numbers import NUMPY_NUMBERS
 from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.compilation.call.argument_names import difference, paths, paths_by_id
 from xla_dtensor.compilation.call.buckets import Length, Padding
-from xla_dtensor.compilation.code.identities import Same, aliases
+from xla_dtensor.compilation.code.identities import SameIdentity, aliases
 from xla_dtensor.compilation.code.names import is_library_class
 from xla_dtensor.compilation.code.reflection import is_strict, own_of
 from xla_dtensor.compilation.objects.carried import Carried, has_history, is_state
@@ -172,7 +172,7 @@ class Arguments:
             steps,
             requires_grad,
             requires_grad and value.is_leaf,
-            tuple(map(Same, hooks)),
+            tuple(map(SameIdentity, hooks)),
             None
             if value.__dict__.keys() <= OWN_ATTRIBUTES and not self._asked
             else self._attributes(value),
@@ -199,7 +199,7 @@ class Arguments:
         cls = type(value)
         if is_strict(cls):
             self._objects.append(("", value, value))
-            return Same(value)
+            return SameIdentity(value)
         if isinstance(value, Ours):
             return cls, self._tensor(value)
         if isinstance(value, torch.Tensor):
@@ -218,7 +218,7 @@ class Arguments:
                 return exact(value)
             if isinstance(value, enum.Enum):
                 self._objects.append(("", value, value))
-                return Same(value)
+                return SameIdentity(value)
             self._objects.append(("the class of ", value, cls))
             return exact(value), self._inside(own_of(value))
         if isinstance(value, np.ndarray | bytearray | memoryview):
@@ -228,7 +228,7 @@ class Arguments:
             self.containers.append(value)
             return cls, index, content, self._inside(own_of(value))
         self._objects.append(("", value, value))
-        return Same(value)
+        return SameIdentity(value)
 
     # --- what the step keeps ------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class Arrays:
         return arrays
 
 
-class Losses:
+class LostArrays:
     """Whether a launch has ever failed after it had taken over what it was to overwrite. XLA may
     end the process when it is given such an array again, so from then on each is looked at."""
 
@@ -123,7 +123,7 @@ def check_alive(arrays: list[Any], error: BaseException) -> None:
     """
     lost = sum(array.is_deleted() for array in arrays)
     if lost:
-        Losses.seen = True
+        LostArrays.seen = True
         raise RuntimeError(
             f"the compiled step failed on the devices after it had taken over the memory of {lost} "
             "tensors that it overwrites; their values are lost: load the last checkpoint"

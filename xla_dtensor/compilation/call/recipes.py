@@ -29,7 +29,7 @@ class Recipe:
         return None
 
 
-class Template(Recipe):
+class NewTensor(Recipe):
     """A tensor that each call makes anew: output ``index`` in ``form``.
 
     Attributes:
@@ -44,7 +44,7 @@ class Template(Recipe):
     def __init__(self, index: int, form: Form) -> None:
         self.index, self.form = index, form
         self.is_leaf = self.is_parameter = False
-        self.grad: Template | None = None
+        self.grad: NewTensor | None = None
         self.refuses: str | None = None
 
     def make(self, run: Run) -> Any:
@@ -71,12 +71,12 @@ class PositionLeft(Exception):
     """A step gives away a view at a position that is one of its inputs."""
 
 
-class Seen(Recipe):
+class ViewRecipe(Recipe):
     """A tensor that shows memory of another one, as in torch: of one that each call makes, of an
     argument, or of one that is there.
 
     Attributes:
-        of: the `Template`, the argument's index, or the tensor.
+        of: the `NewTensor`, the argument's index, or the tensor.
         detached: whether it is no view to autograd.
     """
 
@@ -96,7 +96,7 @@ class Seen(Recipe):
         return tensor
 
     def _base(self, run: Run) -> Any:
-        if isinstance(self.of, Template):
+        if isinstance(self.of, NewTensor):
             return self.of.make(run)
         return run.arguments.tensors[self.of] if isinstance(self.of, int) else self.of
 
@@ -117,7 +117,7 @@ class Seen(Recipe):
         return tuple(self.form.shape)
 
 
-class Existing(Recipe):
+class FixedObject(Recipe):
     """A result that is the same object in each call."""
 
     __slots__ = ("value",)
@@ -132,7 +132,7 @@ class Existing(Recipe):
         return tuple(self.value.shape) if isinstance(self.value, torch.Tensor) else None
 
 
-class GivenBack(Recipe):
+class ArgumentTensor(Recipe):
     """A result that is one of the arguments, the one with ``index``."""
 
     __slots__ = ("index",)
@@ -148,7 +148,7 @@ class GivenBack(Recipe):
         return tuple(arguments.tensors[self.index].shape) if known else None
 
 
-class GivenContainer(Recipe):
+class ArgumentContainer(Recipe):
     """A result that is one of the lists, dicts and the like among the arguments."""
 
     __slots__ = ("index",)
@@ -161,7 +161,7 @@ class GivenContainer(Recipe):
         return found.iterator if type(found) is Stream else found
 
 
-class Gradient(Recipe):
+class LeafGradient(Recipe):
     """A result that is the gradient which a leaf has after the call."""
 
     __slots__ = ("leaf",)
@@ -173,7 +173,7 @@ class Gradient(Recipe):
         return self.leaf.of(run.arguments).grad
 
 
-class Computed(Recipe):
+class ComputedNumber(Recipe):
     """A result, or what the step leaves somewhere, that is a Python number computed from numbers
     that are inputs."""
 
@@ -189,7 +189,7 @@ class Computed(Recipe):
         return f"{self.node.value!r} ({self.node.text})"
 
 
-class Host(Recipe):
+class HostTensor(Recipe):
     """A result that is a CPU tensor which the step made.
 
     Attributes:
@@ -237,7 +237,7 @@ class Host(Recipe):
         return whole.as_strided(made.shape, made.stride(), whole.storage_offset() + start)
 
 
-class Built(Recipe):
+class BuiltObject(Recipe):
     """What the step leaves in an attribute, a list or a dict: parts like results, and how they make
     it up."""
 
@@ -255,6 +255,6 @@ class Built(Recipe):
 
     def __repr__(self) -> str:
         part = self.parts[0] if len(self.parts) == 1 else None
-        if isinstance(part, Template):
+        if isinstance(part, NewTensor):
             return f"a tensor {list(part.form.shape)}"
         return "what each call makes anew"

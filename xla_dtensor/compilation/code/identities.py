@@ -32,7 +32,7 @@ identities = of_tuple if _is_cpython() else by_id
 same objects. Only objects that somebody keeps can be compared, since an address is used again."""
 
 
-class Same:
+class SameIdentity:
     """A part of a key that is equal only to that of the same object. It doesn't keep the object
     alive, if that can be referred to weakly: what is gone is equal to nothing."""
 
@@ -46,7 +46,7 @@ class Same:
             self._object = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
+        if not isinstance(other, SameIdentity):
             return False
         value = self._object()
         return value is not None and value is other._object()

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base.tables.keys import exact
-from xla_dtensor.compilation.code.identities import Same
+from xla_dtensor.compilation.code.identities import SameIdentity
 from xla_dtensor.compilation.objects.places import MISSING
 
 # Compared by value.
@@ -125,4 +125,4 @@ def content_of(value: Any) -> tuple[Any, ...]:
 
 
 def _content_of_one(value: Any) -> Any:
-    return exact(value) if is_atom(value) and not isinstance(value, slice) else Same(value)
+    return exact(value) if is_atom(value) and not isinstance(value, slice) else SameIdentity(value)

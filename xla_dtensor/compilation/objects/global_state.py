@@ -19,7 +19,7 @@ from xla_dtensor.base.torch_private import (
     is_torch_function_enabled,
     top_saved_tensors_hooks,
 )
-from xla_dtensor.compilation.code.identities import Same
+from xla_dtensor.compilation.code.identities import SameIdentity
 from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.reflection import referents
 from xla_dtensor.compilation.objects.found import is_atom
@@ -91,17 +91,17 @@ def _saving() -> Any:
 def _key_of_hook(hook: Any) -> Any:
     """Hooks that are made anew for each call are the same ones around the same things."""
     if isinstance(hook, types.MethodType):
-        return _key_of_hook(hook.__func__), Same(hook.__self__)
+        return _key_of_hook(hook.__func__), SameIdentity(hook.__self__)
     if not isinstance(hook, types.FunctionType):
-        return Same(hook)
+        return SameIdentity(hook)
     parts = [part for cell in hook.__closure__ or () for part in referents(cell)]
     parts += hook.__defaults__ or ()
-    return hook.__code__, *(exact(x) if is_atom(x) else Same(x) for x in parts)
+    return hook.__code__, *(exact(x) if is_atom(x) else SameIdentity(x) for x in parts)
 
 
-def _modes() -> tuple[Same, ...]:
+def _modes() -> tuple[SameIdentity, ...]:
     """The modes that the user has entered: they see every operation."""
-    return tuple(Same(mode) for _, mode in active_modes())
+    return tuple(SameIdentity(mode) for _, mode in active_modes())
 
 
 def active_modes() -> list[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xla_dtensor.compilation.code.identities import Same
+from xla_dtensor.compilation.code.identities import SameIdentity
 from xla_dtensor.compilation.code.reflection import own_of, referents
 from xla_dtensor.compilation.objects.kind import Kind, Spot, give, unplaced
 from xla_dtensor.compilation.objects.places import MISSING, Slots
@@ -54,7 +54,7 @@ class _Function(Kind):
         return data, [*(value.__closure__ or ()), *defaults, *keywords.values()]
 
     def key(self, data: Any) -> Any:
-        return data[0], Same(data[1]), *data[2:]
+        return data[0], SameIdentity(data[1]), *data[2:]
 
     def spots(self, value: Any, path: str) -> list[Spot]:
         code, _, count, keywords = self.split(value)[0]

@@ -11,14 +11,14 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from xla_dtensor.base import events
 from xla_dtensor.compilation.call.inputs import outputs_in_order
-from xla_dtensor.compilation.call.recipes import Template
+from xla_dtensor.compilation.call.recipes import NewTensor
 from xla_dtensor.compilation.call.run import Run
 from xla_dtensor.compilation.call.sources import ArraySource, CotangentSource, StateSource
 from xla_dtensor.compilation.program.executable import sharding_of
 from xla_dtensor.compilation.program.input_layouts import Pinning
 from xla_dtensor.compilation.program.inputs import INPUTS, Groups, Inputs
 from xla_dtensor.compilation.recorded.history import History
-from xla_dtensor.compilation.recorded.node import Kept, OnHost, Read, cotangent
+from xla_dtensor.compilation.recorded.node import Kept, MemoryRead, OnHost, cotangent
 from xla_dtensor.compilation.recorded.split import Split
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
@@ -78,7 +78,7 @@ class BackwardPass:
             (traced.inputs.sources[i], None, through)
             for i, through in split.reads_constants.items()
         ]
-        self._fixed_reads: list[Read] = []
+        self._fixed_reads: list[MemoryRead] = []
         # Of arguments, gradients and results, which are others in each call.
         self._found_reads: list[tuple[Any, set[int], Any]] = []
         for what, by, through in found:
@@ -86,9 +86,11 @@ class BackwardPass:
                 self._found_reads += [(template, through, None) for template in what]
             elif isinstance(what, StateSource):
                 tensor = None if by is None else by.get()
-                self._fixed_reads += [Read(storage, through, tensor) for storage in what.storages]
+                self._fixed_reads += [
+                    MemoryRead(storage, through, tensor) for storage in what.storages
+                ]
             elif isinstance(what, torch.Tensor):
-                self._fixed_reads.append(Read(OnHost(what), through, None))
+                self._fixed_reads.append(MemoryRead(OnHost(what), through, None))
             elif isinstance(what, int | ArraySource):
                 self._found_reads.append((what, through, by))
 
@@ -105,15 +107,15 @@ class BackwardPass:
         """What the backward pass of a call needs: the residuals, with the constants behind them."""
         return Kept(residuals, [*self._fixed_reads, *self._reads(run)])
 
-    def _reads(self, run: Run) -> Iterator[Read]:
+    def _reads(self, run: Run) -> Iterator[MemoryRead]:
         for what, through, by in self._found_reads:
-            if isinstance(what, Template):
+            if isinstance(what, NewTensor):
                 storage = what.make(run)._storage_
             elif isinstance(what, int):
                 storage = OnHost(run.arguments.tensors[what])
             else:
                 storage = what.storage(run.arguments)
-            yield Read(storage, through, None if by is None else by.of(run.arguments))
+            yield MemoryRead(storage, through, None if by is None else by.of(run.arguments))
 
     def run(self, program: Any, kept: Kept, grads: list[Any]) -> list[Any]:
         """The gradients of the inputs from those of the results.

@@ -10,7 +10,7 @@ import torch
 
 from xla_dtensor.base.torch_private import disable_function_of_subclasses
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.trace.external_tensors import Outside
+from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.tensors.base import grad_of, grad_of_tensor
 
 
@@ -44,7 +44,7 @@ class Gradients:
     """
 
     def __init__(
-        self, outside: Sequence[Outside], arguments: Arguments, storages: frozenset[int]
+        self, outside: Sequence[ExternalTensor], arguments: Arguments, storages: frozenset[int]
     ) -> None:
         self._storages = storages
         self.leaves = [o for o in outside if o.takes_gradient and not o.cleared]

@@ -16,7 +16,7 @@ from xla_dtensor.compilation.program.gradients import Gradients
 from xla_dtensor.compilation.program.inputs import Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
-from xla_dtensor.compilation.trace.numbers import ARITHMETIC, Changed, Decision, values_of
+from xla_dtensor.compilation.trace.numbers import ARITHMETIC, Decision, NumberChanged, values_of
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Guards:
                 return Mismatch("which arguments are objects that the step finds elsewhere")
         try:
             prepared = self.prepared = self._inputs.prepare(arguments)
-        except Changed as changed:
+        except NumberChanged as changed:
             return Mismatch(str(changed))
         return self._decides_otherwise(arguments, prepared)
 
@@ -115,7 +115,7 @@ class Guards:
         try:
             numbers = values_of(self._traced.trace.numbers, arguments)
             return any(d.compute(numbers) != d.outcome for d in self._decisions)
-        except (Changed, LookupError, AttributeError, *ARITHMETIC):
+        except (NumberChanged, LookupError, AttributeError, *ARITHMETIC):
             return False  # `mismatch` says why
 
     # --- one after the other -----------------------------------------------------------------

@@ -17,7 +17,7 @@ from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import cut_back
 from xla_dtensor.compilation.call.inputs import (
-    Losses,
+    LostArrays,
     check_alive,
     outputs_in_order,
     refuse_deleted,
@@ -30,7 +30,7 @@ from xla_dtensor.compilation.program.guards import Guards
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
 from xla_dtensor.compilation.program.write_back import WriteBack
 from xla_dtensor.compilation.recorded.history import History
-from xla_dtensor.compilation.recorded.node import Call, WithHistory
+from xla_dtensor.compilation.recorded.node import NodeCall, WithHistory
 from xla_dtensor.compilation.recorded.split import reordered
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.watch.watch import Watch
@@ -165,7 +165,7 @@ class Program:
     def _run_with_history(self, backward: BackwardPass, history: History, run: Run) -> None:
         """Execute the program as a node of the caller's history."""
 
-        def execute(call: Call) -> list[Any]:
+        def execute(call: NodeCall) -> list[Any]:
             residuals = self._execute(run)
             results = [template.make(run) for template in history.outputs]
             call.kept = backward.kept(run, residuals)
@@ -175,7 +175,7 @@ class Program:
         # The node keeps none of what this call has: its own results among that would be a cycle.
         # The step may have turned gradients on itself.
         with torch.enable_grad():
-            node = Call(execute, functools.partial(backward.run, self))
+            node = NodeCall(execute, functools.partial(backward.run, self))
             found = WithHistory.apply(node, *inputs)
         made = zip(history.outputs, found, strict=True)
         run.made.update((id(template), result) for template, result in made)
@@ -205,7 +205,7 @@ class Program:
                 events.observer.launched(self, "forward", self.executable.compiled.as_text)
             self._write_back.put(run)
             if run.error is not None:
-                Losses.seen = Losses.seen or self._write_back.has_lost()
+                LostArrays.seen = LostArrays.seen or self._write_back.has_lost()
         return residuals
 
     def _launch(self, groups: Groups) -> list[Any]:
@@ -215,7 +215,7 @@ class Program:
                 f"launches the compiled step with the digest {self.executable.digest}, on numbers "
                 f"and a seed with the checksum {numbers:08x}"
             )
-        if Losses.seen:
+        if LostArrays.seen:
             refuse_deleted((*groups[0], *groups[1]))
         arrays: list[Any] = self.executable.compiled(*groups)
         return arrays

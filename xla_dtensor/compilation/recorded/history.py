@@ -29,7 +29,7 @@ class History:
 
     Attributes:
         outputs: the templates of the tensors that have a history.
-        inputs: the tensors that gradients go to (`Outside`).
+        inputs: the tensors that gradients go to (`ExternalTensor`).
         cotangents: the constants that stand for the gradients of the outputs.
         cotangent_forms: their forms.
         reached: per output the inputs that it depends on.

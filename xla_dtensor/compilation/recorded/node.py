@@ -25,7 +25,7 @@ class WithHistory(torch.autograd.Function):
     """The node that a compiled step is in its caller's history."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: Any) -> Any:
+    def forward(ctx: Any, call: NodeCall, *inputs: Any) -> Any:
         results = call.run()
         ctx.backward_of = call.backward
         ctx.set_materialize_grads(False)
@@ -66,7 +66,7 @@ class OnHost:
         return 0 if self.form.is_inference() else self.form._version
 
 
-class Read:
+class MemoryRead:
     """Memory that the backward pass reads, and others may write to before.
 
     Attributes:
@@ -91,7 +91,7 @@ class Kept:
 
     __slots__ = ("_reads", "_versions", "residuals")
 
-    def __init__(self, residuals: list[Any], reads: list[Read]) -> None:
+    def __init__(self, residuals: list[Any], reads: list[MemoryRead]) -> None:
         self.residuals, self._reads = residuals, reads
         self._versions = list(map(_version, map(_storage, reads)))
 
@@ -115,7 +115,7 @@ class Kept:
                 )
 
 
-class Call:
+class NodeCall:
     """One call of a program with a history, until it is a node.
 
     Attributes:
@@ -126,7 +126,7 @@ class Call:
 
     def __init__(
         self,
-        run: Callable[[Call], list[Any]],
+        run: Callable[[NodeCall], list[Any]],
         backward: Callable[[Kept, list[Any]], list[Any]],
     ) -> None:
         self._run, self.backward = run, backward

@@ -10,14 +10,14 @@ import torch
 from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.recipes import (
-    Computed,
-    Existing,
-    GivenBack,
-    GivenContainer,
-    Gradient,
-    Host,
-    Seen,
-    Template,
+    ArgumentContainer,
+    ArgumentTensor,
+    ComputedNumber,
+    FixedObject,
+    HostTensor,
+    LeafGradient,
+    NewTensor,
+    ViewRecipe,
 )
 from xla_dtensor.compilation.recorded.history import History, is_view_by_torch
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
@@ -40,11 +40,11 @@ class Outputs(Protocol):
     def emit(self, array: Any, form: Form) -> int:
         """Make an array an output; its index."""
 
-    def template(self, tensor: Any) -> Template:
+    def template(self, tensor: Any) -> NewTensor:
         """An output that is the tensor's value; memory of its own."""
 
 
-class Made:
+class OutputRecipes:
     """How later calls make the tensors that a step gives away: its results, and what it leaves in
     attributes and the like.
 
@@ -57,8 +57,8 @@ class Made:
     ) -> None:
         self._traced, self._trace = traced, traced.trace
         self._arguments, self._watch, self._history = arguments, watch, history
-        self.shown: dict[int, list[Template]] = {}
-        self._wholes: dict[int, Template] = {}
+        self.shown: dict[int, list[NewTensor]] = {}
+        self._wholes: dict[int, NewTensor] = {}
         self._known: dict[int, tuple[Any, Any]] = {}
         self._leaves: list[Any] = []
 
@@ -74,22 +74,25 @@ class Made:
         """How later calls make one of the step's results."""
         for i, tensor in enumerate(self._arguments.tensors):
             if tensor is value:
-                return GivenBack(i)
+                return ArgumentTensor(i)
         position = self._arguments.position(value)
         if position is not None:
-            return GivenContainer(position)
+            return ArgumentContainer(position)
         if isinstance(value, torch.SymFloat | torch.SymInt):
             if not is_number(value):  # nobody knows it: this raises
                 value.node.guard_float("", 0)
-            return Computed(value.node)
+            return ComputedNumber(value.node)
         if isinstance(value, Ours):
             return self.tensor(value)
         host = self._traced.host
         if isinstance(value, torch.Tensor) and host.made(value):
-            known = self._known.get(id(value)) or (value, Host(value, *host.given_away(value)))
+            known = self._known.get(id(value)) or (
+                value,
+                HostTensor(value, *host.given_away(value)),
+            )
             self._known[id(value)] = known
             return known[1]
-        return Existing(value)
+        return FixedObject(value)
 
     def tensor(self, value: Any) -> Any:
         """The same of a tensor on the devices."""
@@ -99,10 +102,10 @@ class Made:
             known = self._known[id(value)] = value, make(value)
         return known[1]
 
-    def gradient(self, grad: Any) -> Template:
+    def gradient(self, grad: Any) -> NewTensor:
         """The same of what a leaf's ``.grad`` is when the step ends."""
         known = self._known.get(id(grad))
-        if known is not None and isinstance(known[1], Template):
+        if known is not None and isinstance(known[1], NewTensor):
             return known[1]
         whole = None if grad._steps else self._wholes.get(id(grad._storage_))
         if whole is not None:
@@ -134,7 +137,7 @@ class Made:
             if further is None or not is_view_by_torch(value, root):
                 root, further = value, ()
             template = self._with_history(root)
-            return Seen(template, further, False, value) if root is not value else template
+            return ViewRecipe(template, further, False, value) if root is not value else template
         if not _is_plain(value) and value._steps:
             return self._copy(value)
         # What it is a view of to autograd; or itself.
@@ -147,25 +150,25 @@ class Made:
         connected = root is not None and self._known.get(id(root), (None, None))[1] is whole
         if connected and root is value:
             return whole
-        return Seen(whole, value._steps, not connected, value)
+        return ViewRecipe(whole, value._steps, not connected, value)
 
-    def _whole(self, storage: Storage) -> Template:
+    def _whole(self, storage: Storage) -> NewTensor:
         template = self._wholes.get(id(storage))
         if template is None:
             form = storage.form.reduced()
             index = self._traced.emit(logical(storage.array, storage.form), form)
-            template = self._wholes[id(storage)] = Template(index, form)
+            template = self._wholes[id(storage)] = NewTensor(index, form)
             self.shown.setdefault(id(storage), []).append(template)
         return template
 
-    def _copy(self, value: Any) -> Template:
+    def _copy(self, value: Any) -> NewTensor:
         template = self._traced.template(value)
         self.shown.setdefault(id(value._storage_), []).append(template)
         return template
 
-    def _with_history(self, root: Any) -> Template:
+    def _with_history(self, root: Any) -> NewTensor:
         known = self._known.get(id(root))
-        if known is not None and isinstance(known[1], Template):
+        if known is not None and isinstance(known[1], NewTensor):
             return known[1]
         own = root._steps or root._is_view()
         template = self._copy(root) if own else self._whole(root._storage_)
@@ -174,7 +177,7 @@ class Made:
             self._history.add(template, root)
         return template
 
-    def _leaf(self, value: Any) -> Template:
+    def _leaf(self, value: Any) -> NewTensor:
         template = self._copy(value)
         template.is_leaf = True
         template.is_parameter = isinstance(value, torch.nn.Parameter)
@@ -187,11 +190,11 @@ class Made:
 
     def _outside(self, value: Any) -> Any:
         if id(value) in self._watch.reached.tensors or (value.requires_grad and value.is_leaf):
-            return Existing(value)
+            return FixedObject(value)
         for outside in self._trace.outside.values():
             leaf = outside.get()
             if leaf is not None and outside.takes_gradient and grad_of(leaf) is value:
-                return Gradient(outside)
+                return LeafGradient(outside)
         found = self._base(value)
         if found is None and value.requires_grad:
             # A function of the user's has given back its input, and has a gradient of its own.
@@ -205,7 +208,7 @@ class Made:
             base.requires_grad
             or not (value._is_view() and any(value._base is t for t in (base, base._base)))
         )
-        return Seen(of, value._steps[len(base._steps) :], detached, value)
+        return ViewRecipe(of, value._steps[len(base._steps) :], detached, value)
 
     def _base(self, value: Any) -> tuple[Any, Any] | None:
         """The tensor from outside that shows the same memory, or most of it: what finds it in a

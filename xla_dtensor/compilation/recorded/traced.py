@@ -27,7 +27,7 @@ from xla_dtensor.compilation.objects.global_state import active_modes, saving_ho
 from xla_dtensor.compilation.objects.remade import MadeObjects
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
-from xla_dtensor.compilation.recorded.output_recipes import Made
+from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
 from xla_dtensor.compilation.recorded.traced_effects import TracedEffects
 from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
 from xla_dtensor.compilation.recorded.traced_outputs import TracedOutputs
@@ -38,7 +38,7 @@ from xla_dtensor.compilation.trace.optimizers import OptimizerHooks
 from xla_dtensor.compilation.trace.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.compilation.trace.stepped import ReadState
-from xla_dtensor.compilation.watch.effects import Surroundings, in_context_of_its_own
+from xla_dtensor.compilation.watch.effects import PlacesBefore, in_context_of_its_own
 from xla_dtensor.compilation.watch.iterators import nothing_consumed
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
@@ -117,7 +117,7 @@ class Traced:
         if self.dynamic and names.asks_types:
             raise NumberLeft("the step asks for the type() of numbers")
         watch.remember_caches()
-        surroundings = Surroundings(watch, arguments)
+        surroundings = PlacesBefore(watch, arguments)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         trace.positions = positions
         self.schedulers = DeferredSchedulers()
@@ -249,7 +249,7 @@ class Traced:
         return mine == now
 
     @interrupts.atomic
-    def _abandon(self, surroundings: Surroundings) -> None:
+    def _abandon(self, surroundings: PlacesBefore) -> None:
         self.hooks.undo()
         surroundings.restore()  # nobody keeps a tensor that has no value
         end_numbers(self.trace.python_numbers)
@@ -277,7 +277,7 @@ class Traced:
         return found
 
     def _end_of_trace(
-        self, surroundings: Surroundings, arguments: Arguments, watch: Watch, result: list[Any]
+        self, surroundings: PlacesBefore, arguments: Arguments, watch: Watch, result: list[Any]
     ) -> list[Any]:
         """Called when the step's Python has run, while the trace still goes on: the arrays that the
         program returns."""
@@ -300,7 +300,7 @@ class Traced:
         objects = self._made
         flat, outputs.tree = objects.flatten(result.pop())
         history = History(trace)
-        made = Made(outputs, arguments, watch, history)
+        made = OutputRecipes(outputs, arguments, watch, history)
         effects = TracedEffects(trace, surroundings, self.names_of_carried)
         self.effects, self.of_others = effects.all, effects.of_others
         self.replaced, self.counted = effects.replaced, effects.counted

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.compilation.call.recipes import Built, Existing
+from xla_dtensor.compilation.call.recipes import BuiltObject, FixedObject
 from xla_dtensor.compilation.objects.carried import has_history, is_state, tensors_in
 from xla_dtensor.compilation.objects.places import MISSING
 from xla_dtensor.compilation.objects.remade import MadeObjects
-from xla_dtensor.compilation.recorded.output_recipes import Made
+from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
 from xla_dtensor.compilation.trace.step_trace import StepTrace
-from xla_dtensor.compilation.watch.effects import Effect, Surroundings, check_replayable
+from xla_dtensor.compilation.watch.effects import Effect, PlacesBefore, check_replayable
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.of_form import Ours
@@ -34,7 +34,7 @@ class TracedEffects:
     """
 
     def __init__(
-        self, trace: StepTrace, surroundings: Surroundings, carried: frozenset[str]
+        self, trace: StepTrace, surroundings: PlacesBefore, carried: frozenset[str]
     ) -> None:
         self._trace, self._carried = trace, carried
         self.all: list[Effect] = surroundings.effects()
@@ -49,7 +49,7 @@ class TracedEffects:
                 yield from objects.flatten(value)[0]
 
     def convert(
-        self, surroundings: Surroundings, watch: Watch, objects: MadeObjects, made: Made
+        self, surroundings: PlacesBefore, watch: Watch, objects: MadeObjects, made: OutputRecipes
     ) -> None:
         """Keep what each call makes anew in place of what the step has left somewhere; its changes
         are undone.
@@ -127,11 +127,11 @@ class TracedEffects:
                 self.replaced.add(name)
 
 
-def _built(value: Any, objects: MadeObjects, made: Made) -> Any:
+def _built(value: Any, objects: MadeObjects, made: OutputRecipes) -> Any:
     """How later calls make what the step leaves somewhere; the value itself where it is the
     same in each."""
     leaves, tree = objects.flatten(value)
     parts = list(map(made.result, leaves))
-    if tree.is_leaf() and isinstance(parts[0], Existing):
+    if tree.is_leaf() and isinstance(parts[0], FixedObject):
         return value
-    return Built(parts, tree)
+    return BuiltObject(parts, tree)

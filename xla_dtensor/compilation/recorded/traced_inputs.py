@@ -22,7 +22,7 @@ from xla_dtensor.compilation.call.sources import (
     StateSource,
 )
 from xla_dtensor.compilation.recorded.traced_outputs import TracedOutputs
-from xla_dtensor.compilation.trace.external_storages import Captured
+from xla_dtensor.compilation.trace.external_storages import ExternalStorage
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.storage import Storage
@@ -84,7 +84,7 @@ class TracedInputs:
         self.slots: list[ArraySource] = []
         source: ArraySource
         self.reads: list[tuple[Any, Any]]
-        counters: dict[int, list[Captured]] = {}
+        counters: dict[int, list[ExternalStorage]] = {}
         for captured in outputs.captured:
             storage = captured.storage
             if storage is None:

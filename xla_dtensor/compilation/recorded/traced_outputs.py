@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from xla_dtensor.compilation.call.recipes import Recipe, Template
+from xla_dtensor.compilation.call.recipes import NewTensor, Recipe
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
-from xla_dtensor.compilation.recorded.output_recipes import Made
-from xla_dtensor.compilation.trace.external_storages import Captured
+from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
+from xla_dtensor.compilation.trace.external_storages import ExternalStorage
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
@@ -45,8 +45,8 @@ class TracedOutputs:
         self.results: list[Recipe] = []
         self.tree: Any = None
         self.history: History | None = None
-        self.grads: list[tuple[Any, Template | None]] = []
-        self.captured: list[Captured] = []
+        self.grads: list[tuple[Any, NewTensor | None]] = []
+        self.captured: list[ExternalStorage] = []
         self.written: dict[int, int] = {}
         self.left: list[tuple[Storage, int]] = []
 
@@ -56,10 +56,10 @@ class TracedOutputs:
         self.forms.append(form)
         return len(self._arrays) - 1
 
-    def template(self, tensor: Any) -> Template:
+    def template(self, tensor: Any) -> NewTensor:
         """An output that is the tensor's value; memory of its own."""
         form = tensor._form.reduced()
-        return Template(self.emit(logical_value(tensor), form), form)
+        return NewTensor(self.emit(logical_value(tensor), form), form)
 
     def take_arrays(self) -> list[Any]:
         """The arrays that the program returns, when all are known."""
@@ -67,7 +67,7 @@ class TracedOutputs:
         arrays, self._arrays = self._arrays, []
         return arrays
 
-    def collect_gradients(self, made: Made, history: History) -> None:
+    def collect_gradients(self, made: OutputRecipes, history: History) -> None:
         """What the step leaves in leaves' ``.grad``, which get back what they had before; and the
         history of its results."""
         self.random_operations = self.trace.random_operations()  # without the backward pass's

@@ -9,7 +9,7 @@ from typing import Any
 from xla_dtensor.base.jax_private import summarize_source
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.recipes import Built, Computed
+from xla_dtensor.compilation.call.recipes import BuiltObject, ComputedNumber
 from xla_dtensor.compilation.objects.found import is_atom
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.recorded.attempts import trace
@@ -86,13 +86,13 @@ def _add_what_is_there(changes: dict[Any, Any], traced: Traced) -> None:
 
 def _part(result: Any) -> Any:
     """What tells one of a step's results, or what it leaves somewhere, from another."""
-    if isinstance(result, Computed):
+    if isinstance(result, ComputedNumber):
         return "number", result.node.text
     return type(result), getattr(result, "index", None) or repr(getattr(result, "value", None))
 
 
 def _left(value: Any) -> Any:
-    if isinstance(value, Built):
+    if isinstance(value, BuiltObject):
         return list(map(_part, value.parts)), value.tree
     return repr(value) if is_atom(value) else type(value)
 

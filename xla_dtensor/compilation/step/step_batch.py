@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from xla_dtensor.compilation.call.inputs import Losses, check_alive, refuse_deleted
+from xla_dtensor.compilation.call.inputs import LostArrays, check_alive, refuse_deleted
 from xla_dtensor.compilation.program.input_layouts import Pinning, compiled
 from xla_dtensor.execution import lazy
 from xla_dtensor.execution.batch import Batch, Waiting
@@ -90,7 +90,7 @@ class Program:
         inputs = self._inputs(recorded)
         inputs[0][:] = lazy.to_take_over(inputs[0], recorded)
         with jax.enable_x64(True):
-            if Losses.seen:
+            if LostArrays.seen:
                 refuse_deleted((*inputs[0], *inputs[1]))
             try:
                 results: list[Any] = self.compiled(*inputs)

@@ -26,7 +26,7 @@ from xla_dtensor.compilation.recorded.attempts import Attempt, trace
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.step.base_step import BaseStep
 from xla_dtensor.compilation.step.family import Family
-from xla_dtensor.compilation.trace.numbers import Changed, Decision
+from xla_dtensor.compilation.trace.numbers import Decision, NumberChanged
 from xla_dtensor.compilation.watch.effects import counter_refused, is_counted_on
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.execution import lazy
@@ -85,7 +85,7 @@ class StepTraces(BaseStep):
                 traced.undo(error)
             else:  # a scheduler's step: the program has done what it had to
                 self._keep(program, call, family)
-            if isinstance(error, Changed):
+            if isinstance(error, NumberChanged):
                 raise DataDependentError(
                     f"the step changes a number that it takes as an input ({error}): do that "
                     "outside of the compiled step"

@@ -11,7 +11,7 @@ from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
 
 
-class Captured:
+class ExternalStorage:
     """A storage from outside of the trace that the step uses.
 
     Attributes:

@@ -12,14 +12,14 @@ from xla_dtensor.base.torch_private import set_version_counter
 from xla_dtensor.tensors.base import grad_of
 
 
-class Outside:
+class ExternalTensor:
     """A tensor from outside of the step, as the trace found it.
 
     Attributes:
         get: gives the tensor; None for a view that the step made and has dropped. Only during the
             trace by a weak reference: torch swaps no tensor that has one (``module.half()``).
         index: which argument of the step it is, if it is one and nothing else.
-        leaf: likewise, the leaf (an `Outside`) whose ``.grad`` it is.
+        leaf: likewise, the leaf (an `ExternalTensor`) whose ``.grad`` it is.
         only_optimizer: whether it was an optimizer that first used it: state, which no graph saves.
         writes: how many writes autograd has counted during the trace; each call counts as many.
         grad: its ``.grad`` when the step began.
@@ -38,7 +38,7 @@ class Outside:
     def __init__(self, tensor: Any) -> None:
         self.get: Callable[[], Any] = weakref.ref(tensor)
         self.index: int | None = None
-        self.leaf: Outside | None = None
+        self.leaf: ExternalTensor | None = None
         self.only_optimizer = False
         self.version = _version(tensor)
         self.writes = 0
@@ -59,7 +59,7 @@ class Outside:
         """Whether its ``.grad`` may matter to the step, or be set by it."""
         return self.is_leaf and (self.requires_grad or self.switched or self.asks_grad)
 
-    def keep(self, index: int | None = None, leaf: Outside | None = None) -> bool:
+    def keep(self, index: int | None = None, leaf: ExternalTensor | None = None) -> bool:
         """Refer to the tensor as long as the program lives (or to the argument ``index``, or the
         gradient of ``leaf``, which are other tensors in each call); whether it is still there."""
         tensor = self.get()

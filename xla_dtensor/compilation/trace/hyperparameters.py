@@ -16,7 +16,7 @@ from xla_dtensor.base.numbers.python_numbers import is_pythons, like_a_number
 from xla_dtensor.base.numbers.valueless_number import valueless_number
 from xla_dtensor.base.torch_private import disable_current_modes, unseen
 from xla_dtensor.compilation.trace.doubles import plain
-from xla_dtensor.compilation.trace.numbers import Changed
+from xla_dtensor.compilation.trace.numbers import NumberChanged
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Storage
@@ -74,12 +74,14 @@ def hyperparameter(optimizer: Optimizer, index: int, key: str, arguments: Any) -
     try:
         value = optimizer.param_groups[index][key]
     except LookupError:
-        raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]") from None
+        raise NumberChanged(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]") from None
     cls = type(value)
     if cls is float or (cls is int and key in _COMPUTED_WITH):
         return float(value)
     if not is_a_number(key, value):
-        raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}")
+        raise NumberChanged(
+            f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}"
+        )
     return float(value)
 
 
@@ -92,7 +94,9 @@ def element(
     except LookupError:
         value = None
     if type(value) is not tuple or len(value) != length or not is_a_number(None, value[position]):
-        raise Changed(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}")
+        raise NumberChanged(
+            f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}"
+        )
     return float(value[position])
 
 

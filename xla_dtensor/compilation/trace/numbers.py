@@ -40,13 +40,13 @@ class Number:
         try:
             value = self.compute(before)
         except ARITHMETIC as error:
-            raise Changed(f"{self.name}: {error}") from None
+            raise NumberChanged(f"{self.name}: {error}") from None
         if type(value) is not self.kind or (self.integer and not fits(value)):
-            raise Changed(f"{self.name}: now {value!r}")
+            raise NumberChanged(f"{self.name}: now {value!r}")
         return value
 
 
-class Changed(Exception):
+class NumberChanged(Exception):
     """A number is no longer of the kind that the program was made for."""
 
 
@@ -65,7 +65,7 @@ def values_of(numbers: list[Number], arguments: Any) -> list[float]:
         read = number.read
         value = number.computed(found) if read is None else read(arguments)
         if number.integer and not fits(value):
-            raise Changed(f"{number.name}: now {value!r}")
+            raise NumberChanged(f"{number.name}: now {value!r}")
         found.append(value)
     return found
 

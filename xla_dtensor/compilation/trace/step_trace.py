@@ -26,8 +26,8 @@ from xla_dtensor.base.torch_private import sequence_number, unseen
 from xla_dtensor.compilation.trace import external_storages, module_scopes
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.doubles import StandIns
-from xla_dtensor.compilation.trace.external_storages import Captured
-from xla_dtensor.compilation.trace.external_tensors import Outside
+from xla_dtensor.compilation.trace.external_storages import ExternalStorage
+from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.compilation.trace.graph import nodes_of
 from xla_dtensor.compilation.trace.numbers import Decision, Number
 from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
@@ -54,10 +54,10 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
         # Tensors that the step is known to reach, as they are before it.
-        self.before = {id(t): (t, Outside(t)) for t in leaves}
+        self.before = {id(t): (t, ExternalTensor(t)) for t in leaves}
         self.optimizer_hooks: Any = None
-        self.captured: list[Captured] = []
-        self._captured_by_id: dict[int, Captured] = {}
+        self.captured: list[ExternalStorage] = []
+        self._captured_by_id: dict[int, ExternalStorage] = {}
         self._uses = 0
         # CPU tensors that take part, by id and version: (the tensor, its array, the source).
         self.host_arrays: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
@@ -69,7 +69,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         # The numbers that the step's Python has been given or has computed.
         self.python_numbers: list[weakref.ref[Any]] = []
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
-        self.outside: dict[int, Outside] = {}
+        self.outside: dict[int, ExternalTensor] = {}
         self.frame: Frame | None = None
         self.random = thread_state.RandomNumbers(*rng.position(), self.refuse)
         self.rng_words = jax.device_put(rng.words())
@@ -93,7 +93,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         self.differentiating = False
         # What the backward pass reads of memory that the user may write to until it runs: the
         # storage, and the tensor from outside that it is read through, by the number of the mark.
-        self.reads: list[tuple[Storage | torch.Tensor | int, Outside | None]] = []
+        self.reads: list[tuple[Storage | torch.Tensor | int, ExternalTensor | None]] = []
         self.shown: set[int] = set()
         self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
         # Arrays that rest in the host's memory, and what has been fetched of them, by id.
@@ -204,7 +204,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
                 return
             known_before = self.before.get(id(tensor))
             if known_before is None or known_before[0] is not tensor:
-                outside = Outside(tensor)
+                outside = ExternalTensor(tensor)
             else:
                 outside = known_before[1]
                 if outside.grad is not None and grad_of(tensor) is None:
@@ -315,7 +315,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
 
     # --- internals ----------------------------------------------------------------------------
 
-    def _use(self, storage: Storage) -> Captured:
+    def _use(self, storage: Storage) -> ExternalStorage:
         captured = self._captured_by_id.get(id(storage))
         # The id may be that of a temporary that is gone.
         if captured is None or captured.storage is not storage:
@@ -330,7 +330,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         captured = self._captured_by_id.get(id(storage))
         return captured is not None and captured.storage is storage
 
-    def _capture(self, storage: Storage, fill_value: Any = None) -> Captured:
+    def _capture(self, storage: Storage, fill_value: Any = None) -> ExternalStorage:
         frame = storage.form.frame
         if frame is not None:
             if self.frame is None:
@@ -348,7 +348,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
                 copied = array.copy() if isinstance(array, AbstractArray) else jnp.copy(array)
                 array = storage.array = copied
         self._array_ids.add(id(array))
-        captured = self._captured_by_id[id(storage)] = Captured(storage, fill_value)
+        captured = self._captured_by_id[id(storage)] = ExternalStorage(storage, fill_value)
         self.captured.append(captured)
         return captured
 
@@ -389,7 +389,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
             if not keeps_graph:
                 self.freed.add(number)
 
-    def switched(self) -> list[tuple[Outside, bool]]:
+    def switched(self) -> list[tuple[ExternalTensor, bool]]:
         """The tensors that the step leaves with another ``requires_grad`` than they had, with it.
         It doesn't have to have used them."""
         return [(o, not o.requires_grad) for o in self._all_outside() if o.is_switched()]
@@ -410,7 +410,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         for outside in self._all_outside():
             outside.let_go()
 
-    def _all_outside(self) -> list[Outside]:
+    def _all_outside(self) -> list[ExternalTensor]:
         """Each once, those from before the trace first."""
         both = (*(outside for _, outside in self.before.values()), *self.outside.values())
         return list({id(outside): outside for outside in both}.values())

@@ -128,7 +128,7 @@ def _different(
     )
 
 
-class Surroundings:
+class PlacesBefore:
     """The places around a step as they are before it.
 
     Args:

@@ -49,10 +49,10 @@ def _wrapper(original: Any) -> Any:
     """torch's way to ask a process group for something, or ours where there is none."""
 
     def made(group: Any, *args: Any) -> Any:
-        from xla_dtensor.checkpoint import together
+        from xla_dtensor.checkpoint import coordination
 
-        if isinstance(group, together.Together):
-            return together.Collectives(group)
+        if isinstance(group, coordination.Together):
+            return coordination.Collectives(group)
         return original(group, *args)
 
     return made
@@ -86,7 +86,7 @@ def _have_processes(given: Any, storage: str, ours: bool) -> None:
     that torch takes for one of several."""
     from torch import distributed
 
-    from xla_dtensor.checkpoint import together
+    from xla_dtensor.checkpoint import coordination
     from xla_dtensor.runtime import processes
 
     group = given.arguments.get("process_group")
@@ -97,7 +97,7 @@ def _have_processes(given: Any, storage: str, ours: bool) -> None:
         given.arguments |= {"process_group": None, "no_dist": True, "coordinator_rank": 0}
     elif processes.several() and not any(asked):
         place = getattr(given.arguments[storage], "checkpoint_id", "")
-        given.arguments["process_group"] = together.of_call(storage, str(place))
+        given.arguments["process_group"] = coordination.of_call(storage, str(place))
         given.arguments["no_dist"] = False
 
 

@@ -21,7 +21,7 @@ from xla_dtensor.integration.operators import flash_attention
 from xla_dtensor.integration.operators.flash_attention import Attention
 from xla_dtensor.integration.patching.calls import dispatched
 from xla_dtensor.integration.patching.on_import import on_import
-from xla_dtensor.tensors.kept import keep
+from xla_dtensor.tensors.saved_leaves import keep
 
 _libraries: list[torch.library.Library] = []
 
@@ -99,7 +99,7 @@ def tensor_split(
     self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, dim: int = 0
 ) -> list[torch.Tensor]:
     """``torch.tensor_split`` at places in a tensor, which torch reads on the CPU alone."""
-    from xla_dtensor.dispatch.moves import to_cpu
+    from xla_dtensor.dispatch.host_copies import to_cpu
     from xla_dtensor.tensors.of_form import Ours
 
     if isinstance(tensor_indices_or_sections, Ours):

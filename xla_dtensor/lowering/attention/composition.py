@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_dtensor.lowering import place
-from xla_dtensor.lowering.attention.own_heads import BACKWARD_QUERY, FORWARD_QUERY, OwnHeads
+from xla_dtensor.lowering import context
+from xla_dtensor.lowering.attention.grouped_heads import BACKWARD_QUERY, FORWARD_QUERY, GroupedHeads
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.linalg.matmul import _precision
 from xla_dtensor.lowering.promotion import math_dtype
@@ -70,8 +70,8 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Output, probabilities, and log-normalisers. ``keep`` scales probabilities (dropout);
     ``index`` is which of the tensor arguments the query is."""
-    first = place.here().start(index, -2, q.shape[-2])
-    own = OwnHeads(q, k, index)
+    first = context.here().start(index, -2, q.shape[-2])
+    own = GroupedHeads(q, k, index)
     k, v = own.take(k), own.take(v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     heads = q.shape[-3] if q.ndim > 2 else 1

@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering import place
+from xla_dtensor.lowering import context
 from xla_dtensor.lowering.attention import cudnn, splash
 from xla_dtensor.lowering.attention.blocked import Blocks
-from xla_dtensor.lowering.attention.own_heads import BACKWARD_QUERY, FORWARD_QUERY, OwnHeads
+from xla_dtensor.lowering.attention.grouped_heads import BACKWARD_QUERY, FORWARD_QUERY, GroupedHeads
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
 
 
 def _keep(
-    seed: jax.Array, p: Any, at: place.Place, index: int, query: jax.Array, heads: int
+    seed: jax.Array, p: Any, at: context.Place, index: int, query: jax.Array, heads: int
 ) -> Callable[[Any, Any], jax.Array]:
     """Makes the function that gives a block's dropout factors.
 
@@ -65,7 +65,7 @@ def _blocks(
     scale: Any,
     index: int,
 ) -> Blocks:
-    at, query = place.here(), tensors[0]
+    at, query = context.here(), tensors[0]
     first = at.start(index, -2, query.shape[-2])
     blocks = Blocks(*tensors, mask, is_causal, scale, first)
     if seed is not None:
@@ -92,7 +92,7 @@ def _kernel(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool, index: int
 ) -> _Kernel | None:
     """The platform's kernel, if it has one for this attention."""
-    at = place.here()
+    at = context.here()
     kernel = _KERNELS.get(at.platform)
     first = at.start(index, -2, query.shape[-2])
     found = kernel is not None and kernel.takes(query, key, value, mask, is_causal, first)
@@ -102,7 +102,7 @@ def _kernel(
 @lowers("xla_dtensor::flash_attention", symbolic_floats=True)
 def flash_attention(query, key, value, attn_mask, is_causal, scale):
     """The output, and the logs of the rows' sums."""
-    own = OwnHeads(query, key, FORWARD_QUERY)
+    own = GroupedHeads(query, key, FORWARD_QUERY)
     key, value = own.take(key), own.take(value)
     kernel = _kernel(query, key, value, attn_mask, is_causal, FORWARD_QUERY)
     if kernel is not None:
@@ -116,7 +116,7 @@ def flash_attention_dropout(key_, query, key, value, attn_mask, dropout_p, is_ca
     """As `flash_attention`, and the seed of what was dropped."""
     words = jax.random.key_data(key_).astype(np.int64)
     seed = (words[0] << 32) | words[1]
-    own = OwnHeads(query, key, FORWARD_QUERY)
+    own = GroupedHeads(query, key, FORWARD_QUERY)
     tensors = (query, own.take(key), own.take(value))
     blocks = _blocks(tensors, attn_mask, seed, dropout_p, is_causal, scale, FORWARD_QUERY)
     return *blocks.forward(), seed
@@ -138,7 +138,7 @@ def flash_attention_backward(
     of_mask,
 ):
     """The gradients of query, key, value and, where asked for, of the mask."""
-    own = OwnHeads(query, key, BACKWARD_QUERY)
+    own = GroupedHeads(query, key, BACKWARD_QUERY)
     tensors = (query, own.take(key), own.take(value))
     kernel = _kernel(*tensors, attn_mask, is_causal, BACKWARD_QUERY)
     grads: Sequence[jax.Array]

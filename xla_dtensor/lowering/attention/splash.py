@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_dtensor.base import jax_private
-from xla_dtensor.lowering.place import here
+from xla_dtensor.lowering.context import here
 
 _LANES = 128
 _BLOCK = 512

@@ -20,9 +20,9 @@ from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.partitioned.padding import padded
 from xla_dtensor.lowering.partitioned.per_slice import per_slice
+from xla_dtensor.lowering.platform_primitives import in_32_bits
 from xla_dtensor.lowering.promotion import promote, promote_for_math
 from xla_dtensor.lowering.registry import lowers
-from xla_dtensor.lowering.when_lowered import in_32_bits
 from xla_dtensor.lowering.workarounds import EIGENVALUES, FACTORISATIONS_IN_32_BITS
 
 # LU --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering.place import here
+from xla_dtensor.lowering.context import here
 
 _LANES = 128
 _LARGEST = 512

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_dtensor.lowering import place
+from xla_dtensor.lowering import context
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.ops.view import wrap_dim
 from xla_dtensor.lowering.partitioned.scatter import highest, lowest, narrow, write, write_each
@@ -417,7 +417,7 @@ def embedding_dense_backward(
     indices = narrow(indices, num_weights)
     # What devices exchange has the dtype in which it is added up. On TPUs that is the parameter's,
     # as it is in torch on the CPU, and in JAX: single precision moves twice the bytes.
-    on_tpu = place.here().platform == "tpu"
+    on_tpu = context.here().platform == "tpu"
     wide = grad if on_tpu else grad.astype(_widened(grad.dtype))
     if scale_grad_by_freq:
         count = write(

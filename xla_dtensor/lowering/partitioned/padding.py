@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from xla_dtensor.lowering.place import here
+from xla_dtensor.lowering.context import here
 
 Widths = Sequence[tuple[int, int]]
 

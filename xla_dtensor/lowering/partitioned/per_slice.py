@@ -7,8 +7,8 @@
 
 So the function becomes a call that XLA cuts into one call per device (`custom_partitioning`). Where
 the compiler has no such calls (TPUs, `workarounds.NOT_PARTITIONABLE`) an operation of `Kind.SLICED`
-is called with shards (`plans/cut.py`). Of uneven shards, or others' layouts, it stays as it is:
-right, with the communication that XLA finds necessary.
+is called with shards (`plans/shard_map_call.py`). Of uneven shards, or others' layouts, it stays as
+it is: right, with the communication that XLA finds necessary.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
+from xla_dtensor.lowering.context import here
 from xla_dtensor.lowering.partitioned.scatter import is_inside
-from xla_dtensor.lowering.place import here
 from xla_dtensor.lowering.workarounds import NOT_PARTITIONABLE
 
 Function = Callable[..., Any]

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_dtensor.lowering.context import here
 from xla_dtensor.lowering.partitioned.padding import padded
-from xla_dtensor.lowering.place import here
 
 # Per dim of the array written to: indices, all of shapes that broadcast, or the whole dim.
 Positions = Sequence["jax.Array | slice"]

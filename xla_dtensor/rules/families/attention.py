@@ -76,7 +76,7 @@ def _keys(
 
     Grouped heads shard alike: device i has the queries of its keys. Where that can't be, as they
     are fewer than devices, each device has all, and takes its own
-    (`lowering/attention/own_heads.py`).
+    (`lowering/attention/grouped_heads.py`).
     """
     if dim == q.ndim + QUERY_DIM:
         return [(R, R)]

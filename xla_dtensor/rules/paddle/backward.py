@@ -15,8 +15,8 @@ from torch.distributed.tensor import Partial, Placement
 
 from xla_dtensor.base.torch_private import OpOverload
 from xla_dtensor.rules.alternatives import Alternative, Merged, merge
-from xla_dtensor.rules.asking import ask
 from xla_dtensor.rules.call import Call, bind
+from xla_dtensor.rules.infer import ask
 from xla_dtensor.rules.merging import (
     REPLICATE,
     Placements,

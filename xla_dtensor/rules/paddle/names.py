@@ -20,8 +20,8 @@ import torch
 
 from xla_dtensor.base.torch_private import OpOverload, pytree
 from xla_dtensor.rules.alternatives import Merged
-from xla_dtensor.rules.asking import ask, infer
 from xla_dtensor.rules.call import Call, OutShapes, bind
+from xla_dtensor.rules.infer import ask, infer
 from xla_dtensor.rules.merging import DimSharding, Placements, TensorInfo
 from xla_dtensor.rules.paddle import composed, experts  # noqa: F401  (register ops)
 from xla_dtensor.rules.paddle.backward import infer_arguments

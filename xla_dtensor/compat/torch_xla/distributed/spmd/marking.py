@@ -20,7 +20,7 @@ from xla_dtensor.compat.torch_xla.distributed.spmd.specs import (
 )
 from xla_dtensor.compat.torch_xla.errors import SpmdError
 from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
-from xla_dtensor.mesh.meeting import let_meet
+from xla_dtensor.mesh.combinable import let_meet
 from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.local_view import as_sharded

@@ -16,7 +16,7 @@ from xla_dtensor import mesh as meshes
 from xla_dtensor.compat.torch_xla import runtime
 from xla_dtensor.compat.torch_xla.errors import SpmdError
 from xla_dtensor.mesh import XLADeviceMesh
-from xla_dtensor.mesh.meeting import let_meet
+from xla_dtensor.mesh.combinable import let_meet
 
 
 class _Shape(tuple[int, ...]):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.forms.form import Form
-from xla_dtensor.mesh.meeting import may_meet, placements_on
+from xla_dtensor.mesh.combinable import may_meet, placements_on
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.one_mesh import on_one_mesh
 from xla_dtensor.plans.plan import mutated_leaves

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering import place
+from xla_dtensor.lowering import context
 
 FORWARD_QUERY, BACKWARD_QUERY = 0, 1
 """Which of the tensor arguments of an attention the query is; the key comes next."""
@@ -16,7 +16,7 @@ FORWARD_QUERY, BACKWARD_QUERY = 0, 1
 _HEADS = -3
 
 
-class OwnHeads:
+class GroupedHeads:
     """The key and value heads that this device's query heads see.
 
     Heads of queries and of keys are mostly sharded alike, and all of a device's keys are its own.
@@ -34,7 +34,7 @@ class OwnHeads:
     own: jax.Array | None = None
 
     def __init__(self, query: jax.Array, key: jax.Array, index: int) -> None:
-        axes = place.here().axes
+        axes = context.here().axes
         if not axes or min(query.ndim, key.ndim) < 4:
             return
         of_query, of_key = axes[index][_HEADS], axes[index + 1][_HEADS]

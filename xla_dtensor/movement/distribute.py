@@ -18,7 +18,7 @@ from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import to_devices
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.movement import sources
+from xla_dtensor.movement import source_rank
 from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.runtime import abstract, arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
@@ -56,8 +56,8 @@ def lay_out(
         array = None
     elif own is not None:
         if check:
-            sources.check_shared(own, form)
-        array = sources.put_own(own, form)
+            source_rank.check_shared(own, form)
+        array = source_rank.put_own(own, form)
     else:
         array = _placed(tensor, form)
     result = XLAShardedTensor(Storage(array, form), form)

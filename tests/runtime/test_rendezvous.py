@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import xla_dtensor as xd
 from tests import launch
-from xla_dtensor.runtime import distributed, meeting
+from xla_dtensor.runtime import distributed, rendezvous
 from xla_dtensor.runtime.launchers import Launch, find
 
 Error = xd.DistributedError
@@ -48,7 +48,7 @@ def raises(call: object, *words: str) -> None:
 def test_a_port_in_use(listening: int) -> None:
     given = Launch("initialize()", 0, 2, f"localhost:{listening}")
     raises(
-        lambda: meeting.check_free(f"localhost:{listening}", given),
+        lambda: rendezvous.check_free(f"localhost:{listening}", given),
         f"port {listening}",
         "coordinator_address=",
     )
@@ -58,7 +58,7 @@ def test_a_coordinator_that_is_not_there() -> None:
     port = launch.free_port()
     given = Launch("slurm", 1, 2, meeting="jax")
     raises(
-        lambda: meeting.wait_until_there(f"localhost:{port}", given, 0.5),
+        lambda: rendezvous.wait_until_there(f"localhost:{port}", given, 0.5),
         f"no coordinator at localhost:{port}",
         "JAX_COORDINATOR_ADDRESS",
     )
@@ -67,7 +67,7 @@ def test_a_coordinator_that_is_not_there() -> None:
 def test_a_store_whose_port_is_in_use(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
     found = torchrun(monkeypatch, 0, 2, listening)
     raises(
-        lambda: meeting.address_of_coordinator(found, 2),
+        lambda: rendezvous.address_of_coordinator(found, 2),
         f"MASTER_PORT={listening}",
         "in use",
     )
@@ -75,7 +75,7 @@ def test_a_store_whose_port_is_in_use(monkeypatch: pytest.MonkeyPatch, listening
 
 def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found = torchrun(monkeypatch, 1, 2, launch.free_port())
-    raises(lambda: meeting.address_of_coordinator(found, 2), "MASTER_ADDR=localhost", "RANK 0")
+    raises(lambda: rendezvous.address_of_coordinator(found, 2), "MASTER_ADDR=localhost", "RANK 0")
 
 
 @pytest.fixture
@@ -84,20 +84,20 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     yield store.port
-    meeting._stores.clear()
+    rendezvous._stores.clear()
 
 
 def test_a_process_that_does_not_come(monkeypatch: pytest.MonkeyPatch, agent: int) -> None:
     found = torchrun(monkeypatch, 0, 3, agent)
-    raises(lambda: meeting.address_of_coordinator(found, 1), "RANK 1, 2", "WORLD_SIZE=3")
+    raises(lambda: rendezvous.address_of_coordinator(found, 1), "RANK 1, 2", "WORLD_SIZE=3")
 
 
 def test_a_rank_asked_for_twice(monkeypatch: pytest.MonkeyPatch, agent: int) -> None:
     found = torchrun(monkeypatch, 0, 2, agent)
     with pytest.raises(Error):
-        meeting.address_of_coordinator(found, 0.3)
+        rendezvous.address_of_coordinator(found, 0.3)
     raises(
-        lambda: meeting.address_of_coordinator(found, 1),
+        lambda: rendezvous.address_of_coordinator(found, 1),
         "RANK=0 is asked for twice",
         f"(pid {os.getpid()})",
     )
@@ -108,7 +108,7 @@ def test_they_meet_in_the_store(monkeypatch: pytest.MonkeyPatch, agent: int) -> 
     found = [torchrun(monkeypatch, rank, 2, agent) for rank in range(2)]
     got: list[str] = []
     threads = [
-        threading.Thread(target=lambda f=f: got.append(meeting.address_of_coordinator(f, 5)))
+        threading.Thread(target=lambda f=f: got.append(rendezvous.address_of_coordinator(f, 5)))
         for f in found
     ]
     for thread in threads:
@@ -123,12 +123,13 @@ def test_horovods_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with launch.horovods_server() as port:
         url = f"http://localhost:{port}"
         raises(
-            lambda: meeting.address_of_coordinator(Launch("Horovod", 1, 2, meeting=url), 0.5),
+            lambda: rendezvous.address_of_coordinator(Launch("Horovod", 1, 2, meeting=url), 0.5),
             "HOROVOD_GLOO_RENDEZVOUS_ADDR",
             url,
         )
         addresses = [
-            meeting.address_of_coordinator(Launch("Horovod", i, 2, meeting=url), 2) for i in (0, 1)
+            rendezvous.address_of_coordinator(Launch("Horovod", i, 2, meeting=url), 2)
+            for i in (0, 1)
         ]
     assert addresses == [f"{socket.gethostname()}:4567"] * 2
 

@@ -11,7 +11,7 @@ import torch
 from xla_dtensor.base import assertions, events, executor
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.errors import PerDeviceValueError
-from xla_dtensor.execution.conditions import assert_true
+from xla_dtensor.execution.value_checks import assert_true
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_host
 from xla_dtensor.forms.read import constant_recipe, logical_value, read, reading

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.forms.form import Form
+from xla_dtensor.lowering.context import Axes, Place, at
 from xla_dtensor.lowering.kinds import Kind, is_
-from xla_dtensor.lowering.place import Axes, Place, at
 from xla_dtensor.lowering.workarounds import NOT_PARTITIONABLE
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
 from xla_dtensor.plans.result_placements import Answer, has_users_rule, representable
@@ -33,7 +33,7 @@ def platform_of(frame: Frame | None) -> str:
     return str(frame.jax_mesh.devices.flat[0].platform)
 
 
-class Cut:
+class ShardMapCall:
     """How an operation is called on shards.
 
     Args:
@@ -96,7 +96,7 @@ class Cut:
         return list(cut(None if keys is None else keys(), *values))
 
 
-def cut_of(answer: Answer | None) -> Cut | None:
+def cut_of(answer: Answer | None) -> ShardMapCall | None:
     """How to call an operation on shards, if its kind needs that."""
     if answer is None:
         return None
@@ -139,7 +139,7 @@ def cut_of(answer: Answer | None) -> Cut | None:
         for _, placements in outputs
     ]
     padded = any(isinstance(form, Form) and form.padded_shape != form.shape for form in call.forms)
-    return Cut(frame_of(mesh), leaves, list(inputs), sums, padded)
+    return ShardMapCall(frame_of(mesh), leaves, list(inputs), sums, padded)
 
 
 def _spec(axes: TensorAxes) -> jax.sharding.PartitionSpec:
