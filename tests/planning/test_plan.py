@@ -133,7 +133,7 @@ def test_json_is_the_whole_report(report: Report, tmp_path: Path) -> None:
     assert json.loads(path.read_text())["memory"]["fits"] is None
     with pytest.raises(ValueError, match="no report"):
         Report.from_json("{}")
-    with pytest.raises(ValueError, match=r"\.json, \.png or \.txt"):
+    with pytest.raises(ValueError, match=r"\.json, \.png, \.svg or \.txt"):
         report.save(tmp_path / "a.pdf")
 
 

@@ -53,7 +53,7 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 MERMAID = ROOT / ".cache" / "mermaid.min.js"
 """What draws the pictures; `make docs` gets it from npm. Without it the theme asks a network."""
 
-_LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)")
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -98,7 +98,7 @@ def linked(text: str, source: str) -> str:
         page = page and page.replace(".ipynb", ".md")
         if page is None:
             return match["text"]
-        return f"[{match['text']}]({page}{'#' + anchor if anchor else ''})"
+        return f"{match['image']}[{match['text']}]({page}{'#' + anchor if anchor else ''})"
 
     # Code has brackets and parentheses of its own.
     parts = re.split(r"(^```.*?^```|`[^`\n]+`)", text, flags=re.MULTILINE | re.DOTALL)

@@ -73,7 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", help="the name of the step; by default the first one called")
     parser.add_argument("--tokens", type=int, help="what a step computes, if it isn't found")
     parser.add_argument(
-        "--save", action="append", default=[], metavar="FILE", help="also as .json, .png or .txt"
+        "--save",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also as .json, .png, .svg or .txt",
     )
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two saved .json")
     return parser

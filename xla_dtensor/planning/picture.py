@@ -13,30 +13,28 @@ def picture(report: Any, path: Path) -> None:
 
     Args:
         report: what to draw.
-        path: where the PNG goes.
+        path: where it goes, a PNG or an SVG by its suffix.
 
     Raises:
         ImportError: matplotlib isn't installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "a report as a picture needs matplotlib: pip install matplotlib, or save it as .json"
         ) from error
     figure = Figure(figsize=(11, 7), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items())
-    figure.suptitle(f"{report.step} on {report.topology}, {mesh}")
+    figure.suptitle(", ".join(filter(None, (report.step, report.topology, mesh))))
     parts: Any = figure.subfigures(2, 1, height_ratios=(1, 2))
     top, bottom = parts
-    left, right = top.subplots(1, 2)
+    left, *more = top.subplots(1, 1 + bool(report.seconds), squeeze=False)[0]
     _memory(left, report)
-    names, values = list(report.seconds), [1e3 * v for v in report.seconds.values()]
-    right.barh(names, values)
-    right.invert_yaxis()
-    right.set_xlabel("ms at the least")
+    for right in more:  # of chips whose speed is known
+        right.barh(list(report.seconds), [1e3 * v for v in report.seconds.values()])
+        right.invert_yaxis()
+        right.set_xlabel("ms at the least")
     rows = alike(report.collectives)[:16]
     axes = bottom.subplots()
     labels = [
@@ -47,7 +45,7 @@ def picture(report: Any, path: Path) -> None:
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("MB on one device (red: activations along the batch)")
-    canvas.print_png(str(path))
+    figure.savefig(path)
 
 
 def _memory(axes: Any, report: Any) -> None:

@@ -167,7 +167,7 @@ class Report:
         """Write it to a file, by the ending of its name.
 
         Args:
-            path: ``.json``, ``.png`` (which needs matplotlib) or ``.txt``.
+            path: ``.json``, ``.png`` or ``.svg`` (which need matplotlib) or ``.txt``.
 
         Raises:
             ValueError: another ending.
@@ -177,10 +177,10 @@ class Report:
             path.write_text(self.as_json())
         elif path.suffix == ".txt":
             path.write_text(f"{self}\n")
-        elif path.suffix == ".png":
+        elif path.suffix in (".png", ".svg"):
             picture(self, path)
         else:
-            raise ValueError(f"{path}: a report is saved as .json, .png or .txt")
+            raise ValueError(f"{path}: a report is saved as .json, .png, .svg or .txt")
 
     def __str__(self) -> str:
         return as_text(self)
