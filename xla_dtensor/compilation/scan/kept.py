@@ -91,7 +91,7 @@ def _never(packed: None) -> torch.Tensor:
 
 def to_host(arrays: Any) -> Any:
     """Arrays in the host's memory, as the devices have them."""
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.HostTensor), arrays)
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), arrays)
 
 
 def to_devices(arrays: Any) -> Any:
