@@ -143,7 +143,9 @@ class ReplayedStep(BaseStep):
             return program
         # What cycles alone hold, and Python hasn't collected yet, nobody wants. When it collects
         # is no part of the step: a program for each time it may would be many.
-        gc.collect()
+        # Only what is younger than two collections, as all is that this call has made: a full one
+        # visits every object of the process, which takes a second where there are millions.
+        gc.collect(1)
         if len(recorded) != len(entries):  # destructors have written operations down, or read
             return self._program_of(recorded)
         collected = recorded.wanted()
