@@ -51,7 +51,8 @@ class Borrowed:
             return None
 
     def replace(self, name: str, value: Any) -> None:
-        """Put ``value`` in the place of what the package has, for all who use it."""
+        """Put ``value`` in the place of what the package has, for all who look it up there from now
+        on; who has imported it by name before keeps what it was."""
         owner, attribute = self._owner(name)
         setattr(owner, attribute, value)
         vars(sys.modules[self._module]).pop(name, None)

@@ -1,8 +1,8 @@
 """Calls on tensors of several meshes over the same devices, as programs for torch_xla make them:
 all tensors are redistributed to one of the meshes.
 
-Only for meshes of which `mesh.meeting` says that they may be combined; for others it is an error,
-as in torch.
+Only for meshes of which `mesh.combinable` says that they may be combined; for others it is an
+error, as in torch.
 """
 
 from __future__ import annotations

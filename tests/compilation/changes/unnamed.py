@@ -15,7 +15,9 @@ import logging
 import logging.handlers
 import operator
 import os
+import queue
 import random
+import threading
 import types
 import typing
 import weakref
@@ -404,7 +406,74 @@ def state_of_an_own_generator(world: World) -> Case:
     return (lambda x: x * (source.bit_generator.state["state"]["state"] % 97)), source.random
 
 
+# --- classes of the user's of what is watched in a way of its own ---------------------------------
+
+
+class OwnRandom(random.Random):
+    scale: float
+
+
+class OwnQueue(queue.Queue):
+    scale: float
+
+
+class OwnSemaphore(threading.Semaphore):
+    scale: float
+
+
+class OwnThread(threading.Thread):
+    scale: float
+
+
+class OwnCondition(threading.Condition):
+    scale: float
+
+
+class ModuleAndDict(dict, torch.nn.Module):
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self["scale"] = 2.0
+
+    __hash__ = torch.nn.Module.__hash__
+
+
+def _attribute_of(held: Any) -> Case:
+    held.scale = 2.0
+    return (lambda x: x * held.scale), put(held, "scale", 3.0)
+
+
+def attribute_of_an_own_random(world: World) -> Case:
+    return _attribute_of(OwnRandom(0))
+
+
+def attribute_of_an_own_queue(world: World) -> Case:
+    return _attribute_of(OwnQueue())
+
+
+def attribute_of_an_own_semaphore(world: World) -> Case:
+    return _attribute_of(OwnSemaphore())
+
+
+def attribute_of_an_own_thread(world: World) -> Case:
+    return _attribute_of(OwnThread())
+
+
+def attribute_of_an_own_condition(world: World) -> Case:
+    return _attribute_of(OwnCondition())
+
+
+def item_of_a_module_that_is_a_dict(world: World) -> Case:
+    held = ModuleAndDict()
+    return (lambda x: x * held["scale"]), lambda: held.update(scale=3.0)
+
+
 MAKERS: tuple[Callable[[World], Case], ...] = (
+    attribute_of_an_own_random,
+    attribute_of_an_own_queue,
+    attribute_of_an_own_semaphore,
+    attribute_of_an_own_thread,
+    attribute_of_an_own_condition,
+    item_of_a_module_that_is_a_dict,
     eval_in_a_closure,
     eval_as_a_default,
     eval_imported,

@@ -13,7 +13,12 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.run import Outputs
 from xla_dtensor.compilation.code.garbage import Seldom
-from xla_dtensor.compilation.program.input_layouts import Pinning, compiled, layouts, shardings_of
+from xla_dtensor.compilation.program.input_layouts import (
+    Pinning,
+    compile_somehow,
+    layouts,
+    shardings_of,
+)
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
@@ -69,7 +74,7 @@ class Executable:
         # The names of the parameters are those of the inputs in the program's text.
         def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
             found = inputs.constants(donated, kept, hosts, words)
-            # What stands for gradients of results, which only the backward pass is given.
+            # Cotangents, which only the backward pass is given: nothing here depends on them.
             found = [0 if value is None else value for value in found]
             results: list[Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, found))()
             return results
@@ -103,7 +108,9 @@ class Executable:
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {frame}{seed}"
                     )
-                known = compiled(lambda: lowered.compile(options), lower, options, self.lowering)
+                known = compile_somehow(
+                    lambda: lowered.compile(options), lower, options, self.lowering
+                )
                 executables.put(key, known)
             self.compiled = known
 

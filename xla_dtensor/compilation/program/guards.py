@@ -55,7 +55,8 @@ class Guards:
 
     def __init__(self, traced: Traced, inputs: Inputs, arguments: Arguments) -> None:
         self._traced, self._inputs = traced, inputs
-        self.watch, self.stale = traced.watch, None
+        self.watch = traced.watch
+        self.stale: str | None = None
         self._epoch = epoch.tensors.value
         trace = traced.trace
         self._decisions = [*{decision.text: decision for decision in trace.decisions}.values()]
@@ -75,8 +76,6 @@ class Guards:
         self._checks = [check for check, compared in checks if compared]
         self.prepared = inputs.prepare(arguments)
 
-    stale: str | None
-
     def mismatch(self, arguments: Arguments) -> Mismatch | None:
         """Why the program can't run now, or None."""
         if self.stale is not None:
@@ -95,6 +94,7 @@ class Guards:
             why = check(arguments)
             if why is not None:
                 return Mismatch(why)
+        # `Watch.met` makes a tuple of all arguments; in most calls the step finds none elsewhere.
         known, before = self.watch.known, self._traced.inputs.met
         tensors, containers = map(id, arguments.tensors), map(id, arguments.containers)
         if before or not (known.isdisjoint(tensors) and known.isdisjoint(containers)):
@@ -105,7 +105,7 @@ class Guards:
             prepared = self.prepared = self._inputs.prepare(arguments)
         except NumberChanged as changed:
             return Mismatch(str(changed))
-        return self._decides_otherwise(arguments, prepared)
+        return self._decisions_differ(arguments, prepared)
 
     def decides_otherwise(self, arguments: Arguments) -> bool:
         """Whether the numbers alone say that the program can't run, which is quickly asked where
@@ -152,7 +152,7 @@ class Guards:
             numbers=changed_numbers(differences),
         )
 
-    def _decides_otherwise(self, arguments: Arguments, prepared: Prepared) -> Mismatch | None:
+    def _decisions_differ(self, arguments: Arguments, prepared: Prepared) -> Mismatch | None:
         numbers = prepared.numbers
         if self._decisions and repr(numbers) != self._decided_by:
             try:

@@ -87,16 +87,18 @@ class Pinning:
             return anew[-1]()
 
 
-def compiled(run: Callable[[], Any], lower: Callable[[], Any], options: Any, how: Pinning) -> Any:
-    """A program compiled by XLA, as it is or, where XLA fails on that, in the ways that it doesn't.
+def compile_somehow(
+    run: Callable[[], Any], lower: Callable[[], Any], options: Any, pinning: Pinning
+) -> Any:
+    """Compile a program as it is; if XLA fails on it, in other ways of the same meaning.
 
     Args:
         run: compiles it as it is.
         lower: lowers it anew, as `jax.stages.Lowered`.
         options: for XLA.
-        how: its pins are lowered.
+        pinning: how its pins are lowered.
     """
-    return how.attempt(
+    return pinning.attempt(
         run,
         lambda: apart(lower(), ("stablehlo.slice",)).compile(options),
         lambda: apart(lower(), ("stablehlo.slice", "stablehlo.gather")).compile(options),

@@ -94,7 +94,7 @@ class Inputs:
         """What is computed on the host before a call.
 
         Raises:
-            Changed: a number is none of the kind that the program was made for.
+            NumberChanged: a number is none of the kind that the program was made for.
         """
         numbers = values_of(self._numbers, arguments)
         host = self._host_program

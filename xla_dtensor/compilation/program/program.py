@@ -72,7 +72,8 @@ class Program:
         for outside in traced.outside:  # gradients of before aren't kept alive
             outside.grad = None
         forms = [form.placed(traced.frame) for form in traced.outputs.forms]
-        history, self._backward = traced.outputs.history, None
+        history = traced.outputs.history
+        self._backward: BackwardPass | None = None
         if history is None:
             order = outputs_in_order(inputs.donated.sources, len(forms))
             jaxpr, residuals, donates = reordered(traced.jaxpr, order), 0, True
@@ -95,8 +96,6 @@ class Program:
             executables=executables,
             options=options,
         )
-
-    _backward: BackwardPass | None
 
     @property
     def frame(self) -> Any:

@@ -46,7 +46,8 @@ class WriteBack:
         pairs = [(s, outputs.forms[index]) for index, s in alone]
         pairs += [(s, outputs.forms[index]) for index, many in counters for s in many]
         self._new_forms = [(s, form) for s, form in pairs if s.form is not form]
-        # Of most steps the leaves are the same tensors in each call.
+        # Of most steps the leaves are the same tensors in each call, which `ExternalTensor.get`
+        # holds, too, as long as the program lives.
         grads = [
             (o.get() if o.is_fixed else None, o, template) for o, template in traced.outputs.grads
         ]

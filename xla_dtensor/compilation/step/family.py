@@ -84,13 +84,13 @@ class Family:
         return found
 
     def find(
-        self, arguments: Arguments, uses: bool = True
+        self, arguments: Arguments, to_run: bool = True
     ) -> tuple[tuple[Arguments, Program] | None, Mismatch | None]:
         """The program that fits, with the arguments that it takes; and why the first one that
         doesn't fit doesn't.
 
         Args:
-            uses: whether it is going to run. Else none becomes the one used last.
+            to_run: whether it is going to run, and so becomes the first that is tried.
         """
         missed: Mismatch | None = None
         for call, programs in self.candidates(arguments):
@@ -99,7 +99,7 @@ class Family:
                     continue
                 mismatch = program.guards.mismatch(call)
                 if mismatch is None:
-                    if position and uses:
+                    if position and to_run:
                         programs.first(program)
                     return (call, program), missed
                 missed = missed or mismatch

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from xla_dtensor.compilation.call.inputs import LostArrays, check_alive, refuse_deleted
-from xla_dtensor.compilation.program.input_layouts import Pinning, compiled
+from xla_dtensor.compilation.program.input_layouts import Pinning, compile_somehow
 from xla_dtensor.execution import lazy
 from xla_dtensor.execution.batch import Batch, Waiting
 from xla_dtensor.execution.batch_program import (
@@ -77,7 +77,7 @@ class Program:
             first = traced()
             wanted_shardings = shardings.get("out_shardings", ())
             pinning.loosen(first.jaxpr.jaxpr, recorded.frame, inputs, wanted_shardings)
-            self.compiled = compiled(
+            self.compiled = compile_somehow(
                 lambda: first.lower().compile(options), lambda: traced().lower(), options, pinning
             )
 

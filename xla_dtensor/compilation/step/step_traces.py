@@ -147,7 +147,7 @@ class StepTraces(BaseStep):
         there = self._families.get(arguments.key) or Family()
         family = there.settings()
         family.takes(arguments.lengths)
-        found, missed = there.find(arguments, uses=False)
+        found, missed = there.find(arguments, to_run=False)
         if found is not None:
             traced = found[-1].traced
             family.dynamic, self._carried = traced.dynamic, traced.names_of_carried

@@ -69,7 +69,7 @@ def hyperparameter(optimizer: Optimizer, index: int, key: str, arguments: Any) -
     """The present value of a number in a param group.
 
     Raises:
-        Changed: there is no number any more.
+        NumberChanged: there is no number any more.
     """
     try:
         value = optimizer.param_groups[index][key]

@@ -34,7 +34,7 @@ class Number:
             before: the values of the numbers before it.
 
         Raises:
-            Changed: it can't be computed any more, or is another kind of number.
+            NumberChanged: it can't be computed any more, or is another kind of number.
         """
         assert self.compute is not None
         try:
@@ -58,7 +58,7 @@ def values_of(numbers: list[Number], arguments: Any) -> list[float]:
     """The present values of a trace's numbers.
 
     Raises:
-        Changed: one has none of the kind that it had.
+        NumberChanged: one has none of the kind that it had.
     """
     found: list[float] = []
     for number in numbers:

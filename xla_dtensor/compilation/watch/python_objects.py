@@ -57,8 +57,7 @@ def of_dict(walk: Walk, value: Any, path: str) -> None:
         if not is_atom(key):
             walk.follow(key, f"{path}'s key")
         walk.follow(item, f"{path}[{key!r}]" if is_atom(key) else f"{path}[...]")
-    if not walk.of_library(type(value)):
-        own_parts(walk, value, path)
+    users_own(walk, value, path)
 
 
 def of_sequence(walk: Walk, value: Any, path: str) -> None:
@@ -77,8 +76,7 @@ def of_sequence(walk: Walk, value: Any, path: str) -> None:
     for i, item in enumerate(cls.__iter__(value)):
         if i not in place.carried:
             walk.follow(item, f"{path}[{i}]")
-    if not walk.of_library(type(value)):
-        own_parts(walk, value, path)
+    users_own(walk, value, path)
 
 
 def _sampled(walk: Walk, value: Any, keys: Sequence[Any], path: str) -> None:
@@ -196,8 +194,7 @@ def of_event(walk: Walk, event: threading.Event, path: str) -> None:
         walk.place(flag)
     elif flag.guarded:  # other threads set it
         walk.reached.live += flag.live()[1]
-    if not walk.of_library(type(event)):
-        own_parts(walk, event, path)
+    users_own(walk, event, path)
 
 
 def of_random_source(walk: Walk, source: Any, path: str) -> None:
@@ -211,6 +208,13 @@ def of_random_source(walk: Walk, source: Any, path: str) -> None:
         generator = source.bit_generator if hasattr(source, "bit_generator") else source
         read = lambda: repr(getattr(generator, "state", None) or source.get_state())
         walk.reached.probe(f"{path}'s state", read)
+    users_own(walk, source, path)
+
+
+def users_own(walk: Walk, value: Any, path: str) -> None:
+    """What the user's own class has added to one of a library's."""
+    if not walk.of_library(type(value)):
+        own_parts(walk, value, path)
 
 
 def of_thread_local(walk: Walk, local: threading.local, path: str) -> None:
@@ -243,9 +247,9 @@ def of_iterator(walk: Walk, iterator: Any, path: str) -> None:
 def of_shared(walk: Walk, value: Any, path: str) -> None:
     """The step mustn't put, take, acquire or release."""
     walk.reached.shared.append((value, path))
+    users_own(walk, value, path)
 
 
-# What is in those of threads belongs to all of them, and changes at any time.
 KINDS = (
     Followed((np.ndarray, bytearray, memoryview, array.array), None, of_buffer),
     Followed(types.MethodType, type, of_method),
@@ -265,7 +269,8 @@ KINDS = (
     Followed((list, tuple, set, frozenset, deque), None, of_sequence),
     Followed((types.GeneratorType, *ITERATORS), "opaque", of_iterator),
     Followed(_SHARED, "opaque", of_shared),
-    Followed((threading.Thread, threading.Condition, threading.Barrier), "opaque", None),
+    # What is in those itself belongs to all threads, and changes at any time.
+    Followed((threading.Thread, threading.Condition, threading.Barrier), "opaque", users_own),
     Followed(threading.Event, "object", of_event),
     Followed((io.StringIO, io.BytesIO), "object", of_text),
     Followed(_RANDOM_SOURCES, "random generator", of_random_source),

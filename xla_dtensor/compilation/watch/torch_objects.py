@@ -31,6 +31,7 @@ from xla_dtensor.compilation.watch.attributes import (
     only_assigned,
     slots,
 )
+from xla_dtensor.compilation.watch.python_objects import of_dict
 from xla_dtensor.compilation.watch.walk import Followed, Walk
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
@@ -86,6 +87,8 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
         slots(walk, module, path)
     only_assigned(walk, module, path, names)
     walk.read(Entries(own, names, path), but_for=_HOOKS)
+    if isinstance(module, dict):  # a class of the user's that is both
+        of_dict(walk, module, path)
     methods(walk, cls)
 
 

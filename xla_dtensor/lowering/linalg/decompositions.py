@@ -189,28 +189,30 @@ def cholesky_ex(
 ) -> tuple[jax.Array, jax.Array]:
     factor = cholesky(a, upper)
     failed = jnp.any(jnp.isnan(factor), axis=(-2, -1))
-    # XLA says only that it failed; where, which takes long, is computed if it did.
+    if 0 in a.shape:
+        return factor, failed.astype(np.int32)
+    # XLA says only that it failed; where, is looked for if it did.
+    none = jnp.zeros(a.shape[:-2], np.int32)
     lower = _adjoint(a) if upper else a
-    order = lax.cond(
-        jnp.any(failed), _order_not_positive, lambda a: jnp.zeros(a.shape[:-2], np.int32), lower
-    )
+    order = lax.cond(jnp.any(failed), _order_not_positive, lambda a: none, lower)
     return factor, jnp.where(failed, order, 0)
 
 
 def _order_not_positive(a: jax.Array) -> jax.Array:
-    """The order of the first leading minor that isn't positive, by elimination column by column;
-    that of the whole if rounding makes none of them so. Only the lower triangle is read."""
-    n = a.shape[-1]
+    """The order of the first leading minor of each matrix that has no factor, of matrices that have
+    none themselves: by bisection, with the rest of the matrix an identity."""
+    n, eye = a.shape[-1], jnp.eye(a.shape[-1], dtype=a.dtype)
+    inside = jnp.maximum(*jnp.meshgrid(jnp.arange(n), jnp.arange(n)))  # in minors of a higher order
 
-    def column(k: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        rest, order = state
-        values = lax.dynamic_index_in_dim(rest, k, -1, keepdims=False)
-        pivot = lax.dynamic_index_in_dim(values, k, -1, keepdims=False).real
-        order = jnp.where((order == n) & ~(pivot > 0), jnp.minimum(order, k + 1), order)
-        scaled = values / jnp.sqrt(pivot)[..., None].astype(a.dtype)
-        return rest - scaled[..., :, None] * scaled.conj()[..., None, :], order.astype(np.int32)
+    def halve(_: Any, known: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        has, has_none = known
+        middle = (has + has_none) // 2
+        minor = jnp.where(inside < middle[..., None, None], a, eye)
+        fails = jnp.any(jnp.isnan(lax.linalg.cholesky(minor, symmetrize_input=False)), (-2, -1))
+        return jnp.where(fails, has, middle), jnp.where(fails, middle, has_none)
 
-    return lax.fori_loop(0, n, column, (a, jnp.full(a.shape[:-2], n, np.int32)))[1]
+    start = jnp.zeros(a.shape[:-2], np.int32), jnp.full(a.shape[:-2], n, np.int32)
+    return lax.fori_loop(0, n.bit_length(), halve, start)[1]
 
 
 @lowers("cholesky_solve", "_cholesky_solve_helper")
