@@ -462,6 +462,13 @@ def attribute_of_an_own_condition(world: World) -> Case:
     return _attribute_of(OwnCondition())
 
 
+def eval_beside_an_own_thread(world: World) -> Case:
+    # Any attribute may be read, and what a trace replaces in the thread's class mustn't count.
+    held, evaluate = OwnThread(), eval
+    held.scale = 2.0
+    return (lambda x: x * evaluate("held.scale", {"held": held})), put(held, "scale", 3.0)
+
+
 def item_of_a_module_that_is_a_dict(world: World) -> Case:
     held = ModuleAndDict()
     return (lambda x: x * held["scale"]), lambda: held.update(scale=3.0)
@@ -473,6 +480,7 @@ MAKERS: tuple[Callable[[World], Case], ...] = (
     attribute_of_an_own_semaphore,
     attribute_of_an_own_thread,
     attribute_of_an_own_condition,
+    eval_beside_an_own_thread,
     item_of_a_module_that_is_a_dict,
     eval_in_a_closure,
     eval_as_a_default,

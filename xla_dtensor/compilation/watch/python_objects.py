@@ -162,6 +162,7 @@ def of_reference(walk: Walk, reference: weakref.ref[Any], path: str) -> None:
 
 # How much of them there is says whether a step has put, taken, acquired or released.
 _SHARED = (threading.Semaphore, queue.Queue, queue.SimpleQueue)
+_OF_THREADS = (threading.Thread, threading.Condition, threading.Barrier)
 _RANDOM_SOURCES = (random.Random, np.random.Generator, np.random.RandomState)
 _READS_TEXT = frozenset(
     {
@@ -208,7 +209,14 @@ def of_random_source(walk: Walk, source: Any, path: str) -> None:
         generator = source.bit_generator if hasattr(source, "bit_generator") else source
         read = lambda: repr(getattr(generator, "state", None) or source.get_state())
         walk.reached.probe(f"{path}'s state", read)
-    users_own(walk, source, path)
+    beside_what_is_refused(walk, source, path)
+
+
+def beside_what_is_refused(walk: Walk, value: Any, path: str) -> None:
+    """What the user's own class has added to one whose use in a step is refused. What the library's
+    class has isn't followed: a trace replaces some of it (`code/threads.py`, `host_random.py`)."""
+    walk.classes.update(filter(walk.of_library, type(value).__mro__))
+    users_own(walk, value, path)
 
 
 def users_own(walk: Walk, value: Any, path: str) -> None:
@@ -247,7 +255,7 @@ def of_iterator(walk: Walk, iterator: Any, path: str) -> None:
 def of_shared(walk: Walk, value: Any, path: str) -> None:
     """The step mustn't put, take, acquire or release."""
     walk.reached.shared.append((value, path))
-    users_own(walk, value, path)
+    beside_what_is_refused(walk, value, path)
 
 
 KINDS = (
@@ -270,7 +278,7 @@ KINDS = (
     Followed((types.GeneratorType, *ITERATORS), "opaque", of_iterator),
     Followed(_SHARED, "opaque", of_shared),
     # What is in those itself belongs to all threads, and changes at any time.
-    Followed((threading.Thread, threading.Condition, threading.Barrier), "opaque", users_own),
+    Followed(_OF_THREADS, "opaque", beside_what_is_refused),
     Followed(threading.Event, "object", of_event),
     Followed((io.StringIO, io.BytesIO), "object", of_text),
     Followed(_RANDOM_SOURCES, "random generator", of_random_source),
