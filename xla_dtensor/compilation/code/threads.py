@@ -63,6 +63,13 @@ def _starts() -> list[tuple[Any, str, Callable[..., Any], str]]:
     return [*_STARTS, (pool, "submit", _second, "hands work to a ProcessPoolExecutor")]
 
 
+def replaced(cls: type) -> frozenset[str]:
+    """The names of a class's methods that `none_started` replaces: that is no change of the
+    step's."""
+    names = {name for owner, name, _, _ in _starts() if owner is cls}
+    return frozenset(names.union(("put", "get") if cls is queue.Queue else ()))
+
+
 @contextlib.contextmanager
 def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
     """Refuse a step that starts threads or processes, hands work to them, puts into or takes from

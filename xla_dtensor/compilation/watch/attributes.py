@@ -35,6 +35,7 @@ from xla_dtensor.compilation.code.reflection import (
     registered_with,
     subclasses,
 )
+from xla_dtensor.compilation.code.threads import replaced
 from xla_dtensor.compilation.objects.places import Entries, Slots
 from xla_dtensor.compilation.watch.walk import Walk
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
@@ -96,7 +97,9 @@ def library_class(walk: Walk, cls: type) -> None:
     if not cls.__flags__ & _HEAP_TYPE:
         return
     own, path = cls.__dict__, cls.__qualname__
-    place = Entries(own, [n for n in own if _is_used_of_library(walk, own[n], n)], path, setter=cls)
+    names = own.keys() - replaced(cls)
+    used = [n for n in own if n in names and _is_used_of_library(walk, own[n], n)]
+    place = Entries(own, used, path, setter=cls)
     walk.place(place)
     for name in place.keys:
         walk.reached.note_whole(place.label(name), own[name])

@@ -209,14 +209,7 @@ def of_random_source(walk: Walk, source: Any, path: str) -> None:
         generator = source.bit_generator if hasattr(source, "bit_generator") else source
         read = lambda: repr(getattr(generator, "state", None) or source.get_state())
         walk.reached.probe(f"{path}'s state", read)
-    beside_what_is_refused(walk, source, path)
-
-
-def beside_what_is_refused(walk: Walk, value: Any, path: str) -> None:
-    """What the user's own class has added to one whose use in a step is refused. What the library's
-    class has isn't followed: a trace replaces some of it (`code/threads.py`, `host_random.py`)."""
-    walk.classes.update(filter(walk.of_library, type(value).__mro__))
-    users_own(walk, value, path)
+    users_own(walk, source, path)
 
 
 def users_own(walk: Walk, value: Any, path: str) -> None:
@@ -255,7 +248,7 @@ def of_iterator(walk: Walk, iterator: Any, path: str) -> None:
 def of_shared(walk: Walk, value: Any, path: str) -> None:
     """The step mustn't put, take, acquire or release."""
     walk.reached.shared.append((value, path))
-    beside_what_is_refused(walk, value, path)
+    users_own(walk, value, path)
 
 
 KINDS = (
@@ -278,7 +271,7 @@ KINDS = (
     Followed((types.GeneratorType, *ITERATORS), "opaque", of_iterator),
     Followed(_SHARED, "opaque", of_shared),
     # What is in those itself belongs to all threads, and changes at any time.
-    Followed(_OF_THREADS, "opaque", beside_what_is_refused),
+    Followed(_OF_THREADS, "opaque", users_own),
     Followed(threading.Event, "object", of_event),
     Followed((io.StringIO, io.BytesIO), "object", of_text),
     Followed(_RANDOM_SOURCES, "random generator", of_random_source),
