@@ -297,6 +297,12 @@ PADDED_OPERANDS = Fault(
     "plans/shard_map_call.py:ShardMapCall",
     "seen in programs of several operations alone: tests/dispatch/test_sliced.py",
 )
+UNEVEN_SPLITS = Fault(
+    "A reshape that takes a dim apart which is in uneven shards along two axes, into shards along "
+    "other axes, ends the process (a segmentation fault while it compiles).",
+    "forms/views.py:_takes_uneven_shards_apart",
+    "it ends the process: jnp.zeros((9, 2)) in shards along (a, b) as (3, 6) along (a, c)",
+)
 CUT_PADDING = Fault(
     "Of a tensor in uneven shards that several operations want in other layouts it takes the "
     "padded one for the one without padding (Expected instruction to have shape equal to ...).",

@@ -215,12 +215,32 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
         base = form.fetched(base)
     else:
         base = logical(base, form)
+        if _takes_uneven_shards_apart(form, steps):
+            assert form.frame is not None
+            base = lax.with_sharding_constraint(base, form.frame.replicated)
     for step in steps:
         if isinstance(step, CrossingStep):
             base, form = step.get(base), step.target
         else:
             base = over_devices(step.get, [form.varying], form.frame, form.is_sharded)(base)
     return base
+
+
+def _takes_uneven_shards_apart(form: Form, steps: tuple[Step, ...]) -> bool:
+    """Whether a view gives another shape to what XLA may not (`base/xla_faults.py`, UNEVEN_SPLITS):
+    a dim in uneven shards along two mesh dims."""
+    if form.padded_shape == form.shape or form.varying or form.frame is None:
+        return False
+    sizes = form.frame.jax_mesh.shape
+    uneven = any(
+        size != padded and sum(sizes[name] > 1 for name in axes) > 1
+        for size, padded, axes in zip(form.shape, form.padded_shape, form.dim_axes, strict=True)
+    )
+    names = (step.op._schema.name for step in steps if isinstance(step, ViewStep) and step.op)
+    return uneven and any(name in _RESHAPES for name in names)
+
+
+_RESHAPES = frozenset(f"aten::{name}" for name in ("view", "_unsafe_view", "_reshape_alias"))
 
 
 def write_through(
