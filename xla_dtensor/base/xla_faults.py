@@ -298,10 +298,10 @@ PADDED_OPERANDS = Fault(
     "seen in programs of several operations alone: tests/dispatch/test_sliced.py",
 )
 UNEVEN_SPLITS = Fault(
-    "A reshape that takes a dim apart which is in uneven shards along two axes, into shards along "
-    "other axes, ends the process (a segmentation fault while it compiles).",
-    "forms/views.py:_takes_uneven_shards_apart",
-    "it ends the process: jnp.zeros((9, 2)) in shards along (a, b) as (3, 6) along (a, c)",
+    "A reshape of uneven shards into other uneven shards ends the process (a segmentation fault "
+    "while it compiles): four elements over eight devices as two rows over them.",
+    "forms/views.py:_whole_in",
+    "it ends the process; programs: tests/forms/test_uneven_splits.py",
 )
 CUT_PADDING = Fault(
     "Of a tensor in uneven shards that several operations want in other layouts it takes the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.base.tables.keys import thaw
 from xla_dtensor.errors import UnsupportedOpError
@@ -215,9 +217,7 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
         base = form.fetched(base)
     else:
         base = logical(base, form)
-        if _takes_uneven_shards_apart(form, steps):
-            assert form.frame is not None
-            base = lax.with_sharding_constraint(base, form.frame.replicated)
+        base = _uneven_dims_whole(base, form, steps)
     for step in steps:
         if isinstance(step, CrossingStep):
             base, form = step.get(base), step.target
@@ -226,18 +226,50 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
     return base
 
 
-def _takes_uneven_shards_apart(form: Form, steps: tuple[Step, ...]) -> bool:
-    """Whether a view gives another shape to what XLA may not (`base/xla_faults.py`, UNEVEN_SPLITS):
-    a dim in uneven shards along two mesh dims."""
-    if form.padded_shape == form.shape or form.varying or form.frame is None:
+def _uneven_dims_whole(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
+    """``base`` with those dims whole on each device that are in uneven shards, and that a view
+    merges with others or takes apart (`base/xla_faults.py`, UNEVEN_SPLITS)."""
+    if form.padded_shape == form.shape or form.varying:
+        return base
+    reshape = next((step for step in steps if _is_reshape(step)), None)
+    if not isinstance(reshape, ViewStep):
+        return base
+    pairs = enumerate(zip(form.shape, form.padded_shape, strict=True))
+    uneven = {d for d, (size, padded) in pairs if size != padded}
+    if reshape is steps[0]:
+        uneven -= _kept_by_reshape(form.shape, reshape.shape)
+    return _whole_in(base, form, uneven)
+
+
+def _written_whole(value: jax.Array, form: Form, step: Step, base: jax.Array) -> jax.Array:
+    """The same of what is written through a view, which lies as XLA likes: of dims that it can't
+    shard evenly."""
+    if form.frame is None or not _is_reshape(step) or value.ndim == 0:
+        return value
+    sizes = [size for size in form.frame.jax_mesh.shape.values() if size > 1]
+    dims = enumerate(value.shape)
+    uneven = {d for d, n in dims if n > 1 and any(n % size for size in (*sizes, math.prod(sizes)))}
+    return _whole_in(value, form, uneven - _kept_by_reshape(value.shape, base.shape))
+
+
+def _whole_in(value: jax.Array, form: Form, dims: set[int]) -> jax.Array:
+    if not dims or form.frame is None or value.ndim <= max(dims):
+        return value
+    spec = [None if d in dims else PartitionSpec.UNCONSTRAINED for d in range(value.ndim)]
+    sharding = NamedSharding(form.frame.jax_mesh, PartitionSpec(*spec))
+    return lax.with_sharding_constraint(value, sharding)
+
+
+def _is_reshape(step: Step) -> bool:
+    if not isinstance(step, ViewStep) or step.op is None:
         return False
-    sizes = form.frame.jax_mesh.shape
-    uneven = any(
-        size != padded and sum(sizes[name] > 1 for name in axes) > 1
-        for size, padded, axes in zip(form.shape, form.padded_shape, form.dim_axes, strict=True)
-    )
-    names = (step.op._schema.name for step in steps if isinstance(step, ViewStep) and step.op)
-    return uneven and any(name in _RESHAPES for name in names)
+    return step.op._schema.name in _RESHAPES
+
+
+def _kept_by_reshape(before: tuple[int, ...], after: tuple[int, ...]) -> set[int]:
+    """The dims that are a dim of the same elements in both shapes."""
+    there = {(math.prod(after[:d]), size) for d, size in enumerate(after)}
+    return {d for d, size in enumerate(before) if (math.prod(before[:d]), size) in there}
 
 
 _RESHAPES = frozenset(f"aten::{name}" for name in ("view", "_unsafe_view", "_reshape_alias"))
@@ -272,6 +304,8 @@ def write_through(
         inside, varying, size = write(part, form, rest)
         size = min(size, inside.dtype.itemsize)
         both = union(frame, [own, varying])
+        if not both:
+            inside = _written_whole(inside, form, first, base)
         put = over_devices(partial(first.put, size=size), [own, both], frame, sharded)
         return put(base, inside), both, size
 
