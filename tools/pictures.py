@@ -27,6 +27,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, parallel
 
 import xla_dtensor as xd
+from tools.package_calls import package_calls
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 # Of a light and of a dark page: neither black nor white.
@@ -145,20 +146,7 @@ SAYS = {
 
 def _files(run: Callable[[], Any]) -> list[str]:
     """The files of the package whose functions ``run`` calls, in the order of their first calls."""
-    found: dict[str, None] = {}
-
-    def look(frame: Any, event: str, _: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and "/xla_dtensor/" in name and "/tools/" not in name:
-            found.setdefault(name.rpartition("/xla_dtensor/")[2])
-
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return list(found)
+    return list(dict.fromkeys(name.partition(":")[0] for name in package_calls(run)))
 
 
 def _box(axes: Any, x: float, y: float, title: str, says: str, files: Sequence[str]) -> None:

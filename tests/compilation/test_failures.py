@@ -16,6 +16,7 @@ import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
 from xla_dtensor.base import executor
 from xla_dtensor.compilation.call import recipes
+from xla_dtensor.compilation.objects import remade
 from xla_dtensor.compilation.program import backward, write_back
 from xla_dtensor.compilation.watch.effects import Effect
 from xla_dtensor.forms.storage import Storage
@@ -138,7 +139,8 @@ WRITING: dict[str, tuple[Any, str]] = {
     "versions": (torch.autograd.graph, "increment_version"),
     "gradients": (recipes.NewTensor, "make"),
     "attributes": (Effect, "repeat"),
-    "results": (recipes.ViewRecipe, "make"),
+    "views": (recipes.ViewRecipe, "make"),
+    "results": (remade.Tree, "build"),
     "node": (backward, "Kept"),
 }
 

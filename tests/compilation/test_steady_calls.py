@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import xla_dtensor as xd
-from tests.package_calls import package_calls
+from tools.package_calls import package_calls
 
 
 def forward() -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import xla_dtensor as xd
-from tests.package_calls import package_calls
+from tools.package_calls import package_calls
 from xla_dtensor.base import executor
 from xla_dtensor.execution import batched
 from xla_dtensor.execution.abstract import Abstract

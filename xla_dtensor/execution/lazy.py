@@ -325,9 +325,7 @@ def flush() -> None:
 def flush_all() -> None:
     """Launch what all threads have written down: a compiled step takes over the memory of what it
     overwrites, which may be wanted by what waits."""
-    batch = _threads.batch
-    if batch._entries:
-        batch.run()
+    flush()
     if len(_batches) > 1:
         with lock:
             for other in list(_batches):

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from xla_dtensor.forms.form import Form
 
 
+_RESHAPES = frozenset(f"aten::{name}" for name in ("view", "_unsafe_view", "_reshape_alias"))
+
+
 @dataclass(frozen=True)
 class ViewStep:
     """One view operation on the way from a storage to a tensor.
@@ -56,6 +59,11 @@ class ViewStep:
             known = hash(tuple(getattr(self, name) for name in compared))
             self.__dict__["_hash"] = known
         return known
+
+    @property
+    def is_reshape(self) -> bool:
+        """Whether it gives the elements another shape, in their order."""
+        return self.op is not None and self.op._schema.name in _RESHAPES
 
     def get(self, base: jax.Array) -> jax.Array:
         """The view's value from its base's."""
@@ -231,20 +239,20 @@ def _uneven_dims_whole(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> 
     merges with others or takes apart (`base/xla_faults.py`, UNEVEN_SPLITS)."""
     if form.padded_shape == form.shape or form.varying:
         return base
-    reshape = next((step for step in steps if _is_reshape(step)), None)
-    if not isinstance(reshape, ViewStep):
+    reshapes = [step for step in steps if isinstance(step, ViewStep) and step.is_reshape]
+    if not reshapes:
         return base
     pairs = enumerate(zip(form.shape, form.padded_shape, strict=True))
     uneven = {d for d, (size, padded) in pairs if size != padded}
-    if reshape is steps[0]:
-        uneven -= _kept_by_reshape(form.shape, reshape.shape)
+    if reshapes[0] is steps[0]:
+        uneven -= _kept_by_reshape(form.shape, reshapes[0].shape)
     return _whole_in(base, form, uneven)
 
 
-def _written_whole(value: jax.Array, form: Form, step: Step, base: jax.Array) -> jax.Array:
+def _written_whole(value: jax.Array, form: Form, step: ViewStep, base: jax.Array) -> jax.Array:
     """The same of what is written through a view, which lies as XLA likes: of dims that it can't
     shard evenly."""
-    if form.frame is None or not _is_reshape(step) or value.ndim == 0:
+    if form.frame is None or not step.is_reshape:
         return value
     sizes = [size for size in form.frame.jax_mesh.shape.values() if size > 1]
     dims = enumerate(value.shape)
@@ -260,19 +268,10 @@ def _whole_in(value: jax.Array, form: Form, dims: set[int]) -> jax.Array:
     return lax.with_sharding_constraint(value, sharding)
 
 
-def _is_reshape(step: Step) -> bool:
-    if not isinstance(step, ViewStep) or step.op is None:
-        return False
-    return step.op._schema.name in _RESHAPES
-
-
 def _kept_by_reshape(before: tuple[int, ...], after: tuple[int, ...]) -> set[int]:
     """The dims that are a dim of the same elements in both shapes."""
     there = {(math.prod(after[:d]), size) for d, size in enumerate(after)}
     return {d for d, size in enumerate(before) if (math.prod(before[:d]), size) in there}
-
-
-_RESHAPES = frozenset(f"aten::{name}" for name in ("view", "_unsafe_view", "_reshape_alias"))
 
 
 def write_through(

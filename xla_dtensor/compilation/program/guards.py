@@ -135,7 +135,7 @@ class Guards:
         if not differences:
             # By path: two objects of a kind may have changed places.
             places = {(place.path, place.container) for place in now.reached.places}
-            changed = [effect.place for effect in traced.effects]
+            changed = [effect.place for effect in traced.effects.all]
             changed += [carried.place for carried in traced.carried]
             if any((place.path, place.container) not in places for place in changed):
                 return Mismatch("something that the step changes, which is another object now")

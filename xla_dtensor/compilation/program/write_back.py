@@ -84,7 +84,7 @@ class WriteBack:
     def finish(self, run: Run) -> None:
         """What else the step's Python has done. The schedulers' steps come last: they are the
         user's code, and may fail."""
-        for effect in self._traced.effects:
+        for effect in self._traced.effects.all:
             run.insist(_repeat, effect)
         if self._traced.outputs.left or not self._is_steady:
             # The next call traces again: it finds this state in place of making it, and may come to

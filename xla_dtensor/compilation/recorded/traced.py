@@ -301,9 +301,7 @@ class Traced:
         flat, outputs.tree = objects.flatten(result.pop())
         history = History(trace)
         made = OutputRecipes(outputs, arguments, watch, history)
-        effects = TracedEffects(trace, surroundings, self.names_of_carried)
-        self.effects, self.of_others = effects.all, effects.of_others
-        self.replaced, self.counted = effects.replaced, effects.counted
+        effects = self.effects = TracedEffects(trace, surroundings, self.names_of_carried)
         made.histories([*flat, *effects.left_in_places(objects)])
         outputs.results = list(map(made.result, flat))
         effects.convert(surroundings, watch, objects, made)

@@ -69,7 +69,7 @@ def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
         ],
         "what its Python changes": {
             (e.place.container, e.place.path, key): _left(value)
-            for e in traced.effects
+            for e in traced.effects.all
             for key, value in e.after.items()
         },
         "the state that it takes from where it is": [(c.name, c.where()) for c in traced.carried],
@@ -78,7 +78,7 @@ def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
 
 def _add_what_is_there(changes: dict[Any, Any], traced: Traced) -> None:
     """What an earlier call has put somewhere, and this one would put there again, is no change."""
-    for effect in traced.effects:
+    for effect in traced.effects.all:
         for key, value in effect.after.items():
             if effect.argument is None and is_atom(value) and value is effect.place.at(key):
                 changes.setdefault((effect.place.container, effect.place.path, key), _left(value))

@@ -169,7 +169,7 @@ class StepTraces(BaseStep):
     def _compare_what_it_assigns(self, traced: Traced, changed: frozenset[str]) -> None:
         """Compare in later calls what the step's Python assigns somewhere, and has left, or put, as
         it was; not what has ``changed`` since the trace before, and stayed that."""
-        changes = {each for effect in traced.effects for each in effect.changed()}
+        changes = {each for effect in traced.effects.all for each in effect.changed()}
         unchanged = traced.watch.unchanged(changes)
         self._left_alone |= unchanged & changed
         traced.kept = unchanged - self._left_alone
@@ -249,18 +249,19 @@ class StepTraces(BaseStep):
                 self._not_carried |= dict.fromkeys(suspects, error)
                 tried = set()
                 continue
-            for label in traced.of_others - self._not_carried.keys():
+            effects = traced.effects
+            for label in effects.of_others - self._not_carried.keys():
                 # For the time of a trace a stand-in would lie there: that thread would count on.
                 self._not_carried[label] = DataDependentError(f"another thread changes {label}")
-            if traced.of_others & self._counted & self._carried:
-                self._carried -= traced.of_others
+            if effects.of_others & self._counted & self._carried:
+                self._carried -= effects.of_others
                 traced.undo()
                 continue
             last, carried = family.latest(), traced.names_of_carried
-            earlier = () if last is None else last.traced.effects
-            again = [e for e in traced.effects if is_counted_on(e, carried, earlier)]
-            counted = {label for effect in again for label in effect.labels()} & traced.counted
-            found = (traced.replaced | counted) - self._not_carried.keys() - self._carried
+            earlier = () if last is None else last.traced.effects.all
+            again = [e for e in effects.all if is_counted_on(e, carried, earlier)]
+            counted = {label for effect in again for label in effect.labels()} & effects.counted
+            found = (effects.replaced | counted) - self._not_carried.keys() - self._carried
             if found:
                 traced.undo()
                 self._carried |= found
