@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from xla_dtensor import UnsupportedOpError
+from xla_dtensor.integration.device import registration
 from xla_dtensor.plans.ops import SPECIAL
 
 
@@ -62,3 +66,21 @@ def test_no_stale_error(mesh: DeviceMesh) -> None:
     y.register_hook(handle)
     y.sum().backward()
     assert x.grad is not None
+
+
+def test_with_an_empty_method_cache(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython's look-up of an attribute forgets the pending exception if it finds the name neither
+    in the type's method cache nor in its first dictionary: the guard looks nothing up."""
+    asked = registration._DeviceGuard.type_
+
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        # Bytecode that has not been specialised yet, as in a young process.
+        young = types.FunctionType(asked.__code__.replace(), asked.__globals__)
+        monkeypatch.setattr(registration._DeviceGuard, "type_", young)
+        sys._clear_type_cache()
+        raise _Expected("from a hook")
+
+    y = _leaf(mesh) * 2
+    y.register_hook(fail)
+    with pytest.raises(_Expected, match="from a hook"):
+        y.sum().backward()

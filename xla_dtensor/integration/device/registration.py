@@ -71,6 +71,9 @@ class _Hooks(PrivateUse1Hooks):
 
 
 _PRIVATEUSE1 = DeviceType.PrivateUse1
+# A global name: while an exception is pending, CPython's look-up of an attribute clears it if the
+# type's method cache doesn't know the name (``_PyType_Lookup``).
+_EXHAUSTED = interrupts.EXHAUSTED
 
 
 class _DeviceGuard(DeviceGuard):
@@ -79,7 +82,7 @@ class _DeviceGuard(DeviceGuard):
         # `interrupts.put_error_aside`, which this is, would be a further call, and C++ asks a few
         # times for each operation.
         try:
-            next(interrupts.EXHAUSTED, None)
+            next(_EXHAUSTED, None)
         except BaseException as error:
             interrupts.put_aside(error)
         return _PRIVATEUSE1
