@@ -59,7 +59,7 @@ class Guards:
         self.stale: str | None = None
         self._epoch = epoch.tensors.value
         trace = traced.trace
-        self._decisions = [*{decision.text: decision for decision in trace.decisions}.values()]
+        self._decisions = [*{d.text: d for d in trace.numbers.decisions}.values()]
         self._decided_by = ""  # the numbers by which all of them are known to hold
         self._looked_at = traced.host.looked_at
         gradients = Gradients(traced.outside, arguments, inputs.storages)
@@ -113,7 +113,7 @@ class Guards:
         if self._inputs.depends_on_host or not self._decisions:
             return False
         try:
-            numbers = values_of(self._traced.trace.numbers, arguments)
+            numbers = values_of(self._traced.trace.numbers.inputs, arguments)
             return any(d.compute(numbers) != d.outcome for d in self._decisions)
         except (NumberChanged, LookupError, AttributeError, *ARITHMETIC):
             return False  # `mismatch` says why

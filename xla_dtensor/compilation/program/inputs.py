@@ -42,7 +42,7 @@ class Inputs:
     """
 
     def __init__(self, traced: Traced) -> None:
-        self._sources, self._numbers = traced.inputs.sources, traced.trace.numbers
+        self._sources, self._numbers = traced.inputs.sources, traced.trace.numbers.inputs
         self._host_program = traced.host.program if traced.host.program.depends else None
         self._frame, self.random_operations = traced.frame, traced.outputs.random_operations
         used = [*dict.fromkeys(traced.inputs.sources)]

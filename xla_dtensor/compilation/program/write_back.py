@@ -100,7 +100,8 @@ class WriteBack:
         step's own alone doesn't make the host wait, and is looked at when a value is read."""
         assert self._traced.outputs.judged is not None
         sums = run.array(self._traced.outputs.judged)
-        look = assertions.judge if self._traced.trace.checks_indices else assertions.later
+        waits = self._traced.trace.must_hold.of_indices is not None
+        look = assertions.judge if waits else assertions.later
         look(sums, self._traced.outputs.judges)
 
     # --- one piece after the other --------------------------------------------------------------

@@ -322,7 +322,7 @@ class HostOperations(TorchDispatchMode):
         if source is None:
             return value
         if isinstance(source, _Input) and isinstance(value, float) and not self._asks_types:
-            return self._trace.number(
+            return self._trace.numbers.as_input(
                 lambda arguments: source.read(arguments).item(),
                 value,
                 f"the item of a CPU tensor {list(tensor.shape)}",

@@ -273,7 +273,7 @@ class Traced:
         found = {}
         for i in sorted(self.dynamic):
             read = functools.partial(_number_of, i)
-            found[i] = like_a_number(trace.number(read, arguments.numbers[i], names[i]))
+            found[i] = like_a_number(trace.numbers.as_input(read, arguments.numbers[i], names[i]))
         return found
 
     def _end_of_trace(

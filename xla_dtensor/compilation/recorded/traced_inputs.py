@@ -90,7 +90,7 @@ class TracedInputs:
             if storage is None:
                 by_id[id(captured.array)] = FilledSource(captured.form, captured.fill_value)
                 continue
-            if trace.is_counter(captured.array):
+            if trace.numbers.is_counter(captured.array):
                 counters.setdefault(id(captured.array), []).append(captured)
                 continue
             key, source = id(storage), StateSource((storage,), captured.form)
@@ -119,9 +119,9 @@ class TracedInputs:
             by_id[id(array)] = (
                 ConstantSource(array) if host is None else HostSource(outputs.host.reader(host))
             )
-        for i, number in enumerate(trace.numbers):
+        for i, number in enumerate(trace.numbers.inputs):
             by_id[id(number.array)] = NumberSource(i, number.integer)
-        by_id[id(trace.rng_words)] = GeneratorSource(len(trace.numbers))
+        by_id[id(trace.rng_words)] = GeneratorSource(len(trace.numbers.inputs))
         if outputs.history is not None:
             for i, array in enumerate(outputs.history.cotangents):
                 by_id[id(array)] = CotangentSource(i)

@@ -63,7 +63,7 @@ class TracedOutputs:
 
     def take_arrays(self) -> list[Any]:
         """The arrays that the program returns, when all are known."""
-        self.judges, self.judged = self.trace.judged(self.emit)
+        self.judges, self.judged = self.trace.must_hold.judged(self.emit)
         arrays, self._arrays = self._arrays, []
         return arrays
 
@@ -108,7 +108,7 @@ class TracedOutputs:
             if not captured.written or storage is None:
                 continue
             shared = id(captured.array), id(storage.array)
-            if trace.is_counter(captured.array) and shared in counters:
+            if trace.numbers.is_counter(captured.array) and shared in counters:
                 self.written[id(captured)] = counters[shared]
                 continue
             index = self.emit(logical(storage.array, storage.form), storage.form.reduced())

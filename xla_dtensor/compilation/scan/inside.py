@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.storage import Storage, next_version
@@ -37,7 +38,7 @@ class Inside:
         self._kept = {name: getattr(trace, name) for name in _ASIDE}
         trace.scalars, trace._items, trace._marked, trace._in_devices = {}, {}, {}, {}
         trace._wide = thread_state.WideScalars()
-        trace._assertions, trace._asserted = None, []
+        trace.must_hold = TraceAssertions(checks_indices=False)
         trace.rng_words, trace._latest = self._words, None
         self._counter = trace.random.counter
         trace.random.counter = self._start
@@ -55,7 +56,7 @@ class Inside:
         self.draws = trace.random.counter - self._start
         trace.random.counter = self._counter
         trace.loop_begins = self._loop_begins
-        asserted = trace._asserted
+        asserted = trace.must_hold.own
         for name, value in self._kept.items():
             setattr(trace, name, value)
         written = [
@@ -97,8 +98,7 @@ _ASIDE = (
     "_marked",
     "_wide",
     "_in_devices",
-    "_assertions",
-    "_asserted",
+    "must_hold",
     "rng_words",
     "_latest",
 )

@@ -58,9 +58,9 @@ def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
     return {
         "the operations": text_of(traced.jaxpr),
         "the tensors that it uses": [s.signature(given) for s in traced.inputs.sources],
-        "the numbers that it computes with": [number.name for number in trace.numbers],
+        "the numbers that it computes with": [number.name for number in trace.numbers.inputs],
         # Not how often: RMSprop asks for its momentum once more for each state that it makes.
-        "what it decides by numbers": {decision.text for decision in trace.decisions},
+        "what it decides by numbers": {decision.text for decision in trace.numbers.decisions},
         "the layouts of its results": [form.placed(traced.frame) for form in traced.outputs.forms],
         "what it returns": (traced.outputs.tree, list(map(_part, traced.outputs.results))),
         "the gradients that it leaves": [

@@ -57,10 +57,10 @@ def as_input(trace: Any, optimizer: Optimizer, index: int, key: str, value: Any,
     """
     if type(value) is not tuple:
         read = partial(hyperparameter, optimizer, index, key)
-        return like_a_number(trace.number(read, float(value), name))
+        return like_a_number(trace.numbers.as_input(read, float(value), name))
     reads = [partial(element, optimizer, index, key, i, len(value)) for i in range(len(value))]
     return tuple(
-        like_a_number(trace.number(read, float(v), f"{name}[{i}]"))
+        like_a_number(trace.numbers.as_input(read, float(v), f"{name}[{i}]"))
         for i, (read, v) in enumerate(zip(reads, value, strict=True))
     )
 
@@ -133,7 +133,8 @@ def _held(trace: Any, tensor: torch.Tensor) -> Any:
     """The number in a CPU tensor, at this moment of the step."""
     if not trace.host.made(tensor):
         name = f"the item of a CPU tensor {list(tensor.shape)}"
-        return trace.number(partial(_held_now, trace.host.use(tensor)), item_of(tensor), name)
+        read = partial(_held_now, trace.host.use(tensor))
+        return trace.numbers.as_input(read, item_of(tensor), name)
     # The step has made it, or written to it: the host computes it in each call.
     with jax.enable_x64(True):
         array = jax.numpy.asarray(trace.host_tensor(tensor)).reshape(()).astype("float64")

@@ -18,7 +18,6 @@ from xla_dtensor.base.source_line import expression_here
 from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.compilation.code.reflection import is_users_cache
 from xla_dtensor.compilation.trace.numbers import Decision, Number
-from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.forms.form import Form
 from xla_dtensor.runtime import arrays
 
@@ -28,17 +27,22 @@ class NumberLeft(Exception):
 
 
 class TraceNumbers:
-    """The numbers of a trace; see `StepTrace`."""
+    """The numbers of one trace.
 
-    numbers: list[Number]
-    decisions: list[Decision]
-    settings: dict[Callable[[], Any], tuple[Any, str]]
-    positions: Positions | None = None
-    _computed_numbers: dict[Any, Any]
-    _counters: dict[Any, Any]
-    _counter_ids: set[int]
+    Attributes:
+        inputs: those that are inputs of the program, in order.
+        decisions: what the step's Python has decided by them.
+    """
 
-    def number(self, read: Callable[[Any], float], value: float, name: str) -> Any:
+    def __init__(self) -> None:
+        self.inputs: list[Number] = []
+        self.decisions: list[Decision] = []
+        # The scalars of numbers that Python has computed from the inputs, by their text.
+        self._computed: dict[str, Any] = {}
+        self._counters: dict[Any, Any] = {}
+        self._counter_ids: set[int] = set()
+
+    def as_input(self, read: Callable[[Any], float], value: float, name: str) -> Any:
         """The number that ``read`` gives of later calls, as an input of the program (a
         ``torch.SymFloat``, or ``SymInt`` of an int).
 
@@ -46,13 +50,13 @@ class TraceNumbers:
             value: what it is in this call.
         """
         # Decisions are told apart by their text.
-        same = sum(number.name == name for number in self.numbers)
+        same = sum(number.name == name for number in self.inputs)
         text = name if not same else f"{name} ({same + 1})"
-        index = len(self.numbers)
-        weak = self._number_input(read, name, value)
+        index = len(self.inputs)
+        weak = self._new_input(read, name, value)
         return input_number(value, weak, index, text, self._decided, self._fed)
 
-    def _number_input(
+    def _new_input(
         self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
     ) -> Any:
         """A new number among the inputs: the weakly typed JAX scalar."""
@@ -60,16 +64,16 @@ class TraceNumbers:
         dtype = np.int64 if integer else np.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
             array = jax.device_put(dtype(value))
-        self.numbers.append(Number(read, name, integer, array, compute, type(value)))
+        self.inputs.append(Number(read, name, integer, array, compute, type(value)))
         with jax.enable_x64(True):
             return convert_element_type(array, weak_type=True)
 
     def _fed(self, node: NumberNode) -> Any:
         """A number that Python has computed from others, as an input."""
-        known = self._computed_numbers.get(node.text)
+        known = self._computed.get(node.text)
         if known is None:
-            known = self._number_input(None, node.text, node.value, node.compute)
-            self._computed_numbers[node.text] = known
+            known = self._new_input(None, node.text, node.value, node.compute)
+            self._computed[node.text] = known
         return known
 
     def _decided(self, node: NumberNode, what: str, outcome: Any) -> None:
@@ -81,10 +85,6 @@ class TraceNumbers:
         self.decisions.append(
             Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text, where)
         )
-
-    def depends_on(self, read: Callable[[], Any], text: str) -> None:
-        if read not in self.settings:
-            self.settings[read] = read(), text
 
     def counter(self, form: Form, value: Any) -> Any:
         """One array for all scalars that hold ``value``: step counts, of which each parameter has
@@ -101,6 +101,11 @@ class TraceNumbers:
     def is_counter(self, array: Any) -> bool:
         """Whether several storages may hold ``array``."""
         return id(array) in self._counter_ids
+
+    def forget(self) -> None:
+        """Keep the arrays of counters alive no longer."""
+        self._counters.clear()
+        self._counter_ids.clear()
 
 
 def end_numbers(numbers: list[weakref.ref[Any]]) -> None:

@@ -259,9 +259,10 @@ class OptimizerHooks:
             for state, key, tensor in found:
                 if isinstance(tensor, TensorMethods):
                     storage = tensor._storage_
-                    storage.array = trace.counter(storage.form, np.asarray(next(values)).item())
+                    value = np.asarray(next(values)).item()
+                    storage.array = trace.numbers.counter(storage.form, value)
                 else:
                     form = device_form(None, (), dtype=tensor.dtype)
-                    array = trace.counter(form, item_of(tensor))
+                    array = trace.numbers.counter(form, item_of(tensor))
                     state[key] = XLATensor(Storage(array, form), form)
                     self.stepped[id(optimizer)].shared.add((id(state), key))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import torch
 from jax.ad_checkpoint import checkpoint_name
 
-from xla_dtensor.base import executor, thread_state
+from xla_dtensor.base import assertions, executor, thread_state
 from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.numbers.valueless_number import valueless_number
 from xla_dtensor.base.random import rng
@@ -29,7 +29,6 @@ from xla_dtensor.compilation.trace.doubles import StandIns
 from xla_dtensor.compilation.trace.external_storages import ExternalStorage
 from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.compilation.trace.graph import nodes_of
-from xla_dtensor.compilation.trace.numbers import Decision, Number
 from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
 from xla_dtensor.compilation.trace.recomputation import Recomputation
 from xla_dtensor.dispatch import dispatch
@@ -49,7 +48,7 @@ from xla_dtensor.tensors.base import TensorMethods, grad_of, set_grad_of
 READ = "xla_dtensor reads "
 
 
-class StepTrace(TraceNumbers, TraceAssertions, Tracing):
+class StepTrace(Tracing):
     """The trace of one step; see `base.executor.Executor` for what it is told and asked."""
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
@@ -61,10 +60,8 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         self._uses = 0
         # CPU tensors that take part, by id and version: (the tensor, its array, the source).
         self.host_arrays: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
-        self.numbers: list[Number] = []
-        self.decisions: list[Decision] = []
-        # The scalars of numbers that Python has computed from the numbers, by their text.
-        self._computed_numbers: dict[str, Any] = {}
+        self.numbers = TraceNumbers()
+        self.must_hold = TraceAssertions(checks_indices=assertions.asked())
         self.stand_ins = StandIns()
         # The numbers that the step's Python has been given or has computed.
         self.python_numbers: list[weakref.ref[Any]] = []
@@ -75,8 +72,6 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         self.rng_words = jax.device_put(rng.words())
         self._owned: dict[int, weakref.ref[Storage]] = {}
         self._array_ids: set[int] = set()
-        self._counters: dict[Any, Any] = {}
-        self._counter_ids: set[int] = set()
         self._recomputed: list[Recomputation] = []
         self._latest: Any = None
         self._begins = next_version()
@@ -99,7 +94,6 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         # Arrays that rest in the host's memory, and what has been fetched of them, by id.
         self._in_devices: dict[int, tuple[Any, Any]] = {}
         self.host: Any = None
-        self._start_assertions()
 
     @property
     def routes(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -242,6 +236,20 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         if not self.owns(storage):
             self._use(storage).written = True
 
+    # In the backward pass of a caller's nothing else must hold than in the forward pass.
+
+    @property
+    def assertions(self) -> list[Any] | None:
+        return None if self.differentiating else self.must_hold.of_indices
+
+    @property
+    def asserted(self) -> list[Any] | None:
+        return None if self.differentiating else self.must_hold.own
+
+    def depends_on(self, read: Callable[[], Any], text: str) -> None:
+        if read not in self.settings:
+            self.settings[read] = read(), text
+
     @property
     def wide(self) -> thread_state.WideScalars | None:
         """Scalars in double precision. An optimizer that runs eagerly computes with Python's floats
@@ -338,11 +346,11 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
             elif self.frame.device_ids != frame.device_ids:
                 external_storages.refuse_other_devices(self.frame, frame, storage)
         # State that optimizers fill, and their step counts, the trace itself makes outside of it.
-        own = fill_value is not None or self.is_counter(storage.array)
+        own = fill_value is not None or self.numbers.is_counter(storage.array)
         if storage.version > self._begins and not own:
             external_storages.refuse_made_meanwhile(storage)
         array = storage.array
-        if id(array) in self._array_ids and not self.is_counter(array):
+        if id(array) in self._array_ids and not self.numbers.is_counter(array):
             # Two storages share this array; as inputs of the program they must be two.
             with executor.running_at_once(), jax.ensure_compile_time_eval():
                 copied = array.copy() if isinstance(array, AbstractArray) else jnp.copy(array)
@@ -363,7 +371,7 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
             return None
         with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             if form.shape == ():
-                array = self.counter(form, value)
+                array = self.numbers.counter(form, value)
             else:
                 array = arrays.full(form.array_shape, value, form.jax_dtype, form.sharding)
             storage = Storage(array, form)
@@ -398,10 +406,10 @@ class StepTrace(TraceNumbers, TraceAssertions, Tracing):
         """Keep alive nothing of what the trace has used: a program says itself what it needs."""
         for kept in (
             *(self.before, self._captured_by_id, self.host_arrays, self.scalars),
-            *(self._items, self._marked, self._counters, self._counter_ids, self._owned),
-            self._in_devices,
+            *(self._items, self._marked, self._owned, self._in_devices),
         ):
             kept.clear()
+        self.numbers.forget()
         self.captured, self.reads, self._latest = [], [], None
         self._wide = thread_state.WideScalars()
 
