@@ -166,6 +166,13 @@ def test_slices_of_padding() -> None:
 
 
 @still_there
+def test_gathers_that_begin_with_dims_passed_on() -> None:
+    at = jnp.array([1, 0, 3, 2])
+    read = lambda x: x[:, at, at]
+    check("2x4", read, [counted(2, 4, 4)], [P(None, "a")], P("a", "b"))
+
+
+@still_there
 def test_grouped_products() -> None:
     convolve = lambda x, w: lax.conv_general_dilated(x, w, (1,), [(0, 0)], feature_group_count=2)
     arrays = counted(1, 4, 1), counted(4, 2, 1)

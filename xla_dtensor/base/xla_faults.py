@@ -206,6 +206,13 @@ def pinned(kinds: Set[str], axes: int, dims: int, summed: bool) -> Pinned | None
 
 # --- the partitioner: what is lowered otherwise, or hidden from it --------------------------------
 
+PASSED_ON_FIRST = Fault(
+    "A gather at positions along several dims (`x[:, i, j]`, a diagonal) whose result begins with "
+    "dims that it passes on reads other elements where the passed-on dim is wanted over the axis "
+    "that a gathered dim of the operand lies over.",
+    "lowering/partitioned/gather.py:read_at",
+    _HERE + "test_gathers_that_begin_with_dims_passed_on",
+)
 STRIDES = Fault(
     "Padding between elements, as in the gradient of a strided slice, gives shards copies of their "
     "neighbours or doesn't compile; nor does a strided slice of one element.",

@@ -19,6 +19,7 @@ from jax import lax
 from xla_dtensor.lowering import context
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.ops.view import wrap_dim
+from xla_dtensor.lowering.partitioned.gather import read_at
 from xla_dtensor.lowering.partitioned.scatter import highest, lowest, narrow, write, write_each
 from xla_dtensor.lowering.promotion import promote
 from xla_dtensor.lowering.registry import lowers
@@ -72,8 +73,11 @@ def index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
     if x.size == 0 and 0 in [s for s, i in zip(x.shape, indices, strict=False) if i is not None]:
         shape = jax.eval_shape(lambda a: a[_index_tuple(a, indices)], x).shape
         return jnp.zeros(shape, x.dtype)
-    selected = x.at[_index_tuple(x, indices)]
-    return selected.get(mode="promise_in_bounds", wrap_negative_indices=False)
+    at = [dim for dim, i in enumerate(indices) if i is not None]
+    positions = _index_tuple(x, indices)
+    if len(at) > 1 and at == [*range(at[0], at[0] + len(at))]:
+        return read_at(x, at[0], [positions[dim] for dim in at])
+    return x.at[positions].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @lowers("index_put", "_unsafe_index_put", "_index_put_impl")

@@ -20,6 +20,7 @@ from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.lowering.partitioned.gather import read_at
 from xla_dtensor.lowering.partitioned.padding import padded
 from xla_dtensor.lowering.partitioned.scatter import write
 from xla_dtensor.lowering.partitioned.strided import spread, strided_slice
@@ -374,9 +375,7 @@ def diagonal(base: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> 
     rows, cols = matrix.shape[-2:]
     row, col, length = _diagonal_start(rows, cols, offset)
     step = jnp.arange(length)
-    return matrix.at[..., row + step, col + step].get(
-        mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True
-    )
+    return read_at(matrix, matrix.ndim - 2, [row + step, col + step])
 
 
 # Strides and windows -------------------------------------------------------------------------
