@@ -340,3 +340,15 @@ def test_the_generator() -> None:
     torch.randn(2, device="xla")
     with pytest.raises(ValueError, match="uint8 tensor of 16 elements"):
         torch.xla.set_rng_state(torch.zeros(3, dtype=torch.uint8))
+
+
+def test_a_copied_parameter_leaves_its_gradient_behind(mesh_2x4: DeviceMesh) -> None:
+    """As ``nn.Parameter.__deepcopy__`` does; a plain leaf takes it along."""
+    values = torch.ones(8, 4)
+    for wrap in (nn.Parameter, torch.Tensor.requires_grad_):
+        ours, theirs = wrap(distribute_tensor(values, mesh_2x4)), wrap(values.clone())
+        kept = []
+        for leaf in (ours, theirs):
+            leaf.sum().backward()
+            kept.append(copy.deepcopy(leaf).grad is not None)
+        assert kept[0] is kept[1]

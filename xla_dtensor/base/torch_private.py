@@ -132,6 +132,8 @@ NAMES = {
     # --- modules, optimizers, data, files ---
     # Moves and casts a module's parameters; replaced, so that a shared one stays shared.
     "module_apply": "torch.nn:Module._apply",
+    # Exchanges two tensors, in place; replaced, so that steps look at their tensors again.
+    "swap_tensors": "torch._C:_swap_tensor_impl",
     # The class of all batch norms, also of those that torch adds.
     "BatchNorm": "torch.nn.modules.batchnorm:_BatchNorm",
     # Which attributes TorchScript has put into a module.

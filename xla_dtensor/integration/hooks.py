@@ -59,6 +59,7 @@ def install() -> None:
     generators.install()
     pinning.install()
     _hook_handles()
+    _hook_swapping()
     loaders.install()
     loading.install()
     checkpoints.install()
@@ -124,6 +125,18 @@ def _hook_handles() -> None:
         remove(self)
 
     handle.__init__, handle.remove = made, removed
+
+
+def _hook_swapping() -> None:
+    """``torch.utils.swap_tensors``: each of the two has the other's memory, flags and hooks."""
+    original = torch_private.swap_tensors
+
+    @functools.wraps(original)
+    def swap(*tensors: Any) -> None:
+        epoch.tensors.moved()
+        original(*tensors)
+
+    torch_private.replace("swap_tensors", swap)
 
 
 def _hook_clipping() -> None:

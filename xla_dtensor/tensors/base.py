@@ -397,7 +397,8 @@ class TensorMethods(HasMemory):
         for name, value in self.__dict__.items():
             if name not in OWN_ATTRIBUTES:
                 setattr(result, name, copy.deepcopy(value, memo))
-        if self.grad is not None:
+        # torch's parameters leave theirs behind.
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):
             result.grad = copy.deepcopy(self.grad, memo)
         return result
 

@@ -367,3 +367,56 @@ def history_made_inside_no_grad(world: World, stays: bool) -> Program:
         if loss.requires_grad:
             loss.backward()
         yield loss.detach(), loss.requires_grad, on
+
+
+@rows({"captured": False, "momentum": True})
+def grad_that_was_also_another_tensor(world: World, momentum: bool) -> Program:
+    """The step finds one tensor as ``.grad`` and elsewhere; then they are two."""
+    weight = world.parameter(numbers(0, 8, 6))
+    other = world.tensor(numbers(1, 8, 6), COLUMNS)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    if momentum:
+        optimizer.state[weight]["momentum_buffer"] = other
+    world.watch(weight=weight, other=other)
+    weight.grad = other
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        (x @ weight.T).sum().backward()
+        if momentum:
+            optimizer.step()
+        return other.sum()
+
+    step = world.compile(step)
+    yield step(world.batch(1))
+    world.change(setattr, weight, "grad", torch.zeros_like(weight))
+    yield step(world.batch(2))
+    yield step(world.batch(3))
+
+
+@row()
+def exchanged(world: World) -> Program:
+    """``swap_tensors`` gives each of two the other's memory."""
+    first, second = (world.parameter(numbers(seed, 8, 6)) for seed in (0, 1))
+    plain = [world.tensor(numbers(seed, 6)) for seed in (2, 3)]
+    step = world.compile(lambda x: (x @ first.detach().T, x * plain[0]))
+    x = world.batch()
+    yield step(x)
+    world.change(torch.utils.swap_tensors, first, second)
+    yield step(x)
+    world.change(torch.utils.swap_tensors, *plain)
+    yield step(x)
+
+
+@rows({"emptied": False, "replaced": True})
+def hooks_of_a_dictionary(world: World, replaced: bool) -> Program:
+    """Without the handle: by torch's own dictionary."""
+    weight, step = accumulate(world)
+    handle = weight.register_hook(lambda grad: grad * 2)
+    yield step(world.batch(1))
+    hooks = weight._backward_hooks
+    if replaced:
+        world.change(hooks.__setitem__, handle.id, lambda grad: grad * 5)
+    else:
+        world.change(hooks.clear)
+    weight.grad = None
+    yield step(world.batch(2))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -841,3 +842,61 @@ def what_state_dict_gives(world: World, not_saved: int) -> Program:
     yield step(x)
     scale[0] = 3.0 if world.changes else 1.0
     yield step(x)
+
+
+@rows({"buffer": "buffer", "parameter": "parameter", "module": "module"})
+def registration_hook_of_all_modules(world: World, kind: str) -> Program:
+    """What the step puts into a module goes through hooks that the user registers for all."""
+    module, register = (
+        nn.Module(),
+        getattr(torch_modules, f"register_module_{kind}_registration_hook"),
+    )
+    seen = SimpleNamespace(factor=2.0)
+    world.watch(seen=seen)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if kind == "buffer":
+            module.register_buffer("last", x.detach())
+        elif kind == "parameter":
+            module.register_parameter("last", None)
+            module.weight = nn.Parameter(x.detach())
+        else:
+            module.child = nn.Identity()
+        return x * seen.factor
+
+    step, x = world.compile(step), world.batch()
+    yield step(x)
+    handle = world.change(register, lambda *_: setattr(seen, "factor", 5.0))
+    try:
+        yield step(x)
+        yield step(x)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@row()
+def spectral_norm_of_before(world: World) -> Program:
+    """torch's old function: ``weight`` begins as another tensor of ``weight_orig``'s memory."""
+    linear = nn.Linear(6, 8)
+    with torch.no_grad():
+        linear.weight.copy_(numbers(0, 8, 6))
+        linear.bias.zero_()
+    model = world.module(linear)
+    nn.utils.spectral_norm(model)
+    with torch.no_grad():
+        model.weight_u.copy_(torch.ones(8) / 8**0.5)
+        model.weight_v.copy_(torch.ones(6) / 6**0.5)
+    optimizer = torch.optim.SGD([model.weight_orig], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = world.compile(step)
+    for seed in range(3):
+        yield step(world.batch(seed)), model.weight_orig, model.weight_u
+        world.change(optimizer.param_groups[0].update, lr=0.01)

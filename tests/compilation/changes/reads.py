@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextvars
 import functools
 import threading
 import warnings
@@ -567,3 +568,16 @@ def filters_of_warnings_set_in_the_step(world: World) -> Program:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield step(world.batch(0)), warnings.filters[0][0]
+
+
+@row()
+def default_of_a_context_variable(world: World) -> Program:
+    """A variable that nobody has set gives the object that it was made with."""
+    variable = contextvars.ContextVar("variable", default={"k": 1.0})  # noqa: B039
+    step = world.compile(lambda x: x * variable.get()["k"])
+    x = world.batch()
+    yield step(x)
+    world.change(variable.get().update, k=2.0)
+    yield step(x)
+    world.change(variable.set, {"k": 3.0})
+    yield step(x)

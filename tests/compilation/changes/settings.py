@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -371,3 +371,76 @@ def left(world: World, make: Callable[[World], Left]) -> Program:
             yield out, seen
     finally:
         put_back()
+
+
+class Read(NamedTuple):
+    """A setting that a step's Python asks for.
+
+    Attributes:
+        read: asks for it.
+        change: gives it another value.
+        back: gives it the value from before.
+    """
+
+    read: Callable[[], Any]
+    change: Callable[[], Any]
+    back: Callable[[], Any]
+
+
+cuda, cudnn_by_name, mha = torch.backends.cuda, torch.backends.cudnn, torch.backends.mha
+READ = {
+    "kernels_of_attention": Read(
+        lambda: cuda.flash_sdp_enabled(),
+        lambda: cuda.enable_flash_sdp(False),
+        lambda: cuda.enable_flash_sdp(True),
+    ),
+    "fastpath": Read(
+        lambda: mha.get_fastpath_enabled(),
+        lambda: mha.set_fastpath_enabled(False),
+        lambda: mha.set_fastpath_enabled(True),
+    ),
+    "module_by_another_name": Read(
+        lambda: cudnn_by_name.deterministic,
+        lambda: setattr(cudnn_by_name, "deterministic", True),
+        lambda: setattr(cudnn_by_name, "deterministic", False),
+    ),
+    "only_warns": Read(
+        torch.is_deterministic_algorithms_warn_only_enabled,
+        lambda: torch.use_deterministic_algorithms(False, warn_only=True),
+        lambda: torch.use_deterministic_algorithms(False),
+    ),
+    "autocast_cache": Read(
+        torch.is_autocast_cache_enabled,
+        lambda: torch.set_autocast_cache_enabled(False),
+        lambda: torch.set_autocast_cache_enabled(True),
+    ),
+    "autocast_dtype_while_off": Read(
+        lambda: torch.get_autocast_dtype("cpu") == torch.float16,
+        lambda: torch.set_autocast_dtype("cpu", torch.float16),
+        lambda: torch.set_autocast_dtype("cpu", torch.bfloat16),
+    ),
+    "conversion": Read(
+        lambda: torch.__future__.get_swap_module_params_on_conversion(),
+        lambda: torch.__future__.set_swap_module_params_on_conversion(True),
+        lambda: torch.__future__.set_swap_module_params_on_conversion(False),
+    ),
+    "validation": Read(
+        lambda: torch.distributions.Distribution._validate_args,
+        lambda: torch.distributions.Distribution.set_default_validate_args(False),
+        lambda: torch.distributions.Distribution.set_default_validate_args(True),
+    ),
+}
+
+
+@rows(READ)
+def asked_for(world: World, setting: Read) -> Program:
+    """A setting that the step reads and the user changes between calls."""
+    step = world.compile(lambda x: x * (2 if setting.read() else 5))
+    x = world.batch()
+    try:
+        yield step(x)
+        world.change(setting.change)
+        yield step(x)
+    finally:
+        setting.back()
+    yield step(x)

@@ -18,15 +18,23 @@ class Variable(Chosen):
         super().__init__(owner, ("get()",), path)
 
     def content(self) -> dict[Any, Any]:
-        return dict.fromkeys(self.keys, self.owner.get(MISSING))
+        return dict.fromkeys(self.keys, *_held(self.owner))
 
     def replace(self, content: dict[Any, Any]) -> None:
         for value in content.values():
-            if value is not MISSING and self.owner.get(MISSING) is not value:
+            if value is not MISSING and _held(self.owner)[0] is not value:
                 self.owner.set(value)
 
     def live(self) -> Live:
-        return [], [(lambda owner: (owner.get(MISSING),), self.owner)] if self.keys else []
+        return [], [(_held, self.owner)] if self.keys else []
+
+
+def _held(variable: Any) -> tuple[Any]:
+    """What a context variable holds, or its own default."""
+    try:
+        return (variable.get(),)
+    except LookupError:
+        return (MISSING,)
 
 
 class Text(Place):

@@ -44,8 +44,10 @@ def text_of(value: Any) -> str:
 STATE = (
     *("torch.is_grad_enabled()", "torch.is_inference_mode_enabled()", "torch.get_default_dtype()"),
     *("torch.get_float32_matmul_precision()", "torch.are_deterministic_algorithms_enabled()"),
+    "torch.is_deterministic_algorithms_warn_only_enabled()",
     *("torch.is_anomaly_enabled()", "torch.is_anomaly_check_nan_enabled()"),
     *("autocast on xla", "autocast on the CPU", "autocast's dtype on xla", "its dtype on the CPU"),
+    "torch.is_autocast_cache_enabled()",
     *("torch.get_default_device()", "saved-tensor hooks", "torch's modes", "__torch_function__"),
     *("the order of sequences in context_parallel", "the current mesh"),
 )
@@ -53,19 +55,21 @@ STATE = (
 
 def global_state() -> tuple[Any, ...]:
     """torch's settings of this moment that change what a step computes."""
-    on_xla, on_cpu = torch.is_autocast_enabled("xla"), torch.is_autocast_enabled("cpu")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
         torch.is_anomaly_check_nan_enabled(),
-        on_xla,
-        on_cpu,
-        torch.get_autocast_dtype("xla") if on_xla else None,
-        torch.get_autocast_dtype("cpu") if on_cpu else None,
+        torch.is_autocast_enabled("xla"),
+        torch.is_autocast_enabled("cpu"),
+        # Also while autocast is off: the step itself may switch it on.
+        torch.get_autocast_dtype("xla"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
         getattr(default_device_context, "device_context", None),
         _saving() if top_saved_tensors_hooks(True) is not None else None,
         _modes() if count_of_function_modes() or count_of_dispatch_modes() else None,

@@ -115,7 +115,8 @@ for _module in (torch.backends.cudnn, torch.backends.mkldnn):
             SETTINGS[f"{_module.__name__}.{_name}"] = Setting(
                 functools.partial(getattr, _module, _name),
                 functools.partial(setattr, _module, _name),
-                frozenset({"backends", "cudnn", "mkldnn"}),
+                # By its own name, too: the module may have been imported under any.
+                frozenset({"backends", "cudnn", "mkldnn", _name}),
             )
 
 
@@ -123,6 +124,53 @@ def _named(text: str, read: Any, write: Any, *names: str) -> None:
     SETTINGS[text] = Setting(read, write, frozenset(names))
 
 
+for _kernel in ("flash", "mem_efficient", "math", "cudnn"):
+    _read, _write = f"{_kernel}_sdp_enabled", f"enable_{_kernel}_sdp"
+    _named(
+        f"torch.backends.cuda.{_read}()",
+        getattr(torch.backends.cuda, _read),
+        getattr(torch.backends.cuda, _write),
+        *(_read, _write, "sdpa_kernel"),
+    )
+for _name in (
+    "allow_tf32",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+):
+    _named(
+        f"torch.backends.cuda.matmul.{_name}",
+        functools.partial(getattr, torch.backends.cuda.matmul, _name),
+        functools.partial(setattr, torch.backends.cuda.matmul, _name),
+        _name,
+    )
+_named(
+    "torch.backends.mha.get_fastpath_enabled()",
+    torch.backends.mha.get_fastpath_enabled,
+    torch.backends.mha.set_fastpath_enabled,
+    *("get_fastpath_enabled", "set_fastpath_enabled"),
+)
+_named(
+    "whether torch.distributions validates its arguments",
+    lambda: torch.distributions.Distribution._validate_args,
+    torch.distributions.Distribution.set_default_validate_args,
+    *("distributions", "Distribution", *torch.distributions.__all__),
+)
+for _module, _read, _write in (
+    (torch, "is_warn_always_enabled", "set_warn_always"),
+    *(
+        (torch.__future__, f"get_{_name}", f"set_{_name}")
+        for _name in (
+            "overwrite_module_params_on_conversion",
+            "swap_module_params_on_conversion",
+        )
+    ),
+):
+    _named(
+        f"{_module.__name__}.{_read}()",
+        getattr(_module, _read),
+        getattr(_module, _write),
+        *(_read, _write),
+    )
 _named(
     "torch.get_num_threads()",
     torch.get_num_threads,

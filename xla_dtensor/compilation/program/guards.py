@@ -16,6 +16,7 @@ from xla_dtensor.compilation.program.gradients import Gradients
 from xla_dtensor.compilation.program.inputs import Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
+from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.compilation.trace.numbers import ARITHMETIC, Decision, NumberChanged, values_of
 
 
@@ -65,6 +66,8 @@ class Guards:
         gradients = Gradients(traced.outside, arguments, inputs.storages)
         known = traced.inputs
         given = known.bound_arguments or known.bound_on_host or known.free_arguments
+        # Dictionaries of torch's, which a user may empty; one that comes moves the epoch.
+        hooked = [o for o in (*traced.outside, *traced.others) if o.hooks and o.is_fixed]
         checks: list[tuple[Callable[[Arguments], str | None], Any]] = [
             (gradients.mismatch, gradients.leaves),
             (functools.partial(_other_arguments, traced.inputs, inputs.storages), given),
@@ -72,6 +75,7 @@ class Guards:
             (inputs.donated.mismatch, inputs.donated.sources),
             (inputs.kept.mismatch, inputs.kept.sources),
             (functools.partial(_other_settings, trace.settings), trace.settings),
+            (functools.partial(_other_hooks, hooked), hooked),
         ]
         self._checks = [check for check, compared in checks if compared]
         self.prepared = inputs.prepare(arguments)
@@ -193,6 +197,10 @@ def _other_ids(asked: list[tuple[int, Any]], arguments: Arguments) -> str | None
     if any(objects[i] is not value for i, value in asked):
         return "the id() of an argument, which is another object"
     return None
+
+
+def _other_hooks(hooked: list[ExternalTensor], _: Arguments) -> str | None:
+    return next((o.changed() for o in hooked if o.other_hooks()), None)
 
 
 def _other_settings(settings: dict[Callable[[], Any], Any], _: Arguments) -> str | None:

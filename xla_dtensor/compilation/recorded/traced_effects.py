@@ -110,7 +110,7 @@ class TracedEffects:
                 if not carried and is_state(after, symbolic=True):
                     self.counted.add(name)
                 continue
-            used = [t for t in tensors if isinstance(t, Ours) and self._trace.uses(t._storage_)]
+            used = [t for t in tensors if isinstance(t, Ours) and self._trace.computes_with(t)]
             if any(map(has_history, used)):
                 raise DataDependentError(
                     f"the step computes with {name}, which has a history of an earlier call, and "

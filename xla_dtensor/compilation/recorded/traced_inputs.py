@@ -64,7 +64,7 @@ class TracedInputs:
         for i, tensor in enumerate(arguments.tensors):
             if isinstance(tensor, Ours):
                 of_arguments.setdefault(id(tensor._storage_), i)
-        # An argument that the step finds elsewhere, too, is what is found there.
+        # An argument or a gradient that the step finds elsewhere, too, is what is found there.
         found = {id(t._storage_) for t, _ in watch.reached.tensors.values() if isinstance(t, Ours)}
         self.free_arguments = tuple(
             i for storage, i in of_arguments.items() if storage not in found
@@ -96,7 +96,7 @@ class TracedInputs:
             key, source = id(storage), StateSource((storage,), captured.form)
             if key in of_arguments and key not in found:
                 source = ArgumentSource(of_arguments[key], storage, captured.form)
-            elif key in grads:
+            elif key in grads and key not in found:
                 source = GradientSource(grads[key], storage, captured.form)
             if id(captured) in outputs.written:
                 source.writes.append((outputs.written[id(captured)], (storage,)))

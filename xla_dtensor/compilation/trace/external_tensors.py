@@ -116,6 +116,11 @@ class ExternalTensor:
         if self.is_switched():
             self.get().requires_grad_(self.requires_grad)
 
+    def other_hooks(self) -> bool:
+        """Whether other functions are called with its gradient than the trace found."""
+        tensor = self.get()
+        return tensor is not None and hooks_of(tensor) != self.hooks
+
     def changed(self, but_requires_grad: bool = False) -> str | None:
         """What is no longer as the trace found it."""
         tensor = self.get()
@@ -131,7 +136,7 @@ class ExternalTensor:
             )
         if getattr(tensor, "_steps", ()) != self.steps:
             return f"what of its memory {name} shows"
-        if hooks_of(tensor) != self.hooks:
+        if self.other_hooks():
             return f"the hooks of {name}"
         if tensor.is_leaf != self.is_leaf:
             return f"whether {name} has a history"

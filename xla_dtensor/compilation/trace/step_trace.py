@@ -338,6 +338,15 @@ class StepTrace(Tracing):
         captured = self._captured_by_id.get(id(storage))
         return captured is not None and captured.storage is storage
 
+    def computes_with(self, tensor: Any) -> bool:
+        """Whether the step has used a tensor from outside, and not just another one of its memory
+        (the ``weight_orig`` of which torch's ``spectral_norm`` makes its ``weight``)."""
+        storage, known = tensor._storage_, self.outside.get(id(tensor))
+        if not self.uses(storage) or (known is not None and known.get() is tensor):
+            return self.uses(storage)
+        alive = (outside.get() for outside in self.outside.values())
+        return not any(getattr(other, "_storage_", None) is storage for other in alive)
+
     def _capture(self, storage: Storage, fill_value: Any = None) -> ExternalStorage:
         frame = storage.form.frame
         if frame is not None:

@@ -255,7 +255,8 @@ def of_scheduler(walk: Walk, scheduler: LRScheduler, path: str) -> None:
 
 def global_hooks(walk: Walk) -> None:
     """Hooks that are called for all modules and optimizers."""
-    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    registered = (f"{what}_registration" for what in ("buffer", "module", "parameter"))
+    kinds = ("forward", "forward_pre", "backward", "backward_pre", *registered)
     names = [(torch_module, f"_global_{kind}_hooks") for kind in kinds]
     names += [(torch_optimizer, f"_global_optimizer_{kind}_hooks") for kind in ("pre", "post")]
     for where, name in names:
