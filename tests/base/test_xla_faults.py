@@ -173,6 +173,22 @@ def test_gathers_that_begin_with_dims_passed_on() -> None:
 
 
 @still_there
+def test_cuts_that_look_whole() -> None:
+    """A result of four elements has three."""
+
+    def both(x: jax.Array) -> jax.Array:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"))
+        whole = NamedSharding(mesh, P())
+        doubled = lax.with_sharding_constraint(x * 2, NamedSharding(mesh, P("a")))
+        cut = lax.with_sharding_constraint(doubled[:3], whole)
+        return lax.with_sharding_constraint(doubled, whole), cut.sum()
+
+    make_mesh("2x4")
+    found = np.asarray(jax.jit(both)(counted(4))[0])
+    np.testing.assert_array_equal(found, counted(4) * 2)
+
+
+@still_there
 def test_grouped_products() -> None:
     convolve = lambda x, w: lax.conv_general_dilated(x, w, (1,), [(0, 0)], feature_group_count=2)
     arrays = counted(1, 4, 1), counted(4, 2, 1)

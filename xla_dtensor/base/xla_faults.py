@@ -311,10 +311,13 @@ UNEVEN_SPLITS = Fault(
     "it ends the process; programs: tests/forms/test_uneven_splits.py",
 )
 CUT_PADDING = Fault(
-    "Of a tensor in uneven shards that several operations want in other layouts it takes the "
-    "padded one for the one without padding (Expected instruction to have shape equal to ...).",
-    "compilation/program/input_layouts.py:apart",
-    "seen in programs of several operations alone: tests/compilation/test_xla_fails.py",
+    "A tensor and what is cut from its front (`x[:3]` of four elements in shards of two) are one "
+    "to it where their shards have one shape: wanted in another layout, both get what the first "
+    "of them was brought there as. A result has other elements than its shape says, or the program "
+    "doesn't compile (Expected instruction to have shape equal to ...). What is cut out of padding "
+    "`compilation/program/input_layouts.py:apart` hides where XLA has failed.",
+    "lowering/partitioned/cut.py:cut",
+    _HERE + "test_cuts_that_look_whole",
 )
 MASKS = Fault(
     "A product with a bool that has become a float is made a selection, which gives 0 for NaN and "

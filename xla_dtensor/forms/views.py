@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +19,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.local_form import from_devices, to_devices
 from xla_dtensor.forms.per_device import logical, over_devices, union
 from xla_dtensor.lowering import ViewLowering
+from xla_dtensor.lowering.context import Place, at, here
 from xla_dtensor.lowering.ops.view import put_changes
 
 if TYPE_CHECKING:
@@ -230,8 +232,15 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
         if isinstance(step, CrossingStep):
             base, form = step.get(base), step.target
         else:
-            base = over_devices(step.get, [form.varying], form.frame, form.is_sharded)(base)
+            with _on_devices_of(form):
+                base = over_devices(step.get, [form.varying], form.frame, form.is_sharded)(base)
     return base
+
+
+def _on_devices_of(form: Form) -> AbstractContextManager[None]:
+    """Lowerings of views are told how many devices there are."""
+    devices = 1 if form.frame is None else len(form.frame.device_ids)
+    return at(Place(here().platform, devices=devices))
 
 
 def _uneven_dims_whole(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
@@ -299,14 +308,18 @@ def write_through(
             inside, _, size = write(part, first.target, rest)
             return first.put(base, inside), first.source.varying, size
         own, frame, sharded = form.varying, form.frame, form.is_sharded
-        part = over_devices(first.get, [own], frame, sharded)(base) if rest else value
+        part = value
+        if rest:
+            with _on_devices_of(form):
+                part = over_devices(first.get, [own], frame, sharded)(base)
         inside, varying, size = write(part, form, rest)
         size = min(size, inside.dtype.itemsize)
         both = union(frame, [own, varying])
         if not both:
             inside = _written_whole(inside, form, first, base)
         put = over_devices(partial(first.put, size=size), [own, both], frame, sharded)
-        return put(base, inside), both, size
+        with _on_devices_of(form):
+            return put(base, inside), both, size
 
     if isinstance(steps[0], CrossingStep):
         base = form.fetched(base)

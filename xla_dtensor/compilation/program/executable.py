@@ -108,9 +108,7 @@ class Executable:
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {frame}{seed}"
                     )
-                known = compile_somehow(
-                    lambda: lowered.compile(options), lower, options, self.lowering
-                )
+                known = compile_somehow(lambda: lowered, lower, options, self.lowering)
                 executables.put(key, known)
             self.compiled = known
 

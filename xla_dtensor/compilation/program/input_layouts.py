@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
@@ -88,21 +90,55 @@ class Pinning:
 
 
 def compile_somehow(
-    run: Callable[[], Any], lower: Callable[[], Any], options: Any, pinning: Pinning
+    first: Callable[[], Any], lower: Callable[[], Any], options: Any, pinning: Pinning
 ) -> Any:
     """Compile a program as it is; if XLA fails on it, in other ways of the same meaning.
 
     Args:
-        run: compiles it as it is.
-        lower: lowers it anew, as `jax.stages.Lowered`.
+        first: gives it as `jax.stages.Lowered`.
+        lower: lowers it anew.
         options: for XLA.
         pinning: how its pins are lowered.
     """
     return pinning.attempt(
-        run,
-        lambda: apart(lower(), ("stablehlo.slice",)).compile(options),
-        lambda: apart(lower(), ("stablehlo.slice", "stablehlo.gather")).compile(options),
+        lambda: _compiled(first(), options),
+        lambda: _compiled(apart(lower(), ("stablehlo.slice",)), options),
+        lambda: _compiled(apart(lower(), ("stablehlo.slice", "stablehlo.gather")), options),
     )
+
+
+def _compiled(lowered: Any, options: Any) -> Any:
+    """The program compiled, with results of the sizes that it says they have: without a word XLA
+    may give one fewer elements (`base/xla_faults.py:CUT_PADDING`), and memory behind it be read.
+
+    Raises:
+        JaxRuntimeError: XLA has failed, in this or another way.
+    """
+    compiled = lowered.compile(options)
+    outputs = pytree.tree_leaves(compiled.out_info)
+    shardings = pytree.tree_leaves(compiled.output_shardings)
+    analysis = compiled.memory_analysis()
+    if analysis is None or len(shardings) != len(outputs):
+        return compiled
+    bytes_needed = sum(
+        math.prod(sharding.shard_shape(out.shape)) * np.dtype(out.dtype).itemsize
+        for out, sharding in zip(outputs, shardings, strict=True)
+        if isinstance(sharding, jax.sharding.Sharding) and not _is_opaque(out.dtype)
+    )
+    # On the CPU sizes are exact, with or without a pointer to each of several; elsewhere memory is
+    # padded.
+    more = analysis.output_size_in_bytes - bytes_needed
+    on_cpu = all(d.platform == "cpu" for s in shardings[:1] for d in s.device_set)
+    if more < 0 or (on_cpu and more not in (0, 8 * len(outputs))):
+        raise jax.errors.JaxRuntimeError(
+            f"INTERNAL: XLA has compiled results of {analysis.output_size_in_bytes} bytes where "
+            f"{bytes_needed} are wanted"
+        )
+    return compiled
+
+
+def _is_opaque(dtype: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.extended))
 
 
 def apart(lowered: Any, cutting: Sequence[str]) -> Any:

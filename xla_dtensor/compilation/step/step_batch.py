@@ -77,9 +77,7 @@ class Program:
             first = traced()
             wanted_shardings = shardings.get("out_shardings", ())
             pinning.loosen(first.jaxpr.jaxpr, recorded.frame, inputs, wanted_shardings)
-            self.compiled = compile_somehow(
-                lambda: first.lower().compile(options), lambda: traced().lower(), options, pinning
-            )
+            self.compiled = compile_somehow(first.lower, lambda: traced().lower(), options, pinning)
 
     def computes(self, wanted: Outputs) -> bool:
         """Whether it gives all that is wanted."""

@@ -19,6 +19,7 @@ from jax import lax
 from xla_dtensor.lowering import context
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.ops.view import wrap_dim
+from xla_dtensor.lowering.partitioned.cut import cut
 from xla_dtensor.lowering.partitioned.gather import read_at
 from xla_dtensor.lowering.partitioned.scatter import highest, lowest, narrow, write, write_each
 from xla_dtensor.lowering.promotion import promote
@@ -259,7 +260,7 @@ def put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = Fa
 def _cut(x: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
     """``x`` cut to ``shape`` in every dim but ``dim``: torch lets an index be smaller."""
     limits = [x.shape[d] if d == dim else n for d, n in enumerate(shape)]
-    return lax.slice(x, [0] * x.ndim, limits) if limits != list(x.shape) else x
+    return cut(x, [0] * x.ndim, limits)
 
 
 @lowers("gather")
@@ -284,7 +285,7 @@ def _scatter(
         return out.reshape(x.shape)
     dim = wrap_dim(dim, x.ndim)
     if getattr(src, "ndim", 0) == index.ndim:
-        src = lax.slice(src, [0] * index.ndim, index.shape)
+        src = cut(src, [0] * index.ndim, index.shape)
     src = jnp.broadcast_to(jnp.asarray(src).astype(x.dtype), index.shape)
     update = lambda base, method, value: write_each(base, dim, index, method, value)
     return _reduced(x, src, reduce, include_self, update)

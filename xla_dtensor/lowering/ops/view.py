@@ -335,11 +335,9 @@ def _put_split_sizes(
 def split_with_sizes(
     base: jax.Array, split_sizes: Sequence[int], dim: int = 0
 ) -> tuple[jax.Array, ...]:
-    dim = wrap_dim(dim, base.ndim)
-    ends = np.cumsum(split_sizes)
+    ends = map(int, np.cumsum(split_sizes))
     return tuple(
-        lax.slice_in_dim(base, int(end) - size, int(end), axis=dim)
-        for size, end in zip(split_sizes, ends, strict=True)
+        slice_(base, dim, end - size, end) for size, end in zip(split_sizes, ends, strict=True)
     )
 
 
@@ -556,7 +554,7 @@ def unfold(base: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
     dim = wrap_dim(dimension, base.ndim)
     positions = _window_positions(base.shape[dim], size, step)
     if size == step:  # windows side by side: a reshape, which keeps the dim's sharding
-        used = lax.slice_in_dim(base, 0, positions.size, axis=dim)
+        used = strided_slice(base, dim, 0, positions.size, 1)
         windows = used.reshape(*base.shape[:dim], *positions.shape, *base.shape[dim + 1 :])
     else:
         windows = jnp.take(base, positions, axis=dim, mode="clip")

@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from xla_dtensor.lowering.context import here
+from xla_dtensor.lowering.partitioned.cut import cut
 
 Widths = Sequence[tuple[int, int]]
 
@@ -37,7 +38,7 @@ def padded(x: jax.Array, widths: Widths, value: Any = 0) -> jax.Array:
         # Where nothing is left, the rest of the widths is taken from what is added.
         added = (max(before, 0), max(after, 0)) if last > first else (n + before + after, 0)
         more.append(added)
-    kept = lax.slice(x, start, stop)
+    kept = cut(x, start, stop)
     if not np.any(more):
         return kept
     out = _primitive.bind(kept, widths=tuple(more))

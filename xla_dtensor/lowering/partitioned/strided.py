@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from xla_dtensor.lowering.partitioned.cut import is_hidden
 from xla_dtensor.lowering.partitioned.padding import padded
 
 
@@ -24,7 +25,8 @@ def strided_slice(x: jax.Array, dim: int, start: int, count: int, step: int) -> 
     step = 1 if count == 1 else step
     if count == x.shape[dim]:
         return x
-    return _primitive.bind(x, dim=dim, start=start, count=count, step=step)
+    hidden = step == 1 and is_hidden(x.shape[dim : dim + 1], [start], [start + count])
+    return _primitive.bind(x, dim=dim, start=start, count=count, step=step, hidden=hidden)
 
 
 def spread(value: jax.Array, dim: int, start: int, step: int, size: int) -> jax.Array:
@@ -44,11 +46,14 @@ def _padded(value: jax.Array, dim: int, before: int, after: int) -> jax.Array:
     return padded(value, [(before, after) if d == dim else (0, 0) for d in range(value.ndim)])
 
 
-def _sliced(x: jax.Array, *, dim: int, start: int, count: int, step: int) -> jax.Array:
-    return lax.slice_in_dim(x, start, start + (count - 1) * step + 1, step, dim)
+def _sliced(
+    x: jax.Array, *, dim: int, start: int, count: int, step: int, hidden: bool
+) -> jax.Array:
+    out = lax.slice_in_dim(x, start, start + (count - 1) * step + 1, step, dim)
+    return lax.optimization_barrier(out) if hidden else out
 
 
-def _transpose(cotangent: Any, x: Any, *, dim: int, start: int, count: int, step: int) -> Any:
+def _transpose(cotangent: Any, x: Any, *, dim: int, start: int, step: int, **_: Any) -> Any:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(x.aval)]
     return [spread(cotangent, dim, start, step, x.aval.shape[dim])]
@@ -60,7 +65,7 @@ def _batch(values: Any, dims: Any, *, dim: int, **params: int) -> Any:
 
 
 _primitive = Primitive("strided_slice")
-_primitive.def_impl(jax.jit(_sliced, static_argnames=("dim", "start", "count", "step")))
+_primitive.def_impl(jax.jit(_sliced, static_argnames=("dim", "start", "count", "step", "hidden")))
 _primitive.def_abstract_eval(
     lambda x, *, dim, count, **_: x.update(shape=(*x.shape[:dim], count, *x.shape[dim + 1 :]))
 )
