@@ -17,6 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.partitioned.padding import padded
+from xla_dtensor.lowering.partitioned.strided import strided_slice
 from xla_dtensor.lowering.registry import lowers
 from xla_dtensor.lowering.workarounds import ROW_MAJOR_TRANSFORMS
 
@@ -85,7 +86,7 @@ def fft_c2r(x: jax.Array, dim: Sequence[int], normalization: int, last_dim_size:
     lengths = [*(x.shape[d] for d in dim[:-1]), last_dim_size]
     whole = _complex(x, dim[:-1], False)
     wanted, last = last_dim_size // 2 + 1, dim[-1] % x.ndim
-    whole = lax.slice_in_dim(whole, 0, min(wanted, whole.shape[last]), axis=last)
+    whole = strided_slice(whole, last, 0, min(wanted, whole.shape[last]), 1)
     if whole.shape[last] < wanted:
         missing = wanted - whole.shape[last]
         whole = padded(whole, [(0, missing if d == last else 0) for d in range(x.ndim)])

@@ -11,6 +11,7 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering.meta import meta_of
+from xla_dtensor.lowering.partitioned.cut import cut
 from xla_dtensor.lowering.partitioned.scatter import narrow, write
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
@@ -68,7 +69,7 @@ def embedding_bag(
         where = jnp.full((bags, columns) if mode == MAX else 0, -1, np.int64)
         sizes = jnp.zeros(bags, np.int64)
         return jnp.zeros((bags, columns), wide), jnp.zeros(count, np.int64), sizes, where
-    begins = narrow(offsets[:bags], count)
+    begins = narrow(cut(offsets, [0], [bags]), count)
     begun = write(jnp.zeros(count, np.int32), (begins,), "add", jnp.ones(bags, np.int32))
     bag = jnp.cumsum(begun) - 1
     valid = _valid(indices, padding_idx)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xla_dtensor.lowering.partitioned.cut import cut
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
 
@@ -27,7 +28,8 @@ def _membership(
         ends = jnp.cumsum(lengths, -1)
         starts = ends - lengths
     else:
-        starts, ends = offsets[..., :-1], offsets[..., 1:]
+        ends = offsets[..., 1:]
+        starts = cut(offsets, [0] * offsets.ndim, ends.shape)
     index = jnp.arange(data.shape[axis])
     inside = (starts[..., None] <= index) & (index < ends[..., None])
     rest = (1,) * (data.ndim - axis - 1)
