@@ -229,13 +229,25 @@ def get(array: Any) -> np.ndarray:
 
     Args:
         array: a ``jax.Array`` or what NumPy takes.
+
+    Raises:
+        RuntimeError: XLA has computed fewer elements than the array's shape says.
     """
     if not processes.several() or getattr(array, "is_fully_addressable", True):
-        return np.asarray(array)
-    with user_positions.reading():
-        if not is_here(array):
-            array = _resharded(_replicated(array.sharding))(array)
-        return np.asarray(array)
+        value = np.asarray(array)
+    else:
+        with user_positions.reading():
+            if not is_here(array):
+                array = _resharded(_replicated(array.sharding))(array)
+            value = np.asarray(array)
+    if value.size != getattr(array, "size", value.size):  # `base/xla_faults.py:CUT_PADDING`
+        raise RuntimeError(
+            f"XLA has computed a tensor of shape {list(value.shape)} where one of "
+            f"{list(np.shape(array))} was asked for: a fault of its partitioner. Please report the "
+            "operations before this read; with XLA_DTENSOR_EAGER=strict, or other placements, they "
+            "may be right"
+        )
+    return value
 
 
 @functools.cache
