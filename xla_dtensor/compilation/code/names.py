@@ -138,13 +138,15 @@ def names_of(code: types.CodeType) -> Names:
             continue
         # `model.eval()` and `model.modules()` are neither the builtin nor `sys.modules`.
         of_sys = instructions[position - 1].argval == "sys"
-        if name == "__getattribute__" and code.co_name not in _PASS_ON:
+        if name in _ALL and code.co_name not in _PASS_ON:
             names.any_attribute = True
+        if name in ("dump", "dumps") and instructions[position - 1].argval == "json":
+            continue  # of plain data
         if kind in _READ and (name in _BUILTIN or (name == "modules" and not of_sys)):
             continue
         names.attributes.update(CALLED_BY.get(name, ()))
-        if name in MADE_UP:
-            names.any_attribute |= name not in _NAMED or not _has_constant(instructions, position)
+        if name in MADE_UP and not names.any_attribute:
+            names.any_attribute = name not in _NAMED or not _has_constant(instructions, position)
         if name in MODULES:
             module = _constant_behind(instructions, position)
             names.any_module |= module is None
@@ -165,12 +167,15 @@ def names_of(code: types.CodeType) -> Names:
             elif "%" in constant:  # "%s" % x
                 names.attributes.update(_TEXT)
             names.attributes.update(formatted(constant))
+            names.any_attribute |= _CUT_FIELD.search(constant) is not None
         elif isinstance(constant, tuple):  # keyword names, `in ("a", "b")`
             names.attributes |= {c for c in constant if isinstance(c, str) and c.isidentifier()}
     return names
 
 
 _FIELD = re.compile(r"\{\w*((?:\.\w+|\[[^]{}]*\])+)[!:}]")
+# What is to become a format, of an attribute that is made up: ``"{0." + name + "}"``.
+_CUT_FIELD = re.compile(r"\{\w*(?:\.\w+|\[[^]{}]*\])*\.(?:$|[%{])")
 
 
 def formatted(text: str) -> set[str]:
@@ -181,11 +186,13 @@ def formatted(text: str) -> set[str]:
 
 
 # What these ask their base class for is what was asked of them.
-_PASS_ON = frozenset({"__getattr__", "__getattribute__"})
+_PASS_ON = frozenset({"__getattr__", "__getattribute__", *_COPIES, "__deepcopy__"})
+# All that an object has, or what of it the caller says.
+_ALL = {"__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"}
 _BUILTIN = frozenset({"eval", "exec", "dir", "vars", "globals"})
 _NAMED = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "getattr_static"}
 MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "getmembers"} | _NAMED
-MADE_UP |= {"getmembers_static"}
+MADE_UP |= {"getmembers_static", "dump", "dumps", "Pickler"}
 MODULES = {"import_module", "__import__", "modules", "reload"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "expandvars", "expanduser"}
 TABLES = {"globals", "__globals__", "f_globals"}

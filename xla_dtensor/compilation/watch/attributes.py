@@ -73,12 +73,12 @@ def methods(walk: Walk, cls: type) -> None:
         if base in walk.classes:
             continue
         walk.classes.add(base)
-        if walk.of_library(base):
-            library_class(walk, base)
-            continue
         own, path, names = base.__dict__, base.__qualname__, walk.names
         if "__match_args__" in names.attributes:
             names.attributes |= set(own.get("__match_args__", ()))
+        if walk.of_library(base):
+            library_class(walk, base)
+            continue
         walk.reached.live.append((operator.attrgetter("__mro__"), base))
         walk.reached.note(f"{path}.__mro__", "bases", base.__mro__)
         named = [name for name in _OF_CLASSES if name in names.attributes]
