@@ -86,6 +86,8 @@ def methods(walk: Walk, cls: type) -> None:
             walk.read(Slots(base, named, path))
         overridden = _overridden(base)
         used = [n for n in own if n in overridden or _is_used(walk, base, n)]
+        if walk.by_chance:
+            used = [n for n in used if not (is_callable(own[n]) or code_of(own[n]))]
         place = Entries(own, used, path, setter=base)
         walk.read(place)
         walk.assigned(place)
@@ -236,7 +238,12 @@ def attributes(walk: Walk, value: Any, own: dict[str, Any], path: str) -> None:
     if cls is types.SimpleNamespace or not any(map(walk.of_library, cls.__mro__[:-1])):
         walk.reached.plain.add(id(own))
     only_assigned(walk, value, path, names)
-    walk.read(Entries(own, names, path))
+    place, unnamed = Entries(own, names, path), list[str]()
+    if walk.names.any_attribute and issubclass(cls, types.ModuleType):
+        unnamed = [name for name in names if not walk.names.is_named(name)]
+    walk.read(place, but_for=unnamed)
+    for name in unnamed:
+        walk.follow_last(own[name], place.label(name))
 
 
 def only_assigned(walk: Walk, owner: Any, path: str, read: Collection[str]) -> None:

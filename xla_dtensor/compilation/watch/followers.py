@@ -53,6 +53,7 @@ def reach(roots: list[tuple[str, Any]], begin: Callable[[], Walk]) -> Reached:
             walk.follow(copyreg.dispatch_table, "copyreg.dispatch_table")
         for one in reached.carried:
             _inside(walk, one.read(), one.name)
+        walk.end()
         if names.count() == before:
             break
     functions.place_globals(walk)
