@@ -175,10 +175,6 @@ def _located(*names: str) -> Any:
     return getattr(importlib.import_module(".".join(HELPERS)), "".join(names))
 
 
-def located_function(world: World) -> Case:
-    return (lambda x: _located("sca", "led")(x)), put(_helpers, "SCALE", 3.0)
-
-
 def located_class(world: World) -> Case:
     return (lambda x: _located("Sca", "ler")()(x)), put(_helpers.Scaler, "scale", 3.0)
 
@@ -263,7 +259,6 @@ MAKERS: tuple[Callable[[World], Case], ...] = (
     module_by_a_format,
     module_imported_by_a_format,
     module_by_a_relative_name,
-    located_function,
     located_class,
     data_of_a_located_class,
     table_by_key,

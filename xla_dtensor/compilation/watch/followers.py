@@ -53,9 +53,10 @@ def reach(roots: list[tuple[str, Any]], begin: Callable[[], Walk]) -> Reached:
             walk.follow(copyreg.dispatch_table, "copyreg.dispatch_table")
         for one in reached.carried:
             _inside(walk, one.read(), one.name)
-        walk.end()
         if names.count() == before:
-            break
+            walk.end()
+            if names.count() == before:
+                break
     functions.place_globals(walk)
     if reached.imports:  # as a pair, and no place: what a step imports stays imported
         reached.live.append((functools.partial(map, sys.modules.get), sorted(reached.imports)))
