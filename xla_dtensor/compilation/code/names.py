@@ -278,8 +278,10 @@ _CALL = "PRECALL" if sys.version_info < (3, 12) else "CALL"
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _NO_FURTHER = ("JUMP_FORWARD", "JUMP_BACKWARD", "RETURN_", "RAISE_VARARGS", "RERAISE")
 # These leave what lies on the stack below what they take from it as it is.
-_KEEP = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CL", "PUSH_NULL", "NOP")
-_KEEP = (*_KEEP, "CACHE", "KW_NAMES", "POP_", "COPY", "EXTENDED_ARG")
+_KEEP = (
+    *("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CL", "PUSH_NULL", "NOP"),
+    *("CACHE", "KW_NAMES", "POP_", "COPY", "EXTENDED_ARG"),
+)
 
 
 def _merged(one: list[Any] | None, other: list[Any] | None) -> list[Any] | None:

@@ -167,7 +167,7 @@ _LARGE = 10_000
 
 def _refers_to(value: Any, wanted: set[int]) -> bool:
     """Whether an object, or what it consists of, is one of these ids."""
-    todo, seen = [value], set()
+    todo, seen = [value], set[int]()
     while todo and len(seen) < _LARGE:
         inner = todo.pop()
         if id(inner) in wanted:

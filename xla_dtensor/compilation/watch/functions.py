@@ -84,9 +84,9 @@ def _users_code(walk: Walk, function: types.FunctionType, module: str | None, pa
     if function.__kwdefaults__:
         walk.follow(function.__kwdefaults__, f"{describe(function)}'s defaults")
     attributes(walk, function, function.__dict__, path)
-    named = [name for name in _OF_FUNCTIONS if name in walk.names.attributes]
-    if named:
-        walk.read(Slots(function, named, path))
+    own = [name for name in _OF_FUNCTIONS if name in walk.names.attributes]
+    if own:
+        walk.read(Slots(function, own, path))
 
 
 def _globals(
