@@ -183,6 +183,12 @@ def data_of_a_located_class(world: World) -> Case:
     return (lambda x: x * _located("Sca", "ler").scale), put(_helpers.Scaler, "scale", 3.0)
 
 
+def method_of_a_located_class(world: World) -> Case:
+    return (lambda x: _located("Sca", "ler").static(x)), put(
+        _helpers.Scaler, "static", staticmethod(lambda x: x * 3)
+    )
+
+
 # --- what a step fills on demand -----------------------------------------------------------------
 
 
@@ -261,6 +267,7 @@ MAKERS: tuple[Callable[[World], Case], ...] = (
     module_by_a_relative_name,
     located_class,
     data_of_a_located_class,
+    method_of_a_located_class,
     table_by_key,
     table_emptied,
     table_of_tensors,

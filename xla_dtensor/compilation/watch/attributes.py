@@ -86,8 +86,6 @@ def methods(walk: Walk, cls: type) -> None:
             walk.read(Slots(base, named, path))
         overridden = _overridden(base)
         used = [n for n in own if n in overridden or _is_used(walk, base, n)]
-        if walk.by_chance:
-            used = [n for n in used if not (is_callable(own[n]) or code_of(own[n]))]
         place = Entries(own, used, path, setter=base)
         walk.read(place)
         walk.assigned(place)
