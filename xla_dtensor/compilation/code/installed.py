@@ -11,8 +11,9 @@ repeated. Therefore the walk before a trace also takes the names from methods of
 reach; and a trace that has run code nobody knew, and that names places nobody knew, is made again.
 
 The user's own code may be called by what the walk doesn't look into: by torch, where something has
-been registered with it (``torch.library``, a hook on a node of autograd's graph). Its functions are
-then starting points of another walk, and the trace is made again.
+been registered with it (``torch.library``, a hook on a node of autograd's graph); or by a name that
+it makes up (``globals()[f"build_{kind}"]()``). Its functions are then starting points of another
+walk, and the trace is made again.
 """
 
 from __future__ import annotations

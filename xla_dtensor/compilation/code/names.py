@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib.util
 import os
 import re
 import sys
@@ -137,13 +138,15 @@ def names_of(code: types.CodeType) -> Names:
             continue
         # `model.eval()` and `model.modules()` are neither the builtin nor `sys.modules`.
         of_sys = instructions[position - 1].argval == "sys"
-        if name == "__getattribute__" and code.co_name not in _PASS_ON:
+        if name in _ALL and code.co_name not in _PASS_ON:
             names.any_attribute = True
+        if name in ("dump", "dumps") and instructions[position - 1].argval == "json":
+            continue  # of plain data
         if kind in _READ and (name in _BUILTIN or (name == "modules" and not of_sys)):
             continue
         names.attributes.update(CALLED_BY.get(name, ()))
-        if name in MADE_UP:
-            names.any_attribute |= name not in _NAMED or not _has_constant(instructions, position)
+        if name in MADE_UP and not names.any_attribute:
+            names.any_attribute = name not in _NAMED or not _has_constant(instructions, position)
         if name in MODULES:
             module = _constant_behind(instructions, position)
             names.any_module |= module is None
@@ -164,12 +167,15 @@ def names_of(code: types.CodeType) -> Names:
             elif "%" in constant:  # "%s" % x
                 names.attributes.update(_TEXT)
             names.attributes.update(formatted(constant))
+            names.any_attribute |= _CUT_FIELD.search(constant) is not None
         elif isinstance(constant, tuple):  # keyword names, `in ("a", "b")`
             names.attributes |= {c for c in constant if isinstance(c, str) and c.isidentifier()}
     return names
 
 
 _FIELD = re.compile(r"\{\w*((?:\.\w+|\[[^]{}]*\])+)[!:}]")
+# What is to become a format, of an attribute that is made up: ``"{0." + name + "}"``.
+_CUT_FIELD = re.compile(r"\{\w*(?:\.\w+|\[[^]{}]*\])*\.(?:$|[%{])")
 
 
 def formatted(text: str) -> set[str]:
@@ -180,45 +186,124 @@ def formatted(text: str) -> set[str]:
 
 
 # What these ask their base class for is what was asked of them.
-_PASS_ON = frozenset({"__getattr__", "__getattribute__"})
+_PASS_ON = frozenset({"__getattr__", "__getattribute__", *_COPIES, "__deepcopy__"})
+# All that an object has, or what of it the caller says.
+_ALL = {"__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"}
 _BUILTIN = frozenset({"eval", "exec", "dir", "vars", "globals"})
 _NAMED = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "getattr_static"}
 MADE_UP = {"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "getmembers"} | _NAMED
-MADE_UP |= {"getmembers_static"}
+MADE_UP |= {"getmembers_static", "dump", "dumps", "Pickler"}
 MODULES = {"import_module", "__import__", "modules", "reload"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "expandvars", "expanduser"}
 TABLES = {"globals", "__globals__", "f_globals"}
 _OTHERS_GLOBALS = {"__globals__", "f_globals"}
 _LOOKS_UP = {"get", "pop", "setdefault"}
+_IMPORTS = {"import_module", "__import__", "reload"}
 EVALUATES = frozenset({"eval", "exec"})
 _ANY_GLOBAL = EVALUATES | TABLES
 
 
 def _constant_behind(instructions: list[dis.Instruction], position: int) -> str | None:
     """The string that follows a name: in ``import_module("config")``, ``globals()["scale"]``,
-    ``globals().get("scale")``."""
-    for instruction in instructions[position + 1 : position + 8]:
-        if instruction.opname == "LOAD_CONST":
-            return instruction.argval if isinstance(instruction.argval, str) else None
-        if instruction.opname in _READ and instruction.argval in _LOOKS_UP:
-            continue
-        if not instruction.opname.startswith(("PRECALL", "PUSH_NULL", "CACHE", "NOP", "CALL")):
-            return None
+    ``globals().get("scale")``; None if it is made up."""
+    if instructions[position].argval in _IMPORTS:
+        match _arguments(instructions, position):
+            case [str(name)] if not name.startswith("."):
+                return name
+            case [str(name), str(package)]:
+                return importlib.util.resolve_name(name, package)
+        return None
+    behind = position + 1
+    while instructions[behind].opname in ("PRECALL", "PUSH_NULL", "CALL"):  # of `globals`
+        behind += 1
+    first = instructions[behind]
+    if first.opname in _READ and first.argval in _LOOKS_UP:
+        match _arguments(instructions, behind):
+            case [str(key), *_]:
+                return key
+    elif first.opname == "LOAD_CONST" and isinstance(first.argval, str):
+        next_ = (i.opname for i in instructions[behind + 1 : behind + 4] if i.opname != "COPY")
+        return first.argval if next(next_).endswith("_SUBSCR") else None
     return None
 
 
 def _has_constant(instructions: list[dis.Instruction], position: int) -> bool:
     """Whether the call of ``getattr`` (or the like) at ``position`` names the attribute."""
-    found = False
-    for instruction in instructions[position + 1 : position + 16]:
-        kind = instruction.opname
-        if kind == "LOAD_CONST" and isinstance(instruction.argval, str):
-            found = instruction.argval.isidentifier()
-        elif kind.startswith(("BUILD_STRING", "FORMAT", "BINARY_OP")):
-            return False  # f"layer{i}"
-        elif kind.startswith(("CALL", "PRECALL")):
-            return found
+    match instructions[position].argval, _arguments(instructions, position):
+        case ("methodcaller", [str(name), *_]) | (_, [_, str(name), *_]):
+            return name.isidentifier()
     return False
+
+
+_CALL = "PRECALL" if sys.version_info < (3, 12) else "CALL"
+_NO_FURTHER = ("JUMP_FORWARD", "JUMP_BACKWARD", "RETURN_", "RAISE_VARARGS", "RERAISE")
+
+
+def _arguments(instructions: list[dis.Instruction], position: int) -> list[Any] | None:
+    """What the function loaded at ``position`` is called with: constants as they are, `_MADE`
+    for what is computed. None where it isn't called there, or with names, or ``*args``.
+
+    Followed is what lies on Python's stack above the function.
+    """
+    stack: list[Any] | None = []  # None: no way leads to the next instruction
+    found: list[Any] | None = None
+    jumped: dict[int, list[Any]] = {}  # by where to
+    with_names = False
+    for instruction in instructions[position + 1 :]:
+        kind, argument, opcode = instruction.opname, instruction.arg, instruction.opcode
+        stack = _merged(stack, jumped.pop(instruction.offset, None))
+        if stack is None or (kind == "PUSH_NULL" and instruction is instructions[position + 1]):
+            continue  # the second: of the call itself
+        if kind == _CALL and argument == len(stack):
+            if with_names:
+                return None
+            # After `if` and `else` there may be a call each.
+            found, stack = _merged(found, stack), None
+            if not jumped:
+                return found
+            continue
+        with_names = kind == "KW_NAMES"
+        if opcode in _JUMPS and instruction.argval > instruction.offset:
+            effect = dis.stack_effect(opcode, argument, jump=True)
+            jumped[instruction.argval] = _after(stack, instruction, effect)
+        effect = dis.stack_effect(opcode, argument, jump=False)
+        if len(stack) + effect < 0:
+            return None
+        stack = None if kind.startswith(_NO_FURTHER) else _after(stack, instruction, effect)
+    return None
+
+
+_MADE = object()
+_CALL = "PRECALL" if sys.version_info < (3, 12) else "CALL"
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_NO_FURTHER = ("JUMP_FORWARD", "JUMP_BACKWARD", "RETURN_", "RAISE_VARARGS", "RERAISE")
+# These leave what lies on the stack below what they take from it as it is.
+_KEEP = (
+    *("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CL", "PUSH_NULL", "NOP"),
+    *("CACHE", "KW_NAMES", "POP_", "COPY", "EXTENDED_ARG"),
+)
+
+
+def _merged(one: list[Any] | None, other: list[Any] | None) -> list[Any] | None:
+    """What lies on the stack where two ways come together."""
+    if one is None or other is None:
+        return other if one is None else one
+    return [a if a is b else _MADE for a, b in zip(one, other, strict=False)]
+
+
+def _after(stack: list[Any], instruction: dis.Instruction, effect: int) -> list[Any]:
+    """What lies on the stack after an instruction that makes it higher by ``effect``."""
+    kind, height = instruction.opname, len(stack) + effect
+    if kind == "LOAD_CONST":
+        return [*stack, instruction.argval]
+    if kind.startswith(_KEEP):
+        kept = min(len(stack), height)
+    elif kind.startswith("BUILD_"):  # takes what it needs, and puts one there
+        kept = height - 1
+    else:  # what is on top is perhaps another, or (SWAP) what is further below
+        kept = min(len(stack), height) - ((instruction.arg or 1) if kind == "SWAP" else 1)
+    kept = max(kept, 0)
+    return stack[:kept] + [_MADE] * (height - kept)
 
 
 def describe(function: Any) -> str:

@@ -145,6 +145,43 @@ def cache_of(cached: Any) -> tuple[dict[Any, Any], list[Any]]:
     return {}, []
 
 
+def drop_from_cache(cached: Any, wanted: set[int]) -> None:
+    """Let a function under ``functools.cache`` forget the calls whose arguments or results refer to
+    an object of these ids, and no others."""
+    calls, parts = cache_of(cached)
+    inner = parts[1 : len(parts) - len(calls)]  # with a `maxsize`: key, result, class, key, ...
+    results = dict(zip(map(id, inner[::3]), inner[1::3], strict=True))
+    kept = {
+        key: value
+        for key, value in calls.items()
+        if not _refers_to((key, results.get(id(key), value)), wanted)
+    }
+    if len(kept) < len(calls):
+        calls.clear()
+        calls.update(kept)
+
+
+_LEADS_ELSEWHERE = (type, types.ModuleType, types.CodeType, types.FrameType)
+_LARGE = 10_000
+
+
+def _refers_to(value: Any, wanted: set[int]) -> bool:
+    """Whether an object, or what it consists of, is one of these ids."""
+    todo, seen = [value], set[int]()
+    while todo and len(seen) < _LARGE:
+        inner = todo.pop()
+        if id(inner) in wanted:
+            return True
+        if id(inner) in seen or isinstance(inner, _LEADS_ELSEWHERE):
+            continue
+        seen.add(id(inner))
+        if isinstance(inner, types.FunctionType):
+            todo += [inner.__closure__, inner.__defaults__, inner.__kwdefaults__]
+        else:
+            todo += gc.get_referents(inner)
+    return False
+
+
 def is_users_cache(value: Any) -> bool:
     """Whether it is a function under ``functools.cache`` that no library has."""
     return type(value) is CACHED and not is_library(getattr(value, "__module__", None))

@@ -101,7 +101,7 @@ class Traced:
             *arguments.roots(),
             *active_modes(),
             *saving_hooks(),
-            *((f"{describe(function)}, which torch calls", function) for function in unmet),
+            *((f"{describe(function)}, which the step runs", function) for function in unmet),
         ]
         self.names_of_carried = carried
         self._executed, self.fixed = recorder.executed(), fixed

@@ -27,7 +27,7 @@ from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.step.base_step import BaseStep
 from xla_dtensor.compilation.step.family import Family
 from xla_dtensor.compilation.trace.numbers import Decision, NumberChanged
-from xla_dtensor.compilation.watch.effects import counter_refused, is_counted_on
+from xla_dtensor.compilation.watch.effects import counter_refused, goes_on, is_counted_on
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.execution import lazy
 
@@ -68,7 +68,7 @@ class StepTraces(BaseStep):
             self._take_changed(missed)
         with tracing, self._checks:
             try:
-                traced = self._traced_with_cuts(arguments, family, path)
+                traced = self._traced_with_cuts(arguments, family, path, paths)
             except ReadsMore as more:
                 self._read(more.reads)
                 again = self._arguments(arguments.args, arguments.kwargs, arguments.padding)
@@ -154,12 +154,13 @@ class StepTraces(BaseStep):
             family.positions = traced.trace.positions is not None
             return self._trace_once(arguments, family)
         path: str | None = None
+        paths: frozenset[str] = frozenset()
         if missed is not None:
             self._take_changed(missed)
-            path = missed.path
+            path, paths = missed.path, missed.paths
         elif there.programs:
             family.varies(arguments)
-        return self._traced(arguments, family, path)
+        return self._traced(arguments, family, path, paths)
 
     def _take_changed(self, missed: Mismatch) -> None:
         """Numbers outside of the step that have changed since a program was made are inputs."""
@@ -194,9 +195,11 @@ class StepTraces(BaseStep):
                 programs.succeeded(program)
         self._last = call, program
 
-    def _traced_with_cuts(self, arguments: Arguments, family: Family, path: str | None) -> Traced:
+    def _traced_with_cuts(
+        self, arguments: Arguments, family: Family, path: str | None, paths: frozenset[str]
+    ) -> Traced:
         """The same, and of a step whose arguments are padded, what of its results is cut back."""
-        traced, padding = self._traced(arguments, family, path), arguments.padding
+        traced, padding = self._traced(arguments, family, path, paths), arguments.padding
         if padding is None:
             return traced
         try:
@@ -205,7 +208,7 @@ class StepTraces(BaseStep):
             if not padding.is_named() and any(shapes):
                 traced.undo()
                 others = self._other_shapes(padding)
-                traced = self._traced(arguments, family, path)
+                traced = self._traced(arguments, family, path, paths)
             traced.cuts = cuts_of(padding, shapes, others)
             check_lengths(traced.cuts, padding)
         except BaseException as error:
@@ -222,9 +225,18 @@ class StepTraces(BaseStep):
         traced.undo()
         return shapes_of(traced, other)
 
-    def _traced(self, arguments: Arguments, family: Family, path: str | None) -> Traced:
+    def _traced(
+        self,
+        arguments: Arguments,
+        family: Family,
+        path: str | None,
+        paths: frozenset[str] = frozenset(),
+    ) -> Traced:
         """A trace that takes what the step keeps and replaces from where it is in each call; with
         numbers as inputs if the step's Python can do with that.
+
+        Args:
+            path, paths: what has changed since the trace before (`Mismatch`).
 
         Raises:
             DataDependentError: it changes in each call what the next one would have to be traced
@@ -268,7 +280,13 @@ class StepTraces(BaseStep):
                 tried |= found & counted
                 self._counted |= found & counted
                 continue
-            again = [e for e in again if path is not None and path.startswith(e.place.path)]
+            again = [
+                effect
+                for effect in again
+                if path is not None
+                and path.startswith(effect.place.path)
+                and goes_on(effect, earlier, paths)
+            ]
             if not again:
                 return traced
             traced.undo()

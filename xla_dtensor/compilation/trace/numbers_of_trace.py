@@ -16,7 +16,7 @@ from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.numbers.traced_number import NumberNode, input_number, is_integer
 from xla_dtensor.base.source_line import expression_here
 from xla_dtensor.base.tables.keys import exact
-from xla_dtensor.compilation.code.reflection import is_users_cache
+from xla_dtensor.compilation.code.reflection import drop_from_cache, is_users_cache
 from xla_dtensor.compilation.trace.numbers import Decision, Number
 from xla_dtensor.forms.form import Form
 from xla_dtensor.runtime import arrays
@@ -111,8 +111,10 @@ class TraceNumbers:
 def end_numbers(numbers: list[weakref.ref[Any]]) -> None:
     """What is left of the numbers of a failed trace: their values, and nothing in caches, from
     which code outside of a step might get one."""
-    if any(number() is not None for number in numbers):
-        for cache in filter(is_users_cache, gc.get_objects()):
-            cache.cache_clear()
-    for number in [alive for alive in map(operator.call, numbers) if alive is not None]:
+    left = [alive for alive in map(operator.call, numbers) if alive is not None]
+    for number in left:
         number.node.end()
+    if left:
+        ids = set(map(id, left))
+        for cache in filter(is_users_cache, gc.get_objects()):
+            drop_from_cache(cache, ids)

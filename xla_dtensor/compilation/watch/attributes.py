@@ -73,12 +73,12 @@ def methods(walk: Walk, cls: type) -> None:
         if base in walk.classes:
             continue
         walk.classes.add(base)
-        if walk.of_library(base):
-            library_class(walk, base)
-            continue
         own, path, names = base.__dict__, base.__qualname__, walk.names
         if "__match_args__" in names.attributes:
             names.attributes |= set(own.get("__match_args__", ()))
+        if walk.of_library(base):
+            library_class(walk, base)
+            continue
         walk.reached.live.append((operator.attrgetter("__mro__"), base))
         walk.reached.note(f"{path}.__mro__", "bases", base.__mro__)
         named = [name for name in _OF_CLASSES if name in names.attributes]
@@ -236,7 +236,12 @@ def attributes(walk: Walk, value: Any, own: dict[str, Any], path: str) -> None:
     if cls is types.SimpleNamespace or not any(map(walk.of_library, cls.__mro__[:-1])):
         walk.reached.plain.add(id(own))
     only_assigned(walk, value, path, names)
-    walk.read(Entries(own, names, path))
+    place, unnamed = Entries(own, names, path), list[str]()
+    if walk.names.any_attribute and issubclass(cls, types.ModuleType):
+        unnamed = [name for name in names if not walk.names.is_named(name)]
+    walk.read(place, but_for=unnamed)
+    for name in unnamed:
+        walk.follow_last(own[name], place.label(name))
 
 
 def only_assigned(walk: Walk, owner: Any, path: str, read: Collection[str]) -> None:

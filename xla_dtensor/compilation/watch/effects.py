@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import enum
 import operator
 import sys
 import time
@@ -82,6 +83,19 @@ class Effect:
         key = next(iter({**self.before, **self.after}))
         before, after = self.before.get(key, MISSING), self.after.get(key, MISSING)
         return f"{self.place.label(key)} from {_short(before)} to {_short(after)}"
+
+    def left(self, key: Any, value: Any) -> bool:
+        """Whether it may have left ``value`` under a key."""
+        if key not in self.after or (self.after[key] is MISSING) != (value is MISSING):
+            return False
+        after = self.after[key]
+        return after is value or not (is_atom(after) and is_atom(value)) or _same(after, value)
+
+    def is_there(self) -> bool:
+        """Whether its place may still be as it has left it."""
+        if self.argument is not None or isinstance(self.place.owner, set):
+            return True
+        return all(self.left(key, self.place.at(key)) for key in self.after)
 
     def repeat(self, made: Callable[[Any], Any], arguments: Arguments) -> None:
         """Change the place as the step has: ``made`` of each value is put there."""
@@ -324,12 +338,44 @@ def is_counted_on(effect: Effect, carried: frozenset[str], earlier: Iterable[Eff
     return bool(effect.changed() & {key for each in earlier for key in each.changed()})
 
 
+def goes_on(effect: Effect, earlier: Iterable[Effect], changed: Iterable[str]) -> bool:
+    """Whether the next call would change the same again: it finds what an ``earlier`` call of the
+    step has left there, or it adds to a list or a dict though nothing else has ``changed``. A table
+    that is filled on demand is left as it is until something else is asked for; and of the states
+    that an enum names, each has a program soon.
+
+    Args:
+        earlier: the effects of the trace before.
+        changed: the names in messages of all that has changed since.
+    """
+    values = (*effect.before.values(), *effect.after.values())
+    if all(isinstance(value, _OF_FEW) for value in values):
+        return False
+    same = [each for each in earlier if each.place.container == effect.place.container]
+    if any(each.left(key, before) for key, before in effect.before.items() for each in same):
+        return True
+    if not effect.grows() or not all(each.is_there() for each in same):
+        return False
+    own = [each.place.path for each in earlier]
+    return all(any(_is_within(path, place) for place in own) for path in changed)
+
+
+_OF_FEW = enum.Enum | bool | None
+
+
+def _is_within(path: str, place: str) -> bool:
+    return path.startswith(place) and path[len(place) :][:1] in ("", ".", "[", "'")
+
+
 def counter_refused(effect: Effect) -> DataDependentError:
     """The error for an effect that invalidates the program it was traced with, again and again."""
+    values = (*effect.before.values(), *effect.after.values())
+    in_a_tensor = any(isinstance(v, int | float | torch.Tensor) for v in values)
     return DataDependentError(
         f"the step reads and changes {effect.text()} in every call: its Python runs only when it "
-        "is traced, so every call would be traced again. Do this outside of the compiled step, or "
-        "keep the value in a tensor on the device that the step writes in place"
+        "is traced, so every call would be traced again. Do this outside of the compiled step"
+        + (", keep the value in a tensor that the step writes in place" if in_a_tensor else "")
+        + ', or compile the step with watch="replay", which runs its Python in every call'
     )
 
 

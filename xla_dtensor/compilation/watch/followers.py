@@ -54,7 +54,9 @@ def reach(roots: list[tuple[str, Any]], begin: Callable[[], Walk]) -> Reached:
         for one in reached.carried:
             _inside(walk, one.read(), one.name)
         if names.count() == before:
-            break
+            walk.end()
+            if names.count() == before:
+                break
     functions.place_globals(walk)
     if reached.imports:  # as a pair, and no place: what a step imports stays imported
         reached.live.append((functools.partial(map, sys.modules.get), sorted(reached.imports)))

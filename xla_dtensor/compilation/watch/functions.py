@@ -6,6 +6,7 @@ import builtins
 import dataclasses
 import sys
 import types
+from collections.abc import Collection
 from typing import Any
 
 from xla_dtensor.compilation.code.installed import is_installed
@@ -25,6 +26,9 @@ _OF_FUNCTIONS = ("__doc__", "__name__", "__qualname__", "__module__", "__annotat
 
 def of_function(walk: Walk, function: types.FunctionType, path: str) -> None:
     """Its code with what that names: globals, cells, defaults."""
+    if walk.by_chance:
+        walk.reached.note(path, "opaque", function)
+        return
     code = function.__code__
     walk.reached.codes.add(code)
     walk.reached.note(path, "function", code)
@@ -58,13 +62,15 @@ def _users_code(walk: Walk, function: types.FunctionType, module: str | None, pa
     walk.place(Slots(function, ("__code__", "__defaults__", "__kwdefaults__"), path))
     namespace = function.__globals__
     _, known = walk.names.namespaces.setdefault(id(namespace), (namespace, set()))
+    named = walk.names.named.setdefault(id(namespace), set())
+    named |= names.globals
     known |= names.globals
     if names.any_global or walk.names.others_globals:
         known |= {name for name in namespace if not name.startswith("__")}
     is_first = id(namespace) not in walk.stored
     walk.stored.setdefault(id(namespace), set()).update(names.stored)
     if is_first:  # once a round: by then earlier ones have said which names matter
-        _globals(walk, namespace, known)
+        _globals(walk, namespace, known, named)
     for name in names.modules:
         walk.imported(name)
     if names.any_module:
@@ -78,19 +84,23 @@ def _users_code(walk: Walk, function: types.FunctionType, module: str | None, pa
     if function.__kwdefaults__:
         walk.follow(function.__kwdefaults__, f"{describe(function)}'s defaults")
     attributes(walk, function, function.__dict__, path)
-    named = [name for name in _OF_FUNCTIONS if name in walk.names.attributes]
-    if named:
-        walk.read(Slots(function, named, path))
+    own = [name for name in _OF_FUNCTIONS if name in walk.names.attributes]
+    if own:
+        walk.read(Slots(function, own, path))
 
 
-def _globals(walk: Walk, namespace: dict[str, Any], names: set[str]) -> None:
+def _globals(
+    walk: Walk, namespace: dict[str, Any], names: set[str], named: Collection[str]
+) -> None:
     taken = walk.taken(Entries(namespace, (), "", guarded=False), sorted(names))
     for name in sorted((names & namespace.keys()) - taken):
         value = namespace[name]
         if reader(value) == name:  # where it is called, its code says with what
             walk.reached.note(name, "opaque", value)
-        else:
+        elif name in named:
             walk.follow(value, name)
+        else:
+            walk.follow_last(value, name)
 
 
 def place_globals(walk: Walk) -> None:

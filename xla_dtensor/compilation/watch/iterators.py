@@ -27,9 +27,11 @@ def nothing_consumed(watch: Watch) -> Iterator[None]:
     yield
     for value, content in watch.reached.arrays:
         if content_of(value) != content:
+            path = next(found.path for found in watch.reached.found if found.value is content)
             raise DataDependentError(
-                f"the step writes to a {type(value).__name__} outside of it, on the host: that "
-                "would happen when it is traced, not in every call; use a tensor on the device"
+                f"the step writes to {path} ({type(value).__name__}) outside of it, on the host: "
+                "that would happen when it is traced, not in every call; use a tensor on the "
+                'device, or compile the step with watch="replay"'
             )
     for (iterator, path), state in zip(iterators, before, strict=True):
         if _iterator_state(iterator) != state or (state is UNKNOWN and watch.names.calls("next")):

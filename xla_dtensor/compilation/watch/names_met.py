@@ -23,6 +23,8 @@ class NamesMet(Names):
         in_libraries: attributes that libraries' methods read, which the code calls.
         readers: functions that read more than they are given, found under whatever name.
         namespaces: globals by the ``id`` of their dict: the dict, and the names read there.
+        named: those of them that the code names, by the ``id``; others are read by names that it
+            makes up.
         takes_types, compares_numbers: see `types_asked`.
         meets_installed: whether the code names any of installed packages.
         fixed: whether the code finds optimizers' hyperparameters as they are.
@@ -32,6 +34,7 @@ class NamesMet(Names):
     in_libraries: set[str] = field(default_factory=set)
     readers: set[str] = field(default_factory=set)
     namespaces: dict[int, tuple[dict[str, Any], set[str]]] = field(default_factory=dict)
+    named: dict[int, set[str]] = field(default_factory=dict)
     takes_types: bool = False
     compares_numbers: bool = False
     meets_installed: bool = False
@@ -50,6 +53,7 @@ class NamesMet(Names):
         self._asks_types = known.asks_types
         for number, (namespace, names) in known.namespaces.items():
             self.namespaces[number] = namespace, set(names)
+        self.named.update((number, set(names)) for number, names in known.named.items())
 
     def add_asked(self, function: types.FunctionType) -> None:
         """Add what a function asks of the types of numbers."""
@@ -91,7 +95,11 @@ class NamesMet(Names):
 
     def is_read(self, name: str) -> bool:
         """Whether the code may read an attribute of this name."""
-        return name in self.attributes or self.any_attribute or name in self.in_libraries
+        return self.any_attribute or self.is_named(name)
+
+    def is_named(self, name: str) -> bool:
+        """Likewise, and not by a name that it makes up."""
+        return name in self.attributes or name in self.in_libraries
 
     def calls(self, *functions: str) -> bool:
         """Whether the code may call one of these, by its own name or by another."""
@@ -103,4 +111,4 @@ class NamesMet(Names):
         """How many there are: another name may lead to other objects."""
         sets = (self.attributes, self.assigned, self.stored, self.modules, self.in_libraries)
         read = (names for _, names in self.namespaces.values())
-        return sum(map(len, (*sets, self.readers, *read)))
+        return sum(map(len, (*sets, self.readers, *read, *self.named.values())))

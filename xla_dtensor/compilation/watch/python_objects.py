@@ -32,6 +32,7 @@ from xla_dtensor.compilation.watch.walk import Followed, Follower, Walk
 
 # Of content beyond this the length is compared, and as many as SAMPLES: vocabularies, data sets.
 MANY, SAMPLES = 10_000, 256
+MANY_BY_CHANCE = 1_000
 
 
 def of_dict(walk: Walk, value: Any, path: str) -> None:
@@ -40,7 +41,7 @@ def of_dict(walk: Walk, value: Any, path: str) -> None:
         walk.import_any()
         return
     content = class_of_content(value).items(value)
-    if len(content) > MANY:
+    if len(content) > _many(walk):
         every = -(-len(content) // SAMPLES)
         _sampled(walk, value, [key for key, _ in itertools.islice(content, 0, None, every)], path)
         return
@@ -64,7 +65,7 @@ def of_sequence(walk: Walk, value: Any, path: str) -> None:
     """Elements, of sets too."""
     cls = class_of_content(value)
     length = cls.__len__(value)
-    if length > MANY:
+    if length > _many(walk):
         some = range(0, length, -(-length // SAMPLES))
         _sampled(walk, value, some if isinstance(value, list | tuple) else (), path)
         return
@@ -77,6 +78,10 @@ def of_sequence(walk: Walk, value: Any, path: str) -> None:
         if i not in place.carried:
             walk.follow(item, f"{path}[{i}]")
     users_own(walk, value, path)
+
+
+def _many(walk: Walk) -> int:
+    return MANY_BY_CHANCE if walk.by_chance else MANY
 
 
 def _sampled(walk: Walk, value: Any, keys: Sequence[Any], path: str) -> None:

@@ -41,6 +41,7 @@ class Walk:
         reached: what it has come by.
         classes: those whose methods have been looked at.
         stored: the globals that the code assigns, by the ``id`` of their dict.
+        by_chance: whether it is at what only names that are made up lead to.
         asks_for_absent: whether the code may ask for attributes that aren't there.
         of_library: whether a class is defined by a library.
         data_descriptors: see the function of this name.
@@ -59,7 +60,8 @@ class Walk:
         self.classes: set[type] = set()
         self.stored: dict[int, set[str]] = {}
         self.asks_for_absent = names.calls("getattr", "hasattr")
-        self._any_module = False
+        self._any_module = self.by_chance = False
+        self._last: list[tuple[Any, str]] = []
         self._seen: dict[int, tuple[Any, str]] = {}
         self._by_class: dict[tuple[type, Any], Followed] = {}
         self._is_strict: Callable[[type], bool] = functools.cache(is_strict)
@@ -89,6 +91,22 @@ class Walk:
                 follower(self, value, path)
         elif not strict:
             self.reached.note(path, "same as", seen[1])
+
+    def follow_last(self, value: Any, path: str) -> None:
+        """Go on with what only a name that the code makes up leads to: what is in a Python module,
+        of which it may be anything. Of functions there only those count that a trace has seen
+        running (`code/installed.py`): all would lead from each script to whatever it is made of."""
+        if self._executed is None or self.by_chance:
+            self.follow(value, path)
+        else:
+            self._last.append((value, path))
+
+    def end(self) -> None:
+        """Follow what is to be followed last."""
+        self.by_chance = True
+        for value, path in self._last:
+            self.follow(value, path)
+        self.by_chance = False
 
     def _kind(self, value: Any) -> Followed:
         key = type(value), getattr(value, "__class__", None)  # what ``isinstance`` goes by
@@ -145,14 +163,14 @@ class Walk:
 
     # --- Python modules ------------------------------------------------------------------------
 
-    def imported(self, name: str) -> None:
-        """The code imports a Python module."""
+    def imported(self, name: str, last: bool = False) -> None:
+        """The code imports a Python module; ``last``: by a name that it makes up."""
         if is_library(name) or name in self.reached.imports:
             return
         self.reached.imports.add(name)
         module = sys.modules.get(name)
         if module is not None:
-            self.follow(module, name)
+            (self.follow_last if last else self.follow)(module, name)
 
     def import_any(self) -> None:
         """The code imports by names that it makes up."""
@@ -162,7 +180,7 @@ class Walk:
         names = [n for n in list(sys.modules) if not (is_installed(n) or is_library(n))]
         if len(names) <= _MANY_MODULES:
             for name in names:
-                self.imported(name)
+                self.imported(name, last=True)
             return
         self.reached.imports.update(names)  # to follow all takes minutes
         for name in names:
