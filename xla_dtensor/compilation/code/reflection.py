@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_dtensor.compilation.code.names import is_library
+from xla_dtensor.compilation.code.names import Names, is_library, is_library_class, names_of
 
 CACHED = type(functools.cache(lambda: None))
 """What ``functools.cache`` and ``lru_cache`` make of a function."""
@@ -67,6 +67,22 @@ def code_of(method: Any) -> types.CodeType | None:
         if isinstance(inner, types.FunctionType):
             method = inner
     return method.__code__ if isinstance(method, types.FunctionType) else None
+
+
+def inherited_names(cls: type) -> Names:
+    """The names in what a class has from libraries' classes, whose code isn't followed: what an
+    inherited ``forward`` reads of a module, and calls of it. (Of `nn.Module` and `Optimizer`
+    themselves what they read is known.)"""
+    names = Names()
+    for base in cls.__mro__:
+        if base in _KNOWN or not is_library_class(base):
+            continue
+        for code in filter(None, map(code_of, vars(base).values())):
+            names.update(names_of(code))
+    return names
+
+
+_KNOWN = (object, nn.Module, Optimizer)
 
 
 def referent(proxy: Any) -> Any:

@@ -69,8 +69,12 @@ def methods(walk: Walk, cls: type) -> None:
     """The methods and attributes that a class gives its objects."""
     if cls in walk.classes:
         return
+    inherited: set[str] = set()
+    if issubclass(cls, nn.Module | Optimizer) and not walk.of_library(cls):
+        inherited = walk.inherited_names(cls).attributes
     for base in cls.__mro__:
-        if base in walk.classes:
+        # What another class has in front of torch's code may be called by that.
+        if base in walk.classes and (walk.of_library(base) or inherited.isdisjoint(vars(base))):
             continue
         walk.classes.add(base)
         if walk.of_library(base):
@@ -85,7 +89,7 @@ def methods(walk: Walk, cls: type) -> None:
         if named and base.__flags__ & _HEAP_TYPE:  # one of C's has its name made for each read
             walk.read(Slots(base, named, path))
         overridden = _overridden(base)
-        used = [n for n in own if n in overridden or _is_used(walk, base, n)]
+        used = [n for n in own if n in overridden or _is_used(walk, base, n, inherited)]
         place = Entries(own, used, path, setter=base)
         walk.read(place)
         walk.assigned(place)
@@ -133,13 +137,15 @@ def _is_used_of_library(walk: Walk, member: Any, name: str) -> bool:
     return special or name in walk.names.attributes or name in walk.names.in_libraries
 
 
-def _is_used(walk: Walk, cls: type, name: str) -> bool:
+def _is_used(walk: Walk, cls: type, name: str, inherited: set[str]) -> bool:
     member = cls.__dict__[name]
     if name in _NEVER_CALLED:
         return name in walk.names.attributes
     if isinstance(member, DESCRIPTORS):
         return False
-    if walk.names.is_read(name) or (name in walk.names.assigned and hasattr(member, "__set__")):
+    if walk.names.is_read(name) or name in inherited:
+        return True
+    if name in walk.names.assigned and hasattr(member, "__set__"):
         return True
     return name.startswith("__") and name.endswith("__") and is_callable(member)
 

@@ -36,12 +36,6 @@ from xla_dtensor.compilation.watch.walk import Followed, Walk
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 OPERATORS = (OpOverload, OpOverloadPacket, CustomOpDef)
-# What tells that the first parameter or submodule of a module matters, under whatever name.
-_LISTS = frozenset(
-    f"{prefix}{name}"
-    for prefix in ("", "named_")
-    for name in ("parameters", "buffers", "modules", "children")
-) | {"state_dict", "apply"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = (
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -58,10 +52,9 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
     reached.typed.append(module)
     # ``Sequential.pop()`` gives the module another dict of submodules, a pickle all of them.
     reached.live.append((operator.itemgetter(*MODULE_PARTS, *_HOOKS), own))
-    lists_parts = walk.asks_for_absent or not _LISTS.isdisjoint(walk.names.attributes)
     for part in MODULE_PARTS:
         inner = own.get(part)
-        if inner or (inner is not None and lists_parts):
+        if inner is not None:  # empty ones are filled, too: a `ModuleList` of adapters
             place = Items(inner, path)
             walk.place(place)
             place.carried = walk.taken(place, inner)
@@ -82,7 +75,9 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
             walk.hooks(own[table], f"{path}.{table}")
     names = [name for name in own if name not in MODULE_OWN]
     if not walk.of_library(cls):
-        names = list(filter(walk.names.is_read, names))
+        inherited = walk.inherited_names(cls)
+        if not inherited.any_attribute:
+            names = [n for n in names if walk.names.is_read(n) or n in inherited.attributes]
         names += [n for n in _HOOKS[:2] if n not in names]
         slots(walk, module, path)
     only_assigned(walk, module, path, names)
