@@ -25,6 +25,7 @@ from tests.compilation.changes import (
     settings,
     stepping,
     structure,
+    subclasses,
     told,
     unnamed,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "settings",
     "stepping",
     "structure",
+    "subclasses",
     "told",
     "unnamed",
 ]

@@ -49,10 +49,13 @@ def slots_of(cls: type) -> list[str]:
 
 @functools.lru_cache(1024)
 def all_slots_of(cls: Any) -> tuple[str, ...]:
-    """The names of a class's slots, those of its base classes too; an exception's ``args`` are
-    one, in C."""
-    own = tuple(name for base in cls.__mro__ for name in slots_of(base))
-    return (*own, "args") if issubclass(cls, BaseException) else own
+    """The names of a class's slots, those of its base classes too; an exception's ``args`` and
+    ``errno`` are some, in C."""
+    own = [name for base in cls.__mro__ for name in slots_of(base)]
+    if issubclass(cls, BaseException):
+        members = (member for base in cls.__mro__ for member in vars(base).items())
+        own += [n for n, m in members if isinstance(m, DESCRIPTORS) and not n.startswith("__")]
+    return tuple(dict.fromkeys(own))
 
 
 def is_callable(value: Any) -> bool:

@@ -52,6 +52,8 @@ def is_atom(value: Any) -> bool:
         return False
     if cls is tuple:
         return all(map(is_atom, value))
+    if cls is slice:
+        return all(map(is_atom, (value.start, value.stop, value.step)))
     return isinstance(value, ATOMS)
 
 

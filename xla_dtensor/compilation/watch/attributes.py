@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import datetime
+import decimal
 import enum
 import functools
 import logging
@@ -16,11 +18,13 @@ from typing import Any
 import jax
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from xla_dtensor.compilation.code.names import (
     ASKED_FOR,
     called_by,
     formatted,
+    is_library,
     is_library_class,
     names_of,
 )
@@ -43,6 +47,8 @@ from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 _HEAP_TYPE = 1 << 9
 # Nothing in the code says when an object is thrown away.
 _NEVER_CALLED = ASKED_FOR | {"__del__", "__doc__", "__module__"}
+# Methods of schedulers that run behind the program (`trace/schedulers.py`), or aren't called.
+OF_SCHEDULERS = frozenset({"step", "state_dict", "__init__"})
 _OF_CLASSES = ("__name__", "__qualname__")
 _LOCK = type(threading.Lock())
 MODULE_PARTS = ("_parameters", "_buffers", "_modules")
@@ -50,6 +56,16 @@ MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_
 _NOT_USERS = MODULE_OWN | OWN_ATTRIBUTES
 # What Python's import leaves in a module: through it one gets to everything.
 _OF_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
+# What is only around a function.
+_AROUND = {
+    **dict.fromkeys((functools.partial, functools.partialmethod), "func"),
+    **dict.fromkeys((staticmethod, classmethod, types.MethodType), "__func__"),
+    property: "fget",
+}
+# Of C, with a value that is in no attribute.
+_IMMUTABLE = frozenset(
+    {datetime.datetime, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal}
+)
 # Classes of Python's whose objects are made of what the user's code says.
 _USERS_CONTENT = (BaseException, dataclasses.Field)
 
@@ -107,13 +123,36 @@ def library_class(walk: Walk, cls: type) -> None:
     walk.place(place)
     for name in place.keys:
         walk.reached.note_whole(place.label(name), own[name])
+        if is_put(walk, own[name]):
+            walk.follow(own[name], place.label(name))
     forward = own.get("forward")
     if issubclass(cls, nn.Module) and isinstance(forward, types.FunctionType):
         for namespace, called in called_by(forward):
             walk.reached.live.append((functools.partial(map, namespace.get), called))
             for name in called:
-                walk.reached.note(f"{path}'s {name}", "opaque", namespace.get(name))
+                value = namespace.get(name)
+                walk.reached.note(f"{path}'s {name}", "opaque", value)
+                if is_put(walk, value):
+                    walk.follow(value, name)
     walk.assigned(place)
+
+
+def is_put(walk: Walk, value: Any) -> bool:
+    """Whether something in a library's module or class has been put there by the user, or by a
+    package whose code has run."""
+    cls = type(value)
+    while (inner := _AROUND.get(cls)) is not None:
+        value = getattr(value, inner)
+        cls = type(value)
+    if cls is types.FunctionType:
+        code, module = value.__code__, value.__module__
+        return not is_library(module) and (not walk.skips(module) or walk.has_run(code))
+    if issubclass(cls, type):
+        own = vars(value).values() if walk.skips(value.__module__) else ()
+        return any(walk.has_run(code_of(member)) for member in own)
+    if cls is types.SimpleNamespace or issubclass(cls, nn.Module):
+        return True
+    return not (walk.of_library(cls) or walk.skips(cls.__module__))
 
 
 def library_methods(walk: Walk, cls: type) -> None:
@@ -139,6 +178,8 @@ def _is_used_of_library(walk: Walk, member: Any, name: str) -> bool:
 
 def _is_used(walk: Walk, cls: type, name: str, inherited: set[str]) -> bool:
     member = cls.__dict__[name]
+    if name in OF_SCHEDULERS and issubclass(cls, LRScheduler):
+        return False
     if name in _NEVER_CALLED:
         return name in walk.names.attributes
     if isinstance(member, DESCRIPTORS):
@@ -209,6 +250,9 @@ def of_object(walk: Walk, value: Any, path: str) -> None:
         reached.note(path, "object", cls)
         reached.typed.append(value)
         library_methods(walk, cls)
+        base = next((base for base in cls.__mro__ if base in _IMMUTABLE), None)
+        if base is not None:  # the user's class is derived from it
+            reached.note(f"{path}'s value", "value", base.__repr__(value))
         attributes(walk, value, own, path)
         slots(walk, value, path)
     elif getattr(cls, "__slots__", None) is not None and _has_users_slots(walk, value):
