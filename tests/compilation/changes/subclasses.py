@@ -6,13 +6,16 @@ Each maker gives a function and a change, and the function computes something el
 
 from __future__ import annotations
 
+import abc
 import builtins
+import collections.abc
 import contextlib
 import contextvars
 import ctypes
 import datetime
 import decimal
 import functools
+import multiprocessing
 import operator
 import sys
 import types
@@ -433,6 +436,7 @@ PLACES: dict[str, tuple[Any, str, Callable[[Scaled], Any], Callable[[Any], Any]]
     "in_sys": (sys, "own_config", lambda s: s, lambda x: x * sys.own_config.rate),
     "on_tensors": (torch.Tensor, "own", lambda s: s, lambda x: x * x.own.rate),
     "behind_relu": (F, "relu", lambda s: s, nn.ReLU()),
+    "wrapped": (F, "relu", lambda s: functools.wraps(F.relu)(lambda x, inplace: s(x)), nn.ReLU()),
     "bound": (nn, "own_relu", lambda s: s.__call__, lambda x: nn.own_relu(x)),
     "partial": (
         *(F, "own", lambda s: functools.partial(_scaled_by, None, config=s)),
@@ -467,7 +471,49 @@ def default_of_a_variable(world: World) -> Case:
     return (lambda x: x * variable.get().rate), lambda: setattr(scaled, "rate", 3.0)
 
 
-@rows({make.__name__: make for make in (methodcaller_s_list, default_of_a_variable)})
+def shared_number(world: World) -> Case:
+    epoch = multiprocessing.Value("i", 2)
+    return (lambda x: x * epoch.value), lambda: setattr(epoch, "value", 3)
+
+
+def registered_with_python_s(world: World) -> Case:
+    class Batch:
+        pass
+
+    batch = Batch()
+    function = lambda x: x * 2 if isinstance(batch, collections.abc.Sequence) else x * 3
+    return function, lambda: collections.abc.Sequence.register(Batch)
+
+
+def no_longer_abstract(world: World) -> Case:
+    class Model(abc.ABC):
+        @abc.abstractmethod
+        def scale(self) -> float: ...
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        try:
+            Model()
+        except TypeError:
+            return x * 2
+        return x * 3
+
+    def change() -> None:
+        Model.scale = lambda self: 2.0
+        abc.update_abstractmethods(Model)
+
+    return function, change
+
+
+HELD = (
+    methodcaller_s_list,
+    default_of_a_variable,
+    shared_number,
+    registered_with_python_s,
+    no_longer_abstract,
+)
+
+
+@rows({make.__name__: make for make in HELD})
 def held(world: World, make: Maker) -> Program:
     yield from _changed(world, make)
 

@@ -12,7 +12,7 @@ import logging
 import operator
 import threading
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from xla_dtensor.compilation.code.installed import is_installed
 from xla_dtensor.compilation.code.names import (
     ASKED_FOR,
     called_by,
@@ -63,9 +64,13 @@ _AROUND = {
     property: "fget",
 }
 # Of C, with a value that is in no attribute.
-_IMMUTABLE = frozenset(
-    {datetime.datetime, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal}
-)
+_IMMUTABLE: dict[type, Callable[[Any], str]] = {
+    cls: cls.__repr__
+    for cls in (
+        *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
+        decimal.Decimal,
+    )
+}
 # Classes of Python's whose objects are made of what the user's code says.
 _USERS_CONTENT = (BaseException, dataclasses.Field)
 
@@ -75,7 +80,7 @@ def of_class(walk: Walk, cls: type, path: str) -> None:
     library_methods(walk, cls)
     methods(walk, cls)
     methods(walk, type(cls))
-    _registry(walk, cls, path)
+    of_registry(walk, cls, path)
     if issubclass(cls, enum.Enum):
         for name, member in cls.__members__.items():
             walk.follow(member, f"{path}.{name}")
@@ -145,8 +150,10 @@ def is_put(walk: Walk, value: Any) -> bool:
         value = getattr(value, inner)
         cls = type(value)
     if cls is types.FunctionType:
-        code, module = value.__code__, value.__module__
-        return not is_library(module) and (not walk.skips(module) or walk.has_run(code))
+        module, own = value.__module__, value.__globals__.get("__name__")
+        if "__wrapped__" in vars(value) and not is_installed(own):
+            module = own  # `functools.wraps` has given it that of the one inside
+        return not is_library(module) and (not walk.skips(module) or walk.has_run(value.__code__))
     if issubclass(cls, type):
         own = vars(value).values() if walk.skips(value.__module__) else ()
         return any(walk.has_run(code_of(member)) for member in own)
@@ -184,14 +191,14 @@ def _is_used(walk: Walk, cls: type, name: str, inherited: set[str]) -> bool:
         return name in walk.names.attributes
     if isinstance(member, DESCRIPTORS):
         return False
-    if walk.names.is_read(name) or name in inherited:
+    if walk.names.is_read(name) or name in inherited or name == "__abstractmethods__":
         return True
     if name in walk.names.assigned and hasattr(member, "__set__"):
         return True
     return name.startswith("__") and name.endswith("__") and is_callable(member)
 
 
-def _registry(walk: Walk, cls: type, path: str) -> None:
+def of_registry(walk: Walk, cls: type, path: str) -> None:
     """Which classes a class has below it, and which have been registered with an abstract one."""
     reached = walk.reached
     if "__subclasses__" in walk.names.attributes:
@@ -250,9 +257,9 @@ def of_object(walk: Walk, value: Any, path: str) -> None:
         reached.note(path, "object", cls)
         reached.typed.append(value)
         library_methods(walk, cls)
-        base = next((base for base in cls.__mro__ if base in _IMMUTABLE), None)
-        if base is not None:  # the user's class is derived from it
-            reached.note(f"{path}'s value", "value", base.__repr__(value))
+        text = next((_IMMUTABLE[base] for base in cls.__mro__ if base in _IMMUTABLE), None)
+        if text is not None:
+            reached.note(f"{path}'s value", "value", text(value))
         attributes(walk, value, own, path)
         slots(walk, value, path)
     elif getattr(cls, "__slots__", None) is not None and _has_users_slots(walk, value):

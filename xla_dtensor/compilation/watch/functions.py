@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import builtins
 import dataclasses
 import sys
@@ -13,7 +14,7 @@ from xla_dtensor.compilation.code.names import describe, is_library, names_of
 from xla_dtensor.compilation.objects.places import Entries, Slots
 from xla_dtensor.compilation.objects.readers import reader
 from xla_dtensor.compilation.objects.registered import REGISTRIES
-from xla_dtensor.compilation.watch.attributes import attributes, is_put, methods
+from xla_dtensor.compilation.watch.attributes import attributes, is_put, methods, of_registry
 from xla_dtensor.compilation.watch.torch_objects import OPERATORS
 from xla_dtensor.compilation.watch.walk import Followed, Walk
 
@@ -139,6 +140,8 @@ def _in_library(walk: Walk, value: Any, path: str) -> None:
         walk.follow(value, path)
     else:
         walk.reached.note_whole(path, value)
+        if isinstance(value, abc.ABCMeta) and walk.names.calls("isinstance", "issubclass"):
+            of_registry(walk, value, path)
 
 
 def registered(walk: Walk) -> None:

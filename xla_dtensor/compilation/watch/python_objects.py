@@ -267,13 +267,16 @@ def of_shared(walk: Walk, value: Any, path: str) -> None:
     users_own(walk, value, path)
 
 
+# A ``multiprocessing.Value`` is around one.
+_OF_CTYPES = ctypes.c_int.__mro__[-2]
+
 KINDS = (
-    Followed((np.ndarray, bytearray, memoryview, array.array), None, of_buffer),
+    Followed(ctypes.py_object, "opaque", of_py_object),
+    Followed((np.ndarray, bytearray, memoryview, array.array, _OF_CTYPES), None, of_buffer),
     Followed(types.MethodType, type, of_method),
     Followed((functools.partial, functools.partialmethod), type, of_partial),
     Followed((staticmethod, classmethod), None, through("__func__")),
     Followed(slice, slice, through("start", "stop", "step")),
-    Followed(ctypes.py_object, "opaque", of_py_object),
     Followed(property, None, through("fget", "fset", "fdel")),
     Followed(functools.cached_property, None, of_cached_property),
     Followed(functools.singledispatchmethod, None, through("func", "dispatcher")),
