@@ -407,6 +407,15 @@ def own_class(world: World, make: Maker) -> Program:
     yield from _changed(world, make)
 
 
+@row()
+def class_of_an_argument(world: World) -> Program:
+    cls, mask = _mask(world)
+    step = world.compile(lambda x, mask: x * mask.factor())
+    yield step(world.batch(), mask)
+    world.change(setattr, cls, "inverted", True)
+    yield step(world.batch(), mask)
+
+
 @contextlib.contextmanager
 def _put(owner: Any, name: str, value: Any) -> Iterator[None]:
     missing = object()
