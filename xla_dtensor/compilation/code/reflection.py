@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_dtensor.compilation.code.names import Names, is_library, is_library_class, names_of
+from xla_dtensor.compilation.code.names import is_library, is_library_class, names_of
 
 CACHED = type(functools.cache(lambda: None))
 """What ``functools.cache`` and ``lru_cache`` make of a function."""
@@ -72,20 +72,28 @@ def code_of(method: Any) -> types.CodeType | None:
     return method.__code__ if isinstance(method, types.FunctionType) else None
 
 
-def inherited_names(cls: type) -> Names:
-    """The names in what a class has from libraries' classes, whose code isn't followed: what an
-    inherited ``forward`` reads of a module, and calls of it. (Of `nn.Module` and `Optimizer`
-    themselves what they read is known.)"""
-    names = Names()
-    for base in cls.__mro__:
-        if base in _KNOWN or not is_library_class(base):
-            continue
-        for code in filter(None, map(code_of, vars(base).values())):
-            names.update(names_of(code))
-    return names
+def inherited_names(cls: type) -> frozenset[str]:
+    """The attributes named in what a class has from libraries' classes, whose code isn't followed:
+    what an inherited ``forward`` reads of a module, and calls of it. (Of `nn.Module` and
+    `Optimizer` themselves what they read is known.)"""
+    codes = (
+        code_of(member)
+        for base in cls.__mro__
+        if base not in _KNOWN and is_library_class(base)
+        for name, member in vars(base).items()
+        if name not in _ASIDE
+    )
+    return frozenset().union(*(names_of(code).attributes for code in codes if code is not None))
 
 
 _KNOWN = (object, nn.Module, Optimizer)
+# What no ``forward`` calls, and may read everything.
+_ASIDE = frozenset(
+    {
+        *("__init__", "reset_parameters", "extra_repr", "__repr__", "__dir__"),
+        *("__setstate__", "__getstate__", "_load_from_state_dict", "_save_to_state_dict"),
+    }
+)
 
 
 def referent(proxy: Any) -> Any:

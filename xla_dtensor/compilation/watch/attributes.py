@@ -12,7 +12,7 @@ import logging
 import operator
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from typing import Any
 
 import jax
@@ -90,9 +90,8 @@ def methods(walk: Walk, cls: type) -> None:
     """The methods and attributes that a class gives its objects."""
     if cls in walk.classes:
         return
-    inherited: set[str] = set()
-    if issubclass(cls, nn.Module | Optimizer) and not walk.of_library(cls):
-        inherited = walk.inherited_names(cls).attributes
+    is_torch_s = issubclass(cls, nn.Module | Optimizer)
+    inherited = walk.inherited_names(cls) if is_torch_s else frozenset()
     for base in cls.__mro__:
         # What another class has in front of torch's code may be called by that.
         if base in walk.classes and (walk.of_library(base) or inherited.isdisjoint(vars(base))):
@@ -183,7 +182,7 @@ def _is_used_of_library(walk: Walk, member: Any, name: str) -> bool:
     return special or name in walk.names.attributes or name in walk.names.in_libraries
 
 
-def _is_used(walk: Walk, cls: type, name: str, inherited: set[str]) -> bool:
+def _is_used(walk: Walk, cls: type, name: str, inherited: Set[str]) -> bool:
     member = cls.__dict__[name]
     if name in OF_SCHEDULERS and issubclass(cls, LRScheduler):
         return False

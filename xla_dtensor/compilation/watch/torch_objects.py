@@ -79,8 +79,7 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
     names = [name for name in own if name not in MODULE_OWN]
     if not walk.of_library(cls):
         inherited = walk.inherited_names(cls)
-        if not inherited.any_attribute:
-            names = [n for n in names if walk.names.is_read(n) or n in inherited.attributes]
+        names = [n for n in names if n in inherited or walk.names.is_read(n)]
         names += [n for n in _HOOKS[:2] if n not in names]
         slots(walk, module, path)
     only_assigned(walk, module, path, names)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from xla_dtensor.compilation.code.installed import is_installed
-from xla_dtensor.compilation.code.names import Names, is_library, is_library_class
+from xla_dtensor.compilation.code.names import is_library, is_library_class
 from xla_dtensor.compilation.code.reflection import (
     data_descriptors,
     inherited_names,
@@ -70,7 +70,7 @@ class Walk:
         self._is_strict: Callable[[type], bool] = functools.cache(is_strict)
         self.of_library: Callable[[type], bool] = functools.cache(is_library_class)
         self.data_descriptors: Callable[[type], set[str]] = functools.cache(data_descriptors)
-        self.inherited_names: Callable[[type], Names] = functools.cache(inherited_names)
+        self.inherited_names: Callable[[type], frozenset[str]] = functools.cache(inherited_names)
 
     def follow(self, value: Any, path: str) -> None:
         """Go on with what an object consists of, if it is met for the first time."""
