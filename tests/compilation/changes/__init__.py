@@ -26,6 +26,7 @@ from tests.compilation.changes import (
     settings,
     stepping,
     structure,
+    subclasses,
     told,
     unnamed,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "settings",
     "stepping",
     "structure",
+    "subclasses",
     "told",
     "unnamed",
 ]

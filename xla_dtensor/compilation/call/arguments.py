@@ -204,6 +204,8 @@ class Arguments:
             return cls, self._tensor(value)
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
+            if cls is not torch.Tensor and not is_library_class(cls):
+                self._objects.append(("the class of ", value, cls))
             return (
                 (cls, *value.shape),
                 value.stride(),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xla_dtensor.compilation.code.names import is_library
+from xla_dtensor.compilation.code.names import is_library, is_library_class, names_of
 
 CACHED = type(functools.cache(lambda: None))
 """What ``functools.cache`` and ``lru_cache`` make of a function."""
@@ -49,10 +49,13 @@ def slots_of(cls: type) -> list[str]:
 
 @functools.lru_cache(1024)
 def all_slots_of(cls: Any) -> tuple[str, ...]:
-    """The names of a class's slots, those of its base classes too; an exception's ``args`` are
-    one, in C."""
-    own = tuple(name for base in cls.__mro__ for name in slots_of(base))
-    return (*own, "args") if issubclass(cls, BaseException) else own
+    """The names of a class's slots, those of its base classes too; an exception's ``args`` and
+    ``errno`` are some, in C."""
+    own = [name for base in cls.__mro__ for name in slots_of(base)]
+    if issubclass(cls, BaseException):
+        members = (member for base in cls.__mro__ for member in vars(base).items())
+        own += [n for n, m in members if isinstance(m, DESCRIPTORS) and not n.startswith("__")]
+    return tuple(dict.fromkeys(own))
 
 
 def is_callable(value: Any) -> bool:
@@ -67,6 +70,30 @@ def code_of(method: Any) -> types.CodeType | None:
         if isinstance(inner, types.FunctionType):
             method = inner
     return method.__code__ if isinstance(method, types.FunctionType) else None
+
+
+def inherited_names(cls: type) -> frozenset[str]:
+    """The attributes named in what a class has from libraries' classes, whose code isn't followed:
+    what an inherited ``forward`` reads of a module, and calls of it. (Of `nn.Module` and
+    `Optimizer` themselves what they read is known.)"""
+    codes = (
+        code_of(member)
+        for base in cls.__mro__
+        if base not in _KNOWN and is_library_class(base)
+        for name, member in vars(base).items()
+        if name not in _ASIDE
+    )
+    return frozenset().union(*(names_of(code).attributes for code in codes if code is not None))
+
+
+_KNOWN = (object, nn.Module, Optimizer)
+# What no ``forward`` calls, and may read everything.
+_ASIDE = frozenset(
+    {
+        *("__init__", "reset_parameters", "extra_repr", "__repr__", "__dir__"),
+        *("__setstate__", "__getstate__", "_load_from_state_dict", "_save_to_state_dict"),
+    }
+)
 
 
 def referent(proxy: Any) -> Any:

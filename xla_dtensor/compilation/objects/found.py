@@ -52,6 +52,8 @@ def is_atom(value: Any) -> bool:
         return False
     if cls is tuple:
         return all(map(is_atom, value))
+    if cls is slice:
+        return all(map(is_atom, (value.start, value.stop, value.step)))
     return isinstance(value, ATOMS)
 
 
@@ -121,7 +123,8 @@ def content_of(value: Any) -> tuple[Any, ...]:
             return "ndarray", text, tuple(map(_content_of_one, value.ravel().tolist()))
         how = value.strides, value.flags.writeable
         return "ndarray", text, value.tobytes(), how
-    return type(value).__name__, f"{len(value)} elements", bytes(value)
+    content = bytes(value)
+    return type(value).__name__, f"{len(content)} bytes", content
 
 
 def _content_of_one(value: Any) -> Any:

@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import BatchNorm
-
-_CLASSES = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 
 
 class CumulativeNorms:
@@ -36,8 +33,7 @@ class CumulativeNorms:
 
 def _is_cumulative(module: Any) -> bool:
     return (
-        isinstance(module, _CLASSES)
-        and module.momentum is None
+        module.momentum is None
         and module.training
         and module.track_running_stats
         and module.num_batches_tracked is not None

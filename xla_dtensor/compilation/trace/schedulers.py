@@ -25,7 +25,7 @@ class DeferredSchedulers:
     such a scheduler afterwards would be the value from before: it is refused.
 
     Attributes:
-        calls: (scheduler, the class's own step, arguments), in order.
+        calls: (scheduler, what steps it, arguments), in order.
         put_off: told of each scheduler.
     """
 
@@ -97,7 +97,8 @@ class DeferredSchedulers:
                 return step(scheduler, *args, **kwargs)
             if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves((args, kwargs))):
                 self._trace.refuse(f"{type(scheduler).__name__}.step() with a tensor's value")
-            self.calls.append((scheduler, step, args, kwargs))
+            of_class = getattr(type(scheduler).step, "__wrapped__", None) is step
+            self.calls.append((scheduler, _step_as_now if of_class else step, args, kwargs))
             if self.put_off is not None:
                 self.put_off(scheduler)
             return None
@@ -114,6 +115,11 @@ class DeferredSchedulers:
                     "optimizer's step(): in a compiled step a scheduler's step comes last"
                     f"{user_line()}"
                 )
+
+
+def _step_as_now(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """The step that its class has when it is called: somebody may put another there."""
+    return type(scheduler).step(scheduler, *args, **kwargs)
 
 
 def set_by(scheduler: Any) -> Iterator[tuple[dict[str, Any], str]]:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import datetime
+import decimal
 import enum
 import functools
 import logging
 import operator
 import threading
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from typing import Any
 
 import jax
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from xla_dtensor.compilation.code.installed import is_installed
 from xla_dtensor.compilation.code.names import (
     ASKED_FOR,
     called_by,
     formatted,
+    is_library,
     is_library_class,
     names_of,
 )
@@ -43,6 +48,8 @@ from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 _HEAP_TYPE = 1 << 9
 # Nothing in the code says when an object is thrown away.
 _NEVER_CALLED = ASKED_FOR | {"__del__", "__doc__", "__module__"}
+# Methods of schedulers that run behind the program (`trace/schedulers.py`), or aren't called.
+OF_SCHEDULERS = frozenset({"step", "state_dict", "__init__"})
 _OF_CLASSES = ("__name__", "__qualname__")
 _LOCK = type(threading.Lock())
 MODULE_PARTS = ("_parameters", "_buffers", "_modules")
@@ -50,6 +57,20 @@ MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_
 _NOT_USERS = MODULE_OWN | OWN_ATTRIBUTES
 # What Python's import leaves in a module: through it one gets to everything.
 _OF_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
+# What is only around a function.
+_AROUND = {
+    **dict.fromkeys((functools.partial, functools.partialmethod), "func"),
+    **dict.fromkeys((staticmethod, classmethod, types.MethodType), "__func__"),
+    property: "fget",
+}
+# Of C, with a value that is in no attribute.
+_IMMUTABLE: dict[type, Callable[[Any], str]] = {
+    cls: cls.__repr__
+    for cls in (
+        *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
+        decimal.Decimal,
+    )
+}
 # Classes of Python's whose objects are made of what the user's code says.
 _USERS_CONTENT = (BaseException, dataclasses.Field)
 
@@ -59,7 +80,7 @@ def of_class(walk: Walk, cls: type, path: str) -> None:
     library_methods(walk, cls)
     methods(walk, cls)
     methods(walk, type(cls))
-    _registry(walk, cls, path)
+    of_registry(walk, cls, path)
     if issubclass(cls, enum.Enum):
         for name, member in cls.__members__.items():
             walk.follow(member, f"{path}.{name}")
@@ -69,8 +90,11 @@ def methods(walk: Walk, cls: type) -> None:
     """The methods and attributes that a class gives its objects."""
     if cls in walk.classes:
         return
+    is_torch_s = issubclass(cls, nn.Module | Optimizer)
+    inherited = walk.inherited_names(cls) if is_torch_s else frozenset()
     for base in cls.__mro__:
-        if base in walk.classes:
+        # What another class has in front of torch's code may be called by that.
+        if base in walk.classes and (walk.of_library(base) or inherited.isdisjoint(vars(base))):
             continue
         walk.classes.add(base)
         own, path, names = base.__dict__, base.__qualname__, walk.names
@@ -85,7 +109,7 @@ def methods(walk: Walk, cls: type) -> None:
         if named and base.__flags__ & _HEAP_TYPE:  # one of C's has its name made for each read
             walk.read(Slots(base, named, path))
         overridden = _overridden(base)
-        used = [n for n in own if n in overridden or _is_used(walk, base, n)]
+        used = [n for n in own if n in overridden or _is_used(walk, base, n, inherited)]
         place = Entries(own, used, path, setter=base)
         walk.read(place)
         walk.assigned(place)
@@ -103,13 +127,38 @@ def library_class(walk: Walk, cls: type) -> None:
     walk.place(place)
     for name in place.keys:
         walk.reached.note_whole(place.label(name), own[name])
+        if is_put(walk, own[name]):
+            walk.follow(own[name], place.label(name))
     forward = own.get("forward")
     if issubclass(cls, nn.Module) and isinstance(forward, types.FunctionType):
         for namespace, called in called_by(forward):
             walk.reached.live.append((functools.partial(map, namespace.get), called))
             for name in called:
-                walk.reached.note(f"{path}'s {name}", "opaque", namespace.get(name))
+                value = namespace.get(name)
+                walk.reached.note(f"{path}'s {name}", "opaque", value)
+                if is_put(walk, value):
+                    walk.follow(value, name)
     walk.assigned(place)
+
+
+def is_put(walk: Walk, value: Any) -> bool:
+    """Whether something in a library's module or class has been put there by the user, or by a
+    package whose code has run."""
+    cls = type(value)
+    while (inner := _AROUND.get(cls)) is not None:
+        value = getattr(value, inner)
+        cls = type(value)
+    if cls is types.FunctionType:
+        module, own = value.__module__, value.__globals__.get("__name__")
+        if "__wrapped__" in vars(value) and not is_installed(own):
+            module = own  # `functools.wraps` has given it that of the one inside
+        return not is_library(module) and (not walk.skips(module) or walk.has_run(value.__code__))
+    if issubclass(cls, type):
+        own = vars(value).values() if walk.skips(value.__module__) else ()
+        return any(walk.has_run(code_of(member)) for member in own)
+    if cls is types.SimpleNamespace or issubclass(cls, nn.Module):
+        return True
+    return not (walk.of_library(cls) or walk.skips(cls.__module__))
 
 
 def library_methods(walk: Walk, cls: type) -> None:
@@ -133,18 +182,22 @@ def _is_used_of_library(walk: Walk, member: Any, name: str) -> bool:
     return special or name in walk.names.attributes or name in walk.names.in_libraries
 
 
-def _is_used(walk: Walk, cls: type, name: str) -> bool:
+def _is_used(walk: Walk, cls: type, name: str, inherited: Set[str]) -> bool:
     member = cls.__dict__[name]
+    if name in OF_SCHEDULERS and issubclass(cls, LRScheduler):
+        return False
     if name in _NEVER_CALLED:
         return name in walk.names.attributes
     if isinstance(member, DESCRIPTORS):
         return False
-    if walk.names.is_read(name) or (name in walk.names.assigned and hasattr(member, "__set__")):
+    if walk.names.is_read(name) or name in inherited or name == "__abstractmethods__":
+        return True
+    if name in walk.names.assigned and hasattr(member, "__set__"):
         return True
     return name.startswith("__") and name.endswith("__") and is_callable(member)
 
 
-def _registry(walk: Walk, cls: type, path: str) -> None:
+def of_registry(walk: Walk, cls: type, path: str) -> None:
     """Which classes a class has below it, and which have been registered with an abstract one."""
     reached = walk.reached
     if "__subclasses__" in walk.names.attributes:
@@ -203,6 +256,9 @@ def of_object(walk: Walk, value: Any, path: str) -> None:
         reached.note(path, "object", cls)
         reached.typed.append(value)
         library_methods(walk, cls)
+        text = next((_IMMUTABLE[base] for base in cls.__mro__ if base in _IMMUTABLE), None)
+        if text is not None:
+            reached.note(f"{path}'s value", "value", text(value))
         attributes(walk, value, own, path)
         slots(walk, value, path)
     elif getattr(cls, "__slots__", None) is not None and _has_users_slots(walk, value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import builtins
 import dataclasses
 import sys
@@ -11,11 +12,10 @@ from typing import Any
 
 from xla_dtensor.compilation.code.installed import is_installed
 from xla_dtensor.compilation.code.names import describe, is_library, names_of
-from xla_dtensor.compilation.code.reflection import code_of
 from xla_dtensor.compilation.objects.places import Entries, Slots
 from xla_dtensor.compilation.objects.readers import reader
 from xla_dtensor.compilation.objects.registered import REGISTRIES
-from xla_dtensor.compilation.watch.attributes import attributes
+from xla_dtensor.compilation.watch.attributes import attributes, is_put, methods, of_registry
 from xla_dtensor.compilation.watch.torch_objects import OPERATORS
 from xla_dtensor.compilation.watch.walk import Followed, Walk
 
@@ -101,6 +101,9 @@ def _globals(
             walk.follow(value, name)
         else:
             walk.follow_last(value, name)
+    for name in sorted((names & vars(builtins).keys()) - namespace.keys()):
+        if is_put(walk, value := vars(builtins)[name]):
+            walk.follow(value, f"builtins.{name}")
 
 
 def place_globals(walk: Walk) -> None:
@@ -123,6 +126,10 @@ def place_globals(walk: Walk) -> None:
 
 def of_python_module(walk: Walk, module: types.ModuleType, path: str) -> None:
     """What the code names of it."""
+    if not walk.of_library(type(module)):  # ``module.__class__ = Config``, with properties
+        walk.reached.note(f"{path}'s class", "class", type(module))
+        methods(walk, type(module))
+    walk.reached.typed.append(module)
     if not (is_library(module.__name__) or walk.skips(module.__name__)):
         attributes(walk, module, vars(module), path)
         return
@@ -139,18 +146,12 @@ def of_python_module(walk: Walk, module: types.ModuleType, path: str) -> None:
 def _in_library(walk: Walk, value: Any, path: str) -> None:
     """What a library's module has under a name that the code reads."""
     cls = type(value)
-    if cls is types.FunctionType:
-        followed = not is_library(value.__module__) and (
-            not walk.skips(value.__module__) or walk.has_run(value.__code__)
-        )
-    elif issubclass(cls, type) and walk.skips(value.__module__):
-        followed = any(walk.has_run(code_of(member)) for member in vars(value).values())
-    else:
-        followed = cls in _PLAIN_DATA or issubclass(cls, (types.ModuleType, *OPERATORS))
-    if followed:
+    if cls in _PLAIN_DATA or issubclass(cls, (types.ModuleType, *OPERATORS)) or is_put(walk, value):
         walk.follow(value, path)
     else:
         walk.reached.note_whole(path, value)
+        if isinstance(value, abc.ABCMeta) and walk.names.calls("isinstance", "issubclass"):
+            of_registry(walk, value, path)
 
 
 def registered(walk: Walk) -> None:

@@ -4,7 +4,9 @@ tell (files in memory, events, random generators, what a thread has of its own).
 from __future__ import annotations
 
 import array
+import contextlib
 import contextvars
+import ctypes
 import functools
 import io
 import itertools
@@ -120,6 +122,7 @@ def through(*names: str) -> Follower:
     def follow(walk: Walk, value: Any, path: str) -> None:
         for name in names:
             walk.follow(getattr(value, name), path)
+        users_own(walk, value, path)
 
     return follow
 
@@ -152,17 +155,27 @@ def of_cached_property(walk: Walk, value: functools.cached_property[Any], path: 
     """A function, whose result is assigned."""
     walk.names.assigned.update(filter(None, (value.attrname,)))
     walk.follow(value.func, path)
+    users_own(walk, value, path)
 
 
 def of_getter(walk: Walk, getter: Any, path: str) -> None:
-    """``operator.attrgetter("a.b")``: the names in it."""
-    walk.reached.note(path, "value", repr(getter))
-    walk.names.attributes |= set(re.findall(r"\w+", repr(getter)))
+    """``operator.attrgetter("a.b")``: the names in it; what a method is called with."""
+    how, given = getter.__reduce__()  # with keywords a `partial`, and what else it is given
+    names = [one for one in (*getattr(how, "args", ()), *given) if type(one) is str]
+    walk.names.attributes.update(*(re.findall(r"\w+", name) for name in names))
+    walk.follow(how, path)
+    walk.follow(given, path)
+
+
+def of_py_object(walk: Walk, value: ctypes.py_object[Any], path: str) -> None:
+    """What a program in C has been given, or will be."""
+    walk.read(Slots(value, ("value",), path))
 
 
 def of_reference(walk: Walk, reference: weakref.ref[Any], path: str) -> None:
     """A weak reference: what it is to."""
     walk.follow(reference(), f"{path}()")
+    users_own(walk, reference, path)
 
 
 # How much of them there is says whether a step has put, taken, acquired or released.
@@ -234,7 +247,9 @@ def of_thread_local(walk: Walk, local: threading.local, path: str) -> None:
 
 
 def of_variable(walk: Walk, variable: contextvars.ContextVar[Any], path: str) -> None:
-    """What it holds in the context of the call."""
+    """What it holds in the context of the call, and in one in which it hasn't been set."""
+    with contextlib.suppress(LookupError):
+        walk.follow(contextvars.Context().run(variable.get), f"{path}'s default")
     walk.read(Variable(variable, path))
 
 
@@ -248,6 +263,7 @@ def of_context(walk: Walk, context: contextvars.Context, path: str) -> None:
 def of_iterator(walk: Walk, iterator: Any, path: str) -> None:
     """The step mustn't take from it."""
     walk.reached.consumed.append((iterator, path))
+    users_own(walk, iterator, path)
 
 
 def of_shared(walk: Walk, value: Any, path: str) -> None:
@@ -256,11 +272,16 @@ def of_shared(walk: Walk, value: Any, path: str) -> None:
     users_own(walk, value, path)
 
 
+# A ``multiprocessing.Value`` is around one.
+_OF_CTYPES = ctypes.c_int.__mro__[-2]
+
 KINDS = (
-    Followed((np.ndarray, bytearray, memoryview, array.array), None, of_buffer),
+    Followed(ctypes.py_object, "opaque", of_py_object),
+    Followed((np.ndarray, bytearray, memoryview, array.array, _OF_CTYPES), None, of_buffer),
     Followed(types.MethodType, type, of_method),
     Followed((functools.partial, functools.partialmethod), type, of_partial),
     Followed((staticmethod, classmethod), None, through("__func__")),
+    Followed(slice, slice, through("start", "stop", "step")),
     Followed(property, None, through("fget", "fset", "fdel")),
     Followed(functools.cached_property, None, of_cached_property),
     Followed(functools.singledispatchmethod, None, through("func", "dispatcher")),

@@ -20,6 +20,8 @@ from xla_dtensor.base.torch_private import (
     OpOverloadPacket,
     custom_op_definitions,
 )
+from xla_dtensor.compilation.code.names import names_of
+from xla_dtensor.compilation.code.reflection import code_of
 from xla_dtensor.compilation.code.scripted import Scripted
 from xla_dtensor.compilation.objects.places import Elements, Entries, Items, Slots
 from xla_dtensor.compilation.trace.hyperparameters import is_input
@@ -27,6 +29,7 @@ from xla_dtensor.compilation.trace.stepped import ReadState, SteppedOptimizer, o
 from xla_dtensor.compilation.watch.attributes import (
     MODULE_OWN,
     MODULE_PARTS,
+    OF_SCHEDULERS,
     methods,
     only_assigned,
     slots,
@@ -36,12 +39,6 @@ from xla_dtensor.compilation.watch.walk import Followed, Walk
 from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 
 OPERATORS = (OpOverload, OpOverloadPacket, CustomOpDef)
-# What tells that the first parameter or submodule of a module matters, under whatever name.
-_LISTS = frozenset(
-    f"{prefix}{name}"
-    for prefix in ("", "named_")
-    for name in ("parameters", "buffers", "modules", "children")
-) | {"state_dict", "apply"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = (
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -58,10 +55,9 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
     reached.typed.append(module)
     # ``Sequential.pop()`` gives the module another dict of submodules, a pickle all of them.
     reached.live.append((operator.itemgetter(*MODULE_PARTS, *_HOOKS), own))
-    lists_parts = walk.asks_for_absent or not _LISTS.isdisjoint(walk.names.attributes)
     for part in MODULE_PARTS:
         inner = own.get(part)
-        if inner or (inner is not None and lists_parts):
+        if inner is not None:  # empty ones are filled, too: a `ModuleList` of adapters
             place = Items(inner, path)
             walk.place(place)
             place.carried = walk.taken(place, inner)
@@ -82,7 +78,8 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
             walk.hooks(own[table], f"{path}.{table}")
     names = [name for name in own if name not in MODULE_OWN]
     if not walk.of_library(cls):
-        names = list(filter(walk.names.is_read, names))
+        inherited = walk.inherited_names(cls)
+        names = [n for n in names if n in inherited or walk.names.is_read(n)]
         names += [n for n in _HOOKS[:2] if n not in names]
         slots(walk, module, path)
     only_assigned(walk, module, path, names)
@@ -105,7 +102,7 @@ def of_scripted(walk: Walk, module: torch.jit.ScriptModule, path: str) -> None:
             walk.reached.probe(f"{path}.{name}", functools.partial(scripted.value, name))
     for name, inner in module.named_children():
         walk.follow(inner, f"{path}.{name}")
-    walk.read(Entries(vars(module), ["forward"], path))  # somebody may put one there
+    walk.read(Entries(vars(module), ["forward", *_added(walk, module)], path))
 
 
 def of_operator(walk: Walk, operator: Any, path: str) -> None:
@@ -117,7 +114,19 @@ def of_operator(walk: Walk, operator: Any, path: str) -> None:
         operator = custom_op_definitions.get(operator._qualified_op_name)
     if isinstance(operator, CustomOpDef):
         own = vars(operator)
-        walk.read(Entries(own, [name for name in own if name.endswith(("_fn", "_fns"))], path))
+        functions = [name for name in own if name.endswith(("_fn", "_fns"))]
+        walk.read(Entries(own, [*functions, *_added(walk, operator)], path))
+
+
+def of_mesh(walk: Walk, mesh: DeviceMesh, path: str) -> None:
+    """What the user has put on it."""
+    walk.read(Entries(vars(mesh), _added(walk, mesh), path))
+
+
+def _added(walk: Walk, value: Any) -> list[str]:
+    """What the code reads of an object of torch's, and torch hasn't put there."""
+    own = vars(value).keys() & walk.names.attributes - {"forward"}
+    return sorted(name for name in own if not name.startswith("_"))
 
 
 def of_tensor(walk: Walk, tensor: torch.Tensor, path: str) -> None:
@@ -128,7 +137,8 @@ def of_tensor(walk: Walk, tensor: torch.Tensor, path: str) -> None:
     own = vars(tensor)
     added = own.keys() - OWN_ATTRIBUTES
     read = [n for n in own if n in added and names.is_read(n)] if added else []
-    if read or walk.asks_for_absent:
+    users = not walk.of_library(type(tensor))
+    if read or walk.asks_for_absent or users:
         walk.read(Entries(own, read, path))
     if names.assigned:
         only_assigned(walk, tensor, path, read)
@@ -138,6 +148,8 @@ def of_tensor(walk: Walk, tensor: torch.Tensor, path: str) -> None:
         reached.probe(f"the form of {path}", lambda: (tensor.shape, tensor.dtype))
         if "requires_grad" in names.attributes:
             reached.probe(f"{path}.requires_grad", lambda: tensor.requires_grad)
+    if users:
+        methods(walk, type(tensor))
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         # Which hooks there are the step's guards know; here it is what they read.
         hooks = getattr(tensor, name, None)
@@ -246,11 +258,15 @@ def of_read_state(walk: Walk, read: ReadState, path: str) -> None:
 
 def of_scheduler(walk: Walk, scheduler: LRScheduler, path: str) -> None:
     """What the step's code reads: its own step changes it in every call."""
-    read = walk.names.attributes
-    if "get_last_lr" in read:
-        read = read | {"_last_lr"}
-    own = vars(scheduler)
-    walk.read(Entries(own, [name for name in own if name in read], path))
+    cls, names, own = type(scheduler), walk.names.attributes, vars(scheduler)
+    walk.reached.note(f"{path}'s class", "class", cls)
+    walk.reached.typed.append(scheduler)
+    for base in filter(walk.of_library, cls.__mro__):  # ``get_lr()`` reads ``base_lrs``
+        for name in names & vars(base).keys() - OF_SCHEDULERS:
+            if (code := code_of(vars(base)[name])) is not None:
+                names |= names_of(code).attributes
+    walk.read(Entries(own, [name for name in own if name in names], path))
+    methods(walk, cls)
 
 
 def global_hooks(walk: Walk) -> None:
@@ -272,5 +288,5 @@ KINDS = (
     Followed(Optimizer, "optimizer", of_optimizer),
     Followed(ReadState, None, of_read_state),
     Followed(LRScheduler, "opaque", of_scheduler),
-    Followed(DeviceMesh, "mesh", None),
+    Followed(DeviceMesh, "mesh", of_mesh),
 )

@@ -13,7 +13,12 @@ import torch
 
 from xla_dtensor.compilation.code.installed import is_installed
 from xla_dtensor.compilation.code.names import is_library, is_library_class
-from xla_dtensor.compilation.code.reflection import data_descriptors, is_strict, referent
+from xla_dtensor.compilation.code.reflection import (
+    data_descriptors,
+    inherited_names,
+    is_strict,
+    referent,
+)
 from xla_dtensor.compilation.objects.carried import Carried, is_state
 from xla_dtensor.compilation.objects.found import is_atom
 from xla_dtensor.compilation.objects.places import MISSING, Chosen, Items, Place
@@ -44,7 +49,7 @@ class Walk:
         by_chance: whether it is at what only names that are made up lead to.
         asks_for_absent: whether the code may ask for attributes that aren't there.
         of_library: whether a class is defined by a library.
-        data_descriptors: see the function of this name.
+        data_descriptors, inherited_names: see the functions of these names.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Walk:
         self._is_strict: Callable[[type], bool] = functools.cache(is_strict)
         self.of_library: Callable[[type], bool] = functools.cache(is_library_class)
         self.data_descriptors: Callable[[type], set[str]] = functools.cache(data_descriptors)
+        self.inherited_names: Callable[[type], frozenset[str]] = functools.cache(inherited_names)
 
     def follow(self, value: Any, path: str) -> None:
         """Go on with what an object consists of, if it is met for the first time."""
