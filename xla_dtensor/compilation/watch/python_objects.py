@@ -252,7 +252,7 @@ def of_shared(walk: Walk, value: Any, path: str) -> None:
 
 
 KINDS = (
-    Followed((np.ndarray, bytearray, memoryview, array.array), None, of_buffer),
+    Followed((np.ndarray, np.void, bytearray, memoryview, array.array), None, of_buffer),
     Followed(types.MethodType, type, of_method),
     Followed((functools.partial, functools.partialmethod), type, of_partial),
     Followed((staticmethod, classmethod), None, through("__func__")),
