@@ -27,6 +27,9 @@ REFUSED: dict[str, str] = {
         ),
         CPU,
     ),
+    "on_the_host-aliases_of_one_array": CPU,
+    "on_the_host-optimizer_on_the_host-adam": r'CPU .*Adam.*\.to\("xla"\)',
+    "on_the_host-result_with_a_history": r"its history isn't kept",
     # What the step's Python does besides computing.
     "effects-left_behind-list_append": r"list|holder",
     "effects-left_behind-list_append_number": r"list|holder",

@@ -122,10 +122,10 @@ def content_of(value: Any) -> tuple[Any, ...]:
     if isinstance(value, np.void):
         return type(value).__name__, str(value.dtype), value.tobytes()
     if isinstance(value, memoryview):
-        how = value.format, value.shape, value.strides, value.readonly
-        return "memoryview", f"{value.nbytes} bytes", value.tobytes(), how
-    how = getattr(value, "typecode", None)  # of an array.array
-    return type(value).__name__, f"{len(value)} elements", bytes(value), how
+        shown = value.format, value.shape, value.strides, value.readonly
+        return "memoryview", f"{value.nbytes} bytes", value.tobytes(), shown
+    code = getattr(value, "typecode", None)  # of an array.array
+    return type(value).__name__, f"{len(value)} elements", bytes(value), code
 
 
 def _content_of_one(value: Any) -> Any:

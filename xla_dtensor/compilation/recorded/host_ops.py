@@ -5,8 +5,8 @@ tensor from outside of the step, or on a number that is an input, run again on t
 call, and their results are inputs of the program. What would happen once, when the step is traced,
 is refused: drawing random numbers.
 
-Where a tensor's value comes from is known by the memory that it shows: torch's C++ makes new tensors
-around the memory of others (``nn.Parameter(t)``, ``.data =``) without an operation.
+Where a tensor's value comes from is known by the memory that it shows: torch's C++ makes new
+tensors around the memory of others (``nn.Parameter(t)``, ``.data =``) without an operation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import torch
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.base.numbers.number_functions import plain_number
+from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import (
@@ -37,7 +37,6 @@ from xla_dtensor.compilation.recorded.host_program import (
     Input,
     Reader,
     Value,
-    copy_of,
     shown_in,
     sizes_of,
     storage_of,
@@ -54,7 +53,7 @@ _Symbolic = torch.SymFloat | torch.SymInt
 
 _ATEN = torch.ops.aten
 
-# What writes to arguments without its schema's saying so: which, and which one says whether it does.
+# What writes to arguments without its schema's saying so: to which, and which one says whether.
 _WRITES: dict[Any, tuple[tuple[int, ...], int | None]] = {
     _ATEN.native_batch_norm.default: ((3, 4), 5),
     _ATEN.batch_norm_update_stats.default: ((1, 2), None),
@@ -248,7 +247,7 @@ class HostOperations(TorchDispatchMode):
             source = self._outside.setdefault(memory, self._input(tensor))
         whole = self._of_input(source)
         name = f"{what} on a CPU tensor {list(tensor.shape)}"
-        if whole.requires_grad:
+        if whole.requires_grad and not whole.is_leaf:
             _refuse(
                 f"{name} from outside of the step that requires grad: move it (or its module) to "
                 'the devices, .to("xla"), or do that outside of the step'
@@ -325,7 +324,7 @@ class HostOperations(TorchDispatchMode):
         self._overwritten, self._handed_out, self._leaves = {}, [], []
         # torch swaps no tensor that has a weak reference
         for kept in (self._made, self._of_unknown_size, self._memories, self._tensors):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
         self._inputs, self._grads = {}, {}
         self._originals, self._starts = [], []
 

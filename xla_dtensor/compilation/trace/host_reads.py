@@ -122,7 +122,7 @@ class HostReads(TorchFunctionMode):
         return result
 
 
-_SET_DATA, _GRAD = _Tensor.data.__set__, _Tensor.grad.__get__  # type: ignore[attr-defined]
+_SET_DATA, _GRAD = _Tensor.data.__set__, _Tensor.grad.__get__
 _OF_ANY_SIZE = frozenset({"sum", "mean", "max", "min", "any", "all", "prod"})
 
 
