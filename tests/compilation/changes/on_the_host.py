@@ -41,7 +41,10 @@ SIZES: dict[str, tuple[Use, tuple[torch.Tensor, ...]]] = {
     "masked_select": (lambda x, t: x * t.masked_select(t > 0).shape[0], (T(0, 1), T(1, 1))),
     "nonzero": (lambda x, t: x * t.nonzero().numel(), (T(0, 1), T(1, 1))),
     "nonzero_flattened": (lambda x, t: x + (t.nonzero().flatten() + 1).sum(), (T(0, 1), T(1, 1))),
-    "nonzero_loop": (lambda x, t: sum((x + i.item() for i in t.nonzero()), x), (T(0, 1), T(1, 1))),
+    "nonzero_loop": (
+        lambda x, t: sum((x + i.item() for i in t.nonzero()), x),
+        (T(1, 1), T(0, 1), T(0, 0)),
+    ),
     "where": (lambda x, t: x.sum(0)[torch.where(t > 0)[0].to(x.device)], (T(0, 1), T(1, 1))),
     "unique": (lambda x, t: x * t.unique().numel(), (T(0, 1), T(1, 1))),
     "bincount": (lambda x, t: x * torch.bincount(t.long()).numel(), (T(0, 1), T(0, 4))),
@@ -183,7 +186,9 @@ def own_tensor_written_by_numpy(world: World, make: Callable) -> Program:
 OUTSIDE: dict[str, Callable[[torch.Tensor], Any]] = {
     "numpy": lambda t: t.numpy().__setitem__(0, 9.0),
     "foreach": lambda t: torch._foreach_add_([t], 1.0),
-    "second_out": lambda t: torch.sort(t * -1, out=(t, torch.empty(0, dtype=torch.long))),
+    "second_out": lambda t: torch.aminmax(
+        torch.stack([t, t * 2 + 1]), dim=0, out=(torch.empty(2), t)
+    ),
     "view": lambda t: t[1].add_(1),
     "view_from_before": lambda t: (lambda part: (t.add_(1), part.mul_(2)))(t[1]),
 }
@@ -311,7 +316,6 @@ def toggled() -> tuple[torch.Tensor, Callable[[], Any]]:
 
 FLAGS: dict[str, tuple[Callable[[], tuple[torch.Tensor, Callable[[], Any]]], Use]] = {
     "stride": (transposed, asked(lambda t: t.stride() == (2, 1))),
-    "requires_grad": (toggled, asked(lambda t: t.requires_grad)),
     "history": (toggled, asked(lambda t: (t * 2).grad_fn is None)),
     "grad_fn": (toggled, asked(lambda t: (t * 2).is_leaf)),
 }

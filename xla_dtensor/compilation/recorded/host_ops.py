@@ -11,7 +11,6 @@ tensors around the memory of others (``nn.Parameter(t)``, ``.data =``) without a
 
 from __future__ import annotations
 
-import bisect
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -31,33 +30,30 @@ from xla_dtensor.base.torch_private import (
 )
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.code.identities import memory_on_host
+from xla_dtensor.compilation.recorded.host_memory import Memories, has_memory
 from xla_dtensor.compilation.recorded.host_program import (
     Gradient,
     HostProgram,
     Input,
     Reader,
     Value,
+    as_plain,
+    same_bits,
     shown_in,
     sizes_of,
     storage_of,
     values_in,
+    written_by,
 )
-from xla_dtensor.compilation.trace.host_reads import HostReads
+from xla_dtensor.compilation.trace.host_reads import HostReads, is_on_host
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.tensors.base import grad_of
 from xla_dtensor.tensors.of_form import Ours
 
 _Symbolic = torch.SymFloat | torch.SymInt
 
 _ATEN = torch.ops.aten
-
-# What writes to arguments without its schema's saying so: to which, and which one says whether.
-_WRITES: dict[Any, tuple[tuple[int, ...], int | None]] = {
-    _ATEN.native_batch_norm.default: ((3, 4), 5),
-    _ATEN.batch_norm_update_stats.default: ((1, 2), None),
-}
 
 # What computes one value of all elements, however many there are.
 _OF_ANY_SIZE = frozenset(
@@ -94,10 +90,8 @@ class HostOperations(TorchDispatchMode):
         self._tensors: dict[int, torch.Tensor] = {}
         # Per tensor that the step made: (weak reference, its memory, where its value comes from).
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, Value]] = {}
-        # The memory of arguments and of what the step made, by where it begins: (the memory, what
-        # gives a tensor with it, where that begins). It stays: an address is used again.
-        self._memories: dict[int, tuple[torch.UntypedStorage, Input | Value, int]] = {}
-        self._starts: list[int] = []
+        # The memory of arguments and of what the step made.
+        self._memories = Memories()
         # Values that the step's Python has looked at: (how to compute one, what it was, text).
         self.looked_at: list[tuple[Callable[[Arguments, list[Any]], Any], Any, str]] = []
         self._asked: set[tuple[int, str]] = set()
@@ -123,7 +117,7 @@ class HostOperations(TorchDispatchMode):
         self._grads = {id(grad): leaf for leaf, grad in self._leaves if grad is not None}
         for tensor in arguments.tensors:
             if is_on_host(tensor):
-                self._shows(tensor, self._input(tensor))
+                self._memories.shows(tensor, self._input(tensor))
 
     def __enter__(self) -> HostOperations:
         self._functions.__enter__()
@@ -165,7 +159,7 @@ class HostOperations(TorchDispatchMode):
         self._take_writes()
         if func is _ATEN._local_scalar_dense.default:
             return self._item(tensors[0])
-        written, counted = _written(func, args, kwargs)
+        written, counted = written_by(func, args, kwargs)
         for x in written:
             self._overwrite(x, str(func))
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
@@ -190,7 +184,7 @@ class HostOperations(TorchDispatchMode):
             if is_on_host(x) and self._made_here(x) is None:
                 self._made[id(x)] = weakref.ref(x), memory_on_host(x), Value(number, i)
                 if memory_on_host(x) not in self._outside:
-                    self._shows(x, Value(number, i))
+                    self._memories.shows(x, Value(number, i))
         self._note_what_python_gets(func, number, results)
         if written:
             if not counted:
@@ -226,8 +220,8 @@ class HostOperations(TorchDispatchMode):
         source = self._symbols((tensor.detach().clone(),))
         value = Value(self.program.add(_ATEN.clone.default, source, {}, False), 0)
         self._made[id(tensor)] = weakref.ref(tensor), memory_on_host(tensor), value
-        self._shows(tensor, value)
-        if _has_memory(tensor) and not tensor.untyped_storage().resizable():  # of an array
+        self._memories.shows(tensor, value)
+        if has_memory(tensor) and not tensor.untyped_storage().resizable():  # of an array
             self._hand_out(tensor)
 
     # --- writes -------------------------------------------------------------------------------
@@ -323,10 +317,10 @@ class HostOperations(TorchDispatchMode):
                 tensor.copy_(before)
         self._overwritten, self._handed_out, self._leaves = {}, [], []
         # torch swaps no tensor that has a weak reference
-        for kept in (self._made, self._of_unknown_size, self._memories, self._tensors):
+        for kept in (self._made, self._of_unknown_size, self._tensors):
             kept.clear()
         self._inputs, self._grads = {}, {}
-        self._originals, self._starts = [], []
+        self._originals, self._memories = [], Memories()
 
     # --- where values come from ---------------------------------------------------------------
 
@@ -336,35 +330,13 @@ class HostOperations(TorchDispatchMode):
             return known[2]
         return self._shown(tensor)
 
-    def _shows(self, tensor: torch.Tensor, source: Input | Value) -> None:
-        """``source`` gives the memory of ``tensor``."""
-        if not _has_memory(tensor):
-            return
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-        if start not in self._memories:
-            bisect.insort(self._starts, start)
-        elif self._memories[start][0].data_ptr() == start:
-            return
-        self._memories[start] = storage, source, tensor.data_ptr()
-
-    def _source_of(self, start: int) -> tuple[Input | Value, int] | None:
-        """What gives the memory at an address, and where a tensor of that begins."""
-        i = bisect.bisect_right(self._starts, start) - 1
-        if i < 0:
-            return None
-        storage, source, first = self._memories[self._starts[i]]
-        begin = storage.data_ptr()
-        inside = begin == self._starts[i] and start < begin + storage.nbytes()
-        return (source, first) if inside else None
-
     def _shown(self, tensor: torch.Tensor) -> Value | None:
         """Where the value of a tensor comes from that torch's C++ has made of another's memory."""
         if id(tensor) in self._trace.before or id(tensor) in self._inputs:
             return None
-        if not _has_memory(tensor) or tensor.is_conj() or tensor.is_neg():
+        if not has_memory(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
-        found = self._source_of(tensor.data_ptr())
+        found = self._memories.source_of(tensor.data_ptr())
         if found is None:
             return None
         source, first = found
@@ -466,7 +438,7 @@ class HostOperations(TorchDispatchMode):
                 self._outside.setdefault(memory_on_host(x), known)
                 return known
             if isinstance(x, torch.UntypedStorage):
-                found = self._source_of(x.data_ptr()) if x.nbytes() else None
+                found = self._memories.source_of(x.data_ptr()) if x.nbytes() else None
                 if found is None:
                     return x
                 depends = self._depends_on(found[0])
@@ -501,10 +473,10 @@ class HostOperations(TorchDispatchMode):
         compute = self.reader(source)
 
         def read(arguments: Arguments, results: list[Any]) -> Any:
-            return _as_plain(compute(arguments, results))
+            return as_plain(compute(arguments, results))
 
         with disable_current_modes():
-            self.looked_at.append((read, _as_plain(tensor), text))
+            self.looked_at.append((read, as_plain(tensor), text))
 
     def look(self, tensor: torch.Tensor, text: str) -> None:
         """The step's Python is given a CPU tensor's values: they become part of the program."""
@@ -548,22 +520,8 @@ class HostOperations(TorchDispatchMode):
         return lambda arguments, results: results[operation][index]
 
 
-def is_on_host(x: Any) -> bool:
-    """Whether something is a CPU tensor."""
-    return isinstance(x, torch.Tensor) and not isinstance(x, Ours) and x.device.type == "cpu"
-
-
 def _refuse(what: str) -> NoReturn:
     raise DataDependentError(f"{what}{user_line()}")
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.is_nested or not is_on_host(tensor):
-        return False
-    try:
-        return tensor.untyped_storage().nbytes() > 0
-    except NotImplementedError:  # one of functorch's, which is around another
-        return False
 
 
 def _requires_grad(tensor: torch.Tensor) -> bool:
@@ -585,36 +543,3 @@ def _present(x: Any) -> Any:
         if isinstance(x, _Symbolic) and isinstance(x.node, NumberNode)
         else (plain_number(x))
     )
-
-
-def _as_plain(tensor: torch.Tensor) -> Any:
-    """A CPU tensor's value in a form that can be compared."""
-    array = to_numpy(tensor)
-    return str(tensor.dtype), array.shape, array.tobytes()
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same content, NaN and all."""
-    return a.shape == b.shape and _as_plain(a) == _as_plain(b)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
-    """The tensors that ``func`` writes to, and whether torch counts that."""
-
-    def argument(position: int) -> Any:
-        name = func._schema.arguments[position].name
-        return args[position] if position < len(args) else kwargs.get(name)
-
-    if func in _WRITES:
-        positions, asks = _WRITES[func]
-        if asks is not None and not argument(asks):
-            return [], False
-        return [x for x in map(argument, positions) if x is not None], False
-    if not func._schema.is_mutable:
-        return [], True
-    found = [
-        argument(i)
-        for i, known in enumerate(func._schema.arguments)
-        if known.alias_info is not None and known.alias_info.is_write
-    ]
-    return [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)], True

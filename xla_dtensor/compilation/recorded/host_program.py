@@ -11,7 +11,14 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.base.torch_private import disable_current_modes, pytree, unseen
 from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.tensors.base import grad_of
+
+# What writes to arguments without its schema's saying so: to which, and which one says whether.
+_WRITES: dict[Any, tuple[tuple[int, ...], int | None]] = {
+    torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
+    torch.ops.aten.batch_norm_update_stats.default: ((1, 2), None),
+}
 
 Reader = Callable[[Arguments, list[Any]], torch.Tensor]
 """Gives a value from a call's arguments and the results of the host's program."""
@@ -168,6 +175,39 @@ def sizes_of(results: list[Any]) -> list[torch.Size]:
 def values_in(results: list[Any]) -> list[str]:
     """What is no tensor among them, as text: NaN isn't equal to itself."""
     return [repr(x) for x in results if not isinstance(x, torch.Tensor | torch.UntypedStorage)]
+
+
+def as_plain(tensor: torch.Tensor) -> Any:
+    """A CPU tensor's value in a form that can be compared."""
+    array = to_numpy(tensor)
+    return str(tensor.dtype), array.shape, array.tobytes()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same content, NaN and all."""
+    return a.shape == b.shape and as_plain(a) == as_plain(b)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that ``func`` writes to, and whether torch counts that."""
+
+    def argument(position: int) -> Any:
+        name = func._schema.arguments[position].name
+        return args[position] if position < len(args) else kwargs.get(name)
+
+    if func in _WRITES:
+        positions, asks = _WRITES[func]
+        if asks is not None and not argument(asks):
+            return [], False
+        return [x for x in map(argument, positions) if x is not None], False
+    if not func._schema.is_mutable:
+        return [], True
+    found = [
+        argument(i)
+        for i, known in enumerate(func._schema.arguments)
+        if known.alias_info is not None and known.alias_info.is_write
+    ]
+    return [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)], True
 
 
 def shown_in(

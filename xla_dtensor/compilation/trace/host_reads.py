@@ -69,7 +69,7 @@ class HostReads(TorchFunctionMode):
         self._operations = operations
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and is_plain_on_host(args[0]):
+        if args and is_on_host(args[0]):
             given = self._of_host(func, args[0])
             if given is not args[0]:
                 args = given, *args[1:]
@@ -77,7 +77,7 @@ class HostReads(TorchFunctionMode):
                 return self._item(func, *args)
         if args and (func in _OF_LISTS or func in _BY_VALUES):
             for x in pytree.tree_leaves(args[1:] if func in _BY_VALUES else args[0]):
-                if x is not args[0] and is_plain_on_host(x) and (x.ndim or func not in MAKERS):
+                if x is not args[0] and is_on_host(x) and (x.ndim or func not in MAKERS):
                     self._operations.look(x, "the elements")
         if func is torch.Tensor.storage_offset and is_at_traced(getattr(args[0], "_steps", ())):
             refuse_offset()
@@ -126,8 +126,8 @@ _SET_DATA, _GRAD = _Tensor.data.__set__, _Tensor.grad.__get__
 _OF_ANY_SIZE = frozenset({"sum", "mean", "max", "min", "any", "all", "prod"})
 
 
-def is_plain_on_host(x: Any) -> bool:
-    """Whether something is a CPU tensor of torch's own classes, or of a subclass."""
+def is_on_host(x: Any) -> bool:
+    """Whether something is a CPU tensor."""
     return isinstance(x, torch.Tensor) and not isinstance(x, Ours) and x.device.type == "cpu"
 
 
