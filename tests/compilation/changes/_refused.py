@@ -12,10 +12,6 @@ MODE = r"(train|eval)\(\)|training"
 REFUSED: dict[str, str] = {
     # Values of CPU tensors in the step's Python, and arithmetic with CPU tensors.
     "host-cpu_numbers_drawn": CPU,
-    "host-cpu_argument_written": CPU,
-    "host-cpu_view_written": CPU,
-    "host-array_written_behind_from_numpy": r"from_numpy",
-    "host-cpu_tensor_written_after_a_view": CPU,
     **dict.fromkeys(
         (
             f"host-{name}-{part}"

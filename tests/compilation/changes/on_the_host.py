@@ -194,6 +194,20 @@ OUTSIDE: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@row()
+def own_tensor_written_by_numpy_between_two_uses(world: World) -> Program:
+    def use(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        made = t * 2
+        first = x * made.sum() + made[0]
+        shown = made.numpy()
+        shown += 1
+        second = first * made[0]
+        made.mul_(2)
+        return second * made[1] + float(shown[0])
+
+    return of_values(world, use, (T(1, 2), T(1, 3), T(5, 4)))
+
+
 @rows(OUTSIDE)
 def written_on_the_host(world: World, write: Callable) -> Program:
     t = T(1.0, 2.0)

@@ -87,6 +87,7 @@ class HostOperations(TorchDispatchMode):
         self._originals = originals.tensors
         # By the id of the tensor; and the tensors, by the id of the input.
         self._inputs: dict[int, Input] = {}
+        self._unread: set[int] = set()
         self._tensors: dict[int, torch.Tensor] = {}
         # Per tensor that the step made: (weak reference, its memory, where its value comes from).
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, Value]] = {}
@@ -95,8 +96,9 @@ class HostOperations(TorchDispatchMode):
         # Values that the step's Python has looked at: (how to compute one, what it was, text).
         self.looked_at: list[tuple[Callable[[Arguments, list[Any]], Any], Any, str]] = []
         self._asked: set[tuple[int, str]] = set()
-        # How often the step's Python has got the item of one.
-        self.items = 0
+        # How often the step's Python has got the item of one, and how often one was written to
+        # without torch's counting it.
+        self.items = self.uncounted = 0
         self.stand_ins = trace.stand_ins
         self._functions = HostReads(self)
         # Tensors from outside that the step writes: (the tensor, its value before), by memory.
@@ -118,6 +120,7 @@ class HostOperations(TorchDispatchMode):
         for tensor in arguments.tensors:
             if is_on_host(tensor):
                 self._memories.shows(tensor, self._input(tensor))
+        self._unread = set(map(id, self._inputs.values()))
 
     def __enter__(self) -> HostOperations:
         self._functions.__enter__()
@@ -156,7 +159,7 @@ class HostOperations(TorchDispatchMode):
             self._trace.refuse(
                 f"random numbers on the CPU ({func}; make them on device='xla'), which"
             )
-        self._take_writes()
+        self.take_writes()
         if func is _ATEN._local_scalar_dense.default:
             return self._item(tensors[0])
         written, counted = written_by(func, args, kwargs)
@@ -188,7 +191,7 @@ class HostOperations(TorchDispatchMode):
         self._note_what_python_gets(func, number, results)
         if written:
             if not counted:
-                torch.autograd.graph.increment_version(written)
+                self.uncounted += 1
             self._handed_out = [(x, x.detach().clone()) for x, _ in self._handed_out]
         return result
 
@@ -203,7 +206,9 @@ class HostOperations(TorchDispatchMode):
             operation.values = values
         sizes = sizes_of(results)
         if torch.Tag.dynamic_output_shape not in func.tags:
-            operation.sizes = sizes  # some depend on values all the same (_pack_padded_sequence)
+            # Some depend on values all the same (_pack_padded_sequence). What the first run gives
+            # counts: with gradients a few operations have more to return (mkldnn_rnn_layer).
+            operation.sizes = []
         else:
             for x in results:
                 if isinstance(x, torch.Tensor):
@@ -246,7 +251,7 @@ class HostOperations(TorchDispatchMode):
                 f"{name} from outside of the step that requires grad: move it (or its module) to "
                 'the devices, .to("xla"), or do that outside of the step'
             )
-        others = [x for x in self._inputs.values() if x is not source]
+        others = [x for x in self._inputs.values() if x is not source and id(x) not in self._unread]
         if any(memory_on_host(self._of_input(other)) == memory for other in others):
             _refuse(
                 f"{name} whose memory the step reads through another tensor from outside, too: "
@@ -266,9 +271,15 @@ class HostOperations(TorchDispatchMode):
             with disable_current_modes():
                 self._handed_out.append((tensor, tensor.detach().clone()))
 
-    def _take_writes(self) -> None:
+    def take_writes(self) -> None:
         """What Python has written to memory that it was given: constants, as it could only make
         them of what is part of the program."""
+        if not self._handed_out:
+            return
+        with unseen():
+            self._take_each()
+
+    def _take_each(self) -> None:
         for i, (tensor, before) in enumerate(self._handed_out):
             with disable_current_modes():
                 if same_bits(tensor, before):
@@ -278,13 +289,12 @@ class HostOperations(TorchDispatchMode):
             self._overwrite(tensor, "a write through NumPy", before)
             args = self._symbols((tensor, now))
             self.program.add(_ATEN.copy_.default, args, {}, False)
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+            self.uncounted += 1
 
     def writes(self) -> list[tuple[Input, Reader]]:
         """The tensors from outside that the step has written, and what gives their values."""
         with unseen():
-            self._take_writes()
+            self.take_writes()
             found = []
             for tensor, _ in self._overwritten.values():
                 found.append((self._input(tensor), self.reader(self.use(tensor))))
@@ -371,6 +381,7 @@ class HostOperations(TorchDispatchMode):
             self._tensors[id(found)] = tensor
             if index is None and leaf is None and tensor.dtype.is_floating_point:
                 self.asked(tensor, "requires_grad", _requires_grad)
+        self._unread.discard(id(found))
         return found
 
     def _of_input(self, source: Input) -> torch.Tensor:
@@ -406,7 +417,7 @@ class HostOperations(TorchDispatchMode):
         An `Input`, a `Value` of the host's program, or None for a constant.
         """
         with unseen():
-            self._take_writes()
+            self.take_writes()
             self.size_matters(tensor)
             made: Input | Value | None = self._made_here(tensor)
             if made is None:
@@ -422,7 +433,7 @@ class HostOperations(TorchDispatchMode):
         """A CPU tensor that the step has made and gives away at its end: what gives its value
         (None: it is a constant), and the tensor from outside whose memory it shows, if it does."""
         with unseen():
-            self._take_writes()
+            self.take_writes()
             self.size_matters(tensor)
             source = self._made_here(tensor) if self.program.depends else None
             read = None if source is None else self.reader(source)

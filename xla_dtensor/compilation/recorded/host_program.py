@@ -78,7 +78,8 @@ class Operation:
 
     Attributes:
         depends: whether it depends on what is outside of the step.
-        sizes: the shapes of its results, unless the step doesn't go by them.
+        sizes: the shapes of its results, if they may be others in later calls and the step goes by
+            them; empty until they are known.
         values: those of its results that aren't tensors, which the step's Python was given.
     """
 
@@ -94,6 +95,8 @@ class Operation:
         Raises:
             HostChanged: the results aren't of the kind that the program was made for.
         """
+        if self.sizes == []:
+            self.sizes = sizes_of(results)
         if self.sizes is not None and self.sizes != sizes_of(results):
             is_now = [list(size) for size in sizes_of(results)]
             raise HostChanged(f"the shapes that {self.func} gives: now {is_now}")
