@@ -328,8 +328,18 @@ def toggled() -> tuple[torch.Tensor, Callable[[], Any]]:
     return t, t.requires_grad_
 
 
+class Marked(torch.Tensor):
+    """One of the user's."""
+
+
+def marked() -> tuple[torch.Tensor, Callable[[], Any]]:
+    t = torch.ones(2)
+    return t, lambda: setattr(t, "__class__", Marked)
+
+
 FLAGS: dict[str, tuple[Callable[[], tuple[torch.Tensor, Callable[[], Any]]], Use]] = {
     "stride": (transposed, asked(lambda t: t.stride() == (2, 1))),
+    "class": (marked, asked(lambda t: type(t) is torch.Tensor)),
     "history": (toggled, asked(lambda t: (t * 2).grad_fn is None)),
     "grad_fn": (toggled, asked(lambda t: (t * 2).is_leaf)),
 }
