@@ -11,7 +11,7 @@ import torch
 
 from xla_dtensor.base import epoch, executor, interrupts
 from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass
-from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.errors import DataDependentError, UnsupportedOpError
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import ONE_VIEWER
 from xla_dtensor.forms.views import CrossingStep
@@ -343,7 +343,13 @@ class TensorMethods(HasMemory):
         return self.detach().cpu().numpy()  # type: ignore[attr-defined]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self.numpy()
+        try:
+            array = self.numpy()
+        except DataDependentError as error:
+            raise DataDependentError(
+                f"{error}\nIt is a NumPy array next to the tensor, or a function of NumPy's, that "
+                "asks: float(array) of one number and torch.as_tensor(array) can be computed with"
+            ) from error
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def _buffer(self) -> Any:

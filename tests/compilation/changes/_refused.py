@@ -12,10 +12,6 @@ MODE = r"(train|eval)\(\)|training"
 REFUSED: dict[str, str] = {
     # Values of CPU tensors in the step's Python, and arithmetic with CPU tensors.
     "host-cpu_numbers_drawn": CPU,
-    "host-cpu_argument_written": CPU,
-    "host-cpu_view_written": CPU,
-    "host-array_written_behind_from_numpy": r"from_numpy",
-    "host-cpu_tensor_written_after_a_view": CPU,
     **dict.fromkeys(
         (
             f"host-{name}-{part}"
@@ -27,6 +23,9 @@ REFUSED: dict[str, str] = {
         ),
         CPU,
     ),
+    "on_the_host-aliases_of_one_array": CPU,
+    "on_the_host-optimizer_on_the_host-adam": r'CPU .*Adam.*\.to\("xla"\)',
+    "on_the_host-result_with_a_history": r"its history isn't kept",
     # What the step's Python does besides computing.
     "effects-left_behind-list_append": r"list|holder",
     "effects-left_behind-list_append_number": r"list|holder",

@@ -8,9 +8,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from xla_dtensor.base import interrupts
 from xla_dtensor.base.numbers.printed import PrintedNumbers
 from xla_dtensor.base.numbers.python_numbers import _Kind, computed, is_pythons, present_value
+from xla_dtensor.base.torch_private import disable_current_modes, unseen
 
 # Functions of Python's `math` whose arguments are numbers.
 _MATH = (
@@ -41,13 +44,22 @@ def _of_types(function: Callable[..., bool]) -> Callable[..., bool]:
     return of_types
 
 
+def _as_printed(value: Any) -> Any:
+    """A value for ``print``: a number as it is now, and a CPU tensor as one that nothing depends
+    on."""
+    if type(value) is torch.Tensor and value.device.type == "cpu":
+        with unseen(), disable_current_modes():
+            return value.detach().clone()
+    return present_value(value)
+
+
 class MathOfNumbers:
     """While it is entered, the functions of Python's ``math`` take symbolic numbers, which C code
     can't compute with, ``issubclass`` takes their types for those that they stand for, and what
     prints and logs them gets plain ones."""
 
     def __enter__(self) -> None:
-        self._printed = PrintedNumbers(present_value)
+        self._printed = PrintedNumbers(_as_printed)
         self._printed.__enter__()
         self._issubclass = builtins.issubclass
         builtins.issubclass = _of_types(self._issubclass)

@@ -15,11 +15,20 @@ def freeze(value: Any) -> Any:
 
 
 def exact(value: Any) -> tuple[type, Any]:
-    """``value`` as part of a key that tells types apart (1, 1.0 and True are equal), and 0.0 from
-    -0.0."""
+    """``value`` as part of a key that tells apart what Python takes for equal: types (1, 1.0 and
+    True), 0.0 and -0.0, ranges of the same numbers, units of time."""
+    cls = type(value)
     if isinstance(value, float):
-        return type(value), value.hex()
-    return type(value), value.tobytes() if isinstance(value, np.floating) else freeze(value)
+        return cls, value.hex()
+    if isinstance(value, complex):
+        return cls, (value.real.hex(), value.imag.hex())
+    if isinstance(value, np.generic):
+        return cls, (value.dtype, value.tobytes())
+    if cls is range or cls is slice:
+        return cls, tuple(map(exact, (value.start, value.stop, value.step)))
+    if cls is tuple:
+        return cls, tuple(map(exact, value))
+    return cls, freeze(value)
 
 
 def thaw(value: Any) -> Any:

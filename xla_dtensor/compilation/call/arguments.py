@@ -223,7 +223,7 @@ class Arguments:
                 return SameIdentity(value)
             self._objects.append(("the class of ", value, cls))
             return exact(value), self._inside(own_of(value))
-        if isinstance(value, np.ndarray | bytearray | memoryview):
+        if isinstance(value, np.ndarray | np.void | bytearray | memoryview):
             content = content_of(value)
             self.arrays.append((value, content))
             index = self._index.setdefault(id(value), len(self.containers))

@@ -9,6 +9,7 @@ import torch
 
 from xla_dtensor.compilation.call.run import Run
 from xla_dtensor.compilation.objects.kinds_of_code import Stream
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import Step, ViewStep, is_at_traced
 from xla_dtensor.tensors.of_form import new_tensor
@@ -197,19 +198,24 @@ class HostTensor(Recipe):
         read: gives it from the arguments and what the host's program has computed; None for a
             constant.
         of: the tensor from outside whose memory it shows, or None.
+        has_history: whether it has one under torch.
     """
 
-    __slots__ = ("of", "read", "tensor")
+    __slots__ = ("has_history", "of", "read", "tensor")
 
     def __init__(
         self, tensor: torch.Tensor, read: Callable[[Any, Any], torch.Tensor] | None, of: Any
     ) -> None:
         self.tensor, self.read, self.of = tensor if read is None else None, read, of
+        self.has_history = tensor.grad_fn is not None
 
     def make(self, run: Run) -> torch.Tensor:
         found = run.made.get(id(self))
         if found is None:
-            found = run.made[id(self)] = self._tensor(run)
+            found = self._tensor(run)
+            if self.has_history:
+                found = _WithoutHistory.apply(found, torch.empty(0, requires_grad=True))
+            run.made[id(self)] = found
         tensor: torch.Tensor = found
         return tensor
 
@@ -235,6 +241,21 @@ class HostTensor(Recipe):
         # What the step writes to is a copy in the host's program.
         whole, start = whole.view(made.dtype), made.storage_offset()
         return whole.as_strided(made.shape, made.stride(), whole.storage_offset() + start)
+
+
+class _WithoutHistory(torch.autograd.Function):
+    """Gives a CPU tensor the look of one with a history, through which there is no way back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise DataDependentError(
+            "backward() through a CPU tensor that a compiled step has returned: its history isn't "
+            "kept; call backward() in the step, or compute it on the devices"
+        )
 
 
 class BuiltObject(Recipe):

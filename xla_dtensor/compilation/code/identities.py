@@ -58,10 +58,12 @@ class SameIdentity:
         return repr(self._object())
 
 
-def _on_host(tensor: Any) -> int:
-    """What tells the memory of a CPU tensor."""
+def memory_on_host(tensor: Any) -> int:
+    """What tells the memory of a CPU tensor. Not torch's object for it: ``torch.from_numpy`` makes
+    another one for the same memory."""
     try:
-        return tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() or storage._cdata
     except (NotImplementedError, RuntimeError):  # a sparse one has none
         return id(tensor)
 
@@ -72,7 +74,7 @@ def aliases(tensors: Sequence[Any]) -> tuple[Any, ...]:
     if len(tensors) < 2:
         return ()
     storages = [
-        _on_host(t) if (storage := getattr(t, "_storage_", None)) is None else id(storage)
+        memory_on_host(t) if (storage := getattr(t, "_storage_", None)) is None else id(storage)
         for t in tensors
     ]
     if len(set(storages)) == len(storages):

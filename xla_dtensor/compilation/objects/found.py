@@ -54,7 +54,8 @@ def is_atom(value: Any) -> bool:
         return all(map(is_atom, value))
     if cls is slice:
         return all(map(is_atom, (value.start, value.stop, value.step)))
-    return isinstance(value, ATOMS)
+    # A row of a structured array shows the array's memory.
+    return isinstance(value, ATOMS) and not isinstance(value, np.void)
 
 
 def same_atom(a: Any, b: Any) -> bool:
@@ -63,12 +64,8 @@ def same_atom(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, np.generic):
-        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
     if type(a) is tuple:
         return len(a) == len(b) and all(map(same_atom, a, b))
-    if isinstance(a, complex):
-        return same_atom(a.real, b.real) and same_atom(a.imag, b.imag)
     return bool(exact(a) == exact(b))
 
 
@@ -112,7 +109,8 @@ class Found:
 
 
 def content_of(value: Any) -> tuple[Any, ...]:
-    """The content of an array or a buffer, to be compared: of one that holds objects, which."""
+    """The content of an array (or a row of one) or a buffer, to be compared: of one that holds
+    objects, which."""
     if isinstance(value, np.ma.MaskedArray):
         text = f"{value.dtype} {list(value.shape)}, masked"
         mask = np.ma.getmaskarray(value).tobytes()
@@ -123,8 +121,14 @@ def content_of(value: Any) -> tuple[Any, ...]:
             return "ndarray", text, tuple(map(_content_of_one, value.ravel().tolist()))
         how = value.strides, value.flags.writeable
         return "ndarray", text, value.tobytes(), how
+    if isinstance(value, np.void):
+        return type(value).__name__, str(value.dtype), value.tobytes()
+    if isinstance(value, memoryview):
+        shown = value.format, value.shape, value.strides, value.readonly
+        return "memoryview", f"{value.nbytes} bytes", value.tobytes(), shown
+    code = getattr(value, "typecode", None)  # of an array.array
     content = bytes(value)
-    return type(value).__name__, f"{len(content)} bytes", content
+    return type(value).__name__, f"{len(content)} bytes", content, code
 
 
 def _content_of_one(value: Any) -> Any:

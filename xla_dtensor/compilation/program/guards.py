@@ -14,10 +14,12 @@ from xla_dtensor.compilation.call.decided import changed_numbers
 from xla_dtensor.compilation.call.run import Prepared
 from xla_dtensor.compilation.program.gradients import Gradients
 from xla_dtensor.compilation.program.inputs import Inputs
+from xla_dtensor.compilation.recorded.host_program import HostChanged
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
 from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.compilation.trace.numbers import ARITHMETIC, Decision, NumberChanged, values_of
+from xla_dtensor.errors import DataDependentError
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,13 @@ class Guards:
             (functools.partial(_other_hooks, hooked), hooked),
         ]
         self._checks = [check for check, compared in checks if compared]
-        self.prepared = inputs.prepare(arguments)
+        try:
+            self.prepared = inputs.prepare(arguments)
+        except HostChanged as error:
+            raise DataDependentError(
+                "what the step computes with CPU tensors is something else when it is computed "
+                f"again before a call: {error}; compute that outside of the step"
+            ) from error
 
     def mismatch(self, arguments: Arguments) -> Mismatch | None:
         """Why the program can't run now, or None."""
@@ -107,7 +115,7 @@ class Guards:
                 return Mismatch("which arguments are objects that the step finds elsewhere")
         try:
             prepared = self.prepared = self._inputs.prepare(arguments)
-        except NumberChanged as changed:
+        except (NumberChanged, HostChanged) as changed:
             return Mismatch(str(changed))
         return self._decisions_differ(arguments, prepared)
 

@@ -67,6 +67,7 @@ class WriteBack:
             (WriteBack._switch, traced.outputs.switched),
             (WriteBack._put_left, traced.outputs.left),
             (WriteBack._put_host, traced.outputs.host_writes),
+            (WriteBack._put_host_grads, traced.outputs.host_grads),
             (WriteBack._count_writes, counted),
         ]
         self._pieces = [piece for piece, written in pieces if written]
@@ -143,6 +144,11 @@ class WriteBack:
         with torch.no_grad():
             for target, read in self._traced.outputs.host_writes:
                 target.read(run.arguments).copy_(read(run.arguments, run.prepared.host))
+
+    def _put_host_grads(self, run: Run) -> None:
+        for leaf, read in self._traced.outputs.host_grads:
+            grad = None if read is None else read(run.arguments, run.prepared.host)
+            set_grad_of_tensor(leaf.read(run.arguments), grad)
 
     def _count_writes(self, run: Run) -> None:
         """Tell autograd."""

@@ -3,135 +3,124 @@
 Operations on CPU tensors are written down while the step is traced. Those whose result depends on a
 tensor from outside of the step, or on a number that is an input, run again on the host before each
 call, and their results are inputs of the program. What would happen once, when the step is traced,
-is refused: writing to a tensor from outside, drawing random numbers.
+is refused: drawing random numbers.
+
+Where a tensor's value comes from is known by the memory that it shows: torch's C++ makes new
+tensors around the memory of others (``nn.Parameter(t)``, ``.data =``) without an operation.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import plain_number
+from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.base.numbers.traced_number import NumberNode
-from xla_dtensor.base.torch_private import TorchDispatchMode, disable_current_modes, pytree
+from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.torch_private import (
+    TorchDispatchMode,
+    disable_current_modes,
+    pytree,
+    unseen,
+)
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.trace.host_reads import HostReads
+from xla_dtensor.compilation.code.identities import memory_on_host
+from xla_dtensor.compilation.recorded.host_memory import Memories, has_memory
+from xla_dtensor.compilation.recorded.host_program import (
+    Gradient,
+    HostProgram,
+    Input,
+    Reader,
+    Value,
+    as_plain,
+    same_bits,
+    shown_in,
+    sizes_of,
+    storage_of,
+    values_in,
+    written_by,
+)
+from xla_dtensor.compilation.trace.host_reads import HostReads, is_on_host
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.tensors.base import grad_of
 from xla_dtensor.tensors.of_form import Ours
 
 _Symbolic = torch.SymFloat | torch.SymInt
 
-Reader = Callable[[Arguments, list[Any]], torch.Tensor]
-"""Gives a value from a call's arguments and the results of the host's program."""
+_ATEN = torch.ops.aten
 
-
-class _Input:
-    """A tensor from outside of the step: an argument, or one that it found."""
-
-    __slots__ = ("index", "tensor")
-
-    def __init__(self, tensor: torch.Tensor | None, index: int | None) -> None:
-        self.tensor, self.index = tensor, index
-
-    def read(self, arguments: Arguments) -> torch.Tensor:
-        if self.index is not None:
-            return arguments.tensors[self.index]
-        assert self.tensor is not None
-        return self.tensor
-
-
-class _Value:
-    """A tensor that the step computed: result ``index`` of its operation ``operation``."""
-
-    __slots__ = ("index", "operation")
-
-    def __init__(self, operation: int, index: int) -> None:
-        self.operation, self.index = operation, index
-
-
-class _Operation:
-    __slots__ = ("args", "depends", "func", "grad", "kwargs")
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, depends: bool) -> None:
-        self.func, self.args, self.kwargs, self.depends = func, args, kwargs, depends
-
-
-class HostProgram:
-    """The operations on CPU tensors of one step, to be run again.
-
-    Attributes:
-        depends: whether any of them depends on what is outside of the step.
-    """
-
-    def __init__(self) -> None:
-        self._operations: list[_Operation] = []
-        self.depends = False
-
-    def add(self, func: Any, args: Any, kwargs: Any, depends: bool) -> int:
-        """Write an operation down; its number."""
-        self._operations.append(_Operation(func, args, kwargs, depends))
-        self.depends |= depends
-        return len(self._operations) - 1
-
-    def is_constant(self, operation: int) -> bool:
-        """Whether an operation gives the same in each call."""
-        return not self._operations[operation].depends
-
-    def run(self, arguments: Arguments, numbers: list[float]) -> list[Any]:
-        """The results of all operations, from what the call is given."""
-        results: list[Any] = []
-
-        def value(x: Any) -> Any:
-            if isinstance(x, _Value):
-                return results[x.operation][x.index]
-            if isinstance(x, _Input):
-                return x.read(arguments)
-            if isinstance(x, NumberNode):
-                return x.compute(numbers)
-            return x
-
-        with torch.no_grad(), disable_current_modes(), executor.running_at_once():
-            for operation in self._operations:
-                args, kwargs = pytree.tree_map(value, (operation.args, operation.kwargs))
-                out = operation.func(*args, **kwargs)
-                results.append(pytree.tree_leaves(out))
-        return results
+# What computes one value of all elements, however many there are.
+_OF_ANY_SIZE = frozenset(
+    getattr(_ATEN, name).default for name in ("sum", "mean", "max", "min", "any", "all", "prod")
+)
 
 
 class HostOperations(TorchDispatchMode):
     """Watches operations on CPU tensors while a step is traced.
 
     Args:
+        originals: the arguments, with the history that they don't have in the trace.
         asks_types: whether the step's code may find that an input isn't a ``float``.
 
     Attributes:
         program: what has been written down.
     """
 
-    def __init__(self, trace: StepTrace, arguments: Arguments, asks_types: bool = False) -> None:
+    def __init__(
+        self,
+        trace: StepTrace,
+        arguments: Arguments,
+        originals: Arguments,
+        asks_types: bool = False,
+    ) -> None:
         super().__init__()
         self._trace = trace
         self._asks_types = asks_types
         self.program = HostProgram()
         self._arguments = {id(t): i for i, t in enumerate(arguments.tensors)}
-        # Per tensor that the step made: (weak reference, where its value comes from).
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], _Value]] = {}
+        self._originals = originals.tensors
+        # By the id of the tensor; and the tensors, by the id of the input.
+        self._inputs: dict[int, Input] = {}
+        self._unread: set[int] = set()
+        self._tensors: dict[int, torch.Tensor] = {}
+        # Per tensor that the step made: (weak reference, its memory, where its value comes from).
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, Value]] = {}
+        # The memory of arguments and of what the step made.
+        self._memories = Memories()
         # Values that the step's Python has looked at: (how to compute one, what it was, text).
         self.looked_at: list[tuple[Callable[[Arguments, list[Any]], Any], Any, str]] = []
+        self._asked: set[tuple[int, str]] = set()
+        # How often the step's Python has got the item of one, and how often one was written to
+        # without torch's counting it.
+        self.items = self.uncounted = 0
         self.stand_ins = trace.stand_ins
         self._functions = HostReads(self)
-        # Tensors from outside that the step writes: (the tensor, its value before).
-        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Tensors that show a NumPy array: (the tensor, its content at first).
-        self._of_arrays: list[tuple[torch.Tensor, Any]] = []
+        # Tensors from outside that the step writes: (the tensor, its value before), by memory.
+        self._overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Tensors whose memory the step's Python has been given, with the content that is known.
+        self._handed_out: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Tensors of a size that depends on values, the operation that gave it, and the sizes of
+        # all that it gave.
+        self._of_unknown_size: dict[int, tuple[weakref.ref[torch.Tensor], int, Any]] = {}
         # Memory of tensors from outside that operations have used.
-        self._outside: dict[int, _Input] = {}
+        self._outside: dict[int, Input] = {}
+        # The leaves from outside, with their gradients when the step begins.
+        self._leaves = [
+            (tensor, outside.grad)
+            for tensor, outside in trace.before.values()
+            if outside.is_leaf and is_on_host(tensor)
+        ]
+        self._grads = {id(grad): leaf for leaf, grad in self._leaves if grad is not None}
+        for tensor in arguments.tensors:
+            if is_on_host(tensor):
+                self._memories.shows(tensor, self._input(tensor))
+        self._unread = set(map(id, self._inputs.values()))
 
     def __enter__(self) -> HostOperations:
         self._functions.__enter__()
@@ -151,121 +140,267 @@ class HostOperations(TorchDispatchMode):
         if any(isinstance(x, Ours) for x in tensors):
             return func(*args, **kwargs)
         device = kwargs.get("device")
-        on_host = (device is None or torch.device(device).type == "cpu") and all(
-            x.device.type == "cpu" for x in tensors
-        )
-        if not on_host:
+        devices = {x.device.type for x in tensors}
+        if device is not None:
+            devices -= {"meta"}  # torch.empty_like(of_a_meta_tensor, device="cpu")
+            devices.add(torch.device(device).type)
+        if not devices <= {"cpu"}:
             return func(*args, **kwargs)
+        with unseen():  # what we ask of the tensors the step's Python doesn't
+            return self._computed(func, args, kwargs, tensors)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """An operation's result, which is written down."""
         if self._trace.stand_ins:
             restore = self._trace.stand_ins.restore
             args = tuple(map(restore, args))
             kwargs = {name: restore(value) for name, value in kwargs.items()}
-            leaves = pytree.arg_tree_leaves(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._trace.refuse(
                 f"random numbers on the CPU ({func}; make them on device='xla'), which"
             )
-        if func is torch.ops.aten._local_scalar_dense.default:
+        self.take_writes()
+        if func is _ATEN._local_scalar_dense.default:
             return self._item(tensors[0])
-        if func._schema.is_mutable:
-            for x in tensors:
-                if x is _written(func, args, kwargs):
-                    self._overwrite(x, func)
+        written, counted = written_by(func, args, kwargs)
+        for x in written:
+            self._overwrite(x, str(func))
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
         symbolic = any(isinstance(x, _Symbolic) for x in leaves)
         plain_args, plain_kwargs = args, kwargs
         if symbolic:
             plain_args, plain_kwargs = pytree.tree_map(_present, (args, kwargs))
-        if func is torch.ops.aten.lift_fresh.default:
-            # A constant written in the step: torch.tensor(2.0).
-            source = args[0].detach().clone() if self._made_here(args[0]) is None else args[0]
+        if func is _ATEN.lift_fresh.default:
             result = func(*plain_args, **plain_kwargs)
-            if not result.untyped_storage().resizable():  # torch.from_numpy
-                self._of_arrays.append((result, _as_plain(source)))
-            number = self.program.add(
-                torch.ops.aten.clone.default, self._symbols((source,)), {}, False
-            )
-        else:
-            depends = symbolic or any(map(self._depends, tensors))
-            written_args, written_kwargs = self._symbols((args, kwargs))
-            result = func(*plain_args, **plain_kwargs)
-            number = self.program.add(func, written_args, written_kwargs, depends)
-        for i, x in enumerate(pytree.tree_leaves(result)):
-            on_cpu = isinstance(x, torch.Tensor) and not isinstance(x, Ours)
-            if on_cpu and self._made_here(x) is None:
-                self._made[id(x)] = weakref.ref(x), _Value(number, i)
+            if self._made_here(result) is None:
+                self._constant(result)
+            return result
+        if func not in _OF_ANY_SIZE:
+            for x in tensors:
+                self.size_matters(x)
+        depends = symbolic or any(map(self._depends, tensors))
+        written_args, written_kwargs = self._symbols((args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        number = self.program.add(func, written_args, written_kwargs, depends)
+        results = pytree.tree_leaves(result)
+        for i, x in enumerate(results):
+            if is_on_host(x) and self._made_here(x) is None:
+                self._made[id(x)] = weakref.ref(x), memory_on_host(x), Value(number, i)
+                if memory_on_host(x) not in self._outside:
+                    self._memories.shows(x, Value(number, i))
+        self._note_what_python_gets(func, number, results)
+        if written:
+            if not counted:
+                self.uncounted += 1
+            self._handed_out = [(x, x.detach().clone()) for x, _ in self._handed_out]
         return result
 
-    # --- writes to tensors from outside -------------------------------------------------------
-
-    def _overwrite(self, tensor: torch.Tensor, func: Any) -> None:
-        """The step writes to a tensor. One from outside is a copy in the program, which each call
-        writes back when it has run; it gets its value back when the trace is over."""
-        memory = tensor.untyped_storage()._cdata
-        known = self._made_here(tensor)
-        if known is not None and (memory not in self._outside or self._is_overwritten(tensor)):
+    def _note_what_python_gets(self, func: Any, number: int, results: list[Any]) -> None:
+        """Of an operation's results besides the values of tensors: what is no tensor
+        (``torch.equal``), and sizes that depend on values, when the step goes by them."""
+        operation = self.program.operations[number]
+        if not operation.depends:
             return
-        shared = any(
-            other is not None and other is not tensor and other.untyped_storage()._cdata == memory
-            for other in (reference() for reference, _ in self._made.values())
-        )
-        if known is not None or shared or tensor._is_view() or tensor.requires_grad:
-            self._trace.refuse(
-                f"{func} on a CPU tensor {list(tensor.shape)} whose memory is that of another from "
-                "outside of the step (a view), or which requires grad: it"
+        values = values_in(results)
+        if values and not any(map(is_number, results)):
+            operation.values = values
+        sizes = sizes_of(results)
+        if torch.Tag.dynamic_output_shape not in func.tags:
+            # Some depend on values all the same (_pack_padded_sequence). What the first run gives
+            # counts: with gradients a few operations have more to return (mkldnn_rnn_layer).
+            operation.sizes = []
+        else:
+            for x in results:
+                if isinstance(x, torch.Tensor):
+                    self._of_unknown_size[id(x)] = weakref.ref(x), number, sizes
+
+    def size_matters(self, tensor: Any) -> None:
+        """The step goes by the size of a tensor."""
+        known = self._of_unknown_size.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            self.program.operations[known[1]].sizes = known[2]
+
+    def _constant(self, tensor: torch.Tensor) -> None:
+        """A tensor with values of Python's: ``torch.tensor(2.0)``, ``torch.from_numpy(array)``."""
+        source = self._symbols((tensor.detach().clone(),))
+        value = Value(self.program.add(_ATEN.clone.default, source, {}, False), 0)
+        self._made[id(tensor)] = weakref.ref(tensor), memory_on_host(tensor), value
+        self._memories.shows(tensor, value)
+        if has_memory(tensor) and not tensor.untyped_storage().resizable():  # of an array
+            self._hand_out(tensor)
+
+    # --- writes -------------------------------------------------------------------------------
+
+    def _overwrite(self, tensor: torch.Tensor, what: str, before: Any = None) -> None:
+        """The step writes to a tensor. One from outside, or a view of it, is a copy in the program,
+        which each call writes back when it has run; it gets its value back when the trace is over.
+        """
+        memory = memory_on_host(tensor)
+        if memory in self._overwritten:
+            return
+        if self._made_here(tensor) is not None:
+            if memory not in self._outside:
+                return
+            source = self._outside[memory]
+        else:
+            source = self._outside.setdefault(memory, self._input(tensor))
+        whole = self._of_input(source)
+        name = f"{what} on a CPU tensor {list(tensor.shape)}"
+        if whole.requires_grad and not whole.is_leaf:
+            _refuse(
+                f"{name} from outside of the step that requires grad: move it (or its module) to "
+                'the devices, .to("xla"), or do that outside of the step'
+            )
+        others = [x for x in self._inputs.values() if x is not source and id(x) not in self._unread]
+        if any(memory_on_host(self._of_input(other)) == memory for other in others):
+            _refuse(
+                f"{name} whose memory the step reads through another tensor from outside, too: "
+                'move them to the devices, .to("xla"), or use one of them'
             )
         with disable_current_modes():
-            self._overwritten.append((tensor, tensor.detach().clone()))
-        number = self.program.add(torch.ops.aten.clone.default, self._symbols((tensor,)), {}, True)
-        self._made[id(tensor)] = weakref.ref(tensor), _Value(number, 0)
+            self._overwritten[memory] = whole, whole.detach().clone() if before is None else before
+        source.written = self.program.depends = True
 
-    def _is_overwritten(self, tensor: torch.Tensor) -> bool:
-        return any(known is tensor for known, _ in self._overwritten)
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """The step's Python is given the memory of a CPU tensor, to which it may write."""
+        with unseen():
+            self._hand_out(tensor)
 
-    def writes(self) -> list[tuple[_Input, Reader]]:
+    def _hand_out(self, tensor: torch.Tensor) -> None:
+        if not any(known is tensor for known, _ in self._handed_out):
+            with disable_current_modes():
+                self._handed_out.append((tensor, tensor.detach().clone()))
+
+    def take_writes(self) -> None:
+        """What Python has written to memory that it was given: constants, as it could only make
+        them of what is part of the program."""
+        if not self._handed_out:
+            return
+        with unseen():
+            self._take_each()
+
+    def _take_each(self) -> None:
+        for i, (tensor, before) in enumerate(self._handed_out):
+            with disable_current_modes():
+                if same_bits(tensor, before):
+                    continue
+                now = tensor.detach().clone()
+            self._handed_out[i] = tensor, now
+            self._overwrite(tensor, "a write through NumPy", before)
+            args = self._symbols((tensor, now))
+            self.program.add(_ATEN.copy_.default, args, {}, False)
+            self.uncounted += 1
+
+    def writes(self) -> list[tuple[Input, Reader]]:
         """The tensors from outside that the step has written, and what gives their values."""
-        found = []
-        with disable_current_modes():
-            for tensor, content in self._of_arrays if self.program.depends else ():
-                if not tensor._version and _as_plain(tensor) != content:
-                    raise DataDependentError(_ARRAY_WRITTEN)
-        self._of_arrays = []
-        for tensor, _ in self._overwritten:
-            found.append((self._input(tensor), self.reader(self.use(tensor))))
+        with unseen():
+            self.take_writes()
+            found = []
+            for tensor, _ in self._overwritten.values():
+                found.append((self._input(tensor), self.reader(self.use(tensor))))
+            return found
+
+    def gradients(self) -> list[tuple[Input, Reader | None]]:
+        """The leaves from outside that the step leaves with other gradients than they had, and what
+        gives those."""
+        found: list[tuple[Input, Reader | None]] = []
+        for leaf, before in self._leaves:
+            grad = grad_of(leaf)
+            if grad is before:
+                continue
+            self.asked(leaf, "the .grad", _form_of_grad, before)
+            source = None if grad is None else self.use(grad)
+            if grad is None:
+                found.append((self._input(leaf), None))
+            elif source is None:
+                with disable_current_modes():
+                    constant = grad.detach().clone()
+                found.append((self._input(leaf), lambda *_, of=constant: of.clone()))
+            else:
+                found.append((self._input(leaf), self.reader(source)))
         return found
 
     def undo(self) -> None:
         """Give the tensors from outside the values that they had before the trace."""
         with torch.no_grad(), disable_current_modes(), executor.running_at_once():
-            for tensor, before in self._overwritten:
+            for tensor, before in self._overwritten.values():
                 tensor.copy_(before)
-        self._overwritten = []
-        self._made.clear()  # torch swaps no tensor that has a weak reference
+        self._overwritten, self._handed_out, self._leaves = {}, [], []
+        # torch swaps no tensor that has a weak reference
+        for kept in (self._made, self._of_unknown_size, self._tensors):
+            kept.clear()
+        self._inputs, self._grads = {}, {}
+        self._originals, self._memories = [], Memories()
 
     # --- where values come from ---------------------------------------------------------------
 
-    def _made_here(self, tensor: torch.Tensor) -> _Value | None:
+    def _made_here(self, tensor: torch.Tensor) -> Value | None:
         known = self._made.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else None
+        if known is not None and known[0]() is tensor and known[1] == memory_on_host(tensor):
+            return known[2]
+        return self._shown(tensor)
 
-    def _input(self, tensor: torch.Tensor) -> _Input:
-        memory = tensor.untyped_storage()._cdata
-        if not self._is_overwritten(tensor) and any(
-            written.untyped_storage()._cdata == memory for written, _ in self._overwritten
-        ):
-            self._trace.refuse(
-                f"a CPU tensor {list(tensor.shape)} whose memory the step has written through "
-                "another tensor: each call writes that when its program has run, so it"
+    def _shown(self, tensor: torch.Tensor) -> Value | None:
+        """Where the value of a tensor comes from that torch's C++ has made of another's memory."""
+        if id(tensor) in self._trace.before or id(tensor) in self._inputs:
+            return None
+        if not has_memory(tensor) or tensor.is_conj() or tensor.is_neg():
+            return None
+        found = self._memories.source_of(tensor.data_ptr())
+        if found is None:
+            return None
+        source, first = found
+        args = source, tensor.dtype, tensor.data_ptr() - first, tensor.shape, tensor.stride()
+        if isinstance(source, Input):
+            self._outside.setdefault(memory_on_host(tensor), source)
+        value = Value(self.program.add(shown_in, args, {}, self._depends_on(source)), 0)
+        self._made[id(tensor)] = weakref.ref(tensor), memory_on_host(tensor), value
+        return value
+
+    def _depends_on(self, source: Input | Value) -> bool:
+        return isinstance(source, Input) or self.program.depends
+
+    def _input(self, tensor: torch.Tensor) -> Input:
+        memory = memory_on_host(tensor)
+        written = self._overwritten.get(memory)
+        if written is not None and written[0] is not tensor:
+            _refuse(
+                f"the step reads a CPU tensor {list(tensor.shape)} whose memory it has written "
+                "through another tensor from outside, and each call writes that when its program "
+                'has run: move them to the devices, .to("xla"), or use one of them'
             )
-        index = self._arguments.get(id(tensor))
-        return _Input(tensor if index is None else None, index)
+        found = self._inputs.get(id(tensor))
+        if found is None:
+            index, leaf = self._arguments.get(id(tensor)), self._grads.get(id(tensor))
+            if index is None and leaf is not None and id(tensor) not in self._trace.before:
+                found = Gradient(self._input(leaf))
+                self.asked(leaf, "the .grad", _form_of_grad, tensor)
+            else:
+                found = Input(tensor if index is None else None, index)
+            self._inputs[id(tensor)] = found
+            self._tensors[id(found)] = tensor
+            if index is None and leaf is None and tensor.dtype.is_floating_point:
+                self.asked(tensor, "requires_grad", _requires_grad)
+        self._unread.discard(id(found))
+        return found
+
+    def _of_input(self, source: Input) -> torch.Tensor:
+        return self._tensors[id(source)]
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether the step has made a CPU tensor."""
-        return self._made_here(tensor) is not None
+        with unseen():
+            return self._made_here(tensor) is not None
+
+    def computes(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has made a CPU tensor, or written to it."""
+        with unseen():
+            return memory_on_host(tensor) in self._overwritten or self.made(tensor)
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether a CPU tensor is what the step has made of constants: the same in each call."""
-        made = self._made_here(tensor)
+        with unseen():
+            made = self._made_here(tensor)
         if made is None or tensor.is_inference() or tensor._version:
             return False  # or somebody has written to it since
         return self.program.is_constant(made.operation)
@@ -279,22 +414,30 @@ class HostOperations(TorchDispatchMode):
     def use(self, tensor: torch.Tensor) -> Any:
         """A CPU tensor's value of this moment is used: where it comes from in later calls.
 
-        An `_Input`, a `_Value` of the host's program, or None for a constant.
+        An `Input`, a `Value` of the host's program, or None for a constant.
         """
-        made = self._made_here(tensor)
-        if made is None:
-            return self._input(tensor)
-        if not self.program.depends:
-            return None
-        # The step may write to the tensor later on.
-        return _Value(self.program.add(torch.ops.aten.clone.default, (made,), {}, True), 0)
+        with unseen():
+            self.take_writes()
+            self.size_matters(tensor)
+            made: Input | Value | None = self._made_here(tensor)
+            if made is None:
+                made = self._input(tensor)
+                if not made.written:
+                    return made
+            if not self.program.depends:
+                return None
+            # The step may write to the tensor later on.
+            return Value(self.program.add(_ATEN.clone.default, (made,), {}, True), 0)
 
-    def given_away(self, tensor: torch.Tensor) -> tuple[Reader | None, _Input | None]:
+    def given_away(self, tensor: torch.Tensor) -> tuple[Reader | None, Input | None]:
         """A CPU tensor that the step has made and gives away at its end: what gives its value
         (None: it is a constant), and the tensor from outside whose memory it shows, if it does."""
-        source = self._made_here(tensor) if self.program.depends else None
-        read = None if source is None else self.reader(source)
-        return read, self._outside.get(tensor.untyped_storage()._cdata)
+        with unseen():
+            self.take_writes()
+            self.size_matters(tensor)
+            source = self._made_here(tensor) if self.program.depends else None
+            read = None if source is None else self.reader(source)
+            return read, self._outside.get(memory_on_host(tensor))
 
     def _symbols(self, value: Any) -> Any:
         def symbol(x: Any) -> Any:
@@ -303,8 +446,14 @@ class HostOperations(TorchDispatchMode):
                 if made is not None:
                     return made
                 known = self._input(x)
-                self._outside.setdefault(x.untyped_storage()._cdata, known)
+                self._outside.setdefault(memory_on_host(x), known)
                 return known
+            if isinstance(x, torch.UntypedStorage):
+                found = self._memories.source_of(x.data_ptr()) if x.nbytes() else None
+                if found is None:
+                    return x
+                depends = self._depends_on(found[0])
+                return Value(self.program.add(storage_of, found[:1], {}, depends), 0)
             if isinstance(x, _Symbolic):
                 return x.node
             return x
@@ -316,12 +465,13 @@ class HostOperations(TorchDispatchMode):
     def _item(self, tensor: torch.Tensor) -> Any:
         """``tensor.item()``: an input of the program where the value is a float that is there
         before the step begins, else part of the program."""
+        self.items += 1
         with disable_current_modes():
             value = tensor.item()
         source = self.use(tensor)
         if source is None:
             return value
-        if isinstance(source, _Input) and isinstance(value, float) and not self._asks_types:
+        if isinstance(source, Input) and isinstance(value, float) and not self._asks_types:
             return self._trace.numbers.as_input(
                 lambda arguments: source.read(arguments).item(),
                 value,
@@ -334,26 +484,67 @@ class HostOperations(TorchDispatchMode):
         compute = self.reader(source)
 
         def read(arguments: Arguments, results: list[Any]) -> Any:
-            return _as_plain(compute(arguments, results))
+            return as_plain(compute(arguments, results))
 
         with disable_current_modes():
-            self.looked_at.append((read, _as_plain(tensor), text))
+            self.looked_at.append((read, as_plain(tensor), text))
 
     def look(self, tensor: torch.Tensor, text: str) -> None:
         """The step's Python is given a CPU tensor's values: they become part of the program."""
-        source = self.use(tensor)
-        if source is not None:
-            self._looked(source, tensor, f"{text} of a CPU tensor {list(tensor.shape)}")
+        with unseen():
+            source = self.use(tensor)
+            if source is not None:
+                self._looked(source, tensor, f"{text} of a CPU tensor {list(tensor.shape)}")
 
-    def reader(self, source: _Input | _Value) -> Reader:
+    def asked(self, tensor: torch.Tensor, text: str, ask: Callable[[Any], Any], *now: Any) -> Any:
+        """The step's Python, or C++, asks something of a CPU tensor that isn't its value, and that
+        becomes part of the program; the answer.
+
+        Args:
+            ask: gives the answer for a tensor (and ``now``, which the step may have changed).
+        """
+        with unseen():
+            index = self._arguments.get(id(tensor))
+            original = tensor if index is None else self._originals[index]
+            if (id(tensor), text) in self._asked or self.made(tensor):
+                return original
+            self._asked.add((id(tensor), text))
+            source = self._input(tensor)
+            value = ask(original, *now)
+            name = f"{text} of a CPU tensor {list(tensor.shape)}"
+            read = lambda arguments, results: ask(source.read(arguments))
+            self.looked_at.append((read, value, name))
+            return original
+
+    def asks_grad(self, leaf: torch.Tensor) -> None:
+        """The step's Python asks for the gradient of a CPU tensor."""
+        with unseen():
+            known = self._trace.before.get(id(leaf))
+            if known is not None and grad_of(leaf) is known[1].grad:
+                self.asked(leaf, "the .grad", _form_of_grad, known[1].grad)
+
+    def reader(self, source: Input | Value) -> Reader:
         """What gives the value of a source (`use`)."""
-        if isinstance(source, _Input):
+        if isinstance(source, Input):
             return lambda arguments, results: source.read(arguments)
         operation, index = source.operation, source.index
         return lambda arguments, results: results[operation][index]
 
 
-_ARRAY_WRITTEN = "the step writes to an array behind its torch.from_numpy(array): do it before that"
+def _refuse(what: str) -> NoReturn:
+    raise DataDependentError(f"{what}{user_line()}")
+
+
+def _requires_grad(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad
+
+
+_UNSET: Any = object()
+
+
+def _form_of_grad(leaf: torch.Tensor, grad: Any = _UNSET) -> Any:
+    grad = grad_of(leaf) if grad is _UNSET else grad
+    return None if grad is None else (grad.shape, grad.dtype)
 
 
 def _present(x: Any) -> Any:
@@ -363,17 +554,3 @@ def _present(x: Any) -> Any:
         if isinstance(x, _Symbolic) and isinstance(x.node, NumberNode)
         else (plain_number(x))
     )
-
-
-def _as_plain(tensor: torch.Tensor) -> Any:
-    """A CPU tensor's value in a form that can be compared."""
-    array = to_numpy(tensor)
-    return str(tensor.dtype), array.shape, array.tobytes()
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """The argument that ``func`` writes to."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            return args[i] if i < len(args) else kwargs.get(argument.name)
-    return None

@@ -131,7 +131,7 @@ class Traced:
             names.feeds_groups,
             surroundings.planted,
         )
-        self.host = trace.host = HostOperations(trace, arguments, names.asks_types)
+        self.host = trace.host = HostOperations(trace, arguments, call, names.asks_types)
         given = set(map(id, arguments.tensors))
         ids = AskedIds(arguments, names.calls("id"))
 

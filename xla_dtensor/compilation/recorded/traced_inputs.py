@@ -133,7 +133,7 @@ class TracedInputs:
             where: Any
             if isinstance(memory, int):  # the step's own
                 where = outputs.shown[memory]
-            elif isinstance(memory, torch.Tensor) and not outputs.host.made(memory):
+            elif isinstance(memory, torch.Tensor) and not outputs.host.computes(memory):
                 where = of_host.get(id(memory), memory)
             else:
                 where = found_by.get(id(memory))

@@ -30,6 +30,7 @@ class TracedOutputs:
         grads: (leaf, template of its new gradient or None).
         switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
         host_writes: (CPU tensor from outside, what gives its new value).
+        host_grads: (CPU leaf from outside, what gives its new gradient, or None).
         left: (storage that the step made and left somewhere unknown, output).
         judges, judged: what judges by which output whether what must hold does.
         random_operations: how many operations draw from the generator.
@@ -84,6 +85,7 @@ class TracedOutputs:
             set_grad_of(leaf, outside.grad)
         made.finish()
         self.shown = made.shown
+        self.host_grads = self.host.gradients()
         self.host_writes = self.host.writes()
         self.switched = self.trace.switched()
         if history.outputs and history.inputs:

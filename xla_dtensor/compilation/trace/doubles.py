@@ -288,8 +288,10 @@ MAKERS = frozenset({torch.tensor, torch.as_tensor})
 
 def _tensor(func: Any, data: Any, *args: Any, **options: Any) -> Any:
     """``torch.tensor`` of numbers, symbolic ones among them."""
-    leaves = pytree.tree_leaves(data)
-    if args or not any(map(is_pythons, leaves)) or not all(map(_is_number, leaves)):
+    leaves = [data] if isinstance(data, torch.Tensor) else pytree.tree_leaves(data)
+    special = data is not leaves[0] and any(map(_is_tensor, leaves)) if leaves else False
+    special = special or any(map(is_pythons, leaves))
+    if args or not special or not all(_is_number(x) or _is_tensor(x) for x in leaves):
         return func(data, *args, **options)
     requires_grad = options.pop("requires_grad", False)
     options.pop("pin_memory", None)
@@ -299,10 +301,17 @@ def _tensor(func: Any, data: Any, *args: Any, **options: Any) -> Any:
     def made(part: Any) -> torch.Tensor:
         if isinstance(part, list | tuple):
             return torch.stack(list(map(made, part)))
+        if isinstance(part, torch.Tensor):
+            return part.detach().to(options.get("device", "cpu"), options["dtype"])
         return torch.full((), plain(part), **options)
 
     tensor = made(data)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it is a number on the CPU, which C++ would read behind the trace."""
+    return type(value) is torch.Tensor and value.ndim == 0 and value.device.type == "cpu"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,20 +1,59 @@
-"""Functions of torch that hand out a CPU tensor's memory without an operation, seen in a trace."""
+"""Functions of torch that hand out a CPU tensor's memory, or say something of one, without an
+operation, seen in a trace."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from xla_dtensor.base.numbers.printed import only_printed
 from xla_dtensor.base.numbers.python_numbers import is_number, is_pythons, like_a_number
-from xla_dtensor.base.torch_private import count_of_function_modes
+from xla_dtensor.base.torch_private import count_of_function_modes, pytree
 from xla_dtensor.compilation.trace.doubles import MAKERS, body_of, call_with_numbers
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.views import is_at_traced, refuse_offset
+from xla_dtensor.tensors.of_form import Ours
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_READS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
+_Tensor = torch.Tensor
+_BACKWARD = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+# What gives the values; and the memory itself, to which Python may write.
+_TEXT = frozenset({_Tensor.__repr__, _Tensor.__format__})
+_MEMORY = frozenset(
+    {
+        *(_Tensor.numpy, _Tensor.__array__, _Tensor.__dlpack__),
+        *(_Tensor.untyped_storage, _Tensor.storage),
+        *(_Tensor.apply_, _Tensor.map_, _Tensor.map2_),
+    }
+)
+_READS = _MEMORY | _TEXT | {_Tensor.tolist}
+# What gives the value of one element, mostly by an operation (`HostOperations._item`).
+_ITEMS = frozenset({_Tensor.__float__, _Tensor.__int__, _Tensor.__index__, _Tensor.__bool__})
+# What makes a tensor of lists of tensors, whose values C++ takes; and what takes those of all
+# arguments but the first.
+_OF_LISTS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_BY_VALUES = frozenset({_Tensor.new_tensor, _Tensor.tensor_split, torch.tensor_split})
+
+
+def _kind(value: Any) -> Any:
+    return value if value is None else type(value)
+
+
+# What torch says of a tensor besides its values, and as what it is compared.
+_ASKED: dict[Any, tuple[str, Callable[[torch.Tensor], Any]]] = {
+    _Tensor.requires_grad.__get__: ("requires_grad", lambda t: t.requires_grad),
+    _Tensor.is_leaf.__get__: ("is_leaf", lambda t: t.is_leaf),
+    _Tensor.grad_fn.__get__: ("the kind of grad_fn", lambda t: _kind(t.grad_fn)),
+    _Tensor.stride: ("stride()", lambda t: t.stride()),
+    _Tensor.is_contiguous: ("stride()", lambda t: t.stride()),
+    _Tensor.storage_offset: ("storage_offset()", lambda t: t.storage_offset()),
+    _Tensor.is_conj: ("is_conj()", lambda t: t.is_conj()),
+    _Tensor.is_neg: ("is_neg()", lambda t: t.is_neg()),
+}
 
 
 class HostReads(TorchFunctionMode):
@@ -30,8 +69,16 @@ class HostReads(TorchFunctionMode):
         self._operations = operations
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and args and type(args[0]) in _PLAIN and args[0].device.type == "cpu":
-            self._operations.look(args[0], f"{func.__name__}()")
+        if args and is_on_host(args[0]):
+            given = self._of_host(func, args[0])
+            if given is not args[0]:
+                args = given, *args[1:]
+            if func in _ITEMS:
+                return self._item(func, *args)
+        if args and (func in _OF_LISTS or func in _BY_VALUES):
+            for x in pytree.tree_leaves(args[1:] if func in _BY_VALUES else args[0]):
+                if x is not args[0] and is_on_host(x) and (x.ndim or func not in MAKERS):
+                    self._operations.look(x, "the elements")
         if func is torch.Tensor.storage_offset and is_at_traced(getattr(args[0], "_steps", ())):
             refuse_offset()
         if func in _BACKWARD and not count_of_function_modes():
@@ -44,3 +91,52 @@ class HostReads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         # Code that asks for its type finds a float.
         return like_a_number(result) if func is torch.Tensor.item and is_number(result) else result
+
+    def _of_host(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """A function is given a CPU tensor; the tensor that is to answer."""
+        operations = self._operations
+        if func in _READS:
+            if func not in _TEXT or not only_printed(_frame_of_user()):
+                operations.look(tensor, f"{func.__name__}()")
+            if func in _MEMORY:
+                operations.hand_out(tensor)
+        elif func in _ASKED:
+            return operations.asked(tensor, *_ASKED[func])
+        elif func == _GRAD:
+            operations.asks_grad(tensor)
+        elif func == _SET_DATA and not operations.made(tensor):
+            raise DataDependentError(
+                f"the step gives a CPU tensor {list(tensor.shape)} from outside other memory "
+                "(.data =): that would happen when it is traced, not in every call; copy_() keeps "
+                "the memory"
+            )
+        elif getattr(func, "__name__", "") not in _OF_ANY_SIZE:
+            operations.size_matters(tensor)
+        return tensor
+
+    def _item(self, func: Any, tensor: torch.Tensor) -> Any:
+        before = self._operations.items
+        result = func(tensor)
+        if self._operations.items == before:  # C++ has taken it: torch.FloatTensor([t[0]])
+            self._operations.look(tensor, f"{func.__name__}()")
+        return result
+
+
+_SET_DATA, _GRAD = _Tensor.data.__set__, _Tensor.grad.__get__
+_OF_ANY_SIZE = frozenset({"sum", "mean", "max", "min", "any", "all", "prod"})
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether something is a CPU tensor."""
+    return isinstance(x, torch.Tensor) and not isinstance(x, Ours) and x.device.type == "cpu"
+
+
+def _frame_of_user() -> FrameType | None:
+    """Where a method of a tensor was called, behind torch's Python."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _BEHIND:
+        frame = frame.f_back
+    return frame
+
+
+_BEHIND = frozenset({__name__, "torch._tensor", "torch.overrides"})

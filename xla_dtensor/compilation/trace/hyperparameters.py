@@ -131,7 +131,7 @@ def for_formula(trace: Any, function: str, name: str, value: Any) -> Any:
 
 def _held(trace: Any, tensor: torch.Tensor) -> Any:
     """The number in a CPU tensor, at this moment of the step."""
-    if not trace.host.made(tensor):
+    if not trace.host.computes(tensor):
         name = f"the item of a CPU tensor {list(tensor.shape)}"
         read = partial(_held_now, trace.host.use(tensor))
         return trace.numbers.as_input(read, item_of(tensor), name)

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.valueless_number import absent_number
+from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import pytree, unseen
 from xla_dtensor.compilation.trace.hyperparameters import for_formula, item_of
 from xla_dtensor.compilation.trace.schedulers import DeferredSchedulers, set_by
@@ -23,7 +24,7 @@ from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.runtime import abstract
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.base import TensorMethods, grad_of
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 
@@ -173,6 +174,14 @@ class OptimizerHooks:
         if self._feeds or stepped.is_torchs():
             stepped.give_numbers(self._trace, self._planted)
         groups = [group for group in optimizer.param_groups if "capturable" in group]
+        for tensor in (p for group in groups for p in group["params"]):
+            on_host = not isinstance(tensor, TensorMethods) and tensor.device.type == "cpu"
+            if on_host and grad_of(tensor) is not None:
+                raise DataDependentError(
+                    f"CPU parameters of {type(optimizer).__name__}, which counts its steps on the "
+                    'devices in a compiled step: move the module to them, .to("xla"), or call '
+                    f"its step() outside{user_line()}"
+                )
         before = [group["capturable"] for group in groups]
         for group in groups:
             group["capturable"] = True  # the step count is a tensor on the devices

@@ -59,7 +59,7 @@ class StepTrace(Tracing):
         self._captured_by_id: dict[int, ExternalStorage] = {}
         self._uses = 0
         # CPU tensors that take part, by id and version: (the tensor, its array, the source).
-        self.host_arrays: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+        self.host_arrays: dict[tuple[int, int, int], tuple[Any, Any, Any]] = {}
         self.numbers = TraceNumbers()
         self.must_hold = TraceAssertions(checks_indices=assertions.asked())
         self.stand_ins = StandIns()
@@ -270,9 +270,10 @@ class StepTrace(Tracing):
         return self.random.counter - self.random.start
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
+        self.host.take_writes()
         # Writes to an inference tensor aren't counted: each use is one of its own.
         version = -1 - len(self.host_arrays) if tensor.is_inference() else tensor._version
-        key = id(tensor), version
+        key = id(tensor), version, self.host.uncounted
         known = self.host_arrays.get(key)
         if known is None or known[0] is not tensor:
             source = self.host.use(tensor)

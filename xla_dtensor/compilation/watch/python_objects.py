@@ -277,7 +277,9 @@ _OF_CTYPES = ctypes.c_int.__mro__[-2]
 
 KINDS = (
     Followed(ctypes.py_object, "opaque", of_py_object),
-    Followed((np.ndarray, bytearray, memoryview, array.array, _OF_CTYPES), None, of_buffer),
+    Followed(
+        (np.ndarray, np.void, bytearray, memoryview, array.array, _OF_CTYPES), None, of_buffer
+    ),
     Followed(types.MethodType, type, of_method),
     Followed((functools.partial, functools.partialmethod), type, of_partial),
     Followed((staticmethod, classmethod), None, through("__func__")),

@@ -145,7 +145,7 @@ def of_tensor(walk: Walk, tensor: torch.Tensor, path: str) -> None:
     if "_version" in names.attributes and not tensor.is_inference():
         reached.probe(f"{path}._version", lambda: tensor._version)
     if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu":
-        reached.probe(f"the form of {path}", lambda: (tensor.shape, tensor.dtype))
+        reached.probe(f"the form of {path}", lambda: (type(tensor), tensor.shape, tensor.dtype))
         if "requires_grad" in names.attributes:
             reached.probe(f"{path}.requires_grad", lambda: tensor.requires_grad)
     if users:
