@@ -342,11 +342,11 @@ def test_the_generator() -> None:
         torch.xla.set_rng_state(torch.zeros(3, dtype=torch.uint8))
 
 
-def test_a_copied_parameter_leaves_its_gradient_behind(mesh_2x4: DeviceMesh) -> None:
+def test_a_copied_parameter_leaves_its_gradient_behind() -> None:
     """As ``nn.Parameter.__deepcopy__`` does; a plain leaf takes it along."""
     values = torch.ones(8, 4)
     for wrap in (nn.Parameter, torch.Tensor.requires_grad_):
-        ours, theirs = wrap(distribute_tensor(values, mesh_2x4)), wrap(values.clone())
+        ours, theirs = wrap(values.to("xla")), wrap(values.clone())
         kept = []
         for leaf in (ours, theirs):
             leaf.sum().backward()

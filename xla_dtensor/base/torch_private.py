@@ -138,6 +138,8 @@ NAMES = {
     "BatchNorm": "torch.nn.modules.batchnorm:_BatchNorm",
     # Which attributes TorchScript has put into a module.
     "ConcreteModuleType": "torch._C:ConcreteModuleType",
+    # Whether torch.distributions looks at the values of its arguments; `find` says what it is now.
+    "validates_distributions": "torch.distributions:Distribution._validate_args",
     # What the user may register with torch.distributions between two calls of a step.
     "kl_registry": "torch.distributions.kl:_KL_REGISTRY",
     "transform_registry": "torch.distributions:transform_to._registry",

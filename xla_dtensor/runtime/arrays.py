@@ -244,8 +244,8 @@ def get(array: Any) -> np.ndarray:
         raise RuntimeError(
             f"XLA has computed a tensor of shape {list(value.shape)} where one of "
             f"{list(np.shape(array))} was asked for: a fault of its partitioner. Please report the "
-            "operations before this read; with XLA_DTENSOR_EAGER=strict, or other placements, they "
-            "may be right"
+            "operations before this read; with xd.config.eager = 'strict', or other placements, "
+            "they may be right"
         )
     return value
 

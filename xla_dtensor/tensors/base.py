@@ -403,8 +403,9 @@ class TensorMethods(HasMemory):
         for name, value in self.__dict__.items():
             if name not in OWN_ATTRIBUTES:
                 setattr(result, name, copy.deepcopy(value, memo))
-        # torch's parameters leave theirs behind.
-        if self.grad is not None and not isinstance(self, torch.nn.Parameter):
+        # torch's parameters leave theirs behind; those that are DTensors take it along.
+        leaves_grad = isinstance(self, torch.nn.Parameter) and self._form.placements is None
+        if self.grad is not None and not leaves_grad:
             result.grad = copy.deepcopy(self.grad, memo)
         return result
 

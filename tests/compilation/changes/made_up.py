@@ -12,7 +12,6 @@ import functools
 import importlib
 import operator
 import pickle
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -149,20 +148,6 @@ def global_in_a_function_by_a_format(world: World) -> Case:
 HELPERS = ["tests", "compilation", "changes", "_helpers"]
 
 
-def module_by_a_format(world: World) -> Case:
-    where = ".".join(HELPERS[:3])
-    return (lambda x: x * sys.modules[f"{where}.{HELPERS[3]}"].SCALE), put(_helpers, "SCALE", 3.0)
-
-
-def module_imported_by_a_format(world: World) -> Case:
-    where = ".".join(HELPERS[:3])
-
-    def f(x):
-        return x * importlib.import_module(f"{where}.{HELPERS[3]}").SCALE
-
-    return f, put(_helpers, "SCALE", 3.0)
-
-
 def module_by_a_relative_name(world: World) -> Case:
     def f(x):
         return x * importlib.import_module("._helpers", "tests.compilation.changes").SCALE
@@ -173,23 +158,6 @@ def module_by_a_relative_name(world: World) -> Case:
 def _located(*names: str) -> Any:
     """As Hydra finds what a config names."""
     return getattr(importlib.import_module(".".join(HELPERS)), "".join(names))
-
-
-def located_class(world: World) -> Case:
-    return (lambda x: _located("Sca", "ler")()(x)), put(_helpers.Scaler, "scale", 3.0)
-
-
-def data_of_a_located_class(world: World) -> Case:
-    return (lambda x: x * _located("Sca", "ler").scale), put(_helpers.Scaler, "scale", 3.0)
-
-
-def method_of_a_located_class(world: World) -> Case:
-    return (lambda x: _located("Sca", "ler").static(x)), put(
-        _helpers.Scaler, "static", staticmethod(lambda x: x * 3)
-    )
-
-
-# --- what a step fills on demand -----------------------------------------------------------------
 
 
 def table_by_key(world: World) -> Case:
@@ -262,12 +230,7 @@ MAKERS: tuple[Callable[[World], Case], ...] = (
     global_by_a_format,
     global_by_a_sum,
     global_in_a_function_by_a_format,
-    module_by_a_format,
-    module_imported_by_a_format,
     module_by_a_relative_name,
-    located_class,
-    data_of_a_located_class,
-    method_of_a_located_class,
     table_by_key,
     table_emptied,
     table_of_tensors,

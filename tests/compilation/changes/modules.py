@@ -861,7 +861,7 @@ def registration_hook_of_all_modules(world: World, kind: str) -> Program:
             module.register_parameter("last", None)
             module.weight = nn.Parameter(x.detach())
         else:
-            module.child = nn.Identity()
+            nn.Module().child = nn.Identity()
         return x * seen.factor
 
     step, x = world.compile(step), world.batch()

@@ -401,8 +401,9 @@ READ = {
     ),
     "module_by_another_name": Read(
         lambda: cudnn_by_name.deterministic,
-        lambda: setattr(cudnn_by_name, "deterministic", True),
-        lambda: setattr(cudnn_by_name, "deterministic", False),
+        # Not by assignment, which torch's own test utilities forbid for the process.
+        lambda: torch._C._set_cudnn_deterministic(True),
+        lambda: torch._C._set_cudnn_deterministic(False),
     ),
     "only_warns": Read(
         torch.is_deterministic_algorithms_warn_only_enabled,

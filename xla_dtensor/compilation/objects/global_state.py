@@ -55,6 +55,7 @@ STATE = (
 
 def global_state() -> tuple[Any, ...]:
     """torch's settings of this moment that change what a step computes."""
+    on_xla, on_cpu = torch.is_autocast_enabled("xla"), torch.is_autocast_enabled("cpu")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -64,11 +65,10 @@ def global_state() -> tuple[Any, ...]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
         torch.is_anomaly_check_nan_enabled(),
-        torch.is_autocast_enabled("xla"),
-        torch.is_autocast_enabled("cpu"),
-        # Also while autocast is off: the step itself may switch it on.
-        torch.get_autocast_dtype("xla"),
-        torch.get_autocast_dtype("cpu"),
+        on_xla,
+        on_cpu,
+        torch.get_autocast_dtype("xla") if on_xla else None,
+        torch.get_autocast_dtype("cpu") if on_cpu else None,
         torch.is_autocast_cache_enabled(),
         getattr(default_device_context, "device_context", None),
         _saving() if top_saved_tensors_hooks(True) is not None else None,

@@ -22,7 +22,7 @@ import torch
 
 from xla_dtensor.base.config import config
 from xla_dtensor.base.switches import SWITCHES
-from xla_dtensor.base.torch_private import default_device_context
+from xla_dtensor.base.torch_private import default_device_context, find
 from xla_dtensor.compilation.objects.places import MISSING, Place
 
 
@@ -99,15 +99,20 @@ SETTINGS: dict[str, Setting] = {
 }
 
 
-def _of_device(name: str, read: Any, write: Any, device: str) -> None:
+def _of_device(name: str, read: Any, write: Any, device: str, *names: str) -> None:
     SETTINGS[f"{name} on {device}"] = Setting(
-        lambda: read(device), lambda value: write(device, value)
+        lambda: read(device), lambda value: write(device, value), frozenset(names)
     )
 
 
 for _device in ("xla", "cpu"):
     _of_device("autocast", torch.is_autocast_enabled, torch.set_autocast_enabled, _device)
-    _of_device("autocast's dtype", torch.get_autocast_dtype, torch.set_autocast_dtype, _device)
+    # While autocast is on it is in the key; while it is off, a step may switch it on. (Each thread
+    # begins with a dtype of torch's: in the key of all, it would make programs for each.)
+    _of_device(
+        *("autocast's dtype", torch.get_autocast_dtype, torch.set_autocast_dtype, _device),
+        *("autocast", "amp", "get_autocast_dtype", "set_autocast_dtype"),
+    )
 
 for _module in (torch.backends.cudnn, torch.backends.mkldnn):
     for _name in ("enabled", "deterministic", "benchmark", "allow_tf32"):
@@ -151,7 +156,7 @@ _named(
 )
 _named(
     "whether torch.distributions validates its arguments",
-    lambda: torch.distributions.Distribution._validate_args,
+    functools.partial(find, "validates_distributions"),
     torch.distributions.Distribution.set_default_validate_args,
     *("distributions", "Distribution", *torch.distributions.__all__),
 )

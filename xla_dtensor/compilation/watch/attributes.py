@@ -109,7 +109,12 @@ def methods(walk: Walk, cls: type) -> None:
         if named and base.__flags__ & _HEAP_TYPE:  # one of C's has its name made for each read
             walk.read(Slots(base, named, path))
         overridden = _overridden(base)
-        used = [n for n in own if n in overridden or _is_used(walk, base, n, inherited)]
+        behind = OF_SCHEDULERS if issubclass(base, LRScheduler) else ()
+        used = [
+            n
+            for n in own
+            if n not in behind and (n in overridden or _is_used(walk, base, n, inherited))
+        ]
         place = Entries(own, used, path, setter=base)
         walk.read(place)
         walk.assigned(place)
@@ -184,8 +189,6 @@ def _is_used_of_library(walk: Walk, member: Any, name: str) -> bool:
 
 def _is_used(walk: Walk, cls: type, name: str, inherited: Set[str]) -> bool:
     member = cls.__dict__[name]
-    if name in OF_SCHEDULERS and issubclass(cls, LRScheduler):
-        return False
     if name in _NEVER_CALLED:
         return name in walk.names.attributes
     if isinstance(member, DESCRIPTORS):

@@ -258,7 +258,7 @@ def of_read_state(walk: Walk, read: ReadState, path: str) -> None:
 
 def of_scheduler(walk: Walk, scheduler: LRScheduler, path: str) -> None:
     """What the step's code reads: its own step changes it in every call."""
-    cls, names, own = type(scheduler), walk.names.attributes, vars(scheduler)
+    cls, names, own = type(scheduler), set(walk.names.attributes), vars(scheduler)
     walk.reached.note(f"{path}'s class", "class", cls)
     walk.reached.typed.append(scheduler)
     for base in filter(walk.of_library, cls.__mro__):  # ``get_lr()`` reads ``base_lrs``
