@@ -352,3 +352,11 @@ def test_a_copied_parameter_leaves_its_gradient_behind() -> None:
             leaf.sum().backward()
             kept.append(copy.deepcopy(leaf).grad is not None)
         assert kept[0] is kept[1]
+
+
+def test_conjugates_are_computed() -> None:
+    """They have torch's values, and no mark that says they are conjugates."""
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    ours = x.to("xla").conj()
+    assert (ours.is_conj(), x.conj().is_conj()) == (False, True)
+    assert ours.cpu().tolist() == x.conj().tolist()
