@@ -56,25 +56,24 @@ class StepTraces(BaseStep):
     def _trace(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Any:
         """Make a program and run it; ``missed`` says why the first one that there was doesn't
         fit."""
-        path: str | None = None
-        paths: frozenset[str] = frozenset()
+        changed: frozenset[str] = frozenset()
         decided: Decision | None = None
         if missed is None:
             why = self._explain(arguments, family)
             if family.programs:
                 family.varies(arguments)
         else:
-            why, decided, path, paths = missed.why, missed.decided, missed.path, missed.paths
+            why, decided, changed = missed.why, missed.decided, missed.paths
             self._take_changed(missed)
         with tracing, self._checks:
             try:
-                traced = self._traced_with_cuts(arguments, family, path, paths)
+                traced = self._traced_with_cuts(arguments, family, missed)
             except ReadsMore as more:
                 self._read(more.reads)
                 again = self._arguments(arguments.args, arguments.kwargs, arguments.padding)
                 return self._call(again)
             self._read(traced.watch.names.reads)
-        self._compare_what_it_assigns(traced, paths)
+        self._compare_what_it_assigns(traced, changed)
         call = traced.take_call()
         made: Program | None = None
         try:
@@ -153,14 +152,11 @@ class StepTraces(BaseStep):
             family.dynamic, self._carried = traced.dynamic, traced.names_of_carried
             family.positions = traced.trace.positions is not None
             return self._trace_once(arguments, family)
-        path: str | None = None
-        paths: frozenset[str] = frozenset()
         if missed is not None:
             self._take_changed(missed)
-            path, paths = missed.path, missed.paths
         elif there.programs:
             family.varies(arguments)
-        return self._traced(arguments, family, path, paths)
+        return self._traced(arguments, family, missed)
 
     def _take_changed(self, missed: Mismatch) -> None:
         """Numbers outside of the step that have changed since a program was made are inputs."""
@@ -196,10 +192,10 @@ class StepTraces(BaseStep):
         self._last = call, program
 
     def _traced_with_cuts(
-        self, arguments: Arguments, family: Family, path: str | None, paths: frozenset[str]
+        self, arguments: Arguments, family: Family, missed: Mismatch | None
     ) -> Traced:
         """The same, and of a step whose arguments are padded, what of its results is cut back."""
-        traced, padding = self._traced(arguments, family, path, paths), arguments.padding
+        traced, padding = self._traced(arguments, family, missed), arguments.padding
         if padding is None:
             return traced
         try:
@@ -208,7 +204,7 @@ class StepTraces(BaseStep):
             if not padding.is_named() and any(shapes):
                 traced.undo()
                 others = self._other_shapes(padding)
-                traced = self._traced(arguments, family, path, paths)
+                traced = self._traced(arguments, family, missed)
             traced.cuts = cuts_of(padding, shapes, others)
             check_lengths(traced.cuts, padding)
         except BaseException as error:
@@ -225,18 +221,12 @@ class StepTraces(BaseStep):
         traced.undo()
         return shapes_of(traced, other)
 
-    def _traced(
-        self,
-        arguments: Arguments,
-        family: Family,
-        path: str | None,
-        paths: frozenset[str] = frozenset(),
-    ) -> Traced:
+    def _traced(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Traced:
         """A trace that takes what the step keeps and replaces from where it is in each call; with
         numbers as inputs if the step's Python can do with that.
 
         Args:
-            path, paths: what has changed since the trace before (`Mismatch`).
+            missed: what has changed since the trace before.
 
         Raises:
             DataDependentError: it changes in each call what the next one would have to be traced
@@ -283,9 +273,10 @@ class StepTraces(BaseStep):
             again = [
                 effect
                 for effect in again
-                if path is not None
-                and path.startswith(effect.place.path)
-                and goes_on(effect, earlier, paths)
+                if missed is not None
+                and missed.path is not None
+                and missed.path.startswith(effect.place.path)
+                and goes_on(effect, earlier, missed.paths)
             ]
             if not again:
                 return traced

@@ -4,7 +4,6 @@ tell (files in memory, events, random generators, what a thread has of its own).
 from __future__ import annotations
 
 import array
-import contextlib
 import contextvars
 import ctypes
 import functools
@@ -247,9 +246,7 @@ def of_thread_local(walk: Walk, local: threading.local, path: str) -> None:
 
 
 def of_variable(walk: Walk, variable: contextvars.ContextVar[Any], path: str) -> None:
-    """What it holds in the context of the call, and in one in which it hasn't been set."""
-    with contextlib.suppress(LookupError):
-        walk.follow(contextvars.Context().run(variable.get), f"{path}'s default")
+    """What it holds in the context of the call: what was set there, or its own default."""
     walk.read(Variable(variable, path))
 
 
