@@ -81,6 +81,18 @@ def _scatter_reduce(rng: random.Random) -> tuple[Function, tuple[Any, ...]]:
     return function, _scatter_args(rng)
 
 
+def _far(family: Callable[[random.Random], tuple[Function, tuple[Any, ...]]]) -> Any:
+    """The same along a dim with so many positions that they aren't compared one by one."""
+
+    def made(rng: random.Random) -> tuple[Function, tuple[Any, ...]]:
+        function, (x, dim, index, source) = family(rng)
+        more = list(x.shape)
+        more[dim] = 32 * index.shape[dim] + rng.choice([1, 8])
+        return function, (torch.cat([x, _values(more)], dim), dim, index, source)
+
+    return made
+
+
 def _gather(rng: random.Random) -> tuple[Function, tuple[Any, ...]]:
     return torch.gather, _scatter_args(rng)[:3]
 
@@ -247,6 +259,9 @@ FAMILIES: dict[str, Callable[[random.Random], tuple[Function, tuple[Any, ...]]]]
     "scatter": _scatter,
     "scatter_add": _scatter_add,
     "scatter_reduce": _scatter_reduce,
+    "scatter_far": _far(_scatter),
+    "scatter_add_far": _far(_scatter_add),
+    "scatter_reduce_far": _far(_scatter_reduce),
     "gather": _gather,
     "take_along_dim": _take_along,
     "index_add": _index_add,

@@ -20,6 +20,9 @@ ROW = torch.tensor([3, 0, -1])
 COL = torch.tensor([[1], [-2]])
 MASK = torch.tensor([True, False, True, False])
 INDEX = torch.tensor([[3, 0, 2], [1, 1, 0]])
+# Of all rows, a few columns each, some twice: the later value stays.
+FEW = torch.tensor([[3, 0, 3], [1, 1, 1], [5, 4, 0], [0, 0, 2], [2, 5, 2]])
+ODD = torch.tensor([[-0.0, torch.nan, 2.0]]).repeat(5, 1)
 BITS = torch.tensor([[True, False], [False, True]])
 
 CALLS: list[tuple[Any, tuple[Any, ...]]] = [
@@ -48,6 +51,9 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.gather.default, (torch.tensor(3.0), 0, torch.tensor(0))),
     (aten.gather.default, (X[0], 1, torch.zeros(2, 0, dtype=torch.int64))),
     (aten.scatter.src, (X[0], 1, INDEX, torch.randn(4, 6))),
+    (aten.scatter.src, (X[0], 1, FEW, ODD)),
+    (aten.scatter_add.default, (torch.full((5, 6), -0.0), -1, FEW, ODD)),
+    (aten.scatter.value, (X[0].to(torch.complex64), 1, FEW, 3.5j)),
     (aten.scatter.value, (X[0], 0, INDEX, 3.5)),
     (aten.scatter.value, (X[0].int(), 0, INDEX, 2)),
     (aten.scatter.reduce, (X[0], 1, INDEX, torch.randn(2, 3))),
@@ -108,9 +114,10 @@ def test_call(op: Any, args: Any) -> None:
 def test_scatter_reduce(reduce: str, include_self: bool) -> None:
     for x in (X[0], X[0].bfloat16(), (X[0] * 10).long()):
         src = torch.arange(1, 7).reshape(2, 3).to(x.dtype)
-        args = (x, 1, INDEX, src, reduce)
         op = aten.scatter_reduce.two
-        assert check_call(op, *args, include_self=include_self).mismatches == []
+        for places, values in ((INDEX, src), (FEW, src[:1].repeat(5, 1))):
+            args = (x, 1, places, values, reduce)
+            assert check_call(op, *args, include_self=include_self).mismatches == []
 
 
 @pytest.mark.parametrize(
