@@ -18,10 +18,13 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import constant_recipe
 
 _NOT_NUMBERS = (torch.bool, torch.uint8)  # masks
+_NUMBERS = frozenset([int, slice, type(None), type(Ellipsis)])  # no part of another kind needs us
 
 
 def select(tensor: Any, index: Any) -> Any:
     """``tensor[index]``, or `NotImplemented` if torch's way will do."""
+    if _NUMBERS.issuperset(map(type, index if index.__class__ is tuple else (index,))):
+        return NotImplemented
     parts = _parts(index)
     if parts is None:
         selected = _at_numbers(tensor, index)
@@ -47,6 +50,8 @@ def assign(tensor: Any, index: Any, value: Any) -> bool:
     Raises:
         UnsupportedOpError: other tensors are in the index, too.
     """
+    if _NUMBERS.issuperset(map(type, index if index.__class__ is tuple else (index,))):
+        return False
     parts = _parts(index)
     if parts is None:
         selected = _at_numbers(tensor, index)
