@@ -43,16 +43,24 @@ _ROUTES: tuple[Callable[..., Any], ...] = (
 @interrupts.atomic
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Execute an aten overload on xla tensors (and numbers, and CPU tensors among them)."""
+    running = executor.current()
+    observer = events.observer
+    info = infos.get(func._op) or info_of(func)
+    short_key = None
+    # In a trace a view's steps may hold numbers of the trace, which a key must not keep
+    # (`Call._take_view`).
+    if info.view is not None and observer is None and running.trace is None and not kwargs:
+        short_key = view_key(info, args)
+        plan: Any = None if short_key is None else _plans.get(short_key)
+        if plan.__class__ is ViewPlan:
+            return plan.make(args[0])
     if not interrupts.ready():
         # The user, Jupyter or asyncio may have set another handler since.
         interrupts.install()
-    running = executor.current()
-    observer = events.observer
     for route in running.routes:
         result = route(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    info = infos.get(func._op) or info_of(func)
     for route in info.routes:
         if observer is None:
             result = route(func, args, kwargs)
@@ -64,16 +72,6 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Autograd's kernels do so, but aren't asked in inference mode and below other kernels.
         return info.composition(*args, **kwargs)
     several = processes.several()
-    short_key = None
-    if info.view is not None and not kwargs and observer is None:
-        # In a trace a view's steps may hold numbers of the trace, which a key must not keep
-        # (`Call._take_view`); with several processes the base may have to join the others' first.
-        if running.trace is None and not several:
-            short_key = view_key(info, args)
-        plan: Any = None if short_key is None else _plans.get(short_key)
-        if plan.__class__ is ViewPlan:
-            running.touched(args[0])
-            return plan.make(args[0])
     call = Call(info, args, kwargs)
     if several:
         # A tensor that has joined the others' devices has another form, so another key.
@@ -95,7 +93,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if results is not NotImplemented:
                 return results
         plan = _plans.put(call.key, _made(call))
-    if short_key is not None:
+    if short_key is not None and not several and not info.routes:
+        # With several processes a view's base may have to join the others' first.
         _plans.put(short_key, plan)
     if observer is not None:
         observer.planned(call, plan)

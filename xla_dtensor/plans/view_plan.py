@@ -73,10 +73,7 @@ class ViewPlan:
             # As in torch, a view is what its base is: an ordinary tensor that shares its version,
             # or one without. Only what was detached torch lets one write to.
             with torch.inference_mode(is_inference):
-                return self._make(base)
-        return self._make(base)
-
-    def _make(self, base: Any) -> Any:
+                return self.make(base)
         storage, steps = base._storage_, base._steps
         if storage.viewers is ONE_VIEWER:
             storage.introduce(base)
