@@ -89,6 +89,24 @@ def test_batches_that_change_places_with_the_contraction(
 NAMES = ("mm", "linear", "bmm", "addmm", "attention")
 
 
+@pytest.mark.parametrize("shape", ["2x4", "4x2", "2x3"])
+@pytest.mark.parametrize("crossed", CROSSED)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_they_are_added_to_lies_crossed(shape: str, crossed: str, compiled: bool) -> None:
+    """The product is no result of the operation then, but is wanted as what it is added to lies."""
+    mesh = make_mesh(shape)
+    size = 24 if shape == "2x3" else 8
+    values = [torch.randint(-3, 4, (size, size, size)).float() for _ in range(3)]
+    left, right, added = (tuple(map(Shard, dims)) for dims in CROSSED[crossed])
+    tensors = [
+        distribute_tensor(v, mesh, where)
+        for v, where in zip(values, (added, left, right), strict=True)
+    ]
+    function = xd.compile(torch.baddbmm) if compiled else torch.baddbmm
+    found = function(*tensors).full_tensor().cpu()
+    torch.testing.assert_close(found, torch.baddbmm(*values), rtol=0, atol=0)
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(12))

@@ -134,6 +134,15 @@ BATCHES = Fault(
     # Where it is written to it need not lie as the product does by itself.
     pinned=Pinned(HOLD, OFFER, out=PIN, in_place=PIN),
 )
+ADDED_BATCHES = Fault(
+    "The same of a product that is added to something in the same operation: the product, which "
+    "isn't a result then, is wanted as that lies.",
+    _PINS,
+    _MISCOMPILE + "test_xla_itself_on_two_axes",
+    kinds=("ADDED",),
+    axes=(2, 2),
+    pinned=Pinned(HOLD, HOLD, out=PIN, in_place=PIN),
+)
 UNCOMPILED = Fault(
     "Some programs with products and gathers on two axes don't compile (Cannot infer shape for dot "
     "operation) unless all of these are as their rules say.",
@@ -177,6 +186,7 @@ PINNED = (
     CONVOLUTIONS,
     TRANSFORMS,
     SUMMED_GATHERS,
+    ADDED_BATCHES,
     BATCHES,
     UNCOMPILED,
     BATCHES_IN_SPACE,

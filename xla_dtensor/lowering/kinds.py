@@ -16,6 +16,7 @@ class Kind(enum.Enum):
 
     - ``PRODUCT``: contains a matrix product.
     - ``BATCHED``: is one matrix product in batches.
+    - ``ADDED``: is one, and adds it to something.
     - ``GATHER``: takes elements from where another tensor's values say.
     - ``TRANSFORM``: a Fourier transform.
     - ``CONVOLUTION``: positions of the input meet positions of a kernel.
@@ -28,6 +29,7 @@ class Kind(enum.Enum):
 
     PRODUCT = enum.auto()
     BATCHED = enum.auto()
+    ADDED = enum.auto()
     GATHER = enum.auto()
     TRANSFORM = enum.auto()
     CONVOLUTION = enum.auto()

@@ -127,7 +127,7 @@ def pins(answer: Answer | None) -> Pins | None:
 
 
 _BY_NAME = (Kind.CONVOLUTION, Kind.TRANSFORM, Kind.GATHER)
-_BY_PACKET = (Kind.PRODUCT, Kind.BATCHED)  # of all overloads
+_BY_PACKET = (Kind.PRODUCT, Kind.BATCHED, Kind.ADDED)  # of all overloads
 
 
 def has_users_rule(func: Any) -> bool:

@@ -264,3 +264,4 @@ are(
     "xla_dtensor::linear_input_grad",
 )
 are(Kind.BATCHED, "addbmm", "baddbmm", "bmm", "matmul")
+are(Kind.ADDED, "addbmm", "baddbmm")
