@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import random
 import signal
 import sys
 import time
@@ -333,3 +334,58 @@ def test_an_error_from_outside_is_raised_and_tried_no_other_way() -> None:
     outside.clear()
     assert [compiled(x, float(k))[0].item() for k in (3, 4, 5)] == [3, 4, 5]
     assert compiled.compilations == 2
+
+
+class Trainer:
+    """A step among other methods: one is called like what the step calls of its optimizer, and what
+    makes the object assigns attributes by names that it makes up."""
+
+    def __init__(self) -> None:
+        self.model: Any = torch.nn.Linear(4, 4).to("xla")
+        for name in ("seen", "log"):
+            setattr(self, name, [])
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.train_step = xd.compile(self._train_step)
+
+    def _train_step(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def step(self) -> None:
+        self.seen.append(random.random())
+        self.log.append(self.train_step(torch.ones(2, 4, device="xla")).item())
+
+
+def test_methods_that_the_step_does_not_run_are_not_read() -> None:
+    trainer = Trainer()
+    for _ in range(5):
+        trainer.step()
+    assert trainer.train_step.traces <= 2 and len(trainer.log) == 5
+    trainer.optimizer.param_groups[0]["lr"] = 1.0
+    trainer.step()
+    trainer.step()
+    assert trainer.log[-1] != trainer.log[-2] and trainer.train_step.traces <= 2
+
+
+def test_a_method_that_a_change_makes_it_run_is_read() -> None:
+    class Scaled:
+        def __init__(self) -> None:
+            self.on, self.scale = False, 2.0
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scaled(x) if self.on else x + 1
+
+    owner = Scaled()
+    step = xd.compile(owner.step)
+    x = torch.ones(2, device="xla")
+    found = []
+    for on, scale in ((False, 2.0), (False, 3.0), (True, 3.0), (True, 4.0), (False, 4.0)):
+        owner.on, owner.scale = on, scale
+        found.append(step(x)[0].item())
+    assert found == [2, 2, 3, 4, 2]

@@ -26,7 +26,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from xla_dtensor.base.source_line import is_users
@@ -50,12 +50,14 @@ class Recorder:
     Attributes:
         grown: after a recording, whether there was code of packages that no earlier trace had run.
         unmet: likewise the user's own that the walk before it hadn't come by.
+        ran: all code that has run in it; None if nobody could tell.
         feeds: whether the trace lets the step's code find inputs in optimizers' param groups.
     """
 
     def __init__(self) -> None:
         self.grown = self.feeds = False
         self.unmet: set[types.CodeType] = set()
+        self.ran: frozenset[types.CodeType] | None = None
         self._blind = _profiler_at_work()
 
     def executed(self) -> frozenset[types.CodeType] | None:
@@ -70,8 +72,9 @@ class Recorder:
             meets_installed: whether the step's code names installed packages.
             known: the code that the walk has come by.
         """
-        self.grown, self.unmet = False, set()
+        self.grown, self.unmet, self.ran = False, set(), None
         codes: set[types.CodeType] = set()
+        noted = False
         try:
             with contextlib.nullcontext(False) if self._blind else _noting(codes) as noted:
                 if not (noted or self._blind):  # `host_random` has a profiler of its own by now
@@ -81,6 +84,7 @@ class Recorder:
             if meets_installed and codes:
                 self._take(codes)
             self.unmet = _users(codes, known)
+            self.ran = frozenset(codes) if noted else None
 
     def _take(self, codes: set[types.CodeType]) -> None:
         global _executed
@@ -134,9 +138,14 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
             monitoring.free_tool_id(tool)
 
 
+def users_code(codes: Set[types.CodeType]) -> set[types.CodeType]:
+    """Those of the user's own files."""
+    return {code for code in codes if not _is_foreign_file(code.co_filename)}
+
+
 def _users(codes: set[types.CodeType], known: set[types.CodeType]) -> set[types.CodeType]:
     """Those of the user's own files, but for what is ``known`` and is defined in that."""
-    found = {code for code in codes - known if not _is_foreign_file(code.co_filename)}
+    found = users_code(codes - known)
     inner = list(known) if found else []
     while found and inner:
         nested = [c for c in inner.pop().co_consts if isinstance(c, types.CodeType)]

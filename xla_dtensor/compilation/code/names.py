@@ -16,7 +16,11 @@ import torch
 
 # Whose own globals and names aren't looked at: what users change of them has its own guard
 # (torch's global state), and the rest doesn't change.
-LIBRARIES = frozenset({"torch", "jax", "jaxlib", "numpy", "scipy", "xla_dtensor", "ml_dtypes"})
+LIBRARIES = frozenset(
+    {"torch", "jax", "jaxlib", "numpy", "scipy", "xla_dtensor", "ml_dtypes"}
+    # Behind each class of C++ that pybind11 makes: torch's placements are some.
+    | {"pybind11_builtins"}
+)
 
 
 def is_library(module_name: str | None) -> bool:

@@ -19,7 +19,7 @@ from xla_dtensor.compilation.call.asked_ids import AskedIds
 from xla_dtensor.compilation.call.buckets import Cuts
 from xla_dtensor.compilation.code.garbage import NewObjects
 from xla_dtensor.compilation.code.host_random import none_drawn
-from xla_dtensor.compilation.code.installed import Recorder
+from xla_dtensor.compilation.code.installed import Recorder, users_code
 from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.threads import none_started
 from xla_dtensor.compilation.objects.carried import each_once
@@ -217,7 +217,9 @@ class Traced:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
             watch.check()
             self._roots += watch.made_meanwhile()
+            self._ran = recorder.ran
             same = len(self._roots) == before and not names.meets_installed
+            same = same and (self._ran is None or not users_code(reached.codes - self._ran))
             self.watch = watch if same else self.look_again(watch)
             self.watch.remember_caches()
             objects = call.objects()
@@ -239,7 +241,11 @@ class Traced:
     def look_again(self, known: Watch | None = None) -> Watch:
         """What the step's Python can read now."""
         names = self.names_of_carried
-        watch = Watch(self._roots, names, self._executed, known=known, fixed=self.fixed)
+        if self._ran is not None:
+            known = None  # it has the names of code that hasn't run, too
+        watch = Watch(
+            self._roots, names, self._executed, known=known, fixed=self.fixed, ran=self._ran
+        )
         watch.keep(self.kept)
         return watch
 

@@ -48,6 +48,9 @@ from xla_dtensor.tensors.base import OWN_ATTRIBUTES
 _HEAP_TYPE = 1 << 9
 # Nothing in the code says when an object is thrown away.
 _NEVER_CALLED = ASKED_FOR | {"__del__", "__doc__", "__module__"}
+# What runs when an object is made, or a class: nothing in what an object does calls it. (Where the
+# step makes another one of its class, ``type(x)(...)``, the trace sees it running.)
+_MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"})
 # Methods of schedulers that run behind the program (`trace/schedulers.py`), or aren't called.
 OF_SCHEDULERS = frozenset({"step", "state_dict", "__init__"})
 _OF_CLASSES = ("__name__", "__qualname__")
@@ -80,10 +83,21 @@ def of_class(walk: Walk, cls: type, path: str) -> None:
     library_methods(walk, cls)
     methods(walk, cls)
     methods(walk, type(cls))
+    making(walk, cls)
     of_registry(walk, cls, path)
     if issubclass(cls, enum.Enum):
         for name, member in cls.__members__.items():
             walk.follow(member, f"{path}.{name}")
+
+
+def making(walk: Walk, cls: type) -> None:
+    """What runs when the code makes an object of a class, or a class below it."""
+    for base in cls.__mro__:
+        if base in walk.making or walk.of_library(base):
+            continue
+        walk.making.add(base)
+        used = [name for name in base.__dict__ if name in _MAKING]
+        walk.read(Entries(base.__dict__, used, base.__qualname__, setter=base))
 
 
 def methods(walk: Walk, cls: type) -> None:
@@ -191,7 +205,7 @@ def _is_used(walk: Walk, cls: type, name: str, inherited: Set[str]) -> bool:
     member = cls.__dict__[name]
     if name in _NEVER_CALLED:
         return name in walk.names.attributes
-    if isinstance(member, DESCRIPTORS):
+    if isinstance(member, DESCRIPTORS) or name in _MAKING:
         return False
     if walk.names.is_read(name) or name in inherited or name == "__abstractmethods__":
         return True

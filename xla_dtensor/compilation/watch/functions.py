@@ -35,7 +35,10 @@ def of_function(walk: Walk, function: types.FunctionType, path: str) -> None:
     module = function.__globals__.get("__name__")
     # Of our own hooks that is all: what they depend on has guards of its own. But an optimizer's
     # step, which one is around, is the user's.
-    if module is None or not module.startswith("xla_dtensor."):
+    if walk.ran is not None and code not in walk.ran and not is_library(module):
+        # The trace would have run it: of what it isn't called for nothing else can be read.
+        _as_object(walk, function, path)
+    elif module is None or not module.startswith("xla_dtensor."):
         if walk.skips(module) and not walk.has_run(code):
             if walk.expecting:
                 names = names_of(code)
@@ -83,6 +86,11 @@ def _users_code(walk: Walk, function: types.FunctionType, module: str | None, pa
         walk.follow(default, f"{describe(function)}'s default {name}")
     if function.__kwdefaults__:
         walk.follow(function.__kwdefaults__, f"{describe(function)}'s defaults")
+    _as_object(walk, function, path)
+
+
+def _as_object(walk: Walk, function: types.FunctionType, path: str) -> None:
+    """What code reads of a function that it doesn't call."""
     attributes(walk, function, function.__dict__, path)
     own = [name for name in _OF_FUNCTIONS if name in walk.names.attributes]
     if own:

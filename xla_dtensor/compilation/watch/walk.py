@@ -41,10 +41,14 @@ class Walk:
         executed: the code of installed packages that is followed; None: all that is found.
         expecting: whether the walk is for a step that may run other code of theirs: of what it
             reaches it takes the names that the methods use.
+        ran: all code that the trace has run, of which alone it is asked what it reads; None: all
+            that is found. ``self.optimizer.step()`` names ``step``, which the object's own method
+            is called, too.
 
     Attributes:
         reached: what it has come by.
         classes: those whose methods have been looked at.
+        making: those of which it was looked at what makes their objects.
         stored: the globals that the code assigns, by the ``id`` of their dict.
         by_chance: whether it is at what only names that are made up lead to.
         asks_for_absent: whether the code may ask for attributes that aren't there.
@@ -59,10 +63,13 @@ class Walk:
         carried: frozenset[str],
         executed: frozenset[types.CodeType] | None,
         expecting: bool,
+        ran: frozenset[types.CodeType] | None = None,
     ) -> None:
         self._followers, self.names, self.reached = followers, names, Reached()
         self._carried, self._executed, self.expecting = carried, executed, expecting
+        self.ran = ran
         self.classes: set[type] = set()
+        self.making: set[type] = set()
         self.stored: dict[int, set[str]] = {}
         self.asks_for_absent = names.calls("getattr", "hasattr")
         self._any_module = self.by_chance = False

@@ -12,6 +12,7 @@ same content is no change.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import sys
@@ -37,7 +38,7 @@ class Watch:
     """What can be read from ``roots``, pairs of a name for messages and a thing.
 
     Args:
-        carried, executed, expecting: see `Walk`.
+        carried, executed, expecting, ran: see `Walk`.
         fixed: see `NamesMet`.
         known: an earlier one from some of the roots, whose names this one takes over.
 
@@ -55,11 +56,13 @@ class Watch:
         expecting: bool = False,
         known: Watch | None = None,
         fixed: bool = False,
+        ran: frozenset[types.CodeType] | None = None,
     ) -> None:
         self.names = names = NamesMet(fixed=fixed)
         if known is not None:
             names.take_over(known.names)
-        self.reached = reach(roots, lambda: Walk(FOLLOWERS, names, carried, executed, expecting))
+        walk = functools.partial(Walk, FOLLOWERS, names, carried, executed, expecting, ran)
+        self.reached = reach(roots, walk)
         self._absent = {name for name in self.reached.imports if name not in sys.modules}
         self._cached: list[tuple[Any, dict[Any, Any], str]] = []
         self._arm()
