@@ -140,7 +140,7 @@ class Training:
         }
         return jax.device_put(state, where), self.jitted(where)
 
-    def jitted(self, where: State) -> Callable[..., tuple[State, Array]]:
+    def jitted(self, where: State) -> jax.stages.Wrapped:
         """The step, which donates the state: (state, batch, lr) -> (state, loss).
 
         Args:

@@ -83,13 +83,22 @@ PARAMETERS: dict[str, dict[str, Cut]] = {
 
 ACTIVATIONS: dict[str, tuple[str | None, ...]] = {
     "stream": ("batch", "sequence", None),
+    "heads": ("batch", None, "tp", None),
+    "hidden": ("batch", None, "tp"),
+    "router's input": ("batch", None, None),
     "expert's tokens": ("tp", "batch", None, None),
     "token's experts": (None, "batch", None, None),
     "image": ("batch", None, None, None),
     "column's image": ("batch", "tp", None, None),
 }
-"""What an expert writes in JAX of an activation, dim by dim: cut over the batch's axes, over "tp",
-or, in a layout with sequence parallelism, over "tp"."""
+"""What an expert writes in JAX of an activation, dim by dim. "batch": cut over the axes that the
+batch is cut over. "tp": cut over "tp" where that cuts parameters. "sequence": cut over "tp" in a
+layout with sequence parallelism. None: whole."""
+
+
+def axes_of(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The axes that cut each dim; JAX has one axis without a tuple, and None for no axis."""
+    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
 
 
 @dataclass(frozen=True)
@@ -191,7 +200,7 @@ class OnMesh:
             kind: one of `ACTIVATIONS`.
 
         Returns:
-            JAX's spec, with an entry for each dim. "tp" cuts what the layout's parameters make cut.
+            JAX's spec, with an entry for each dim.
         """
         layout = LAYOUTS[self.layout]
         cuts_tp = any(
@@ -213,7 +222,7 @@ class OnMesh:
         """The same cut in torch's words: an axis that cuts a dim is a `Shard` of it, and several
         axes cut a dim one within the other, in the mesh's order, as JAX has it."""
         found: list[Placement] = [Replicate() for _ in self.axes]
-        for dim, axes in enumerate(spec):
-            for axis in (axes,) if isinstance(axes, str) else axes or ():
+        for dim, axes in enumerate(axes_of(spec)):
+            for axis in axes:
                 found[self.axes.index(axis)] = Shard(dim)
         return found

@@ -1,7 +1,8 @@
 """A row's training step three times: the torch model, and its twin in JAX alone and by an expert.
 
-"Alone" says nothing about activations. "Expert" says what `sweep.layouts.ACTIVATIONS` lists, most
-of all that the residual stream is cut along the batch, after the embedding and after each sum.
+"Alone" says nothing about activations, but for sequence parallelism, where the residual stream's
+cut is the layout. "Expert" says what `sweep.layouts.ACTIVATIONS` lists, most of all that the stream
+is cut along the batch, after the embedding and after each sum.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _laid_out(on: OnMesh) -> Callable[[nn.Module, object, Tensor], Tensor]:
     where = on.placements(on.activation("stream"))
 
     def hook(module: nn.Module, inputs: object, x: Tensor) -> Tensor:
-        laid_out: Tensor = x.redistribute(placements=where)  # type: ignore[attr-defined]
+        laid_out: Tensor = x.redistribute(placements=where)
         return laid_out
 
     return hook

@@ -210,17 +210,19 @@ def norm(params: Params, name: str, x: Array, config: Config) -> Array:
     return scaled * params[f"{name}.weight"] + params[f"{name}.bias"]
 
 
-def attention(params: Params, name: str, x_BSD: Array, config: Config) -> Array:
+def attention(params: Params, name: str, x_BSD: Array, config: Config, say: Say) -> Array:
     B, S, _ = x_BSD.shape
     if config.fused:
         q, k, v = jnp.split(linear(params, f"{name}.wqkv", x_BSD), 3, -1)
     else:
         q, k, v = (linear(params, f"{name}.{w}", x_BSD) for w in ("wq", "wk", "wv"))
-    q_BSNH, k_BSKH, v_BSKH = (t.reshape(B, S, -1, config.head_dim) for t in (q, k, v))
+    heads = (t.reshape(B, S, -1, config.head_dim) for t in (q, k, v))
+    q_BSNH, k_BSKH, v_BSKH = (say("heads", t) for t in heads)
     if config.rotary:
         rope = rotations(config, S)
         q_BSNH, k_BSKH = apply_rope(q_BSNH, *rope), apply_rope(k_BSKH, *rope)
     out_BSNH = jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=config.causal)
+    out_BSNH = say("heads", out_BSNH)
     return linear(params, f"{name}.wo", out_BSNH.reshape(B, S, -1))
 
 
@@ -229,16 +231,17 @@ def mlp(params: Params, name: str, x: Array, config: Config, say: Say) -> Array:
         to_experts = lambda x_EBCD: say("expert's tokens", x_EBCD)
         # Said twice, because the gradient turns the other way round and is asked for the same.
         to_tokens = lambda x_EBCD: say("token's experts", to_experts(x_EBCD))
-        return moe.jax_experts(params, name, x, to_experts, to_tokens)
-    hidden = linear(params, f"{name}.w1", x)
+        return moe.jax_experts(params, name, say("router's input", x), to_experts, to_tokens)
+    hidden = say("hidden", linear(params, f"{name}.w1", x))
     if config.gated:
-        return linear(params, f"{name}.w2", jax.nn.silu(hidden) * linear(params, f"{name}.w3", x))
+        gated = say("hidden", linear(params, f"{name}.w3", x))
+        return linear(params, f"{name}.w2", jax.nn.silu(hidden) * gated)
     return linear(params, f"{name}.w2", jax.nn.gelu(hidden, approximate=False))
 
 
 def block(params: Params, name: str, x: Array, config: Config, say: Say) -> Array:
     normed = norm(params, f"{name}.attention_norm", x, config)
-    x = say("stream", x + attention(params, f"{name}.attention", normed, config))
+    x = say("stream", x + attention(params, f"{name}.attention", normed, config, say))
     normed = norm(params, f"{name}.mlp_norm", x, config)
     return say("stream", x + mlp(params, f"{name}.mlp", normed, config, say))
 
