@@ -16,13 +16,16 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # With fewer threads, XLA's simulated CPU devices can deadlock waiting for one another.
 os.environ["NPROC"] = "64"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # what XLA cannot do well is what is measured
@@ -137,9 +140,18 @@ def work(mesh: str, target: str) -> None:
         print(json.dumps(row), flush=True)
 
 
-def rows_of(wanted: Sequence[tuple[str, str]], mesh: str, target: str) -> Iterator[Row]:
+def rows_of(
+    wanted: Sequence[tuple[str, str]], mesh: str, target: str, limit: float
+) -> Iterator[Row]:
     """The rows of a mesh, from a process that has so many devices. Where it ends before its time,
-    the row that it was at is an error, and another process does the rest."""
+    the row that it was at is an error, and another process does the rest.
+
+    Args:
+        wanted: the models and layouts.
+        mesh: one of `sweep.layouts.MESHES`.
+        target: "cpu" or a topology.
+        limit: seconds that a row may take.
+    """
     left = list(wanted)
     while left:
         command = [sys.executable, "-W", "ignore", __file__, "--worker", mesh, target]
@@ -149,14 +161,22 @@ def rows_of(wanted: Sequence[tuple[str, str]], mesh: str, target: str) -> Iterat
             assert worker.stdin is not None and worker.stdout is not None
             worker.stdin.write("".join(f"{model} {layout}\n" for model, layout in left))
             worker.stdin.close()
-            for text in worker.stdout:
+            while True:
+                # A compiler that finds no end also takes all the memory that there is.
+                alarm = threading.Timer(limit, worker.kill)
+                alarm.start()
+                text = worker.stdout.readline()
+                alarm.cancel()
+                if not text:
+                    break
                 if text.startswith("{"):
-                    yield json.loads(text)
                     del left[0]
+                    yield json.loads(text)
         if left:
             model, layout = left.pop(0)
             row = {"target": target, "mesh": mesh, "model": model, "layout": layout}
-            yield {**row, "error": f"the process ended with {worker.returncode}"}
+            took = f", at {limit:.0f} s" if worker.returncode == -signal.SIGKILL else ""
+            yield {**row, "error": f"the process ended with {worker.returncode}{took}"}
 
 
 def main() -> None:
@@ -170,6 +190,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the rows, a line each")
     parser.add_argument("--resume", action="store_true", help="not those that --json has already")
     parser.add_argument("--table", type=Path, metavar="FILE", help="the rows in markdown")
+    parser.add_argument("--limit", type=float, default=400, help="seconds that a row may take")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -196,7 +217,7 @@ def main() -> None:
         at = {pair: (target, mesh, *pair) for pair in wanted}
         rows += [done[at[pair]] for pair in wanted if at[pair] in done]
         left = [pair for pair in wanted if at[pair] not in done]
-        for row in rows_of(left, mesh, target):
+        for row in rows_of(left, mesh, target, options.limit):
             print(line(row), flush=True)
             rows.append(row)
             if options.json:
