@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train quick test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod test-transformers env-transformers transformers-table clean
+.PHONY: help env train quick test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -171,6 +171,9 @@ bench-checkpoints: env ## saving and loading 2 GB: time next to dd, and the memo
 
 bench-horovod: env ## a DistributedOptimizer's step against DistributedDataParallel in 8 gloo processes and xd.replicate
 	$(BIN)/python benchmarks/horovod.py $(ARGS)
+
+bench-layouts: env ## what steps move, layout by layout, next to JAX's (two hours on two cores; goes on where it was stopped)
+	$(BIN)/python -W ignore benchmarks/layout_sweep.py --json .cache/layouts.json --resume --table .cache/layouts.md $(ARGS)
 
 # What draws the architecture picture; without npm the page leaves it to the reader's network.
 MERMAID := .cache/mermaid.min.js

@@ -67,9 +67,11 @@ class Network:
         return jnp.mean(x, (2, 3)) @ params["output.weight"].T + params["output.bias"]
 
 
-def make_loss(widths: tuple[int, ...], blocks: int) -> Callable[..., tuple[Array, Params]]:
+def make_loss(
+    widths: tuple[int, ...], blocks: int, kind: type[Network] = Network
+) -> Callable[..., tuple[Array, Params]]:
     def loss(params: Params, buffers: Params, images: Array, labels: Array) -> tuple[Array, Params]:
-        network = Network(params, buffers)
+        network = kind(params, buffers)
         log_probs = jax.nn.log_softmax(network.logits(images, widths, blocks))
         taken = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)
         return -jnp.mean(taken), network.buffers

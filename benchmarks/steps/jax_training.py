@@ -127,8 +127,7 @@ class Training:
     def start(
         self, params: Mapping[str, np.ndarray], buffers: Mapping[str, np.ndarray]
     ) -> tuple[State, Callable[..., tuple[State, Array]]]:
-        """The state at the start, on the devices, and the jitted step, which donates it:
-        (state, batch, lr) -> (state, loss)."""
+        """The state at the start, on the devices, and the jitted step."""
         where = self.shardings(params, buffers)
         optimizer: State = {
             key: {name: np.zeros_like(param) for name, param in params.items()}
@@ -139,12 +138,19 @@ class Training:
             "buffers": dict(buffers),
             "optimizer": optimizer | {"step": np.zeros((), np.float32)},
         }
+        return jax.device_put(state, where), self.jitted(where)
+
+    def jitted(self, where: State) -> jax.stages.Wrapped:
+        """The step, which donates the state: (state, batch, lr) -> (state, loss).
+
+        Args:
+            where: the state's `shardings`.
+        """
         batch = NamedSharding(self.mesh, self.batch_spec)
         whole = NamedSharding(self.mesh, P())
-        step = jax.jit(
+        return jax.jit(
             self.step,
             in_shardings=(where, batch, whole),
             out_shardings=(where, whole),
             donate_argnums=0,
         )
-        return jax.device_put(state, where), step

@@ -100,7 +100,22 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 # --- the same in JAX --------------------------------------------------------------------------
 
 
-def jax_experts(params: Params, name: str, x_BSD: Array) -> Array:
+def _to_experts(x_EBCD: Array) -> Array:
+    return jax.lax.with_sharding_constraint(x_EBCD, P("ep", "dp"))
+
+
+def _to_tokens(x_EBCD: Array) -> Array:
+    # Said twice, because the gradient turns the other way round and is asked for the same.
+    return jax.lax.with_sharding_constraint(_to_experts(x_EBCD), P(None, ("dp", "ep")))
+
+
+def jax_experts(
+    params: Params,
+    name: str,
+    x_BSD: Array,
+    to_experts: Callable[[Array], Array] = _to_experts,
+    to_tokens: Callable[[Array], Array] = _to_tokens,
+) -> Array:
     B, S, _ = x_BSD.shape
     probs_BSE = jax.nn.softmax(x_BSD @ params[f"{name}.router.weight"].T)
     weight_BSK, expert_BSK = jax.lax.top_k(probs_BSE, TAKEN)
@@ -113,12 +128,9 @@ def jax_experts(params: Params, name: str, x_BSD: Array) -> Array:
     gate_BKS = weight_BSK.swapaxes(1, 2) * kept_BKS
     dispatch = jnp.einsum("bkse,bksc->bsec", chosen * kept_BKS[..., None], slot_BKSC)
     combine = jnp.einsum("bkse,bksc->bsec", chosen * gate_BKS[..., None], slot_BKSC)
-    where = jax.lax.with_sharding_constraint
-    taken_EBCD = where(jnp.einsum("bsec,bsd->ebcd", dispatch, x_BSD), P("ep", "dp"))
+    taken_EBCD = to_experts(jnp.einsum("bsec,bsd->ebcd", dispatch, x_BSD))
     hidden = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", taken_EBCD, params[f"{name}.w1"]))
-    given_EBCD = jnp.einsum("ebcf,efd->ebcd", hidden, params[f"{name}.w2"])
-    # Said twice, because the gradient turns the other way round and is asked for the same.
-    given_EBCD = where(where(given_EBCD, P("ep", "dp")), P(None, ("dp", "ep")))
+    given_EBCD = to_tokens(jnp.einsum("ebcf,efd->ebcd", hidden, params[f"{name}.w2"]))
     return jnp.einsum("bsec,ebcd->bsd", combine, given_EBCD)
 
 

@@ -1,0 +1,1 @@
+"""The models, layouts and twins of `layout_sweep.py`."""
