@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,9 @@ from xla_dtensor.compilation.program.input_layouts import (
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
+from xla_dtensor.layouts import choose, constrained
+from xla_dtensor.layouts.graph import dim_axes
+from xla_dtensor.mesh import Frame
 from xla_dtensor.runtime import agreement
 
 
@@ -61,6 +65,7 @@ class Executable:
         donates: bool,
         executables: Cache[Any, Any] | None,
         options: dict[str, Any] | None,
+        chooses_layouts: bool = bool(int(__import__("os").environ.get("LAY","0"))),
     ) -> None:
         self.lowering = Pinning()
         frame = traced.frame
@@ -70,6 +75,10 @@ class Executable:
         jit_options: dict[str, Any] = {"out_shardings": shardings} if are_any else {}
         if frame is not None and any(form.memory for form in outputs.forms):
             jit_options["in_shardings"] = shardings_of(groups, frame.replicated)
+
+        with jax.enable_x64(True):
+            if frame is not None and chooses_layouts:
+                jaxpr = _laid_out(jaxpr, inputs.constants(*groups), shardings, frame)
 
         # The names of the parameters are those of the inputs in the program's text.
         def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
@@ -111,6 +120,20 @@ class Executable:
                 known = compile_somehow(lambda: lowered, lower, options, self.lowering)
                 executables.put(key, known)
             self.compiled = known
+
+
+def _laid_out(jaxpr: Any, inputs: Sequence[Any], wanted: Sequence[Any], frame: Frame) -> Any:
+    """The program with its values where it communicates least."""
+    known = {
+        variable: axes
+        for variable, value in zip(jaxpr.constvars, inputs, strict=True)
+        if (axes := dim_axes(getattr(value, "sharding", None), len(variable.aval.shape)))
+    }
+    required = [
+        dim_axes(sharding, len(variable.aval.shape))
+        for variable, sharding in zip(jaxpr.outvars, wanted, strict=True)
+    ]
+    return constrained(jaxpr, choose(jaxpr, known, required, frame.sizes), frame)
 
 
 def sharding_of(form: Form, frame: Any) -> Any:
