@@ -68,16 +68,15 @@ def _shape(variable: Any) -> tuple[int, ...]:
     return tuple(variable.aval.shape)
 
 
-_ELEMENTWISE = frozenset(
-    """
+_NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
     expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
-    nextafter not optimization_barrier or pin pow real reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
-    sub tan tanh xor
-    """.split()
-)
+    nextafter not optimization_barrier or pin pow real reduce_precision rem round rsqrt scattered
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor
+"""
+_ELEMENTWISE = frozenset(_NAMES.split())
 
 
 def of_broadcast(operand: Sequence[int], result: Sequence[int]) -> list[Factor]:
@@ -158,14 +157,19 @@ def _kept(equation: Any) -> dict[int, int]:
 def _dot_general(equation: Any) -> list[Factor]:
     (left_sums, right_sums), (left_batch, right_batch) = equation.params["dimension_numbers"]
     left, right = equation.invars
-    found = [Factor({0: a, 1: b}, {0: i}) for i, (a, b) in enumerate(zip(left_batch, right_batch))]
+    found = [
+        Factor({0: a, 1: b}, {0: i})
+        for i, (a, b) in enumerate(zip(left_batch, right_batch, strict=True))
+    ]
     for number, operand, own in (
         (0, left, (*left_sums, *left_batch)),
         (1, right, (*right_sums, *right_batch)),
     ):
         free = [d for d in range(len(_shape(operand))) if d not in own]
         found += [Factor({number: d}, {0: i}) for i, d in enumerate(free, len(found))]
-    return found + [Factor({0: a, 1: b}, {0: SUM}) for a, b in zip(left_sums, right_sums)]
+    return found + [
+        Factor({0: a, 1: b}, {0: SUM}) for a, b in zip(left_sums, right_sums, strict=True)
+    ]
 
 
 @_of("conv_general_dilated")
@@ -217,7 +221,18 @@ def _scatter_add(equation: Any) -> list[Factor]:
     return found
 
 
-@_of("concatenate", "pad", "rev", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+@_of(
+    "concatenate",
+    "pad",
+    "padded",
+    "rev",
+    "custom_vmap_call",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "cumlogsumexp",
+)
 @_of("slice", "dynamic_slice", "strided_slice", "sort", "top_k", "dynamic_update_slice")
 def _along_others(equation: Any) -> list[Factor]:
     """Dims that nothing happens along: of one length in all operands and results. And the others
@@ -229,8 +244,10 @@ def _along_others(equation: Any) -> list[Factor]:
         active |= set(value) if isinstance(value, Iterable) else {value}
     if equation.primitive.name == "top_k":
         active.add(len(_shape(equation.invars[0])) - 1)
-    if equation.primitive.name == "pad":
-        active = {d for d, edges in enumerate(params["padding_config"]) if any(edges)}
+    if equation.primitive.name == "custom_vmap_call":  # a function of each slice (`per_slice`)
+        active.add(len(_shape(equation.outvars[0])) - 1)
+    edges = params.get("padding_config", params.get("widths", ()))
+    active |= {d for d, widths in enumerate(edges) if any(widths)}
     ndim = len(_shape(equation.outvars[0]))
     operands = {i: v for i, v in enumerate(equation.invars) if _shape(v)}
     results = dict(enumerate(equation.outvars))
@@ -246,7 +263,15 @@ def _along_others(equation: Any) -> list[Factor]:
     ]
 
 
-_MOVING = ("concatenate", "pad", "slice", "strided_slice")
+_MOVING = ("concatenate", "pad", "padded", "slice", "strided_slice")
+
+
+@_of("stack")
+def _stack(equation: Any) -> list[Factor]:
+    new = equation.params["axis"]
+    dims = [d for d in range(len(_shape(equation.outvars[0]))) if d != new]
+    operands = range(len(equation.invars))
+    return [Factor(dict.fromkeys(operands, i), {0: d}) for i, d in enumerate(dims)]
 
 
 @_of("cut")

@@ -10,7 +10,7 @@ takes values of some groups and gives values of others, and has ways of its own 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from xla_dtensor.layouts.factors import (
 DimAxes = tuple[tuple[str, ...], ...]
 """Per dim the mesh axes that shard it, major first."""
 
+SMALL = 100
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -79,6 +80,7 @@ class Graph:
         jaxpr: without inputs: those are constants.
         known: how constants lie.
         required: how results have to lie; None where that is open.
+        axes: the names of the mesh's axes.
 
     Attributes:
         nodes: in order.
@@ -88,9 +90,11 @@ class Graph:
     def __init__(
         self,
         jaxpr: Any,
-        known: Mapping[Any, DimAxes],
+        known: Mapping[Any, DimAxes | None],
         required: Sequence[DimAxes | None],
+        axes: Set[str],
     ) -> None:
+        self._mesh_axes = axes
         self.nodes: list[Node] = []
         self.unknown: set[str] = set()
         self._groups: dict[Any, Group] = {}
@@ -103,6 +107,7 @@ class Graph:
             if wanted is not None and value is not None:
                 self.nodes.append(Node(None, [value], [], [], required=wanted))
         self._pass_unevenness_on()
+        self._leave_small_ones()
 
     def value(self, variable: Any) -> Any:
         """The variable that has this one's value: inside of a call it is the caller's."""
@@ -197,7 +202,7 @@ class Graph:
                 self._join(equation, operand, first)
 
     def _for_each(self, equation: Any, operands: Sequence[Any]) -> None:
-        """Each row is elementwise: a parameter, its gradient, its state (`lowering/ops/for_each`)."""
+        """Each row is elementwise: a parameter, its gradient, its state."""
         count, shared = equation.params["count"], equation.params["shared"]
         width, made = (len(operands) - shared) // count, len(equation.outvars) // count
         for row in range(count):
@@ -206,20 +211,22 @@ class Graph:
                 *map(self._operand, equation.outvars[row * made : (row + 1) * made]),
             ]
             found = [member for member in members if member is not None]
-            largest = max(found, key=lambda v: math.prod(v.aval.shape), default=None)
-            for member in found:
-                if member.aval.shape == largest.aval.shape:
-                    self._join(equation, member, largest)
+            found.sort(key=lambda v: math.prod(v.aval.shape))
+            for member in found[:-1]:
+                if member.aval.shape == found[-1].aval.shape:
+                    self._join(equation, member, found[-1])
 
     def _constraint(self, equation: Any, operand: Any) -> None:
         (result,) = equation.outvars
         group = self.group(result)
         if group is None or operand is None:
             return
-        group.known = dim_axes(equation.params["sharding"], len(group.shape))
-        if group.known is None:
-            self._join(equation, operand, result)
+        known = dim_axes(equation.params["sharding"], len(group.shape))
+        if known is None or not self._mesh_axes >= {a for names in known for a in names}:
+            # On another mesh of the same devices, or of some dims alone.
+            group.is_free = True
             return
+        group.known = known
         whole = [Factor({0: d}, {0: d}) for d in range(len(group.shape))]
         self.nodes.append(Node(equation, [operand], [result], whole))
 
@@ -253,6 +260,14 @@ class Graph:
             if axes and kept < size and not equation.params["start_indices"][d]:
                 group.uneven.add(d)
                 self.nodes[-1].factors.append(Factor({0: d}, {0: d}))
+
+    def _leave_small_ones(self) -> None:
+        """What is less than a hundredth of the largest value follows the others, wherever XLA puts
+        it: means, scales, masks of one dim."""
+        largest = max((group.nbytes for group in self.groups()), default=0)
+        for group in self.groups():
+            if group.known is None and group.nbytes * SMALL < largest:
+                group.is_free = True
 
     def _pass_unevenness_on(self) -> None:
         changed = True

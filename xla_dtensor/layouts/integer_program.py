@@ -27,7 +27,7 @@ _NOTHING = Factor()
 SECONDS = 20.0
 """How long HiGHS may take; what it has found by then is taken."""
 
-STARTUP_BYTES = 5_000.0
+STARTUP_BYTES = 500.0
 """What a collective costs, however little it moves, in bytes."""
 WORK_PER_BYTE = 100.0
 """How many floating-point operations cost as much as a byte that is moved. Accelerators do ten
@@ -53,9 +53,7 @@ class _Program:
         self.whole.append(int(whole))
         return len(self.costs) - 1
 
-    def require(
-        self, plus: Sequence[int], minus: Sequence[int], least: float, most: float
-    ) -> None:
+    def require(self, plus: Sequence[int], minus: Sequence[int], least: float, most: float) -> None:
         row = len(self.least)
         for columns, factor in ((plus, 1.0), (minus, -1.0)):
             self.rows += [row] * len(columns)
@@ -168,9 +166,7 @@ class AxisChoice:
                 self._result(group, given, variables)
         return options, variables
 
-    def _is_possible(
-        self, factor: Factor, operands: Sequence[Any], results: Sequence[Any]
-    ) -> bool:
+    def _is_possible(self, factor: Factor, operands: Sequence[Any], results: Sequence[Any]) -> bool:
         places = [
             *((operands[i], d) for i, d in factor.operands.items()),
             *((results[i], d) for i, d in factor.results.items() if d != SUM),

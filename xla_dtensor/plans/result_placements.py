@@ -202,7 +202,7 @@ class Query:
         self._is_tensor = [isinstance(form, Form) for form in call.forms]
         self.shapes = [None if m is None else m.shape for m in metas]
         if not self.shapes and call.info.mutated:
-            # Rules know the functional overload, whose result is like what this one writes to: self.
+            # Rules know the functional overload; its result is like what this one writes to: self.
             self.shapes = [next(form.shape for form in call.forms if isinstance(form, Form))]
 
     @property

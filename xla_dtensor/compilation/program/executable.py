@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,9 +22,7 @@ from xla_dtensor.compilation.program.input_layouts import (
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
-from xla_dtensor.layouts import choose, constrained
-from xla_dtensor.layouts.graph import dim_axes
-from xla_dtensor.mesh import Frame
+from xla_dtensor.layouts import Choice, constrained
 from xla_dtensor.runtime import agreement
 
 
@@ -39,6 +36,7 @@ class Executable:
         donates: whether it may take the memory of its donated inputs over.
         executables: those compiled so far, by their text; None to lower the program and no more.
         options: for XLA.
+        lays_out: whether its values lie where it communicates least (`layouts/`).
 
     Attributes:
         lowered: the ``jax.stages.Lowered``, without ``executables``.
@@ -46,10 +44,12 @@ class Executable:
         is_new: whether XLA had to compile it.
         digest: of its text.
         lowering: how the program's pins are lowered.
+        layouts: where its values lie, if that was chosen.
     """
 
     compiled: Any
     lowered: Any = None
+    layouts: Choice | None = None
     is_new = True
     digest = ""
 
@@ -65,7 +65,7 @@ class Executable:
         donates: bool,
         executables: Cache[Any, Any] | None,
         options: dict[str, Any] | None,
-        chooses_layouts: bool = bool(int(__import__("os").environ.get("LAY","0"))),
+        lays_out: bool = False,
     ) -> None:
         self.lowering = Pinning()
         frame = traced.frame
@@ -76,9 +76,11 @@ class Executable:
         if frame is not None and any(form.memory for form in outputs.forms):
             jit_options["in_shardings"] = shardings_of(groups, frame.replicated)
 
-        with jax.enable_x64(True):
-            if frame is not None and chooses_layouts:
-                jaxpr = _laid_out(jaxpr, inputs.constants(*groups), shardings, frame)
+        if lays_out and frame is not None:
+            with jax.enable_x64(True):
+                given = [getattr(x, "sharding", None) for x in inputs.constants(*groups)]
+                self.layouts = Choice.of_program(jaxpr, given, shardings, frame)
+            jaxpr = constrained(jaxpr, self.layouts, frame)
 
         # The names of the parameters are those of the inputs in the program's text.
         def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
@@ -120,20 +122,6 @@ class Executable:
                 known = compile_somehow(lambda: lowered, lower, options, self.lowering)
                 executables.put(key, known)
             self.compiled = known
-
-
-def _laid_out(jaxpr: Any, inputs: Sequence[Any], wanted: Sequence[Any], frame: Frame) -> Any:
-    """The program with its values where it communicates least."""
-    known = {
-        variable: axes
-        for variable, value in zip(jaxpr.constvars, inputs, strict=True)
-        if (axes := dim_axes(getattr(value, "sharding", None), len(variable.aval.shape)))
-    }
-    required = [
-        dim_axes(sharding, len(variable.aval.shape))
-        for variable, sharding in zip(jaxpr.outvars, wanted, strict=True)
-    ]
-    return constrained(jaxpr, choose(jaxpr, known, required, frame.sizes), frame)
 
 
 def sharding_of(form: Form, frame: Any) -> Any:
