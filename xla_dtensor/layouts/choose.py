@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,8 @@ class Choice:
         known: how constants lie.
         required: how results have to lie; None where that is open.
         sizes: the number of devices along each mesh axis, in the mesh's order.
+        batches: axes that cut what the step is given. What takes long is cut along these, always:
+            who cuts a batch doesn't want each device to compute all of it, to move less.
 
     Attributes:
         graph: of the jaxpr.
@@ -69,8 +71,10 @@ class Choice:
         known: Mapping[Any, DimAxes | None],
         required: Sequence[DimAxes | None],
         sizes: Mapping[str, int],
+        batches: Set[str] = frozenset(),
     ) -> None:
-        self.graph = Graph(jaxpr, known, required, sizes.keys())
+        self._batches = batches
+        self.graph = Graph(jaxpr, known, required, sizes)
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
         given = [axes for axes in (*known.values(), *required) if axes is not None]
         given += [group.known for group in self.graph.groups() if group.known is not None]
@@ -91,7 +95,12 @@ class Choice:
 
     @classmethod
     def of_program(
-        cls, jaxpr: Any, inputs: Sequence[Any], results: Sequence[Any], frame: Frame
+        cls,
+        jaxpr: Any,
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+        arguments: Sequence[bool],
+        frame: Frame,
     ) -> Choice:
         """The layouts of a program on a frame's devices.
 
@@ -99,16 +108,23 @@ class Choice:
             jaxpr: of constants.
             inputs: the shardings of these.
             results: those of its results; None where that is open.
+            arguments: which inputs are arguments of the step.
         """
 
         def axes(variable: Any, sharding: Any) -> DimAxes | None:
             if getattr(sharding, "mesh", None) != frame.jax_mesh:
                 return None
-            return dim_axes(sharding, len(variable.aval.shape))
+            return dim_axes(sharding, len(variable.aval.shape), frame.sizes)
 
         known = {v: axes(v, sharding) for v, sharding in zip(jaxpr.constvars, inputs, strict=True)}
         required = [axes(v, sharding) for v, sharding in zip(jaxpr.outvars, results, strict=True)]
-        return cls(jaxpr, known, required, frame.sizes)
+        batches = {
+            axis
+            for is_argument, lie in zip(arguments, known.values(), strict=True)
+            for names in (lie if is_argument and lie is not None else ())
+            for axis in names
+        }
+        return cls(jaxpr, known, required, frame.sizes, batches)
 
     def of(self, variable: Any) -> DimAxes | None:
         """How a value lies; None where XLA is to choose."""
@@ -180,7 +196,8 @@ class Choice:
         def own_bytes(group: Group) -> float:
             return local_bytes(group, self._others(group, unit), self._sizes)
 
-        found = AxisChoice(self.graph, size, state, free_dims, own_bytes)
+        always = unit[0] in self._batches
+        found = AxisChoice(self.graph, size, state, free_dims, own_bytes, always)
         if not found.found:
             self.found = False
             return False

@@ -10,7 +10,7 @@ takes values of some groups and gives values of others, and has ways of its own 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from xla_dtensor.layouts.factors import (
 DimAxes = tuple[tuple[str, ...], ...]
 """Per dim the mesh axes that shard it, major first."""
 
-SMALL = 100
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -80,7 +79,7 @@ class Graph:
         jaxpr: without inputs: those are constants.
         known: how constants lie.
         required: how results have to lie; None where that is open.
-        axes: the names of the mesh's axes.
+        sizes: the number of devices along each mesh axis.
 
     Attributes:
         nodes: in order.
@@ -92,9 +91,9 @@ class Graph:
         jaxpr: Any,
         known: Mapping[Any, DimAxes | None],
         required: Sequence[DimAxes | None],
-        axes: Set[str],
+        sizes: Mapping[str, int],
     ) -> None:
-        self._mesh_axes = axes
+        self._sizes = sizes
         self.nodes: list[Node] = []
         self.unknown: set[str] = set()
         self._groups: dict[Any, Group] = {}
@@ -107,7 +106,6 @@ class Graph:
             if wanted is not None and value is not None:
                 self.nodes.append(Node(None, [value], [], [], required=wanted))
         self._pass_unevenness_on()
-        self._leave_small_ones()
 
     def value(self, variable: Any) -> Any:
         """The variable that has this one's value: inside of a call it is the caller's."""
@@ -221,8 +219,8 @@ class Graph:
         group = self.group(result)
         if group is None or operand is None:
             return
-        known = dim_axes(equation.params["sharding"], len(group.shape))
-        if known is None or not self._mesh_axes >= {a for names in known for a in names}:
+        known = dim_axes(equation.params["sharding"], len(group.shape), self._sizes)
+        if known is None:
             # On another mesh of the same devices, or of some dims alone.
             group.is_free = True
             return
@@ -261,14 +259,6 @@ class Graph:
                 group.uneven.add(d)
                 self.nodes[-1].factors.append(Factor({0: d}, {0: d}))
 
-    def _leave_small_ones(self) -> None:
-        """What is less than a hundredth of the largest value follows the others, wherever XLA puts
-        it: means, scales, masks of one dim."""
-        largest = max((group.nbytes for group in self.groups()), default=0)
-        for group in self.groups():
-            if group.known is None and group.nbytes * SMALL < largest:
-                group.is_free = True
-
     def _pass_unevenness_on(self) -> None:
         changed = True
         while changed:
@@ -287,13 +277,17 @@ class Graph:
                                 changed = True
 
 
-def dim_axes(sharding: Any, ndim: int) -> DimAxes | None:
-    """How something of ``ndim`` dims lies by a sharding; None where it doesn't say so."""
+def dim_axes(sharding: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:
+    """How something of ``ndim`` dims lies by a sharding, on axes of more than one device; None
+    where it doesn't say so, or on another mesh than that whose axes have these ``sizes``."""
     if not isinstance(sharding, NamedSharding):
         return None
     found: list[tuple[str, ...]] = []
     for entry in sharding.spec:
         if entry is PartitionSpec.UNCONSTRAINED:
             return None
-        found.append(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry))
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        if not sizes.keys() >= {*names}:
+            return None
+        found.append(tuple(name for name in names if sizes[name] > 1))
     return (*found, *[()] * (ndim - len(found)))

@@ -31,7 +31,7 @@ STARTUP_BYTES = 500.0
 """What a collective costs, however little it moves, in bytes."""
 WORK_PER_BYTE = 100.0
 """How many floating-point operations cost as much as a byte that is moved. Accelerators do ten
-times as many; but nobody who cuts a batch wants each device to compute all of it, to move less."""
+times as many, but what is computed on all devices is kept on all of them, too."""
 _PREFERENCE = 10.0
 """Bytes that a shard costs, so that of equally good layouts that with fewer ones is taken."""
 
@@ -88,6 +88,7 @@ class AxisChoice:
         own: the state of a group whose layout is known.
         free_dims: the dims of a group that the axis may shard.
         local_bytes: what a device has of a group, whole along this axis.
+        always: whether what takes long has to be cut, where it can be.
 
     Attributes:
         found: whether there is a solution.
@@ -100,8 +101,9 @@ class AxisChoice:
         own: Callable[[Any], State],
         free_dims: Callable[[Group], list[int]],
         local_bytes: Callable[[Group], float],
+        always: bool,
     ) -> None:
-        self._graph, self._size = graph, size
+        self._graph, self._size, self._always = graph, size, always
         self._own, self._free_dims, self._local_bytes = own, free_dims, local_bytes
         self._program = _Program()
         self._states: dict[Group, dict[State, int]] = {}
@@ -147,6 +149,8 @@ class AxisChoice:
             wanted = self._own(node.required)
             options = [Factor({} if wanted is None else {0: wanted})]
         options += [f for f in node.factors if self._is_possible(f, operands, results)]
+        if self._always and node.work and len(options) > 1:
+            del options[0]
         costs = [0.0] * len(options)
         if node.work and results[0] is not None:
             share = node.work * self._local_bytes(results[0]) / results[0].nbytes / WORK_PER_BYTE

@@ -79,7 +79,9 @@ class Executable:
         if lays_out and frame is not None:
             with jax.enable_x64(True):
                 given = [getattr(x, "sharding", None) for x in inputs.constants(*groups)]
-                self.layouts = Choice.of_program(jaxpr, given, shardings, frame)
+                self.layouts = Choice.of_program(
+                    jaxpr, given, shardings, inputs.are_arguments, frame
+                )
             jaxpr = constrained(jaxpr, self.layouts, frame)
 
         # The names of the parameters are those of the inputs in the program's text.
