@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensors",),
     ("execution",),
     ("plans",),
-    ("dispatch",),
+    ("dispatch", "layouts"),
     ("movement",),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data"),
     ("horovod", "compat", "pipeline", "planning"),

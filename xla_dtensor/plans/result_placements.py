@@ -182,20 +182,50 @@ def _sharding(frame: Frame, axes: Iterable[tuple[str, ...]]) -> Any:
 def _merged(call: Call, mesh: DeviceMesh, metas: list[Meta | None]) -> Merged | None:
     """What the rule of the call says of its inputs and outputs."""
     replicated = (Replicate(),) * mesh.ndim
-    infos: list[Any] = []
-    for leaf, form in zip(call.leaves, call.forms, strict=True):
-        if isinstance(form, Form):
-            placements = replicated if form.placements is None else form.placements
-            infos.append(TensorInfo(form.shape, placements, form.dtype))
-        else:
-            infos.append(leaf)
-    shapes = [None if m is None else m.shape for m in metas]
-    if not shapes and call.info.mutated:
-        # Rules know the functional overload, whose result is like what this one writes to: self.
-        shapes = [next(form.shape for form in call.forms if isinstance(form, Form))]
-    args = tuple(fill(list(call.args), infos))
-    kwargs = {name: fill(value, infos) for name, value in call.kwargs.items()}
-    return infer(call.info.func, args, kwargs, shapes, tuple(mesh.shape), mesh)
+    placements = [
+        replicated if form.placements is None else form.placements
+        for form in call.forms
+        if isinstance(form, Form)
+    ]
+    return Query(call, metas).ask(placements, tuple(mesh.shape), mesh)
+
+
+class Query:
+    """What a rule is asked about a call: all but placements. It holds no tensors."""
+
+    def __init__(self, call: Call, metas: Sequence[Meta | None]) -> None:
+        self._func, self._args, self._kwargs = call.info.func, list(call.args), call.kwargs
+        self._leaves = [
+            (form.shape, form.dtype) if isinstance(form, Form) else leaf
+            for leaf, form in zip(call.leaves, call.forms, strict=True)
+        ]
+        self._is_tensor = [isinstance(form, Form) for form in call.forms]
+        self.shapes = [None if m is None else m.shape for m in metas]
+        if not self.shapes and call.info.mutated:
+            # Rules know the functional overload; its result is like what this one writes to: self.
+            self.shapes = [next(form.shape for form in call.forms if isinstance(form, Form))]
+
+    @property
+    def tensors(self) -> list[tuple[int, ...]]:
+        """The shapes of the tensors."""
+        pairs = zip(self._leaves, self._is_tensor, strict=True)
+        return [leaf[0] for leaf, is_tensor in pairs if is_tensor]
+
+    def ask(
+        self,
+        placements: Sequence[tuple[Placement, ...]],
+        mesh_shape: tuple[int, ...],
+        mesh: DeviceMesh | None = None,
+    ) -> Merged | None:
+        """What the rule says with the tensors in these placements; None if there is none."""
+        given = iter(placements)
+        infos = [
+            TensorInfo(leaf[0], next(given), leaf[1]) if is_tensor else leaf
+            for leaf, is_tensor in zip(self._leaves, self._is_tensor, strict=True)
+        ]
+        args = tuple(fill(list(self._args), infos))
+        kwargs = {name: fill(value, infos) for name, value in self._kwargs.items()}
+        return infer(self._func, args, kwargs, self.shapes, mesh_shape, mesh)
 
 
 def representable(

@@ -7,12 +7,16 @@ it, and what the rule calls ``Partial`` is summed up.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from torch.distributed.tensor import Partial, Replicate
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.lax import optimization_barrier
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.forms.form import Form
@@ -20,7 +24,8 @@ from xla_dtensor.lowering.context import Axes, Place, at
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.lowering.workarounds import NOT_PARTITIONABLE
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
-from xla_dtensor.plans.result_placements import Answer, has_users_rule, representable
+from xla_dtensor.plans.result_placements import Answer, Query, has_users_rule, representable
+from xla_dtensor.rules import Merged
 
 Placements = tuple[Placement, ...]
 TensorAxes = tuple[Axes, ...]
@@ -43,6 +48,7 @@ class ShardMapCall:
         sums: per result the axes along which devices have parts of a sum.
         padded: whether a leaf comes in uneven shards. XLA may look behind it then for what isn't
             padded, and mix up the two ("Expected instruction to have shape equal to ...").
+        query: what the rule is asked, which knows other ways to cut the operation.
     """
 
     def __init__(
@@ -51,10 +57,11 @@ class ShardMapCall:
         leaves: list[TensorAxes | None],
         results: list[TensorAxes | None],
         sums: list[Axes],
-        padded: bool = False,
+        padded: bool,
+        query: Query,
     ) -> None:
         self._frame, self._leaves, self._results, self._sums = frame, leaves, results, sums
-        self._padded = padded
+        self._padded, self._query = padded, query
         self._place = Place(platform_of(frame), [axes for axes in leaves if axes is not None])
 
     def call(
@@ -70,30 +77,102 @@ class ShardMapCall:
             keys: gives a PRNG key; None if it needs none.
             values: the leaves, whole.
         """
+        arrays = [v for v in values if isinstance(v, jax.Array)]
+        numbers = tuple(None if isinstance(v, jax.Array) else v for v in values)
+        key = [] if keys is None else [keys()]
+        results: list[Any] = _primitive.bind(
+            *key, *arrays, call=self, lowered=lowered, numbers=numbers, keyed=bool(key)
+        )
+        return results
+
+    def on_shards(
+        self,
+        *operands: Any,
+        lowered: Callable[[Any, list[Any]], tuple[list[Any], list[Any]]],
+        numbers: tuple[Any, ...],
+        keyed: bool,
+    ) -> list[Any]:
+        """The results of ``lowered``, by ``jax.shard_map``."""
         spec = jax.sharding.PartitionSpec
 
-        def on_shards(key: Any, *shards: Any) -> list[Any]:
+        def run(*shards: Any) -> list[Any]:
+            key, shards = (shards[0], shards[1:]) if keyed else (None, shards)
+            arrays = iter(shards)
+            leaves = [next(arrays) if number is None else number for number in numbers]
             with at(self._place):
-                fresh, _ = lowered(lambda: key, list(shards))
+                fresh, _ = lowered(lambda: key, leaves)
             return [
                 jax.lax.psum(x, axes) if axes else x
                 for x, axes in zip(fresh, self._sums, strict=True)
             ]
 
-        specs = [spec() if axes is None else _spec(axes) for axes in self._leaves]
+        pairs = [
+            (axes, spec() if axes is None else _spec(axes))
+            for axes, number in zip(self._leaves, numbers, strict=True)
+            if number is None
+        ]
         cut = jax.shard_map(
-            on_shards,
+            run,
             mesh=self._frame.jax_mesh,
-            in_specs=(spec(), *specs),
+            in_specs=(*[spec()] * keyed, *(own for _, own in pairs)),
             out_specs=[spec() if axes is None else _spec(axes) for axes in self._results],
             check_vma=False,
         )
         if self._padded:
-            values = [
-                value if axes is None else jax.lax.optimization_barrier(value)
-                for value, axes in zip(values, self._leaves, strict=True)
-            ]
-        return list(cut(None if keys is None else keys(), *values))
+            arrays = zip(operands[keyed:], pairs, strict=True)
+            hidden = [x if axes is None else optimization_barrier(x) for x, (axes, _) in arrays]
+            operands = (*operands[:keyed], *hidden)
+        return list(cut(*operands))
+
+    def alternatives(self) -> list[Merged]:
+        """How one mesh dim may cut the operation: what its rule says where it cuts one dim of one
+        tensor."""
+        shapes = self._query.tensors
+        whole: list[tuple[Placement, ...]] = [(Replicate(),)] * len(shapes)
+        found = []
+        for i, shape in enumerate(shapes):
+            for dim in range(len(shape)):
+                given = [*whole[:i], (Shard(dim),), *whole[i + 1 :]]
+                merged = self._query.ask(given, (2,))
+                if merged is not None:
+                    found.append(merged)
+        return list(dict.fromkeys(found))
+
+    def laid_out(
+        self, tensors: Sequence[TensorAxes], results: Sequence[TensorAxes], sums: Sequence[Axes]
+    ) -> ShardMapCall:
+        """The same call of tensors that are cut otherwise."""
+        given = iter(tensors)
+        leaves = [None if axes is None else next(given) for axes in self._leaves]
+        return ShardMapCall(
+            self._frame, leaves, list(results), list(sums), self._padded, self._query
+        )
+
+
+_primitive = Primitive("cut")
+"""An operation on shards. How it is cut may be chosen anew until it is lowered
+(`layouts/constrain.py`)."""
+_primitive.multiple_results = True
+
+
+@_primitive.def_impl
+def _run(*operands: Any, call: ShardMapCall, **how: Any) -> list[Any]:
+    return call.on_shards(*operands, **how)
+
+
+@_primitive.def_abstract_eval
+def _shapes(*avals: Any, call: ShardMapCall, **how: Any) -> list[Any]:
+    found = jax.eval_shape(functools.partial(call.on_shards, **how), *avals)
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in found]
+
+
+def _batch(operands: Any, dims: Any, *, call: ShardMapCall, **how: Any) -> tuple[Any, Any]:
+    results = jax.vmap(functools.partial(call.on_shards, **how), in_axes=dims)(*operands)
+    return results, [0] * len(results)
+
+
+mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True), cacheable=False)
+batching.primitive_batchers[_primitive] = _batch
 
 
 def cut_of(answer: Answer | None) -> ShardMapCall | None:
@@ -139,7 +218,8 @@ def cut_of(answer: Answer | None) -> ShardMapCall | None:
         for _, placements in outputs
     ]
     padded = any(isinstance(form, Form) and form.padded_shape != form.shape for form in call.forms)
-    return ShardMapCall(frame_of(mesh), leaves, list(inputs), sums, padded)
+    query = Query(call, answer.metas)
+    return ShardMapCall(frame_of(mesh), leaves, list(inputs), sums, padded, query)
 
 
 def _spec(axes: TensorAxes) -> jax.sharding.PartitionSpec:

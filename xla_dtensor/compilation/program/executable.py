@@ -22,6 +22,7 @@ from xla_dtensor.compilation.program.input_layouts import (
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
+from xla_dtensor.layouts import Choice, constrained
 from xla_dtensor.runtime import agreement
 
 
@@ -35,6 +36,7 @@ class Executable:
         donates: whether it may take the memory of its donated inputs over.
         executables: those compiled so far, by their text; None to lower the program and no more.
         options: for XLA.
+        lays_out: whether its values lie where it communicates least (`layouts/`).
 
     Attributes:
         lowered: the ``jax.stages.Lowered``, without ``executables``.
@@ -42,10 +44,12 @@ class Executable:
         is_new: whether XLA had to compile it.
         digest: of its text.
         lowering: how the program's pins are lowered.
+        layouts: where its values lie, if that was chosen.
     """
 
     compiled: Any
     lowered: Any = None
+    layouts: Choice | None = None
     is_new = True
     digest = ""
 
@@ -61,6 +65,7 @@ class Executable:
         donates: bool,
         executables: Cache[Any, Any] | None,
         options: dict[str, Any] | None,
+        lays_out: bool = False,
     ) -> None:
         self.lowering = Pinning()
         frame = traced.frame
@@ -70,6 +75,14 @@ class Executable:
         jit_options: dict[str, Any] = {"out_shardings": shardings} if are_any else {}
         if frame is not None and any(form.memory for form in outputs.forms):
             jit_options["in_shardings"] = shardings_of(groups, frame.replicated)
+
+        if lays_out and frame is not None:
+            with jax.enable_x64(True):
+                given = [getattr(x, "sharding", None) for x in inputs.constants(*groups)]
+                self.layouts = Choice.of_program(
+                    jaxpr, given, shardings, inputs.are_arguments, frame
+                )
+            jaxpr = constrained(jaxpr, self.layouts, frame)
 
         # The names of the parameters are those of the inputs in the program's text.
         def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:

@@ -13,7 +13,13 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.inputs import Arrays
 from xla_dtensor.compilation.call.run import Prepared
-from xla_dtensor.compilation.call.sources import ArraySource, HostSource, Source, StateSource
+from xla_dtensor.compilation.call.sources import (
+    ArgumentSource,
+    ArraySource,
+    HostSource,
+    Source,
+    StateSource,
+)
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.trace.numbers import values_of
 from xla_dtensor.forms.host_values import to_numpy
@@ -74,6 +80,11 @@ class Inputs:
             if isinstance(source, StateSource)
             for storage in source.storages
         )
+
+    @property
+    def are_arguments(self) -> list[bool]:
+        """Which constants of the trace's jaxpr are arguments that the step only reads."""
+        return [isinstance(s, ArgumentSource) and not s.writes for s in self._sources]
 
     @property
     def depends_on_host(self) -> bool:

@@ -49,6 +49,8 @@ class Program:
         arguments: of the call that was traced.
         executables: those compiled so far; None to lower the program and no more.
         options: for XLA.
+        lays_out: whether its values lie where it communicates least (`layouts/`), and not where
+            each operation's rule has them.
 
     Attributes:
         traced: what it is compiled from.
@@ -64,6 +66,7 @@ class Program:
         arguments: Arguments,
         executables: Cache[Any, Any] | None,
         options: dict[str, Any] | None,
+        lays_out: bool = False,
     ) -> None:
         self.traced, self.options, self.launched = traced, options, False
         self._anchor: Callable[[], Storage | None] = lambda: None
@@ -95,6 +98,7 @@ class Program:
             donates=donates,
             executables=executables,
             options=options,
+            lays_out=lays_out,
         )
 
     @property

@@ -6,7 +6,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from xla_dtensor.base import assertions, events, executor, interrupts, thread_state
 from xla_dtensor.base.tables.cache import Cache
@@ -20,6 +20,7 @@ from xla_dtensor.compilation.step.family import KINDS, Family
 from xla_dtensor.compilation.step.lower_only import called_without_data
 from xla_dtensor.compilation.step.step_traces import StepTraces
 from xla_dtensor.execution import lazy
+from xla_dtensor.layouts import report
 from xla_dtensor.runtime import abstract
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
@@ -49,12 +50,14 @@ class CompiledStep(StepTraces):
         audit: int = 0,
         checks: bool = False,
         buckets: Mapping[str, Any] | None = None,
+        layouts: Literal["torch", "step"] = "torch",
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._options = compiler_options
         self._audit = audit
-        self._asked = compiler_options, audit, checks, buckets
+        self._asked = compiler_options, audit, checks, buckets, layouts
+        self._lays_out = layouts == "step"
         self._checks = assertions.asking(checks)
         self._buckets = None if buckets is None else BucketedArguments(function, buckets)
         self._calls = 0
@@ -135,6 +138,31 @@ class CompiledStep(StepTraces):
         if self._buckets is not None:
             args, kwargs, _ = self._buckets.padded(args, kwargs)
         return self.looked_at(args, kwargs, operator.attrgetter("lowered"))
+
+    def layouts(self) -> str:
+        """What the layouts of the program that ran last communicate, as they were chosen with
+        ``xd.compile(step, layouts="step")``: a table by module, and the sum.
+
+        Raises:
+            RuntimeError: they were not chosen, or nothing has run yet.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            x = xd.distribute_tensor(torch.ones(8, 8), mesh, [xd.Shard(0), xd.Replicate()])
+            w = xd.distribute_tensor(torch.ones(8, 8), mesh, [xd.Replicate(), xd.Shard(0)])
+            step = xd.compile(lambda x, w: x @ w, layouts="step")
+            assert step(x, w).full_tensor()[0, 0] == 8
+            print(step.layouts())
+        """
+        choice = None if self._last is None else self._last[1].executable.layouts
+        if choice is None:
+            raise RuntimeError(
+                f'{self._name()}: no layouts were chosen; xd.compile(step, layouts="step") does, '
+                "in the first call of a step on a mesh"
+            )
+        return report(choice)
 
     def clear_cache(self) -> None:
         """Forget all programs; the next call traces and compiles. The counts stay.

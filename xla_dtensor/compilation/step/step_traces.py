@@ -39,6 +39,7 @@ class StepTraces(BaseStep):
 
     _function: Callable[..., Any]
     _options: dict[str, Any] | None
+    _lays_out: bool
     _checks: Any
     _buckets: BucketedArguments | None
     _families: Cache[Any, Family]
@@ -52,6 +53,11 @@ class StepTraces(BaseStep):
     _reads: frozenset[str] | None
     _lock: Any
     _call: Callable[[Arguments], Any]
+
+    def _program(
+        self, traced: Traced, arguments: Arguments, executables: Cache[Any, Any] | None
+    ) -> Program:
+        return Program(traced, arguments, executables, self._options, self._lays_out)
 
     def _trace(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Any:
         """Make a program and run it; ``missed`` says why the first one that there was doesn't
@@ -77,7 +83,7 @@ class StepTraces(BaseStep):
         call = traced.take_call()
         made: Program | None = None
         try:
-            made = program = Program(traced, call, self._executables, self._options)
+            made = program = self._program(traced, call, self._executables)
             result = program.run(call)
         except BaseException as error:
             if made is None or not program.launched:
@@ -133,7 +139,7 @@ class StepTraces(BaseStep):
                     arguments = self._arguments(args, kwargs)
                     traced = self._as_called(arguments)
                 try:
-                    return look(Program(traced, traced.take_call(), None, self._options))
+                    return look(self._program(traced, traced.take_call(), None))
                 finally:
                     traced.undo()
             finally:

@@ -1,0 +1,185 @@
+"""Steps whose layouts are chosen as a whole, against CPU torch, in layouts that users give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xla_dtensor as xd
+from tests.conftest import make_mesh
+from xla_dtensor.planning.collectives import collective_traffic
+
+VOCABULARY, WIDTH, HEADS, POSITIONS, BATCH = 48, 32, 4, 16, 8
+
+
+class Block(nn.Module):
+    """A transformer's block, with ``keys`` key heads; fused: one matrix for q, k and v."""
+
+    def __init__(self, keys: int = HEADS, fused: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.keys, self.dropout = keys, dropout
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        own = WIDTH // HEADS * keys
+        widths = [WIDTH + 2 * own] if fused else [WIDTH, own, own]
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, width) for width in widths)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (
+            self.projections[0](h).chunk(3, -1)
+            if len(self.projections) == 1
+            else [projection(h) for projection in self.projections]
+        )
+        q, k, v = (t.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout, enable_gqa=self.keys != HEADS
+        )
+        x = x + self.out(y.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, vocabulary: int = VOCABULARY, **block: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+        self.blocks = nn.Sequential(*(Block(**block) for _ in range(2)))
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+ROWS = ("out", "down")
+
+
+def placements(name: str, parameter: Any, layout: str, names: Any) -> list[Any]:
+    """Where a user puts a parameter: the last mesh dim is "tp" where there is more than one."""
+    found: list[Any] = [xd.Replicate() for _ in names]
+    if parameter.ndim < 2:
+        return found
+    row = any(f"{own}." in name for own in ROWS)
+    embedding = "embedding" in name
+    for i in range(len(names)):
+        if i < len(names) - 1 or len(names) == 1:
+            if "fsdp" in layout:
+                found[i] = xd.Shard(0 if row or layout == "fsdp" else 1)
+        elif "tp" in layout and not embedding:
+            found[i] = xd.Shard(int(row))
+    return found
+
+
+def build(layout: str, mesh_name: str, **model: Any) -> tuple[nn.Module, Callable[..., Any]]:
+    """A model laid out on a mesh, and what lays a batch out."""
+    mesh = make_mesh(mesh_name)
+    torch.manual_seed(0)
+    made = Transformer(**model)
+    names = list(mesh.mesh_dim_names or ())
+    for module in made.modules():
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            (full,) = [name for name, p in made.named_parameters() if p is parameter]
+            where = placements(full, parameter, layout, names)
+            laid_out = xd.distribute_tensor(parameter.data, mesh, where)
+            setattr(module, own, nn.Parameter(laid_out))
+    batch = [xd.Shard(0)] * max(len(names) - 1, 1) + [xd.Replicate()] * (len(names) > 1)
+    return made, lambda tokens: xd.distribute_tensor(tokens, mesh, batch)
+
+
+def losses(model: nn.Module, to_mesh: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
+    """The losses of three steps with AdamW; and the compiled step, if there are options for it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = xd.compile(step, **options) if options else step
+    torch.manual_seed(1)
+    batches = [torch.randint(VOCABULARY, (2, BATCH, POSITIONS)) for _ in range(3)]
+    return [run(*map(to_mesh, batch)).item() for batch in batches], run
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"keys": 2},
+    "fused": {"fused": True},
+    "uneven vocabulary": {"vocabulary": VOCABULARY + 3},
+}
+LAYOUTS = ("dp", "fsdp", "tp", "fsdp tp")
+
+
+def check(model: str, layout: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    expected, _ = losses(Transformer(**MODELS[model]), lambda tokens: tokens)
+    found, step = losses(*build(layout, mesh, **MODELS[model]), layouts="step")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert step.compilations == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_on_a_cpu(layout: str) -> None:
+    check("plain", layout, "2x4")
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "plain"])
+def test_models(model: str) -> None:
+    check(model, "fsdp tp", "2x4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["8", "4x2", "2x2x2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_everywhere(model: str, layout: str, mesh: str) -> None:
+    check(model, layout, mesh)
+
+
+def moved(layout: str, mesh: str, layouts: str, **model: Any) -> int:
+    """The bytes that a step moves."""
+    _, step = losses(*build(layout, mesh, **model), layouts=layouts)
+    return collective_traffic(step.compiled_programs()[-1].as_text()).total_bytes
+
+
+def test_less_is_moved_than_operation_by_operation() -> None:
+    assert moved("fsdp tp", "2x4", "step") < 0.8 * moved("fsdp tp", "2x4", "torch")
+
+
+def test_random_numbers_are_those_of_any_layout() -> None:
+    """Attention's dropout draws in each device's own shard, whatever that is."""
+    found, _ = losses(*build("fsdp tp", "2x4", dropout=0.5), layouts="step")
+    expected, _ = losses(*build("dp", "2x4", dropout=0.5), layouts="torch")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_user_asks_for_binds() -> None:
+    mesh = make_mesh("2x4")
+    x = xd.distribute_tensor(torch.randn(8, 16), mesh, [xd.Shard(0), xd.Replicate()])
+    w = xd.distribute_tensor(torch.randn(16, 12), mesh, [xd.Replicate(), xd.Shard(1)])
+
+    def step(x: Any, w: Any) -> Any:
+        y = (x @ w).redistribute(placements=[xd.Shard(1), xd.Replicate()])
+        return y, y.placements
+
+    y, inside = xd.compile(step, layouts="step")(x, w)
+    assert inside == y.placements == (xd.Shard(1), xd.Replicate())
+    torch.testing.assert_close(y.full_tensor().cpu(), x.full_tensor().cpu() @ w.full_tensor().cpu())
+
+
+def test_the_report() -> None:
+    _, step = losses(*build("tp", "2x4"), layouts="step")
+    text = step.layouts()
+    assert "all-reduce" in text and "collectives of" in text.splitlines()[-1]
+    plain = xd.compile(lambda x: x + 1)
+    with pytest.raises(RuntimeError, match="no layouts were chosen"):
+        plain.layouts()
+    with pytest.raises(ValueError, match='"torch" or "step"'):
+        xd.compile(lambda x: x, layouts="best")  # type: ignore[call-overload]

@@ -1,0 +1,252 @@
+"""The layouts of a step's values, one mesh axis after the other (`integer_program.py`)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from xla_dtensor.layouts.factors import SUM, Factor
+from xla_dtensor.layouts.graph import DimAxes, Graph, Group, dim_axes
+from xla_dtensor.layouts.integer_program import AxisChoice, State, local_bytes
+from xla_dtensor.mesh import Frame
+
+ROUNDS = 2
+"""How often each axis is chosen anew, with the others as they are by then."""
+
+Unit = tuple[str, ...]
+"""Mesh axes that shard the same dims wherever one of them does: one axis to the step."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective that layouts take.
+
+    Attributes:
+        kind: of collective.
+        axes: the mesh axes that it runs along.
+        nbytes: of its result on a device.
+        shape: of the value.
+        equation: of the node that wants or gives it; None for a result of the program.
+    """
+
+    kind: str
+    axes: Unit
+    nbytes: float
+    shape: tuple[int, ...]
+    equation: Any
+
+
+def _kind(before: State, after: State) -> str | None:
+    if before == after or before is None:
+        return None
+    if before == SUM:
+        return "all-reduce" if after is None else "reduce-scatter"
+    return "all-gather" if after is None else "all-to-all"
+
+
+class Choice:
+    """The layouts chosen for a jaxpr.
+
+    Args:
+        jaxpr: without inputs: those are constants.
+        known: how constants lie.
+        required: how results have to lie; None where that is open.
+        sizes: the number of devices along each mesh axis, in the mesh's order.
+        batches: axes that cut what the step is given. What takes long is cut along these, always:
+            who cuts a batch doesn't want each device to compute all of it, to move less.
+
+    Attributes:
+        graph: of the jaxpr.
+        found: whether there are any, in the time that finding them may take.
+    """
+
+    found = True
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        known: Mapping[Any, DimAxes | None],
+        required: Sequence[DimAxes | None],
+        sizes: Mapping[str, int],
+        batches: Set[str] = frozenset(),
+    ) -> None:
+        self._batches = batches
+        self.graph = Graph(jaxpr, known, required, sizes)
+        self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        given = [axes for axes in (*known.values(), *required) if axes is not None]
+        given += [group.known for group in self.graph.groups() if group.known is not None]
+        self._units = _units(self._sizes, given)
+        self._together = {
+            pair for axes in given for names in axes for pair in itertools.permutations(names, 2)
+        }
+        self._states: dict[Group, dict[Unit, State]] = {}
+        self._factors: list[dict[Unit, Factor]] = [{} for _ in self.graph.nodes]
+        used = {axis for axes in given for names in axes for axis in names}
+        units = [unit for unit in self._units if unit[0] in used]
+        stale = set(units)  # chosen before others were as they are now
+        for unit in units * ROUNDS:
+            if unit in stale and self.found:
+                changed = self._choose(unit)
+                stale = {*stale, *units} if changed else stale
+                stale.discard(unit)
+
+    @classmethod
+    def of_program(
+        cls,
+        jaxpr: Any,
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+        arguments: Sequence[bool],
+        frame: Frame,
+    ) -> Choice:
+        """The layouts of a program on a frame's devices.
+
+        Args:
+            jaxpr: of constants.
+            inputs: the shardings of these.
+            results: those of its results; None where that is open.
+            arguments: which inputs are arguments of the step.
+        """
+
+        def axes(variable: Any, sharding: Any) -> DimAxes | None:
+            if getattr(sharding, "mesh", None) != frame.jax_mesh:
+                return None
+            return dim_axes(sharding, len(variable.aval.shape), frame.sizes)
+
+        known = {v: axes(v, sharding) for v, sharding in zip(jaxpr.constvars, inputs, strict=True)}
+        required = [axes(v, sharding) for v, sharding in zip(jaxpr.outvars, results, strict=True)]
+        batches = {
+            axis
+            for is_argument, lie in zip(arguments, known.values(), strict=True)
+            for names in (lie if is_argument and lie is not None else ())
+            for axis in names
+        }
+        return cls(jaxpr, known, required, frame.sizes, batches)
+
+    def of(self, variable: Any) -> DimAxes | None:
+        """How a value lies; None where XLA is to choose."""
+        group = self.graph.group(variable)
+        return None if group is None or group.is_free else self._axes(group)
+
+    def operand(self, node: int, number: int) -> DimAxes | None:
+        """How a node wants an operand; None where XLA is to choose."""
+        group = self.graph.group(self.graph.nodes[node].operands[number])
+        if group is None or group.is_free:
+            return None
+        states = {unit: f.operands.get(number) for unit, f in self._factors[node].items()}
+        return self._dim_axes(len(group.shape), states)
+
+    def result(self, node: int, number: int) -> tuple[DimAxes, tuple[str, ...]] | None:
+        """How a node gives a result, and the axes along which devices have parts of a sum."""
+        group = self.graph.group(self.graph.nodes[node].results[number])
+        if group is None or group.is_free:
+            return None
+        states = {unit: f.results.get(number) for unit, f in self._factors[node].items()}
+        sums = tuple(axis for unit, state in states.items() if state == SUM for axis in unit)
+        return self._dim_axes(len(group.shape), states), sums
+
+    def moves(self) -> list[Move]:
+        """What is communicated by these layouts, as far as is known here."""
+        found: dict[Any, Move] = {}
+        for number, node in enumerate(self.graph.nodes):
+            for unit, factor in self._factors[number].items():
+                sides = (
+                    (node.operands, factor.operands, True),
+                    (node.results, factor.results, False),
+                )
+                for values, states, is_operand in sides:
+                    for i, value in enumerate(values):
+                        group = self.graph.group(value)
+                        if group is None or group.is_free:
+                            continue
+                        own = self._state(group, unit)
+                        pair = (own, states.get(i)) if is_operand else (states.get(i), own)
+                        kind = _kind(*pair)
+                        if kind is not None:
+                            size = self._size(unit) if kind == "all-to-all" else 1
+                            nbytes = local_bytes(group, self._others(group, unit), self._sizes)
+                            key = (value, unit, pair) if is_operand else (number, i, unit)
+                            found[key] = Move(kind, unit, nbytes / size, group.shape, node.equation)
+        return sorted(found.values(), key=lambda move: -move.nbytes)
+
+    def _state(self, group: Group, unit: Unit) -> State:
+        axes = self._axes(group)
+        return next((d for d, names in enumerate(axes) if unit[0] in names), None)
+
+    def _size(self, unit: Unit) -> int:
+        return math.prod(self._sizes[axis] for axis in unit)
+
+    def _choose(self, unit: Unit) -> bool:
+        """Choose how some axes cut; whether that is otherwise than before."""
+        size = self._size(unit)
+        possible: dict[Group, list[int]] = {}
+
+        def state(axes: DimAxes) -> State:
+            return next((d for d, names in enumerate(axes) if unit[0] in names), None)
+
+        def free_dims(group: Group) -> list[int]:
+            if group not in possible:
+                dims = range(len(group.shape))
+                possible[group] = [d for d in dims if self._may_cut(group, d, unit, size)]
+            return possible[group]
+
+        def own_bytes(group: Group) -> float:
+            return local_bytes(group, self._others(group, unit), self._sizes)
+
+        always = unit[0] in self._batches
+        found = AxisChoice(self.graph, size, state, free_dims, own_bytes, always)
+        if not found.found:
+            self.found = False
+            return False
+        before = [{**self._states.get(group, {})} for group in self.graph.groups()]
+        for group in self.graph.groups():
+            self._states.setdefault(group, {})[unit] = found.state(group)
+        for number, factors in enumerate(self._factors):
+            factors[unit] = found.factor(number)
+        return before != [self._states[group] for group in self.graph.groups()]
+
+    def _may_cut(self, group: Group, dim: int, unit: Unit, size: int) -> bool:
+        """A dim is cut by several axes only where an input or a result is: what they would move
+        besides is seldom worth it, and their order would have to be right everywhere."""
+        if group.known is not None:
+            return False
+        others = self._others(group, unit)[dim]
+        if any((unit[0], other) not in self._together for other in others):
+            return False
+        devices = size * math.prod(self._sizes[other] for other in others)
+        length = group.shape[dim]
+        return length >= devices if dim in group.uneven else length % devices == 0 and length > 1
+
+    def _axes(self, group: Group) -> DimAxes:
+        return group.known or self._dim_axes(len(group.shape), self._states.get(group, {}))
+
+    def _others(self, group: Group, unit: Unit) -> DimAxes:
+        axes = self._axes(group)
+        return tuple(tuple(name for name in names if name not in unit) for names in axes)
+
+    def _dim_axes(self, ndim: int, states: Mapping[Unit, State]) -> DimAxes:
+        return tuple(
+            tuple(axis for unit in self._units if states.get(unit) == d for axis in unit)
+            for d in range(ndim)
+        )
+
+
+def _units(sizes: Mapping[str, int], given: Sequence[DimAxes]) -> list[Unit]:
+    """The axes, neighbours joined that are always together, in this order, where one of them is."""
+    units: list[Unit] = []
+    for axis in sizes:
+        before = units[-1][-1] if units else None
+        if before is not None and all(_agree(names, before, axis) for d in given for names in d):
+            units[-1] = (*units[-1], axis)
+        else:
+            units.append((axis,))
+    return units
+
+
+def _agree(names: Sequence[str], first: str, second: str) -> bool:
+    if first not in names and second not in names:
+        return True
+    return (first, second) in itertools.pairwise(names)

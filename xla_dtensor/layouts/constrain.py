@@ -1,0 +1,94 @@
+"""A jaxpr in which XLA is asked for the layouts that were chosen."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, Var
+from jax.sharding import NamedSharding
+
+from xla_dtensor.layouts.choose import Choice
+from xla_dtensor.layouts.graph import DimAxes
+from xla_dtensor.mesh import Frame
+from xla_dtensor.mesh.waypoints import waypoints
+
+
+def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
+    """``jaxpr`` with the chosen layout asked for at each value, and what each node wants where that
+    is another one. The shardings by which XLA's faults are avoided (`plans/pin.py`) go where a
+    value has one now: every operand and result of an operation is told where to lie."""
+    if not choice.found:
+        return jaxpr
+    nodes: dict[int, list[int]] = {}
+    for number, node in enumerate(choice.graph.nodes):
+        if node.equation is not None:
+            nodes.setdefault(id(node.equation), []).append(number)
+    made: list[Any] = []
+    renamed: dict[Any, Any] = {}
+
+    def current(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
+
+    def ask(variable: Any, *ways: Any) -> Any:
+        for sharding in ways:
+            made.append(_constraint(variable, sharding))
+            (variable,) = made[-1].outvars
+        return variable
+
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "pin" and choice.of(equation.invars[0]) is not None:
+            renamed[equation.outvars[0]] = current(equation.invars[0])
+            continue
+        operands = [current(atom) for atom in equation.invars]
+        if name == "sharding_constraint":  # the user's
+            made.append(equation.replace(invars=operands))
+            continue
+        for number in nodes.get(id(equation), ()):
+            for i, value in enumerate(choice.graph.nodes[number].operands):
+                before = None if value is None else choice.of(value)
+                wanted = choice.operand(number, i)
+                if before is None or wanted is None or wanted == before:
+                    continue
+                way = [*waypoints(frame, before, wanted), _sharding(frame, wanted)]
+                for j, atom in enumerate(equation.invars):
+                    if not isinstance(atom, Literal) and choice.graph.value(atom) is value:
+                        operands[j] = ask(operands[j], *way)
+            if name == "cut":
+                equation = _cut_anew(equation, choice, number)
+        made.append(equation.replace(invars=operands))
+        for result in equation.outvars:
+            axes = choice.of(result)
+            if axes is not None:
+                renamed[result] = ask(result, _sharding(frame, axes))
+    return jaxpr.replace(eqns=made, outvars=[current(atom) for atom in jaxpr.outvars])
+
+
+def _cut_anew(equation: Any, choice: Choice, number: int) -> Any:
+    """The equation of an operation on shards, with those that were chosen."""
+    node, call = choice.graph.nodes[number], equation.params["call"]
+    keyed = equation.params["keyed"]
+    tensors = [choice.operand(number, i) or () for i in range(keyed, len(node.operands))]
+    results = [choice.result(number, i) or ((), ()) for i in range(len(node.results))]
+    laid_out = call.laid_out(tensors, [axes for axes, _ in results], [sums for _, sums in results])
+    return equation.replace(params={**equation.params, "call": laid_out})
+
+
+def _sharding(frame: Frame, axes: DimAxes) -> NamedSharding:
+    return frame.sharding(*(names or None for names in axes))
+
+
+def _constraint(variable: Any, sharding: NamedSharding) -> Any:
+    """An equation that asks for a layout."""
+    new = _prototype(variable.aval, sharding)
+    return new.replace(invars=[variable], outvars=[Var(variable.aval)])
+
+
+@functools.lru_cache(1024)
+def _prototype(aval: Any, sharding: NamedSharding) -> Any:
+    ask = lambda x: jax.lax.with_sharding_constraint(x, sharding)
+    closed = jax.make_jaxpr(ask)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    (equation,) = closed.jaxpr.eqns
+    return equation

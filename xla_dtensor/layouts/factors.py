@@ -1,0 +1,322 @@
+"""What one mesh axis may do to an equation of a jaxpr: which dims of its operands and results it
+can shard together, so that each device computes its part without asking the others.
+
+A `Factor` is such a set of dims. Those of an einsum are its letters: ``b m k, b k n -> b m n`` has
+four, of which ``k`` leaves each device with a part of a sum. Shardy calls them so, too, in its
+sharding rules (openxla.org/shardy). An equation without a factor for an axis computes the same on
+all devices along it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SUM = -1
+"""In place of a result's dim: each device has a part of it, which has to be reduced."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Dims that an axis may shard together.
+
+    Attributes:
+        operands: of operands, by their number, the dim; others are whole.
+        results: of results likewise, or `SUM`.
+        exchanges: whether devices need some of what others have, as much as of the first result
+            each has.
+    """
+
+    operands: Mapping[int, int] = field(default_factory=dict)
+    results: Mapping[int, int] = field(default_factory=dict)
+    exchanges: bool = False
+
+
+Factors = Callable[[Any], "list[Factor]"]
+_FACTORS: dict[str, Factors] = {}
+
+
+def factors(equation: Any) -> list[Factor] | None:
+    """The factors of an equation; None of a primitive that isn't in the table."""
+    find = _FACTORS.get(equation.primitive.name)
+    return None if find is None else find(equation)
+
+
+def work(equation: Any) -> float:
+    """The floating-point operations of an equation that takes long; 0 of others."""
+    find = _WORK.get(equation.primitive.name)
+    return 0.0 if find is None else find(equation)
+
+
+def is_elementwise(equation: Any) -> bool:
+    """Whether each element of the results is computed of the operands' elements at its place."""
+    return equation.primitive.name in _ELEMENTWISE
+
+
+def _of(*names: str) -> Callable[[Factors], Factors]:
+    def register(find: Factors) -> Factors:
+        for name in names:
+            _FACTORS[name] = find
+        return find
+
+    return register
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.aval.shape)
+
+
+_NAMES = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
+    complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
+    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
+    nextafter not optimization_barrier or pin pow real reduce_precision rem round rsqrt scattered
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor
+"""
+_ELEMENTWISE = frozenset(_NAMES.split())
+
+
+def of_broadcast(operand: Sequence[int], result: Sequence[int]) -> list[Factor]:
+    """Factors of an operand of an elementwise equation, some dims of which have length 1."""
+    return [
+        Factor({0: d} if own == size else {}, {0: d})
+        for d, (own, size) in enumerate(zip(operand, result, strict=True))
+        if size > 1
+    ]
+
+
+@_of("transpose")
+def _transpose(equation: Any) -> list[Factor]:
+    return [Factor({0: own}, {0: d}) for d, own in enumerate(equation.params["permutation"])]
+
+
+@_of("broadcast_in_dim")
+def _broadcast_in_dim(equation: Any) -> list[Factor]:
+    shape, own = _shape(equation.outvars[0]), _shape(equation.invars[0])
+    of = {d: i for i, d in enumerate(equation.params["broadcast_dimensions"])}
+    return [
+        Factor({0: of[d]} if d in of and own[of[d]] == size else {}, {0: d})
+        for d, size in enumerate(shape)
+        if size > 1
+    ]
+
+
+@_of("reshape", "squeeze", "expand_dims")
+def _reshape(equation: Any) -> list[Factor]:
+    pairs = leading_dims(_shape(equation.invars[0]), _shape(equation.outvars[0]))
+    return [Factor({0: a}, {0: b}) for a, b in pairs]
+
+
+def leading_dims(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
+    """The dims of which a reshape keeps what each of several devices has, if they are sharded: of
+    each group of dims that become a group of others the first ones longer than 1."""
+    found = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        first, second = i, j
+        left, right = before[i], after[j]
+        while left != right:
+            if left < right:
+                i += 1
+                left *= before[i]
+            else:
+                j += 1
+                right *= after[j]
+        pair = [
+            next((d for d in range(start, stop + 1) if shape[d] > 1), None)
+            for start, stop, shape in ((first, i, before), (second, j, after))
+        ]
+        if pair[0] is not None and pair[1] is not None:
+            found.append((pair[0], pair[1]))
+        i, j = i + 1, j + 1
+    return found
+
+
+@_of("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
+def _reduce(equation: Any) -> list[Factor]:
+    kept = _kept(equation)
+    return [Factor({0: d}, {0: kept.get(d, SUM)}) for d in range(len(_shape(equation.invars[0])))]
+
+
+@_of("argmax", "argmin")
+def _find(equation: Any) -> list[Factor]:
+    return [Factor({0: d}, {0: own}) for d, own in _kept(equation).items()]
+
+
+def _kept(equation: Any) -> dict[int, int]:
+    """Where the dims that aren't reduced are in the result."""
+    dims = range(len(_shape(equation.invars[0])))
+    kept = [d for d in dims if d not in equation.params["axes"]]
+    return {d: i for i, d in enumerate(kept)}
+
+
+@_of("dot_general")
+def _dot_general(equation: Any) -> list[Factor]:
+    (left_sums, right_sums), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    left, right = equation.invars
+    found = [
+        Factor({0: a, 1: b}, {0: i})
+        for i, (a, b) in enumerate(zip(left_batch, right_batch, strict=True))
+    ]
+    for number, operand, own in (
+        (0, left, (*left_sums, *left_batch)),
+        (1, right, (*right_sums, *right_batch)),
+    ):
+        free = [d for d in range(len(_shape(operand))) if d not in own]
+        found += [Factor({number: d}, {0: i}) for i, d in enumerate(free, len(found))]
+    return found + [
+        Factor({0: a, 1: b}, {0: SUM}) for a, b in zip(left_sums, right_sums, strict=True)
+    ]
+
+
+@_of("conv_general_dilated")
+def _convolution(equation: Any) -> list[Factor]:
+    numbers = equation.params["dimension_numbers"]
+    x, kernel, result = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    if equation.params["batch_group_count"] != 1:
+        return []
+    found = [Factor({0: x[0]}, {0: result[0]})]
+    if equation.params["feature_group_count"] == 1:
+        found.append(Factor({1: kernel[0]}, {0: result[1]}))
+        found.append(Factor({0: x[1], 1: kernel[1]}, {0: SUM}))
+    return found
+
+
+@_of("gather")
+def _gather(equation: Any) -> list[Factor]:
+    numbers = equation.params["dimension_numbers"]
+    operand, indices = map(_shape, equation.invars[:2])
+    shape = _shape(equation.outvars[0])
+    batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    # The last dim of the indices has their coordinates.
+    pairs = zip(range(len(indices) - 1), batch, strict=True)
+    found = [Factor({1: i}, {0: d}) for i, d in pairs]
+    apart = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    sliced = [d for d in range(len(operand)) if d not in apart]
+    for d, own in zip(sliced, numbers.offset_dims, strict=True):
+        if shape[own] == operand[d]:
+            found.append(Factor({0: d}, {0: own}))
+    if len(numbers.start_index_map) == 1 and not numbers.operand_batching_dims:
+        # Each device looks up the rows that it has.
+        found.append(Factor({0: numbers.start_index_map[0]}, {0: SUM}))
+    return found
+
+
+@_of("scatter-add")
+def _scatter_add(equation: Any) -> list[Factor]:
+    """Whole dims of what is written to; and the rows that are added, of which each device may add
+    its own, to zeros on all devices but one."""
+    numbers = equation.params["dimension_numbers"]
+    operand, _, updates = map(_shape, equation.invars)
+    rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
+    found = [Factor({1: i, 2: d}, {0: SUM}) for i, d in enumerate(rows)]
+    apart = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    windows = [d for d in range(len(operand)) if d not in apart]
+    for d, own in zip(windows, numbers.update_window_dims, strict=True):
+        if updates[own] == operand[d]:
+            found.append(Factor({0: d, 2: own}, {0: d}))
+    return found
+
+
+@_of(
+    "concatenate",
+    "pad",
+    "padded",
+    "rev",
+    "custom_vmap_call",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "cumlogsumexp",
+)
+@_of("slice", "dynamic_slice", "strided_slice", "sort", "top_k", "dynamic_update_slice")
+def _along_others(equation: Any) -> list[Factor]:
+    """Dims that nothing happens along: of one length in all operands and results. And the others
+    of what cuts and joins: shards begin elsewhere then."""
+    params = equation.params
+    active: set[int] = set()
+    for name in ("dimension", "axis", "dimensions"):
+        value = params.get(name, ())
+        active |= set(value) if isinstance(value, Iterable) else {value}
+    if equation.primitive.name == "top_k":
+        active.add(len(_shape(equation.invars[0])) - 1)
+    if equation.primitive.name == "custom_vmap_call":  # a function of each slice (`per_slice`)
+        active.add(len(_shape(equation.outvars[0])) - 1)
+    edges = params.get("padding_config", params.get("widths", ()))
+    active |= {d for d, widths in enumerate(edges) if any(widths)}
+    ndim = len(_shape(equation.outvars[0]))
+    operands = {i: v for i, v in enumerate(equation.invars) if _shape(v)}
+    results = dict(enumerate(equation.outvars))
+    shapes = [_shape(v) for v in (*operands.values(), *results.values())]
+    if any(len(shape) != ndim for shape in shapes):
+        return []
+    same = [d for d in range(ndim) if len({shape[d] for shape in shapes}) == 1 and d not in active]
+    moving = equation.primitive.name in _MOVING
+    return [
+        Factor(dict.fromkeys(operands, d), dict.fromkeys(results, d), d not in same)
+        for d in range(ndim)
+        if d in same or moving
+    ]
+
+
+_MOVING = ("concatenate", "pad", "padded", "slice", "strided_slice")
+
+
+@_of("stack")
+def _stack(equation: Any) -> list[Factor]:
+    new = equation.params["axis"]
+    dims = [d for d in range(len(_shape(equation.outvars[0]))) if d != new]
+    operands = range(len(equation.invars))
+    return [Factor(dict.fromkeys(operands, i), {0: d}) for i, d in enumerate(dims)]
+
+
+@_of("cut")
+def _cut(equation: Any) -> list[Factor]:
+    """As the operation's layout rule has it (`plans/shard_map_call.py`)."""
+    numbers, keyed = equation.params["numbers"], equation.params["keyed"]
+    assert len(equation.invars) == numbers.count(None) + keyed
+    found = []
+    for merged in equation.params["call"].alternatives():
+        operands = {i + keyed: p.dim for i, (p,) in enumerate(merged.inputs) if p.is_shard()}
+        results = {
+            i: SUM if p.is_partial() else p.dim
+            for i, (p,) in enumerate(merged.outputs)
+            if p.is_partial() or p.is_shard()
+        }
+        found.append(Factor(operands, results))
+    return found
+
+
+@_of("iota")
+def _iota(equation: Any) -> list[Factor]:
+    return [Factor({}, {0: d}) for d in range(len(_shape(equation.outvars[0])))]
+
+
+def _dot_work(equation: Any) -> float:
+    (sums, _), _ = equation.params["dimension_numbers"]
+    operand = _shape(equation.invars[0])
+    return 2.0 * math.prod(_shape(equation.outvars[0])) * math.prod(operand[d] for d in sums)
+
+
+def _convolution_work(equation: Any) -> float:
+    kernel = _shape(equation.invars[1])
+    out = equation.params["dimension_numbers"].rhs_spec[0]
+    return 2.0 * math.prod(_shape(equation.outvars[0])) * math.prod(kernel) / kernel[out]
+
+
+def _cut_work(equation: Any) -> float:
+    """Attention's: two products over as many positions as a query has dims before its last two.
+    That of others isn't known, and counts as if it were that."""
+    shape = _shape(equation.outvars[0])
+    return 4.0 * math.prod(shape) * shape[-2] if len(shape) > 1 else 0.0
+
+
+_WORK: dict[str, Callable[[Any], float]] = {
+    "cut": _cut_work,
+    "dot_general": _dot_work,
+    "conv_general_dilated": _convolution_work,
+}

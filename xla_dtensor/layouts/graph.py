@@ -1,0 +1,293 @@
+"""A jaxpr as a graph of what has to be laid out: groups of values, and the nodes between them.
+
+Values of which an elementwise equation makes another lie alike, or it would communicate: they are
+one *group*, with one layout. So a residual stream is a group, through all layers, and a parameter
+with its gradient and the state that an optimizer keeps. Every other equation is a *node*, which
+takes values of some groups and gives values of others, and has ways of its own to be cut
+(`factors.py`). What a node needs may differ from the layout of a value's group, at a price.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xla_dtensor.layouts.factors import (
+    SUM,
+    Factor,
+    factors,
+    is_elementwise,
+    of_broadcast,
+    work,
+)
+
+DimAxes = tuple[tuple[str, ...], ...]
+"""Per dim the mesh axes that shard it, major first."""
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+
+
+class Group:
+    """Values that lie alike.
+
+    Attributes:
+        shape: of each.
+        nbytes: of the largest.
+        known: how they lie, if that isn't to be chosen.
+        uneven: dims that may be cut though devices don't divide them: they come from parameters
+            that are.
+        is_free: whether XLA is to choose.
+    """
+
+    def __init__(self, shape: tuple[int, ...], nbytes: int, known: DimAxes | None) -> None:
+        self.shape, self.nbytes, self.known = shape, nbytes, known
+        self.uneven: set[int] = set()
+        self.is_free = False
+        self.within: Group | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """An equation that may be cut in several ways, or what a result of the program has to be.
+
+    Attributes:
+        equation: None for a result of the program.
+        operands: its operands; None of numbers and of what has no dims.
+        results: its results, likewise.
+        factors: how one axis may cut it; none: not at all.
+        work: its floating-point operations.
+        required: how its operand has to lie, of a result of the program.
+    """
+
+    equation: Any
+    operands: Sequence[Any]
+    results: Sequence[Any]
+    factors: list[Factor]
+    work: float = 0.0
+    required: DimAxes | None = None
+
+
+class Graph:
+    """The graph of a jaxpr.
+
+    Args:
+        jaxpr: without inputs: those are constants.
+        known: how constants lie.
+        required: how results have to lie; None where that is open.
+        sizes: the number of devices along each mesh axis.
+
+    Attributes:
+        nodes: in order.
+        unknown: names of primitives that have no factors here; XLA lays them out.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        known: Mapping[Any, DimAxes | None],
+        required: Sequence[DimAxes | None],
+        sizes: Mapping[str, int],
+    ) -> None:
+        self._sizes = sizes
+        self.nodes: list[Node] = []
+        self.unknown: set[str] = set()
+        self._groups: dict[Any, Group] = {}
+        self._same: dict[Any, Any] = {}
+        for constant in jaxpr.constvars:
+            self._group(constant, known.get(constant))
+        self._walk(jaxpr.eqns)
+        for result, wanted in zip(jaxpr.outvars, required, strict=True):
+            value = self._operand(result)
+            if wanted is not None and value is not None:
+                self.nodes.append(Node(None, [value], [], [], required=wanted))
+        self._pass_unevenness_on()
+
+    def value(self, variable: Any) -> Any:
+        """The variable that has this one's value: inside of a call it is the caller's."""
+        while variable in self._same:
+            variable = self._same[variable]
+        return variable
+
+    def group(self, variable: Any) -> Group | None:
+        """The group of a variable's value; None of what has no dims or was never met."""
+        found = self._groups.get(self.value(variable))
+        while found is not None and found.within is not None:
+            found = found.within
+        return found
+
+    def groups(self) -> Iterator[Group]:
+        """All groups."""
+        for group in self._groups.values():
+            if group.within is None:
+                yield group
+
+    # --- making it ----------------------------------------------------------------------------
+
+    def _group(self, variable: Any, known: DimAxes | None = None) -> None:
+        aval = variable.aval
+        shape = tuple(getattr(aval, "shape", ()))
+        if shape and variable not in self._groups:
+            nbytes = math.prod(shape) * getattr(aval.dtype, "itemsize", 1)
+            self._groups[variable] = Group(shape, nbytes, known)
+
+    def _operand(self, atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return None
+        variable = self.value(atom)
+        return variable if variable in self._groups else None
+
+    def _walk(self, equations: Iterable[Any]) -> None:
+        for equation in equations:
+            if equation.primitive.name in _CALLS:
+                self._call(equation)
+                continue
+            for result in equation.outvars:
+                self._group(result)
+            self._equation(equation)
+
+    def _call(self, equation: Any) -> None:
+        closed = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
+        inner = getattr(closed, "jaxpr", closed)
+        for variable in inner.constvars:
+            self._group(variable)
+        for variable, atom in zip(inner.invars, equation.invars, strict=True):
+            self._is(variable, atom)
+        self._walk(inner.eqns)
+        for variable, atom in zip(equation.outvars, inner.outvars, strict=True):
+            self._is(variable, atom)
+
+    def _is(self, variable: Any, atom: Any) -> None:
+        if isinstance(atom, Literal):
+            self._group(variable)
+        else:
+            self._same[variable] = self.value(atom)
+
+    def _equation(self, equation: Any) -> None:
+        name = equation.primitive.name
+        operands = [self._operand(atom) for atom in equation.invars]
+        if is_elementwise(equation):
+            self._elementwise(equation, operands)
+        elif name == "for_each":
+            self._for_each(equation, operands)
+        elif name == "sharding_constraint":
+            self._constraint(equation, operands[0])
+        else:
+            found = factors(equation)
+            if found is None:
+                # XLA is to choose: nothing is said of its operands and results.
+                self.unknown.add(name)
+                for result in equation.outvars:
+                    group = self.group(result)
+                    if group is not None:
+                        group.is_free = True
+                return
+            results = [self._operand(result) for result in equation.outvars]
+            self.nodes.append(Node(equation, operands, results, found, work(equation)))
+            if name == "slice":
+                self._cut_off_padding(equation, operands[0])
+
+    def _elementwise(self, equation: Any, operands: Sequence[Any]) -> None:
+        first, *others = equation.outvars
+        for other in others:
+            self._join(equation, other, first)
+        for operand in operands:
+            if operand is not None:
+                self._join(equation, operand, first)
+
+    def _for_each(self, equation: Any, operands: Sequence[Any]) -> None:
+        """Each row is elementwise: a parameter, its gradient, its state."""
+        count, shared = equation.params["count"], equation.params["shared"]
+        width, made = (len(operands) - shared) // count, len(equation.outvars) // count
+        for row in range(count):
+            members = [
+                *operands[row * width : (row + 1) * width],
+                *map(self._operand, equation.outvars[row * made : (row + 1) * made]),
+            ]
+            found = [member for member in members if member is not None]
+            found.sort(key=lambda v: math.prod(v.aval.shape))
+            for member in found[:-1]:
+                if member.aval.shape == found[-1].aval.shape:
+                    self._join(equation, member, found[-1])
+
+    def _constraint(self, equation: Any, operand: Any) -> None:
+        (result,) = equation.outvars
+        group = self.group(result)
+        if group is None or operand is None:
+            return
+        known = dim_axes(equation.params["sharding"], len(group.shape), self._sizes)
+        if known is None:
+            # On another mesh of the same devices, or of some dims alone.
+            group.is_free = True
+            return
+        group.known = known
+        whole = [Factor({0: d}, {0: d}) for d in range(len(group.shape))]
+        self.nodes.append(Node(equation, [operand], [result], whole))
+
+    def _join(self, equation: Any, variable: Any, other: Any) -> None:
+        """Let two values of one shape lie alike, unless both are known to lie otherwise."""
+        one, two = self.group(variable), self.group(other)
+        if one is None or two is None or one is two:
+            return
+        if len(one.shape) != len(two.shape):
+            return
+        clash = one.known is not None and two.known is not None and one.known != two.known
+        if one.shape != two.shape or clash:
+            broadcast = of_broadcast(one.shape, two.shape)
+            self.nodes.append(Node(equation, [variable], [other], broadcast))
+            return
+        one.within = two
+        two.nbytes = max(one.nbytes, two.nbytes)
+        two.known = one.known if two.known is None else two.known
+        two.uneven |= one.uneven
+        two.is_free |= one.is_free
+
+    def _cut_off_padding(self, equation: Any, operand: Any) -> None:
+        """A parameter of 10 columns on 4 devices is an array of 12; what is cut out of it lies as
+        it did."""
+        source, (result,) = self.group(operand), equation.outvars
+        group = self.group(result)
+        if source is None or group is None or source.known is None or equation.params["strides"]:
+            return
+        for d, axes in enumerate(source.known):
+            size, kept = source.shape[d], group.shape[d]
+            if axes and kept < size and not equation.params["start_indices"][d]:
+                group.uneven.add(d)
+                self.nodes[-1].factors.append(Factor({0: d}, {0: d}))
+
+    def _pass_unevenness_on(self) -> None:
+        changed = True
+        while changed:
+            changed = False
+            for node in self.nodes:
+                for factor in node.factors:
+                    places = [
+                        *((node.operands[i], d) for i, d in factor.operands.items()),
+                        *((node.results[i], d) for i, d in factor.results.items() if d != SUM),
+                    ]
+                    found = [(self.group(v), d) for v, d in places if v is not None]
+                    if any(g is not None and d in g.uneven for g, d in found):
+                        for group, d in found:
+                            if group is not None and d not in group.uneven:
+                                group.uneven.add(d)
+                                changed = True
+
+
+def dim_axes(sharding: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:
+    """How something of ``ndim`` dims lies by a sharding, on axes of more than one device; None
+    where it doesn't say so, or on another mesh than that whose axes have these ``sizes``."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    found: list[tuple[str, ...]] = []
+    for entry in sharding.spec:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            return None
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        if not sizes.keys() >= {*names}:
+            return None
+        found.append(tuple(name for name in names if sizes[name] > 1))
+    return (*found, *[()] * (ndim - len(found)))

@@ -1,0 +1,236 @@
+"""How one mesh axis cuts a graph, as an integer program: which dim of each group it shards, and by
+which factor it cuts each node, so that what is moved costs least.
+
+A group's *state* is the dim that the axis shards, or none; so is that of an operand as a node wants
+it and of a result as the node gives it. Between the two stands the price of the move. Each pair of
+states of one operand has a variable that says whether it is the case; its sums over either side are
+the choices of group and node (the transport form, whose relaxation is nearly whole: HiGHS rarely
+has to branch). A move that several nodes want of one value is paid once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from xla_dtensor.layouts.factors import SUM, Factor
+from xla_dtensor.layouts.graph import Graph, Group, Node
+
+State = int | None
+"""The dim that an axis shards, or `SUM`; None of what is whole along it."""
+
+_NOTHING = Factor()
+SECONDS = 20.0
+"""How long HiGHS may take; what it has found by then is taken."""
+
+STARTUP_BYTES = 500.0
+"""What a collective costs, however little it moves, in bytes."""
+WORK_PER_BYTE = 100.0
+"""How many floating-point operations cost as much as a byte that is moved. Accelerators do ten
+times as many, but what is computed on all devices is kept on all of them, too."""
+_PREFERENCE = 10.0
+"""Bytes that a shard costs, so that of equally good layouts that with fewer ones is taken."""
+
+
+@dataclass
+class _Program:
+    """An integer program in the making: costs of variables, and sums of them that are given."""
+
+    costs: list[float] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
+
+    def variable(self, cost: float = 0.0, whole: bool = False) -> int:
+        self.costs.append(cost)
+        self.whole.append(int(whole))
+        return len(self.costs) - 1
+
+    def require(self, plus: Sequence[int], minus: Sequence[int], least: float, most: float) -> None:
+        row = len(self.least)
+        for columns, factor in ((plus, 1.0), (minus, -1.0)):
+            self.rows += [row] * len(columns)
+            self.columns += columns
+            self.factors += [factor] * len(columns)
+        self.least.append(least)
+        self.most.append(most)
+
+    def solve(self) -> Any:
+        """The variables' values; None if none were found."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_matrix
+
+        shape = len(self.least), len(self.costs)
+        matrix = csr_matrix((self.factors, (self.rows, self.columns)), shape=shape)
+        found = milp(
+            np.array(self.costs),
+            constraints=LinearConstraint(matrix, self.least, self.most),
+            integrality=np.array(self.whole),
+            bounds=Bounds(0, 1),
+            options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
+        )
+        return found.x
+
+
+class AxisChoice:
+    """How an axis cuts a graph, with all other axes as they are.
+
+    Args:
+        graph: what is to be laid out.
+        size: the number of devices along the axis.
+        own: the state of a group whose layout is known.
+        free_dims: the dims of a group that the axis may shard.
+        local_bytes: what a device has of a group, whole along this axis.
+        always: whether what takes long has to be cut, where it can be.
+
+    Attributes:
+        found: whether there is a solution.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        size: int,
+        own: Callable[[Any], State],
+        free_dims: Callable[[Group], list[int]],
+        local_bytes: Callable[[Group], float],
+        always: bool,
+    ) -> None:
+        self._graph, self._size, self._always = graph, size, always
+        self._own, self._free_dims, self._local_bytes = own, free_dims, local_bytes
+        self._program = _Program()
+        self._states: dict[Group, dict[State, int]] = {}
+        self._moves: dict[tuple[Any, State, State], int] = {}
+        self._options: list[tuple[list[Factor], list[int]]] = [self._node(n) for n in graph.nodes]
+        self._values = self._program.solve()
+        self.found = self._values is not None
+
+    def state(self, group: Group) -> State:
+        """The dim of a group that the axis shards."""
+        states = self._states.get(group)
+        if states is None:
+            return None
+        return max(states, key=lambda state: self._values[states[state]])
+
+    def factor(self, number: int) -> Factor:
+        """By what the axis cuts a node."""
+        options, variables = self._options[number]
+        best = max(range(len(options)), key=lambda i: self._values[variables[i]])
+        return options[best]
+
+    # --- making it ----------------------------------------------------------------------------
+
+    def _of_group(self, group: Group) -> dict[State, int]:
+        if group not in self._states:
+            if group.known is not None:
+                possible: list[State] = [self._own(group.known)]
+            else:
+                possible = [None, *self._free_dims(group)]
+            states = {
+                state: self._program.variable(_PREFERENCE * (state is not None), whole=True)
+                for state in possible
+            }
+            self._program.require([*states.values()], [], 1, 1)
+            self._states[group] = states
+        return self._states[group]
+
+    def _node(self, node: Node) -> tuple[list[Factor], list[int]]:
+        operands = [self._graph.group(v) for v in node.operands]
+        results = [self._graph.group(v) for v in node.results]
+        options = [_NOTHING]
+        if node.required is not None:
+            wanted = self._own(node.required)
+            options = [Factor({} if wanted is None else {0: wanted})]
+        options += [f for f in node.factors if self._is_possible(f, operands, results)]
+        if self._always and node.work and len(options) > 1:
+            del options[0]
+        costs = [0.0] * len(options)
+        if node.work and results[0] is not None:
+            share = node.work * self._local_bytes(results[0]) / results[0].nbytes / WORK_PER_BYTE
+            costs = [share / (1 if option is _NOTHING else self._size) for option in options]
+        for i, option in enumerate(options):
+            if option.exchanges and results[0] is not None:
+                costs[i] += STARTUP_BYTES + self._local_bytes(results[0]) / self._size
+        variables = [self._program.variable(cost, whole=True) for cost in costs]
+        self._program.require(variables, [], 1, 1)
+        for i, group in enumerate(operands):
+            if group is not None and not group.is_free:
+                wanted_states = [option.operands.get(i) for option in options]
+                self._operand(node.operands[i], group, wanted_states, variables)
+        for i, group in enumerate(results):
+            if group is not None and not group.is_free:
+                given = [option.results.get(i) for option in options]
+                self._result(group, given, variables)
+        return options, variables
+
+    def _is_possible(self, factor: Factor, operands: Sequence[Any], results: Sequence[Any]) -> bool:
+        places = [
+            *((operands[i], d) for i, d in factor.operands.items()),
+            *((results[i], d) for i, d in factor.results.items() if d != SUM),
+        ]
+        return all(
+            group is None
+            or d in self._free_dims(group)
+            or (group.known is not None and self._own(group.known) == d)
+            for group, d in places
+        )
+
+    def _operand(
+        self, value: Any, group: Group, wanted: Sequence[State], variables: Sequence[int]
+    ) -> None:
+        def pair(have: State, want: State) -> int:
+            cost = self._move(group, have, want)
+            chosen = self._program.variable()
+            if cost:
+                key = (value, have, want)
+                if key not in self._moves:
+                    self._moves[key] = self._program.variable(cost)
+                self._program.require([self._moves[key]], [chosen], 0, np.inf)
+            return chosen
+
+        self._transport(group, wanted, variables, pair)
+
+    def _result(self, group: Group, given: Sequence[State], variables: Sequence[int]) -> None:
+        def pair(have: State, give: State) -> int:
+            return self._program.variable(self._move(group, give, have))
+
+        self._transport(group, given, variables, pair)
+
+    def _transport(
+        self,
+        group: Group,
+        of_node: Sequence[State],
+        variables: Sequence[int],
+        pair: Callable[[State, State], int],
+    ) -> None:
+        """One of the pairs of a group's state and a node's is the case."""
+        states = self._of_group(group)
+        by_state: dict[State, list[int]] = {}
+        for state, variable in zip(of_node, variables, strict=True):
+            by_state.setdefault(state, []).append(variable)
+        pairs = {(own, other): pair(own, other) for own in states for other in by_state}
+        for own, variable in states.items():
+            self._program.require([pairs[own, other] for other in by_state], [variable], 0, 0)
+        for other, chosen in by_state.items():
+            self._program.require([pairs[own, other] for own in states], chosen, 0, 0)
+
+    def _move(self, group: Group, before: State, after: State) -> float:
+        """The price of a move, in bytes: those of the collective's result on a device."""
+        if before == after or before is None:
+            return 0.0
+        nbytes = self._local_bytes(group)
+        if before == SUM or after is None:
+            return STARTUP_BYTES + nbytes  # a sum, which may be cut in place; a gather
+        return STARTUP_BYTES + nbytes / self._size
+
+
+def local_bytes(group: Group, axes: Sequence[Sequence[str]], sizes: dict[str, int]) -> float:
+    """What a device has of a group whose dims are sharded by ``axes``."""
+    return group.nbytes / math.prod(sizes[axis] for names in axes for axis in names)
