@@ -13,6 +13,7 @@ nothing runs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -32,7 +33,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # what XLA cannot do well is
 
 import jax
 from sweep.layouts import LAYOUTS, MESHES, ONE_AXIS
-from sweep.measure import SIDES, measure
+from sweep.measure import OURS, SIDES, measure
 from sweep.models import MODELS
 
 LIMIT = 1.05  # a ratio above it counts as worse
@@ -43,15 +44,16 @@ FIGURES = {"bytes": (1e6, ".2f"), "us": (1, ".0f"), "temporaries": (1e6, ".1f")}
 """What is printed of each side, its unit, and how."""
 
 
-def ratio(row: Row, key: str) -> float:
-    """Ours over the better twin's.
+def ratio(row: Row, key: str, side: str = OURS[0]) -> float:
+    """One of ours over the better twin's.
 
     Args:
         row: as `sweep.measure.measure` gives it.
         key: of `sweep.measure.figures`.
+        side: which of ours.
     """
     best = min(row["alone"][key], row["expert"][key])
-    ours = row["ours"][key]
+    ours = row[side][key]
     return float(ours / best) if best else math.inf if ours else 1.0
 
 
@@ -78,7 +80,8 @@ def line(row: Row) -> str:
     parts = []
     for figure, (unit, form) in FIGURES.items():
         values = ", ".join(format(row[side][figure] / unit, form) for side in SIDES)
-        parts.append(f"{figure} {values} ({ratio(row, figure):.2f})")
+        ratios = ", ".join(f"{ratio(row, figure, side):.2f}" for side in OURS)
+        parts.append(f"{figure} {values} ({ratios})")
     parts.append(f"collectives {', '.join(str(row[side]['count']) for side in SIDES)}")
     parts.append(f"flops ({ratio(row, 'flops'):.2f})")
     return f"{name}: {'; '.join(parts)}"
@@ -87,18 +90,19 @@ def line(row: Row) -> str:
 def table(rows: Sequence[Row]) -> str:
     """The rows in markdown, in megabytes per device and step."""
     lines = [
-        "| target | mesh | model | layout | ours, MB | JAX alone | JAX, expert | ratio | time | "
-        "temporaries, MB | ratio | flops |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| target | mesh | model | layout | whole step, MB | by operation | JAX alone | JAX, expert "
+        "| ratio | by operation | time | temporaries, MB | ratio | flops |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         cells = list(key(row))
         if "error" in row:
-            cells += [f"error: {row['error'].splitlines()[0]}".replace("|", "/"), *[""] * 7]
+            cells += [f"error: {row['error'].splitlines()[0]}".replace("|", "/"), *[""] * 9]
         else:
             cells += [f"{row[side]['bytes'] / 1e6:.2f}" for side in SIDES]
-            worse = ratio(row, "bytes") > LIMIT
-            cells.append(f"{'**' * worse}{ratio(row, 'bytes'):.2f}{'**' * worse}")
+            for side in OURS:
+                worse = ratio(row, "bytes", side) > LIMIT
+                cells.append(f"{'**' * worse}{ratio(row, 'bytes', side):.2f}{'**' * worse}")
             cells.append(f"{ratio(row, 'us'):.2f}")
             cells.append(", ".join(f"{row[side]['temporaries'] / 1e6:.1f}" for side in SIDES))
             cells += [f"{ratio(row, 'temporaries'):.2f}", f"{ratio(row, 'flops'):.2f}"]
@@ -112,11 +116,11 @@ def summary(rows: Sequence[Row]) -> str:
     lines = [f"\n{len(rows)} rows, {len(rows) - len(good)} errors"]
     if not good:
         return lines[0]
-    for figure in (*FIGURES, "flops"):
-        ratios = [ratio(row, figure) for row in good]
+    for side, figure in itertools.product(OURS, (*FIGURES, "flops")):
+        ratios = [ratio(row, figure, side) for row in good]
         above = sum(one > LIMIT for one in ratios)
         lines.append(
-            f"{figure}: median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}, "
+            f"{side}, {figure}: median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}, "
             f"{above} above {LIMIT}"
         )
     lines.append("the worst by bytes:")

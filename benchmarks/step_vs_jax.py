@@ -38,12 +38,12 @@ CHECKED_STEPS = 8  # whose losses must agree with CPU torch
 class TorchSide:
     """The torch model on an "xla" mesh."""
 
-    def __init__(self, case: Case, batches: list[Batch]) -> None:
+    def __init__(self, case: Case, batches: list[Batch], layouts: str = "torch") -> None:
         import xla_dtensor as xd
 
         mesh = xd.init_device_mesh("xla", case.mesh_shape, mesh_dim_names=case.mesh_names)
         model = case.shard_model(case.make_model(), mesh)
-        self.compiled_step = xd.compile(case.make_step(model))
+        self.compiled_step = xd.compile(case.make_step(model), layouts=layouts)
         self.batches = [tuple(case.shard_batch(t, mesh) for t in batch) for batch in batches]
 
     def step(self, i: int) -> float:

@@ -24,7 +24,8 @@ from xla_dtensor.planning.planner import not_kept
 from xla_dtensor.rules import cost
 from xla_dtensor.runtime import topologies
 
-SIDES = ("ours", "alone", "expert")
+SIDES = ("step", "torch", "alone", "expert")
+OURS = SIDES[:2]  # by how `xd.compile` lays out what is inside of the step
 STEPS = 2  # whose losses must agree with CPU torch's: the second has seen an update
 
 
@@ -91,7 +92,7 @@ def measure(model: str, layout: str, mesh: str, topology: str | None = None) -> 
     expected = _losses(model)
     found = {}
     for name, of in cases.items():
-        side = TorchSide(of, batches) if name == "ours" else JaxSide(of, batches)
+        side = TorchSide(of, batches, name) if name in OURS else JaxSide(of, batches)
         losses = [side.step(i) for i in range(STEPS)]
         for loss, right in zip(losses, expected, strict=True):
             if not abs(loss - right) <= of.tolerance * abs(right):  # also catches NaN
@@ -114,17 +115,21 @@ def _compiled_for(
     """The figures of programs for devices that aren't here."""
     place = topologies.topology(topology)
     found = {}
-    of = cases["ours"]
+    of = cases[OURS[0]]
     with xd.abstract(topology):
         mesh = xd.init_device_mesh("xla", of.mesh_shape, mesh_dim_names=of.mesh_names)
         # The same chips in the same order on all sides.
         one = xd.distribute_tensor(torch.zeros(1), mesh, [Replicate()] * mesh.ndim)
         jax_mesh = one._form.frame.jax_mesh
-        step = xd.compile(of.make_step(of.shard_model(of.make_model(), mesh)))
         sharded = tuple(of.shard_batch(tensor, mesh) for tensor in batch)
-        lowered, options = step.looked_at(sharded, {}, lambda seen: (seen.lowered, seen.options))
-        with jax.enable_x64(True), not_kept(place):
-            found["ours"] = figures(lowered.compile(options), on)
+        for name in OURS:
+            model = of.shard_model(of.make_model(), mesh)
+            step = xd.compile(of.make_step(model), layouts=name)
+            lowered, options = step.looked_at(
+                sharded, {}, lambda made: (made.lowered, made.options)
+            )
+            with jax.enable_x64(True), not_kept(place):
+                found[name] = figures(lowered.compile(options), on)
     for name in ("alone", "expert"):
         with not_kept(place):
             found[name] = figures(_twin(cases[name], jax_mesh, batch), on)

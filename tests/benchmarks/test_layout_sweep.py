@@ -99,9 +99,9 @@ def test_what_the_table_says() -> None:
     assert OnMesh.of("ep", "4x4").parameter("matrix", (8, 256)) == P(None, None)  # 8 of 16
 
 
-# Today's ratios of the bytes that collectives give, ours over the better twin's, and a hundredth.
-# Layouts of activations are chosen operation by operation, which costs what stands here; a change
-# that makes one less lowers the bound.
+# Today's ratios of the bytes that collectives give, ours over the better twin's, and a hundredth:
+# with layouts that are chosen operation by operation; over the whole step none is above `WHOLE`.
+WHOLE = 1.05
 BOUNDS = {
     ("gpt", "dp"): 1.01,
     ("gpt", "tp"): 1.01,
@@ -121,7 +121,8 @@ def test_no_more_is_moved_than_today(tmp_path: Path) -> None:
     found = {}
     for row in map(json.loads, rows.read_text().splitlines()):
         best = min(row["alone"]["bytes"], row["expert"]["bytes"])
-        found[row["model"], row["layout"]] = row["ours"]["bytes"] / best
+        found[row["model"], row["layout"]] = row["torch"]["bytes"] / best
+        assert row["step"]["bytes"] <= WHOLE * best, printed
     assert found.keys() == BOUNDS.keys(), printed
     assert not {key: ratio for key, ratio in found.items() if ratio > BOUNDS[key]}, printed
     # What is there already isn't measured again.
