@@ -90,8 +90,8 @@ def line(row: Row) -> str:
 def table(rows: Sequence[Row]) -> str:
     """The rows in markdown, in megabytes per device and step."""
     lines = [
-        "| target | mesh | model | layout | whole step, MB | by operation | JAX alone | JAX, expert "
-        "| ratio | by operation | time | temporaries, MB | ratio | flops |",
+        "| target | mesh | model | layout | whole step, MB | by operation | JAX alone "
+        "| JAX, expert | ratio | by operation | time | temporaries, MB | ratio | flops |",
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:

@@ -47,6 +47,11 @@ KNOWN_DIFFERENCES: dict[str, tuple[Callable[[Layouts], bool], str]] = {
         "torch reduces a partial operand of dot, though of mm it does not; a product is linear "
         "in each factor, so both keep it",
     ),
+    "rms_norm": (
+        _any_partial,
+        "torch cuts a pending sum over the rows, as of layer_norm; all that comes behind is cut "
+        "so, then, and a Llama's step moves 2.1 times the bytes: it is reduced here",
+    ),
     "convolution": (
         _beyond_batch,
         "torch lets the result follow the input whatever the weight is, contracted channels "
