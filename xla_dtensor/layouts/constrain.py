@@ -25,6 +25,8 @@ def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
     for number, node in enumerate(choice.graph.nodes):
         if node.equation is not None:
             nodes.setdefault(id(node.equation), []).append(number)
+    used = {atom for equation in jaxpr.eqns for atom in equation.invars if isinstance(atom, Var)}
+    used |= {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
     made: list[Any] = []
     renamed: dict[Any, Any] = {}
 
@@ -39,7 +41,7 @@ def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
 
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name == "pin" and choice.of(equation.invars[0]) is not None:
+        if name == "pin" and choice.of(equation.outvars[0]) is not None:
             renamed[equation.outvars[0]] = current(equation.invars[0])
             continue
         operands = [current(atom) for atom in equation.invars]
@@ -60,7 +62,7 @@ def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
                 equation = _cut_anew(equation, choice, number)
         made.append(equation.replace(invars=operands))
         for result in equation.outvars:
-            axes = choice.of(result)
+            axes = choice.of(result) if result in used else None
             if axes is not None:
                 renamed[result] = ask(result, _sharding(frame, axes))
     return jaxpr.replace(eqns=made, outvars=[current(atom) for atom in jaxpr.outvars])

@@ -72,7 +72,7 @@ _NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
     expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
-    nextafter not optimization_barrier or pin pow real reduce_precision rem round rsqrt scattered
+    nextafter not or pin pow real reduce_precision rem round rsqrt scattered
     select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor
 """

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.layouts.factors import (
@@ -131,7 +131,7 @@ class Graph:
     def _group(self, variable: Any, known: DimAxes | None = None) -> None:
         aval = variable.aval
         shape = tuple(getattr(aval, "shape", ()))
-        if shape and variable not in self._groups:
+        if math.prod(shape) and shape and variable not in self._groups:
             nbytes = math.prod(shape) * getattr(aval.dtype, "itemsize", 1)
             self._groups[variable] = Group(shape, nbytes, known)
 
@@ -151,26 +151,37 @@ class Graph:
             self._equation(equation)
 
     def _call(self, equation: Any) -> None:
+        """As if the equations of the function that is called stood here. Several calls share them,
+        and have variables of their own."""
         closed = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         inner = getattr(closed, "jaxpr", closed)
-        for variable in inner.constvars:
-            self._group(variable)
-        for variable, atom in zip(inner.invars, equation.invars, strict=True):
-            self._is(variable, atom)
-        self._walk(inner.eqns)
-        for variable, atom in zip(equation.outvars, inner.outvars, strict=True):
-            self._is(variable, atom)
+        own = dict(zip(inner.invars, equation.invars, strict=True))
+        for constant in inner.constvars:
+            own[constant] = Var(constant.aval)
+            self._group(own[constant])
 
-    def _is(self, variable: Any, atom: Any) -> None:
-        if isinstance(atom, Literal):
-            self._group(variable)
-        else:
-            self._same[variable] = self.value(atom)
+        def renamed(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else own[atom]
+
+        for each in inner.eqns:
+            own.update((variable, Var(variable.aval)) for variable in each.outvars)
+            invars, outvars = map(renamed, each.invars), map(renamed, each.outvars)
+            self._walk([each.replace(invars=list(invars), outvars=list(outvars))])
+        for variable, inside in zip(equation.outvars, inner.outvars, strict=True):
+            atom = renamed(inside)
+            if isinstance(atom, Literal):
+                self._group(variable)
+            else:
+                self._same[variable] = self.value(atom)
 
     def _equation(self, equation: Any) -> None:
         name = equation.primitive.name
         operands = [self._operand(atom) for atom in equation.invars]
-        if is_elementwise(equation):
+        if name == "optimization_barrier":
+            for operand, result in zip(operands, equation.outvars, strict=True):
+                if operand is not None:
+                    self._join(equation, operand, result)
+        elif is_elementwise(equation):
             self._elementwise(equation, operands)
         elif name == "for_each":
             self._for_each(equation, operands)

@@ -1,0 +1,60 @@
+"""Which values lie alike, and which are known to lie somewhere."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_dtensor.layouts.choose import Choice
+from xla_dtensor.layouts.graph import Graph
+
+SIZES = {"dp": 2, "tp": 4}
+X = jnp.zeros((8, 16))
+
+
+def graph(function, *args) -> tuple[Graph, list]:  # type: ignore[no-untyped-def, type-arg]
+    """The graph of a function, and its results."""
+    jaxpr = jax.make_jaxpr(lambda: function(*args))().jaxpr
+    return Graph(jaxpr, {}, [None] * len(jaxpr.outvars), SIZES), jaxpr.outvars
+
+
+def test_two_calls_of_one_function_have_values_of_their_own() -> None:
+    inner = jax.jit(lambda x: x * 2)
+    found, (one, two) = graph(lambda x, y: (inner(x), inner(y)), X, X + 1)
+    assert found.group(one) is not None and found.group(one) is not found.group(two)
+
+
+def test_a_barrier_goes_pair_by_pair() -> None:
+    barrier = lambda x, y: lax.optimization_barrier((x, y))
+    found, (one, two) = graph(barrier, X, jnp.zeros((4, 16)))
+    assert found.group(one).shape == (8, 16) and found.group(two).shape == (4, 16)
+    assert not found.nodes
+
+
+def test_elementwise_values_lie_alike() -> None:
+    found, (one, two, three) = graph(lambda x, y: (x + y, jnp.sin(x), x.T), X, X + 1)
+    assert found.group(one) is found.group(two)
+    assert found.group(three) is not found.group(one)
+
+
+def test_what_is_unknown_is_left_to_xla() -> None:
+    loop = lambda x: lax.fori_loop(0, 3, lambda _, y: y @ y.T @ y, x)
+    found, (one,) = graph(loop, X)
+    assert found.group(one).is_free and found.unknown
+
+
+def test_empty_values_have_no_layout() -> None:
+    found, (one,) = graph(lambda x: x @ jnp.zeros((16, 0)), X)
+    assert found.group(one) is None
+
+
+def test_a_choice_keeps_what_is_known() -> None:
+    jaxpr = jax.make_jaxpr(lambda: X @ X.T)().jaxpr
+    (constant, *_), (result,) = jaxpr.constvars, jaxpr.outvars
+    rows, whole = (("dp",), ()), ((), ())
+    choice = Choice(jaxpr, {constant: rows}, [whole], SIZES)
+    assert choice.found and choice.of(constant) == rows
+    # One move: of the product, which is smaller than what it is made of.
+    assert [move.kind for move in choice.moves()] in (["all-gather"], ["all-gather"] * 2)
+    assert choice.of(result) in (whole, rows)
