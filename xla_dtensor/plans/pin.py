@@ -27,7 +27,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.base.jax_private import manual_axes
-from xla_dtensor.base.xla_faults import ALWAYS, PRODUCTS, Ask, Grip
+from xla_dtensor.base.xla_faults import PRODUCTS, Ask, Grip
 
 PLANE = PRODUCTS.axes[0] - 1
 """Axes of a mesh on which XLA goes wrong in batches and convolutions alone."""
@@ -47,8 +47,6 @@ def _run(value: Any, *, sharding: Any, grip: Grip, loose: Grip) -> Any:
 
 def pin(how: Ask) -> Pin:
     """What asks for shardings so."""
-    if how is ALWAYS:
-        return jax.lax.with_sharding_constraint
     return lambda value, sharding: _primitive.bind(
         value, sharding=sharding, grip=how.grip, loose=how.loose
     )
@@ -160,9 +158,9 @@ def _groups(spec: PartitionSpec) -> Iterator[tuple[str, ...]]:
 
 
 def _shardings(jaxpr: Any) -> Iterator[Any]:
-    """What a program asks of XLA on its way, pins apart."""
+    """What a program asks of XLA on its way, but for pins that are none in a loose one."""
     for equation in jaxpr.eqns:
-        if equation.primitive is _primitive:
+        if equation.primitive is _primitive and equation.params["loose"] is not Grip.EXACT:
             continue
         mesh = equation.params.get("mesh")
         for value in jax.tree.leaves(
