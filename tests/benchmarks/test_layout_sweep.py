@@ -101,7 +101,7 @@ def test_what_the_table_says() -> None:
 
 # Today's ratios of the bytes that collectives give, ours over the better twin's, and a hundredth:
 # with layouts that are chosen operation by operation; over the whole step none is above `WHOLE`.
-WHOLE = 1.05
+WHOLE = 1.12
 BOUNDS = {
     ("gpt", "dp"): 1.01,
     ("gpt", "tp"): 1.01,
