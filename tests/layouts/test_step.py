@@ -117,10 +117,10 @@ MODELS: dict[str, dict[str, Any]] = {
 LAYOUTS = ("dp", "fsdp", "tp", "fsdp tp")
 
 
-def check(model: str, layout: str, mesh: str) -> None:
+def check(model: str, layout: str, mesh: str, layouts: str = "step") -> None:
     torch.manual_seed(0)
     expected, _ = losses(Transformer(**MODELS[model]), lambda tokens: tokens)
-    found, step = losses(*build(layout, mesh, **MODELS[model]), layouts="step")
+    found, step = losses(*build(layout, mesh, **MODELS[model]), layouts=layouts)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert step.compilations == 1
 
@@ -135,12 +135,19 @@ def test_models(model: str) -> None:
     check(model, "fsdp tp", "2x4")
 
 
+@pytest.mark.parametrize("model", ["plain", "grouped"])
+def test_attention_takes_axes_apart(model: str) -> None:
+    """Cut by its rule over three axes one by one, where all else takes two of them together."""
+    check(model, "fsdp tp", "2x2x2", "torch")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["8", "4x2", "2x2x2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_everywhere(model: str, layout: str, mesh: str) -> None:
-    check(model, layout, mesh)
+@pytest.mark.parametrize("layouts", ["step", "torch"])
+def test_everywhere(model: str, layout: str, mesh: str, layouts: str) -> None:
+    check(model, layout, mesh, layouts)
 
 
 def moved(layout: str, mesh: str, layouts: str, **model: Any) -> int:

@@ -162,6 +162,9 @@ def _shardings(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         if equation.primitive is _primitive and equation.params["loose"] is not Grip.EXACT:
             continue
+        if equation.primitive.name == "cut":
+            yield from equation.params["call"].shardings()
+            continue
         mesh = equation.params.get("mesh")
         for value in jax.tree.leaves(
             equation.params, is_leaf=lambda x: isinstance(x, PartitionSpec | NamedSharding)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -123,6 +123,15 @@ class ShardMapCall:
             hidden = [x if axes is None else optimization_barrier(x) for x, (axes, _) in arrays]
             operands = (*operands[:keyed], *hidden)
         return list(cut(*operands))
+
+    def shardings(self) -> Iterator[jax.sharding.NamedSharding]:
+        """Those of all operands and results; and each device computes by itself along all axes, as
+        if they sharded a dim."""
+        frame = self._frame
+        for axes in (*self._leaves, *self._results):
+            if axes is not None:
+                yield frame.sharding(*(names or None for names in axes))
+        yield frame.sharding(tuple(frame.sizes))
 
     def alternatives(self) -> list[Merged]:
         """How one mesh dim may cut the operation: what its rule says where it cuts one dim of one

@@ -101,7 +101,7 @@ class Executable:
 
         with jax.enable_x64(True):
             wanted = [sharding_of(form, frame) for form in outputs.forms]
-            self.lowering.loosen(traced.jaxpr, frame, groups, wanted)
+            self.lowering.loosen(jaxpr, frame, groups, wanted)
             lowered = lower()
             if executables is None:
                 self.lowered = lowered
