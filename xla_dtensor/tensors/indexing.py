@@ -18,12 +18,13 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import constant_recipe
 
 _NOT_NUMBERS = (torch.bool, torch.uint8)  # masks
-_NUMBERS = frozenset([int, slice, type(None), type(Ellipsis)])  # no part of another kind needs us
+# No part of another kind needs us; in a trace numbers may be inputs, whose class is equal to `int`.
+_NUMBERS = frozenset([int, slice, type(None), type(Ellipsis)])
 
 
 def select(tensor: Any, index: Any) -> Any:
     """``tensor[index]``, or `NotImplemented` if torch's way will do."""
-    if _NUMBERS.issuperset(map(type, index if index.__class__ is tuple else (index,))):
+    if executor.enclosing() is None and _are_numbers(index):
         return NotImplemented
     parts = _parts(index)
     if parts is None:
@@ -50,7 +51,7 @@ def assign(tensor: Any, index: Any, value: Any) -> bool:
     Raises:
         UnsupportedOpError: other tensors are in the index, too.
     """
-    if _NUMBERS.issuperset(map(type, index if index.__class__ is tuple else (index,))):
+    if executor.enclosing() is None and _are_numbers(index):
         return False
     parts = _parts(index)
     if parts is None:
@@ -154,6 +155,10 @@ def is_masked_fill(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor
     if len(values.shape) > len(result):
         return False
     return all(n in (1, m) for n, m in zip(reversed(values.shape), reversed(result), strict=False))
+
+
+def _are_numbers(index: Any) -> bool:
+    return _NUMBERS.issuperset(map(type, index if index.__class__ is tuple else (index,)))
 
 
 def _parts(index: Any) -> tuple[Any, ...] | None:
