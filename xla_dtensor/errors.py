@@ -89,8 +89,8 @@ class MeshMismatchError(XlaDTensorError, RuntimeError, ValueError):
 
         import torch, xla_dtensor as xd
 
-        line = xd.init_device_mesh("xla", (8,))
-        grid = xd.init_device_mesh("xla", (2, 4))
+        line = xd.init_device_mesh("xla", (8,), mesh_dim_names=("all",))
+        grid = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("rows", "columns"))
         xd.distribute_tensor(torch.ones(8), line) + xd.distribute_tensor(torch.ones(8), grid)
     """
 
