@@ -29,7 +29,7 @@ quick: env ## one test in fifty, a first signal in 90 seconds
 	$(RUN) quick -- $(ARGS)
 
 PROCESSOR ?=
-test: env ## all tests but the slow ones (17 minutes on two cores); PROCESSOR=1..4 rounds as another
+test: env ## all tests but the slow ones (14 minutes on two cores); PROCESSOR=1..4 rounds as another
 	$(RUN) $(if $(PROCESSOR),processor $(PROCESSOR),fast) -- $(ARGS)
 
 test-slow: env ## the slow tests
