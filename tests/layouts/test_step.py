@@ -190,3 +190,46 @@ def test_the_report() -> None:
         plain.layouts()
     with pytest.raises(ValueError, match='"torch" or "step"'):
         xd.compile(lambda x: x, layouts="best")  # type: ignore[call-overload]
+
+
+def attention(q: Any, k: Any, v: Any, scale: float) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (6, 3), (5, 5)])
+def test_attention_is_cut_as_its_rule_has_it(heads: tuple[int, int]) -> None:
+    """A scale that changes is an input beside the tensors; heads that devices don't divide, or of
+    which there are fewer for keys, can't be cut as others."""
+    mesh = make_mesh("2x4")
+    q, k, v = (torch.randn(4, n, 8, 16) for n in (heads[0], heads[1], heads[1]))
+    where = [xd.Shard(0), xd.Replicate()]
+    weight = torch.randn(16, 16)
+    cut = xd.distribute_tensor(weight, mesh, [xd.Replicate(), xd.Shard(0)])
+
+    def step(q: Any, k: Any, v: Any, w: Any, scale: float) -> Any:
+        return attention(q, k, v, scale) @ w
+
+    compiled = xd.compile(step, layouts="step")
+    on_mesh = [xd.distribute_tensor(t, mesh, where) for t in (q, k, v)]
+    for scale in (0.5, 0.25, 0.125):
+        found = compiled(*on_mesh, cut, scale).full_tensor().cpu()
+        torch.testing.assert_close(found, step(q, k, v, weight, scale), rtol=1e-4, atol=1e-4)
+    assert compiled.traces <= 2
+
+
+def test_what_the_rule_does_not_have_stays_as_it_was() -> None:
+    """Keys cut along their positions would give each device another softmax."""
+    mesh = make_mesh("2x4")
+    tensors = [
+        xd.distribute_tensor(torch.randn(4, 8, 16, 8), mesh, [xd.Shard(0), xd.Replicate()])
+        for _ in range(3)
+    ]
+    step = xd.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), layouts="step")
+    step(*tensors)
+    (equation,) = [e for e in step._last[1].jaxpr.eqns if e.primitive.name == "cut"]
+    call, whole, heads = equation.params["call"], ((),) * 4, ((), ("tp",), (), ())
+    positions = ((), (), ("tp",), ())
+    assert call.laid_out([heads] * 3, [heads], [()]) is not call
+    assert call.laid_out([positions, whole, whole], [positions], [()]) is not call
+    assert call.laid_out([whole, positions, positions], [whole], [()]) is call
+    assert call.laid_out([heads] * 3, [whole], [()]) is call

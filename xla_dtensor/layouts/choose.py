@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_dtensor.layouts.factors import SUM, Factor
-from xla_dtensor.layouts.graph import DimAxes, Graph, Group, dim_axes
-from xla_dtensor.layouts.integer_program import AxisChoice, State, local_bytes
+from xla_dtensor.layouts.graph import DimAxes, Graph, Group, Node, dim_axes
+from xla_dtensor.layouts.integer_program import AxisChoice, State, collective, local_bytes
 from xla_dtensor.mesh import Frame
 
 ROUNDS = 2
@@ -37,14 +38,6 @@ class Move:
     nbytes: float
     shape: tuple[int, ...]
     equation: Any
-
-
-def _kind(before: State, after: State) -> str | None:
-    if before == after or before is None:
-        return None
-    if before == SUM:
-        return "all-reduce" if after is None else "reduce-scatter"
-    return "all-gather" if after is None else "all-to-all"
 
 
 class Choice:
@@ -151,30 +144,28 @@ class Choice:
     def moves(self) -> list[Move]:
         """What is communicated by these layouts, as far as is known here."""
         found: dict[Any, Move] = {}
+
+        def add(key: Any, value: Any, unit: Unit, before: State, after: State, node: Node) -> None:
+            group = self.graph.group(value)
+            assert group is not None
+            nbytes = local_bytes(group, self._others(group, unit), self._sizes)
+            made = collective(before, after, nbytes, self._size(unit))
+            if made is not None:
+                found[key] = Move(made[0], unit, made[1], group.shape, node.equation)
+
         for number, node in enumerate(self.graph.nodes):
             for unit, factor in self._factors[number].items():
-                sides = (
-                    (node.operands, factor.operands, True),
-                    (node.results, factor.results, False),
-                )
-                for values, states, is_operand in sides:
-                    for i, value in enumerate(values):
-                        group = self.graph.group(value)
-                        if group is None or group.is_free:
-                            continue
-                        own = self._state(group, unit)
-                        pair = (own, states.get(i)) if is_operand else (states.get(i), own)
-                        kind = _kind(*pair)
-                        if kind is not None:
-                            size = self._size(unit) if kind == "all-to-all" else 1
-                            nbytes = local_bytes(group, self._others(group, unit), self._sizes)
-                            key = (value, unit, pair) if is_operand else (number, i, unit)
-                            found[key] = Move(kind, unit, nbytes / size, group.shape, node.equation)
+                for i, value in enumerate(node.operands):
+                    axes = self.of(value)
+                    if axes is not None:  # a move that several nodes want of one value is one
+                        pair = _state(axes, unit), factor.operands.get(i)
+                        add((value, unit, pair), value, unit, *pair, node)
+                for i, value in enumerate(node.results):
+                    axes = self.of(value)
+                    if axes is not None:
+                        pair = factor.results.get(i), _state(axes, unit)
+                        add((number, i, unit), value, unit, *pair, node)
         return sorted(found.values(), key=lambda move: -move.nbytes)
-
-    def _state(self, group: Group, unit: Unit) -> State:
-        axes = self._axes(group)
-        return next((d for d, names in enumerate(axes) if unit[0] in names), None)
 
     def _size(self, unit: Unit) -> int:
         return math.prod(self._sizes[axis] for axis in unit)
@@ -183,9 +174,6 @@ class Choice:
         """Choose how some axes cut; whether that is otherwise than before."""
         size = self._size(unit)
         possible: dict[Group, list[int]] = {}
-
-        def state(axes: DimAxes) -> State:
-            return next((d for d, names in enumerate(axes) if unit[0] in names), None)
 
         def free_dims(group: Group) -> list[int]:
             if group not in possible:
@@ -197,7 +185,8 @@ class Choice:
             return local_bytes(group, self._others(group, unit), self._sizes)
 
         always = unit[0] in self._batches
-        found = AxisChoice(self.graph, size, state, free_dims, own_bytes, always)
+        own = functools.partial(_state, unit=unit)
+        found = AxisChoice(self.graph, size, own, free_dims, own_bytes, always)
         if not found.found:
             self.found = False
             return False
@@ -232,6 +221,11 @@ class Choice:
             tuple(axis for unit in self._units if states.get(unit) == d for axis in unit)
             for d in range(ndim)
         )
+
+
+def _state(axes: DimAxes, unit: Unit) -> State:
+    """The dim that the axes of a unit shard."""
+    return next((d for d, names in enumerate(axes) if unit[0] in names), None)
 
 
 def _units(sizes: Mapping[str, int], given: Sequence[DimAxes]) -> list[Unit]:

@@ -71,8 +71,8 @@ def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
 def _cut_anew(equation: Any, choice: Choice, number: int) -> Any:
     """The equation of an operation on shards, with those that were chosen."""
     node, call = choice.graph.nodes[number], equation.params["call"]
-    keyed = equation.params["keyed"]
-    tensors = [choice.operand(number, i) or () for i in range(keyed, len(node.operands))]
+    places = call.tensors_among(equation.params["numbers"], equation.params["keyed"])
+    tensors = [choice.operand(number, i) or () for i in places]
     results = [choice.result(number, i) or ((), ()) for i in range(len(node.results))]
     laid_out = call.laid_out(tensors, [axes for axes, _ in results], [sums for _, sums in results])
     return equation.replace(params={**equation.params, "call": laid_out})

@@ -277,11 +277,12 @@ def _stack(equation: Any) -> list[Factor]:
 @_of("cut")
 def _cut(equation: Any) -> list[Factor]:
     """As the operation's layout rule has it (`plans/shard_map_call.py`)."""
-    numbers, keyed = equation.params["numbers"], equation.params["keyed"]
-    assert len(equation.invars) == numbers.count(None) + keyed
+    call = equation.params["call"]
+    places = call.tensors_among(equation.params["numbers"], equation.params["keyed"])
     found = []
-    for merged in equation.params["call"].alternatives():
-        operands = {i + keyed: p.dim for i, (p,) in enumerate(merged.inputs) if p.is_shard()}
+    for merged in call.alternatives():
+        inputs = zip(places, merged.inputs, strict=True)
+        operands = {i: p.dim for i, (p,) in inputs if p.is_shard()}
         results = {
             i: SUM if p.is_partial() else p.dim
             for i, (p,) in enumerate(merged.outputs)

@@ -222,13 +222,20 @@ class AxisChoice:
             self._program.require([pairs[own, other] for own in states], chosen, 0, 0)
 
     def _move(self, group: Group, before: State, after: State) -> float:
-        """The price of a move, in bytes: those of the collective's result on a device."""
-        if before == after or before is None:
-            return 0.0
-        nbytes = self._local_bytes(group)
-        if before == SUM or after is None:
-            return STARTUP_BYTES + nbytes  # a sum, which may be cut in place; a gather
-        return STARTUP_BYTES + nbytes / self._size
+        """The price of a move, in bytes."""
+        found = collective(before, after, self._local_bytes(group), self._size)
+        return 0.0 if found is None else STARTUP_BYTES + found[1]
+
+
+def collective(before: State, after: State, nbytes: float, size: int) -> tuple[str, float] | None:
+    """The collective that takes a value from one state to another along an axis of ``size``, and
+    the bytes of its result on a device, of the ``nbytes`` that one has of the whole; None if there
+    is nothing to communicate. XLA's CPU compiler makes a sum of a reduce-scatter, and cuts that."""
+    if before == after or before is None:
+        return None
+    if before == SUM:
+        return ("all-reduce" if after is None else "reduce-scatter"), nbytes
+    return ("all-gather", nbytes) if after is None else ("all-to-all", nbytes / size)
 
 
 def local_bytes(group: Group, axes: Sequence[Sequence[str]], sizes: dict[str, int]) -> float:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from xla_dtensor.layouts.choose import Choice, Move
+from xla_dtensor.layouts.integer_program import SECONDS
 
 MOST = 40
 """Lines of a table."""
@@ -13,6 +14,8 @@ MOST = 40
 
 def report(choice: Choice) -> str:
     """The collectives that the layouts take, by module, largest first; and their sum."""
+    if not choice.found:
+        return f"none were found in {SECONDS:.0f} seconds: values lie as each operation has them"
     moves = choice.moves()
     table = Counter[tuple[str, ...]]()
     nbytes = Counter[tuple[str, ...]]()

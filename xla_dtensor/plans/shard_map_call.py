@@ -147,12 +147,38 @@ class ShardMapCall:
                     found.append(merged)
         return list(dict.fromkeys(found))
 
+    def tensors_among(self, numbers: Sequence[Any], keyed: bool) -> list[int]:
+        """Which operands of the primitive are tensors: others are a PRNG key, and numbers that are
+        inputs of the program."""
+        leaves = zip(self._leaves, numbers, strict=True)
+        operands = [axes for axes, number in leaves if number is None]
+        return [i for i, axes in enumerate(operands, int(keyed)) if axes is not None]
+
     def laid_out(
         self, tensors: Sequence[TensorAxes], results: Sequence[TensorAxes], sums: Sequence[Axes]
     ) -> ShardMapCall:
-        """The same call of tensors that are cut otherwise."""
-        given = iter(tensors)
-        leaves = [None if axes is None else next(given) for axes in self._leaves]
+        """The same call of tensors that are cut otherwise; this one, if its rule doesn't have it
+        that results are cut so then, or shards would be uneven."""
+        sizes = self._frame.sizes
+
+        def placements(axes: TensorAxes, summed: Axes = ()) -> tuple[Placement, ...]:
+            dims = {axis: dim for dim, names in enumerate(axes) for axis in names}
+            return tuple(
+                Partial() if axis in summed else Shard(dims[axis]) if axis in dims else Replicate()
+                for axis in sizes
+            )
+
+        wanted = [placements(axes) for axes in tensors]
+        given = [placements(axes, own) for axes, own in zip(results, sums, strict=True)]
+        merged = self._query.ask(wanted, tuple(sizes.values()))
+        if merged is None or [*merged.inputs] != wanted or [*merged.outputs] != given:
+            return self
+        for shape, axes in zip(self._query.tensors, tensors, strict=True):
+            for size, names in zip(shape, axes, strict=False):
+                if size % math.prod(sizes[axis] for axis in names):
+                    return self
+        own = iter(tensors)
+        leaves = [None if axes is None else next(own) for axes in self._leaves]
         return ShardMapCall(
             self._frame, leaves, list(results), list(sums), self._padded, self._query
         )

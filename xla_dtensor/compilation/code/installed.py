@@ -128,9 +128,11 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
 
     monitoring.use_tool_id(tool, _NAME)
     try:
-        monitoring.register_callback(tool, monitoring.events.PY_START, started)
+        # A generator from outside of the step doesn't start in it, but goes on.
+        for event in (monitoring.events.PY_START, monitoring.events.PY_RESUME):
+            monitoring.register_callback(tool, event, started)
         monitoring.restart_events()  # what an earlier recording has disabled
-        monitoring.set_events(tool, monitoring.events.PY_START)
+        monitoring.set_events(tool, monitoring.events.PY_START | monitoring.events.PY_RESUME)
         yield True
     finally:
         if monitoring.get_tool(tool) == _NAME:
