@@ -38,7 +38,9 @@ def test_two_layouts_of_an_uneven_weight(tried: list[Any]) -> None:
     mesh = make_mesh("4x2")
     placed = distribute_tensor(weight.detach(), mesh, [Partial("avg"), Shard(2)])
     placed.requires_grad_()
-    out = xd.compile(convolve)(distribute_tensor(x, mesh, [Replicate()] * 2), placed)
+    out = xd.compile(convolve, layouts="torch")(
+        distribute_tensor(x, mesh, [Replicate()] * 2), placed
+    )
     out.sum().backward()
     wanted = convolve(x, weight)
     wanted.sum().backward()
@@ -61,7 +63,7 @@ def test_two_tensors_of_one_element(tried: list[Any]) -> None:
     x, y = torch.full((1, 1, 1), -0.5), torch.full((1, 1, 1), 1.5)
     placed = distribute_tensor(x, mesh, [Shard(0), Replicate()])
     other = distribute_tensor(y, mesh, [_StridedShard(1, split_factor=4), Shard(1)])
-    out = xd.compile(step)(placed, other)
+    out = xd.compile(step, layouts="torch")(placed, other)
     assert tried, "XLA compiles it by now"
     torch.testing.assert_close(out.cpu(), step(x, y))
     torch.testing.assert_close(placed.cpu(), x)
@@ -106,7 +108,7 @@ def test_one_position_of_an_uneven_tensor(tried: list[Any]) -> None:
 
     whole = Replicate()
     placed = distribute_tensor(image.detach(), mesh, [whole, whole, Partial("max")])
-    got = xd.compile(step)(
+    got = xd.compile(step, layouts="torch")(
         distribute_tensor(x, mesh, [whole, Shard(0), Shard(0)]),
         placed.requires_grad_(),
         distribute_tensor(weight, mesh, [whole, whole, Shard(1)]),

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from xla_dtensor.layouts.factors import SUM, Factor, factors, leading_dims
+from xla_dtensor.layouts.factors import SUM, Factor, factors, reshaped_dims
+from xla_dtensor.lowering.partitioned.per_slice import per_slice
 
 X = jnp.arange(4 * 6 * 8, dtype=jnp.float32).reshape(4, 6, 8) % 7 - 3
 Y = jnp.arange(4 * 8 * 2, dtype=jnp.float32).reshape(4, 8, 2) % 5 - 2
@@ -31,6 +32,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "gather": (lambda t, i: t.at[i].get(mode="promise_in_bounds"), (X[:, :, 0], ROWS)),
     "scatter-add": (lambda t, i, u: t.at[i].add(u), (jnp.zeros((4, 6)), ROWS, X[:2, :2, :6])),
     "concatenate": (lambda a, b: jnp.concatenate([a, b], 1), (X, X + 1)),
+    "tile": (lambda x: lax.tile(x, (1, 3, 1)), (X,)),
     "stack": (lambda a, b: lax.concatenate([a[:, None], b[:, None]], 1), (X, X + 1)),
     "slice": (lambda x: x[:, 2:4], (X,)),
     "pad": (lambda x: lax.pad(x, jnp.float32(0), ((0, 0, 0), (1, 2, 0), (0, 0, 0))), (X,)),
@@ -76,6 +78,8 @@ def test_halves_are_enough(name: str) -> None:
     checked = 0
     for equation, operands, results in equations(function, args):
         for factor in factors(equation) or []:
+            if factor.behind_operand or factor.behind_result:
+                continue  # for a second axis: below
             if factor.exchanges or not factor.results or _is_odd(factor, operands, results):
                 continue
             if equation.primitive.name in SIZED or equation.primitive.name == "gather":
@@ -141,13 +145,50 @@ def _keeps_positions(equation: Any, factor: Factor, operands: list[Any], results
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ((16, 128, 256), (16, 128, 8, 32), [(0, 0), (1, 1), (2, 2)]),
-        ((16, 128, 256), (2048, 256), [(0, 0), (2, 1)]),
-        ((1, 6, 4), (6, 1, 4), [(1, 0), (2, 2)]),
-        ((24,), (1, 4, 6), [(0, 1)]),
-        ((4, 6), (3, 8), [(0, 0)]),
+        ((16, 128, 256), (16, 128, 8, 32), [((0,), (0,)), ((1,), (1,)), ((2,), (2, 3))]),
+        ((16, 128, 256), (2048, 256), [((0, 1), (0,)), ((2,), (1,))]),
+        ((1, 6, 4), (6, 1, 4), [((1,), (0,)), ((2,), (2,))]),
+        ((24,), (1, 4, 6), [((0,), (1, 2))]),
+        ((4, 6), (3, 8), [((0, 1), (0, 1))]),
         ((1,), (1, 1), []),
     ],
 )
-def test_leading_dims(before: Any, after: Any, expected: Any) -> None:
-    assert leading_dims(before, after) == expected
+def test_reshaped_dims(before: Any, after: Any, expected: Any) -> None:
+    assert reshaped_dims(before, after) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 6), (12,)), ((12,), (2, 6)), ((12,), (2, 1, 6))]
+)
+def test_a_second_axis_cuts_the_next_dim(before: Any, after: Any) -> None:
+    """The first axis has cut one of the several dims to length 1; the part of each of its devices
+    is cut into halves by the second."""
+    x = np.arange(12.0).reshape(before)
+    ((equation, _, (result,)),) = equations(lambda x: jnp.reshape(x, after), (x,))
+    found = factors(equation)
+    assert found is not None
+    (factor,) = [f for f in found if f.behind_operand or f.behind_result]
+
+    def part(array: Any, dim: int, behind: tuple[int, ...], first: int, half: int) -> Any:
+        """What the device at ``first``, ``half`` has."""
+        for d in behind:
+            array = np.split(array, 2, d)[first]
+        if not behind:
+            array = np.split(array, 2, dim)[first]
+        return np.split(array, 2, dim)[half].ravel()
+
+    for first in range(2):
+        for half in range(2):
+            of_operand = part(x, factor.operands[0], factor.behind_operand, first, half)
+            of_result = part(
+                np.asarray(result), factor.results[0], factor.behind_result, first, half
+            )
+            np.testing.assert_array_equal(of_operand, of_result)
+
+
+def test_a_function_of_each_slice() -> None:
+    """The dims before the slices; a matrix of which a number is made has none of its own then."""
+    trace = lambda x: per_slice(lambda a: (a.sum((-2, -1)), a), 1, x)
+    eqns = jax.make_jaxpr(trace)(X).jaxpr.eqns
+    (call,) = [e for e in eqns if e.primitive.name == "custom_vmap_call"]
+    assert factors(call) == [Factor({0: 0}, {0: 0, 1: 0})]

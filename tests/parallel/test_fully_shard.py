@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections import Counter
 from typing import Any
@@ -262,7 +263,7 @@ def test_global_view(kind: str) -> None:
     x = torch.cat(batches(8))
     placements = [Shard(0)] * len(dims)
 
-    @xd.compile
+    @functools.partial(xd.compile, layouts="torch")  # of so few rows the gradients' operands move
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = loss_of(model(x))
         loss.backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,9 @@ class Choice:
         known: how constants lie.
         required: how results have to lie; None where that is open.
         sizes: the number of devices along each mesh axis, in the mesh's order.
-        batches: axes that cut what the step is given. What takes long is cut along these, always:
-            who cuts a batch doesn't want each device to compute all of it, to move less.
+        arguments: which constants are the step's arguments. What takes long is cut along the axes
+            that cut these, always: who cuts a batch doesn't want each device to compute all of it,
+            to move less.
 
     Attributes:
         graph: of the jaxpr.
@@ -64,10 +65,15 @@ class Choice:
         known: Mapping[Any, DimAxes | None],
         required: Sequence[DimAxes | None],
         sizes: Mapping[str, int],
-        batches: Set[str] = frozenset(),
+        arguments: Sequence[Any] = (),
     ) -> None:
-        self._batches = batches
         self.graph = Graph(jaxpr, known, required, sizes)
+        self._batches = {
+            axis
+            for layout in self.graph.layouts_of([v for v in arguments if known.get(v) is not None])
+            for names in layout
+            for axis in names
+        }
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
         given = [axes for axes in (*known.values(), *required) if axes is not None]
         given += [group.known for group in self.graph.groups() if group.known is not None]
@@ -111,13 +117,10 @@ class Choice:
 
         known = {v: axes(v, sharding) for v, sharding in zip(jaxpr.constvars, inputs, strict=True)}
         required = [axes(v, sharding) for v, sharding in zip(jaxpr.outvars, results, strict=True)]
-        batches = {
-            axis
-            for is_argument, lie in zip(arguments, known.values(), strict=True)
-            for names in (lie if is_argument and lie is not None else ())
-            for axis in names
-        }
-        return cls(jaxpr, known, required, frame.sizes, batches)
+        given = [
+            v for v, is_argument in zip(jaxpr.constvars, arguments, strict=True) if is_argument
+        ]
+        return cls(jaxpr, known, required, frame.sizes, given)
 
     def of(self, variable: Any) -> DimAxes | None:
         """How a value lies; None where XLA is to choose."""
@@ -140,6 +143,17 @@ class Choice:
         states = {unit: f.results.get(number) for unit, f in self._factors[node].items()}
         sums = tuple(axis for unit, state in states.items() if state == SUM for axis in unit)
         return self._dim_axes(len(group.shape), states), sums
+
+    def given(self, nodes: Sequence[int], result: Any) -> DimAxes | None:
+        """How a result lies as it is made by the one of an equation's nodes that makes it."""
+        value = self.graph.value(result)
+        for number in nodes:
+            results = self.graph.nodes[number].results
+            for i, each in enumerate(results):
+                if each is value:
+                    found = self.result(number, i)
+                    return None if found is None else found[0]
+        return None
 
     def moves(self) -> list[Move]:
         """What is communicated by these layouts, as far as is known here."""
@@ -186,7 +200,8 @@ class Choice:
 
         always = unit[0] in self._batches
         own = functools.partial(_state, unit=unit)
-        found = AxisChoice(self.graph, size, own, free_dims, own_bytes, always)
+        fits = functools.partial(self._fits, unit=unit)
+        found = AxisChoice(self.graph, size, own, free_dims, fits, own_bytes, always)
         if not found.found:
             self.found = False
             return False
@@ -203,11 +218,33 @@ class Choice:
         if group.known is not None:
             return False
         others = self._others(group, unit)[dim]
-        if any((unit[0], other) not in self._together for other in others):
+        if dim not in group.joint and any((unit[0], o) not in self._together for o in others):
             return False
         devices = size * math.prod(self._sizes[other] for other in others)
         length = group.shape[dim]
         return length >= devices if dim in group.uneven else length % devices == 0 and length > 1
+
+    def _fits(
+        self, factor: Factor, operands: Sequence[Any], results: Sequence[Any], unit: Unit
+    ) -> bool:
+        """Whether what has to be cut to length 1 is, and by axes that come before these."""
+        behind = factor.behind_operand or factor.behind_result
+        if not behind:
+            return True
+        joined = bool(factor.behind_operand)
+        many, one = (operands[0], results[0]) if joined else (results[0], operands[0])
+        if many is None or one is None:
+            return False
+        others = self._others(many, unit)
+        if any(math.prod(self._sizes[a] for a in others[d]) != many.shape[d] for d in behind):
+            return False
+        before = [axis for d in behind for axis in others[d]]
+        cut = (factor.results if joined else factor.operands)[0]
+        return [*before, *unit] == [
+            axis
+            for axis in (one.known[cut] if one.known else self._sizes)
+            if axis in before or axis in unit
+        ] and {*before} == {*self._others(one, unit)[cut]}
 
     def _axes(self, group: Group) -> DimAxes:
         return group.known or self._dim_axes(len(group.shape), self._states.get(group, {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
             nodes.setdefault(id(node.equation), []).append(number)
     used = {atom for equation in jaxpr.eqns for atom in equation.invars if isinstance(atom, Var)}
     used |= {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    used -= _asked_for_otherwise(jaxpr)
     made: list[Any] = []
     renamed: dict[Any, Any] = {}
 
@@ -63,14 +65,35 @@ def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
         made.append(equation.replace(invars=operands))
         for result in equation.outvars:
             axes = choice.of(result) if result in used else None
-            if axes is not None:
-                renamed[result] = ask(result, _sharding(frame, axes))
+            if axes is None:
+                continue
+            given = choice.given(nodes.get(id(equation), ()), result)
+            # Without the first XLA may gather an operand in place of what is made of it.
+            moves = given is not None and any({*a} - {*b} for a, b in zip(given, axes, strict=True))
+            way = [given, axes] if moves else [axes]
+            renamed[result] = ask(result, *(_sharding(frame, each) for each in way))
     return jaxpr.replace(eqns=made, outvars=[current(atom) for atom in jaxpr.outvars])
 
 
+def _asked_for_otherwise(jaxpr: Any) -> set[Any]:
+    """Sums that a redistribution asks for in an order of dims of its own (`movement/scattered.py`),
+    and the numbers of which they were cast: if they lay there already, that would be too late."""
+    uses = Counter(atom for e in jaxpr.eqns for atom in e.invars if isinstance(atom, Var))
+    found: set[Any] = set()
+    for equation in reversed(jaxpr.eqns):
+        names = {"scattered"} if not found & {*equation.outvars} else {"convert_element_type"}
+        if equation.primitive.name in names:
+            found |= {atom for atom in equation.invars if uses[atom] == 1}
+    return found
+
+
 def _cut_anew(equation: Any, choice: Choice, number: int) -> Any:
-    """The equation of an operation on shards, with those that were chosen."""
+    """The equation of an operation on shards, with those that were chosen; as it is, if XLA is to
+    choose how some of its tensors lie."""
     node, call = choice.graph.nodes[number], equation.params["call"]
+    groups = [choice.graph.group(v) for v in (*node.operands, *node.results)]
+    if any(group is not None and group.is_free for group in groups):
+        return equation
     places = call.tensors_among(equation.params["numbers"], equation.params["keyed"])
     tensors = [choice.operand(number, i) or () for i in places]
     results = [choice.result(number, i) or ((), ()) for i in range(len(node.results))]

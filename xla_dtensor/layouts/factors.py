@@ -27,11 +27,16 @@ class Factor:
         results: of results likewise, or `SUM`.
         exchanges: whether devices need some of what others have, as much as of the first result
             each has.
+        behind_operand, behind_result: of a reshape of several dims to one, or of one to several,
+            which of the several have to be cut, each to length 1 and by axes before this one, so
+            that this one may cut the next.
     """
 
     operands: Mapping[int, int] = field(default_factory=dict)
     results: Mapping[int, int] = field(default_factory=dict)
     exchanges: bool = False
+    behind_operand: tuple[int, ...] = ()
+    behind_result: tuple[int, ...] = ()
 
 
 Factors = Callable[[Any], "list[Factor]"]
@@ -72,7 +77,7 @@ _NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
     expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
-    nextafter not or pin pow real reduce_precision rem round rsqrt scattered
+    nextafter not or pin pow real reduce_precision rem reshard round rsqrt scattered
     select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor
 """
@@ -106,13 +111,24 @@ def _broadcast_in_dim(equation: Any) -> list[Factor]:
 
 @_of("reshape", "squeeze", "expand_dims")
 def _reshape(equation: Any) -> list[Factor]:
-    pairs = leading_dims(_shape(equation.invars[0]), _shape(equation.outvars[0]))
-    return [Factor({0: a}, {0: b}) for a, b in pairs]
+    found = []
+    for before, after in reshaped_dims(_shape(equation.invars[0]), _shape(equation.outvars[0])):
+        found.append(Factor({0: before[0]}, {0: after[0]}))
+        if len(before) == 1:
+            for i, d in enumerate(after[1:], 1):
+                found.append(Factor({0: before[0]}, {0: d}, behind_result=after[:i]))
+        elif len(after) == 1:
+            for i, d in enumerate(before[1:], 1):
+                found.append(Factor({0: d}, {0: after[0]}, behind_operand=before[:i]))
+    return found
 
 
-def leading_dims(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
-    """The dims of which a reshape keeps what each of several devices has, if they are sharded: of
-    each group of dims that become a group of others the first ones longer than 1."""
+Dims = tuple[int, ...]
+
+
+def reshaped_dims(before: Sequence[int], after: Sequence[int]) -> list[tuple[Dims, Dims]]:
+    """The dims of a reshape that become others, those of length 1 left out. Of each such group the
+    first dims keep what each of several devices has, if they are sharded."""
     found = []
     i = j = 0
     while i < len(before) and j < len(after):
@@ -125,12 +141,13 @@ def leading_dims(before: Sequence[int], after: Sequence[int]) -> list[tuple[int,
             else:
                 j += 1
                 right *= after[j]
-        pair = [
-            next((d for d in range(start, stop + 1) if shape[d] > 1), None)
-            for start, stop, shape in ((first, i, before), (second, j, after))
-        ]
-        if pair[0] is not None and pair[1] is not None:
-            found.append((pair[0], pair[1]))
+        ranges = (before, first, i), (after, second, j)
+        one, other = (
+            tuple(d for d in range(start, stop + 1) if shape[d] > 1)
+            for shape, start, stop in ranges
+        )
+        if one and other:
+            found.append((one, other))
         i, j = i + 1, j + 1
     return found
 
@@ -226,7 +243,6 @@ def _scatter_add(equation: Any) -> list[Factor]:
     "pad",
     "padded",
     "rev",
-    "custom_vmap_call",
     "cumsum",
     "cumprod",
     "cummax",
@@ -244,8 +260,6 @@ def _along_others(equation: Any) -> list[Factor]:
         active |= set(value) if isinstance(value, Iterable) else {value}
     if equation.primitive.name == "top_k":
         active.add(len(_shape(equation.invars[0])) - 1)
-    if equation.primitive.name == "custom_vmap_call":  # a function of each slice (`per_slice`)
-        active.add(len(_shape(equation.outvars[0])) - 1)
     edges = params.get("padding_config", params.get("widths", ()))
     active |= {d for d, widths in enumerate(edges) if any(widths)}
     ndim = len(_shape(equation.outvars[0]))
@@ -261,6 +275,51 @@ def _along_others(equation: Any) -> list[Factor]:
         for d in range(ndim)
         if d in same or moving
     ]
+
+
+@_of("custom_vmap_call", "custom_partitioning")
+def _partitioned(equation: Any) -> list[Factor]:
+    """By the rule that the function has for Shardy; that of a function of each slice is in what it
+    calls (`lowering/partitioned/per_slice.py`)."""
+    rule = _rule(equation)
+    if rule is None:
+        return []
+    shapes = [[_shape(v) for v in equation.invars], [_shape(v) for v in equation.outvars]]
+    mappings = [rule.operand_mappings, rule.result_mappings]
+    if [*map(len, shapes)] != [*map(len, mappings)]:
+        return []
+    letters = dict.fromkeys(x for mapping in rule.operand_mappings for x in mapping)
+    alone = {*rule.need_replication_factors, *rule.permutation_factors}
+    found = []
+    for letter in letters:
+        if not isinstance(letter, str) or letter in alone:
+            continue
+        operands, results = (
+            {
+                i: mapping.index(letter)
+                for i, (mapping, shape) in enumerate(zip(own, of_own, strict=True))
+                if letter in mapping and mapping.index(letter) < len(shape)
+            }
+            for own, of_own in zip(mappings, shapes, strict=True)
+        )
+        if letter in rule.reduction_factors:
+            results = dict.fromkeys(range(len(equation.outvars)), SUM)
+        found.append(Factor(operands, results))
+    return found
+
+
+def _rule(equation: Any) -> Any:
+    """The Shardy rule of a function, or of the first that it calls which has one."""
+    own = equation.params.get("sharding_rule")
+    if equation.primitive.name == "custom_partitioning":
+        return own if hasattr(own, "operand_mappings") else None
+    for value in equation.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            for each in getattr(getattr(inner, "jaxpr", None), "eqns", ()):
+                found = _rule(each)
+                if found is not None:
+                    return found
+    return None
 
 
 _MOVING = ("concatenate", "pad", "padded", "slice", "strided_slice")
@@ -290,6 +349,11 @@ def _cut(equation: Any) -> list[Factor]:
         }
         found.append(Factor(operands, results))
     return found
+
+
+@_of("tile")
+def _tile(equation: Any) -> list[Factor]:
+    return [Factor({0: d}, {0: d}) for d, times in enumerate(equation.params["reps"]) if times == 1]
 
 
 @_of("iota")

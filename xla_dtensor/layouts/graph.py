@@ -9,6 +9,7 @@ takes values of some groups and gives values of others, and has ways of its own 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from xla_dtensor.layouts.factors import (
     of_broadcast,
     work,
 )
+from xla_dtensor.layouts.folding import fold
 
 DimAxes = tuple[tuple[str, ...], ...]
 """Per dim the mesh axes that shard it, major first."""
@@ -41,12 +43,18 @@ class Group:
         known: how they lie, if that isn't to be chosen.
         uneven: dims that may be cut though devices don't divide them: they come from parameters
             that are.
+        joint: dims that several axes may cut, though none of the user's layouts does so: what was
+            dims of their own has become one.
         is_free: whether XLA is to choose.
+        by_rule: how the layout rule of the operation that makes it has it.
     """
+
+    by_rule: DimAxes | None = None
 
     def __init__(self, shape: tuple[int, ...], nbytes: int, known: DimAxes | None) -> None:
         self.shape, self.nbytes, self.known = shape, nbytes, known
         self.uneven: set[int] = set()
+        self.joint: set[int] = set()
         self.is_free = False
         self.within: Group | None = None
 
@@ -83,6 +91,7 @@ class Graph:
 
     Attributes:
         nodes: in order.
+        folds: which of them are alike.
         unknown: names of primitives that have no factors here; XLA lays them out.
     """
 
@@ -105,7 +114,9 @@ class Graph:
             value = self._operand(result)
             if wanted is not None and value is not None:
                 self.nodes.append(Node(None, [value], [], [], required=wanted))
-        self._pass_unevenness_on()
+        self._pass_marks_on()
+        self._keep_to_rules()
+        self.folds = fold(self)
 
     def value(self, variable: Any) -> Any:
         """The variable that has this one's value: inside of a call it is the caller's."""
@@ -125,6 +136,20 @@ class Graph:
         for group in self._groups.values():
             if group.within is None:
                 yield group
+
+    def layouts_of(self, values: Iterable[Any]) -> Iterator[DimAxes]:
+        """How values that are given lie, and how they are laid out as soon as they are given, as a
+        model's hooks do with a batch that isn't sharded yet."""
+        given = {id(group) for group in map(self.group, values) if group is not None}
+        for node in self.nodes:
+            if node.equation is None or node.equation.primitive.name != "sharding_constraint":
+                continue
+            operand, result = self.group(node.operands[0]), self.group(node.results[0])
+            if id(operand) in given and result is not None and result.known is not None:
+                yield result.known
+        for group in self.groups():
+            if id(group) in given and group.known is not None:
+                yield group.known
 
     # --- making it ----------------------------------------------------------------------------
 
@@ -183,10 +208,16 @@ class Graph:
                     self._join(equation, operand, result)
         elif is_elementwise(equation):
             self._elementwise(equation, operands)
+            group = self.group(equation.outvars[0]) if name == "pin" else None
+            if group is not None:
+                wanted = dim_axes(equation.params["sharding"], len(group.shape), self._sizes)
+                group.by_rule = group.by_rule or wanted
         elif name == "for_each":
             self._for_each(equation, operands)
         elif name == "sharding_constraint":
             self._constraint(equation, operands[0])
+        elif name == "shard_map" and equation.params["mesh"].shape == self._sizes:
+            self._by_hand(equation, operands)
         else:
             found = factors(equation)
             if found is None:
@@ -201,6 +232,8 @@ class Graph:
             self.nodes.append(Node(equation, operands, results, found, work(equation)))
             if name == "slice":
                 self._cut_off_padding(equation, operands[0])
+            elif name == "reshape":
+                self._mark_joint(found, operands[0], results[0])
 
     def _elementwise(self, equation: Any, operands: Sequence[Any]) -> None:
         first, *others = equation.outvars
@@ -239,6 +272,19 @@ class Graph:
         whole = [Factor({0: d}, {0: d}) for d in range(len(group.shape))]
         self.nodes.append(Node(equation, [operand], [result], whole))
 
+    def _by_hand(self, equation: Any, operands: Sequence[Any]) -> None:
+        """A function of shards says how they are cut."""
+        params, sizes = equation.params, self._sizes
+        for operand, spec in zip(operands, params["in_specs"], strict=True):
+            if operand is not None:
+                wanted = _of_spec(spec, len(operand.aval.shape), sizes)
+                assert wanted is not None
+                self.nodes.append(Node(equation, [operand], [], [], required=wanted))
+        for result, spec in zip(equation.outvars, params["out_specs"], strict=True):
+            group = self.group(result)
+            if group is not None:
+                group.known = _of_spec(spec, len(group.shape), sizes)
+
     def _join(self, equation: Any, variable: Any, other: Any) -> None:
         """Let two values of one shape lie alike, unless both are known to lie otherwise."""
         one, two = self.group(variable), self.group(other)
@@ -255,6 +301,8 @@ class Graph:
         two.nbytes = max(one.nbytes, two.nbytes)
         two.known = one.known if two.known is None else two.known
         two.uneven |= one.uneven
+        two.joint |= one.joint
+        two.by_rule = two.by_rule or one.by_rule
         two.is_free |= one.is_free
 
     def _cut_off_padding(self, equation: Any, operand: Any) -> None:
@@ -270,31 +318,63 @@ class Graph:
                 group.uneven.add(d)
                 self.nodes[-1].factors.append(Factor({0: d}, {0: d}))
 
-    def _pass_unevenness_on(self) -> None:
+    def _mark_joint(self, found: Sequence[Factor], operand: Any, result: Any) -> None:
+        """Several dims become one, or one several: where axes cut some of these to length 1, others
+        may cut the next one."""
+        for factor in found:
+            joined = bool(factor.behind_operand)
+            behind = factor.behind_operand or factor.behind_result
+            many, one = (operand, result) if joined else (result, operand)
+            group = self.group(one)
+            fits = all(many.aval.shape[d] in self._numbers_of_devices for d in behind)
+            if behind and fits and group is not None:
+                group.joint.add((factor.results if joined else factor.operands)[0])
+
+    @functools.cached_property
+    def _numbers_of_devices(self) -> set[int]:
+        """Along one or several axes."""
+        found = {1}
+        for size in self._sizes.values():
+            found |= {size * other for other in found}
+        return found
+
+    def _pass_marks_on(self) -> None:
+        """What is so of a dim is so of the dims that it is cut with."""
         changed = True
         while changed:
             changed = False
             for node in self.nodes:
                 for factor in node.factors:
+                    if factor.behind_operand or factor.behind_result:
+                        continue
                     places = [
                         *((node.operands[i], d) for i, d in factor.operands.items()),
                         *((node.results[i], d) for i, d in factor.results.items() if d != SUM),
                     ]
                     found = [(self.group(v), d) for v, d in places if v is not None]
-                    if any(g is not None and d in g.uneven for g, d in found):
-                        for group, d in found:
-                            if group is not None and d not in group.uneven:
-                                group.uneven.add(d)
-                                changed = True
+                    for name in ("uneven", "joint"):
+                        marked = [(getattr(g, name), d) for g, d in found if g is not None]
+                        if any(d in dims for dims, d in marked):
+                            for dims, d in marked:
+                                changed = changed or d not in dims
+                                dims.add(d)
+
+    def _keep_to_rules(self) -> None:
+        """What is made of values that XLA lays out lies as its operation's rule has it: what it
+        costs isn't known here, and there is nothing that it would have to fit."""
+        for node in self.nodes:
+            operands = [self.group(v) for v in node.operands]
+            if any(group is not None and group.is_free for group in operands):
+                for group in map(self.group, node.results):
+                    if group is not None and group.known is None and not group.is_free:
+                        group.known = group.by_rule
 
 
-def dim_axes(sharding: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:
-    """How something of ``ndim`` dims lies by a sharding, on axes of more than one device; None
-    where it doesn't say so, or on another mesh than that whose axes have these ``sizes``."""
-    if not isinstance(sharding, NamedSharding):
-        return None
+def _of_spec(spec: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:
+    """How something of ``ndim`` dims lies by a spec, on axes of more than one device; None where it
+    doesn't say so."""
     found: list[tuple[str, ...]] = []
-    for entry in sharding.spec:
+    for entry in spec:
         if entry is PartitionSpec.UNCONSTRAINED:
             return None
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
@@ -302,3 +382,11 @@ def dim_axes(sharding: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | No
             return None
         found.append(tuple(name for name in names if sizes[name] > 1))
     return (*found, *[()] * (ndim - len(found)))
+
+
+def dim_axes(sharding: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:
+    """How something of ``ndim`` dims lies by a sharding, on axes of more than one device; None
+    where it doesn't say so, or on another mesh than that whose axes have these ``sizes``."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return _of_spec(sharding.spec, ndim, sizes)

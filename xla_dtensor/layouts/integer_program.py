@@ -87,6 +87,8 @@ class AxisChoice:
         size: the number of devices along the axis.
         own: the state of a group whose layout is known.
         free_dims: the dims of a group that the axis may shard.
+        fits: whether the axis may cut so, with the others as they are, given groups of operands and
+            of results.
         local_bytes: what a device has of a group, whole along this axis.
         always: whether what takes long has to be cut, where it can be.
 
@@ -100,15 +102,17 @@ class AxisChoice:
         size: int,
         own: Callable[[Any], State],
         free_dims: Callable[[Group], list[int]],
+        fits: Callable[[Factor, Sequence[Any], Sequence[Any]], bool],
         local_bytes: Callable[[Group], float],
         always: bool,
     ) -> None:
         self._graph, self._size, self._always = graph, size, always
         self._own, self._free_dims, self._local_bytes = own, free_dims, local_bytes
+        self._fits = fits
         self._program = _Program()
         self._states: dict[Group, dict[State, int]] = {}
-        self._moves: dict[tuple[Any, State, State], int] = {}
-        self._options: list[tuple[list[Factor], list[int]]] = [self._node(n) for n in graph.nodes]
+        self._moves: dict[tuple[int, State, State], int] = {}
+        self._options = [self._node(node, count) for node, count in graph.folds.nodes]
         self._values = self._program.solve()
         self.found = self._values is not None
 
@@ -121,7 +125,7 @@ class AxisChoice:
 
     def factor(self, number: int) -> Factor:
         """By what the axis cuts a node."""
-        options, variables = self._options[number]
+        options, variables = self._options[self._graph.folds.kind_of_node[number]]
         best = max(range(len(options)), key=lambda i: self._values[variables[i]])
         return options[best]
 
@@ -141,7 +145,8 @@ class AxisChoice:
             self._states[group] = states
         return self._states[group]
 
-    def _node(self, node: Node) -> tuple[list[Factor], list[int]]:
+    def _node(self, node: Node, count: int) -> tuple[list[Factor], list[int]]:
+        """The ways to cut each of ``count`` equal nodes, and their variables."""
         operands = [self._graph.group(v) for v in node.operands]
         results = [self._graph.group(v) for v in node.results]
         options = [_NOTHING]
@@ -158,7 +163,7 @@ class AxisChoice:
         for i, option in enumerate(options):
             if option.exchanges and results[0] is not None:
                 costs[i] += STARTUP_BYTES + self._local_bytes(results[0]) / self._size
-        variables = [self._program.variable(cost, whole=True) for cost in costs]
+        variables = [self._program.variable(count * cost, whole=True) for cost in costs]
         self._program.require(variables, [], 1, 1)
         for i, group in enumerate(operands):
             if group is not None and not group.is_free:
@@ -167,7 +172,7 @@ class AxisChoice:
         for i, group in enumerate(results):
             if group is not None and not group.is_free:
                 given = [option.results.get(i) for option in options]
-                self._result(group, given, variables)
+                self._result(group, given, variables, count)
         return options, variables
 
     def _is_possible(self, factor: Factor, operands: Sequence[Any], results: Sequence[Any]) -> bool:
@@ -175,7 +180,7 @@ class AxisChoice:
             *((operands[i], d) for i, d in factor.operands.items()),
             *((results[i], d) for i, d in factor.results.items() if d != SUM),
         ]
-        return all(
+        return self._fits(factor, operands, results) and all(
             group is None
             or d in self._free_dims(group)
             or (group.known is not None and self._own(group.known) == d)
@@ -185,11 +190,13 @@ class AxisChoice:
     def _operand(
         self, value: Any, group: Group, wanted: Sequence[State], variables: Sequence[int]
     ) -> None:
+        kind = self._graph.folds.kind_of_value[value]
+
         def pair(have: State, want: State) -> int:
-            cost = self._move(group, have, want)
+            cost = self._move(group, have, want) * self._graph.folds.values[kind]
             chosen = self._program.variable()
             if cost:
-                key = (value, have, want)
+                key = (kind, have, want)
                 if key not in self._moves:
                     self._moves[key] = self._program.variable(cost)
                 self._program.require([self._moves[key]], [chosen], 0, np.inf)
@@ -197,9 +204,11 @@ class AxisChoice:
 
         self._transport(group, wanted, variables, pair)
 
-    def _result(self, group: Group, given: Sequence[State], variables: Sequence[int]) -> None:
+    def _result(
+        self, group: Group, given: Sequence[State], variables: Sequence[int], count: int
+    ) -> None:
         def pair(have: State, give: State) -> int:
-            return self._program.variable(self._move(group, give, have))
+            return self._program.variable(count * self._move(group, give, have))
 
         self._transport(group, given, variables, pair)
 

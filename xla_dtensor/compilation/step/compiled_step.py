@@ -50,7 +50,7 @@ class CompiledStep(StepTraces):
         audit: int = 0,
         checks: bool = False,
         buckets: Mapping[str, Any] | None = None,
-        layouts: Literal["torch", "step"] = "torch",
+        layouts: Literal["step", "torch"] = "step",
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = function
@@ -140,11 +140,12 @@ class CompiledStep(StepTraces):
         return self.looked_at(args, kwargs, operator.attrgetter("lowered"))
 
     def layouts(self) -> str:
-        """What the layouts of the program that ran last communicate, as they were chosen with
-        ``xd.compile(step, layouts="step")``: a table by module, and the sum.
+        """What the layouts of the program that ran last communicate, as they were chosen over the
+        whole step: a table by module, and the sum.
 
         Raises:
-            RuntimeError: they were not chosen, or nothing has run yet.
+            RuntimeError: they were not chosen (``layouts="torch"``, or no tensors on a mesh), or
+                nothing has run yet.
 
         Example::
 
@@ -152,15 +153,15 @@ class CompiledStep(StepTraces):
             mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
             x = xd.distribute_tensor(torch.ones(8, 8), mesh, [xd.Shard(0), xd.Replicate()])
             w = xd.distribute_tensor(torch.ones(8, 8), mesh, [xd.Replicate(), xd.Shard(0)])
-            step = xd.compile(lambda x, w: x @ w, layouts="step")
+            step = xd.compile(lambda x, w: x @ w)
             assert step(x, w).full_tensor()[0, 0] == 8
             print(step.layouts())
         """
         choice = None if self._last is None else self._last[1].executable.layouts
         if choice is None:
             raise RuntimeError(
-                f'{self._name()}: no layouts were chosen; xd.compile(step, layouts="step") does, '
-                "in the first call of a step on a mesh"
+                f"{self._name()}: no layouts were chosen: they are in the first call of a step on "
+                'a mesh, without layouts="torch"'
             )
         return report(choice)
 

@@ -22,7 +22,7 @@ def compile(
     checks: bool | None = None,
     watch: Literal["auto"] = "auto",
     buckets: Mapping[str, Any] | None = None,
-    layouts: Literal["torch", "step"] = "torch",
+    layouts: Literal["step", "torch"] | None = None,
 ) -> CompiledStep: ...
 
 
@@ -43,7 +43,7 @@ def compile(
     checks: bool | None = None,
     watch: Literal["auto", "replay"] = "auto",
     buckets: Mapping[str, Any] | None = None,
-    layouts: Literal["torch", "step"] = "torch",
+    layouts: Literal["step", "torch"] | None = None,
 ) -> CompiledStep | ReplayedStep:
     """Make ``function``, a training step in ordinary torch code, run as one XLA program.
 
@@ -72,11 +72,12 @@ def compile(
             sizes by dim, ``{"tokens": {1: (512, 1024, 2048)}}``, or `Buckets`, or several. The
             function is given the true length (of ``tokens`` as ``n_tokens``, if it has such a
             parameter), and its results are cut back to it.
-        layouts: where the values inside of the step lie. ``"torch"``: each operation's layout rule
-            says, and moves what is cheapest to move for that operation. ``"step"``: it is chosen
-            over the whole step, so that as little as possible is communicated
-            (``docs/layouts.md``). What the user has laid out (arguments, parameters,
-            ``redistribute``) binds, and placements that the program sees are torch's.
+        layouts: where the values inside of the step lie. ``"step"``: it is chosen over the whole
+            step, so that as little as possible is communicated (``docs/layouts.md``). ``"torch"``:
+            each operation's layout rule says, and moves what is cheapest to move for that
+            operation. What the user has laid out (arguments, parameters, ``redistribute``) binds,
+            and placements that the program sees are torch's, either way. Default: ``"step"``, and
+            ``"torch"`` with ``watch="replay"``, which knows no other.
 
     Returns:
         the `CompiledStep`, or with ``watch="replay"`` the `ReplayedStep`, called like ``function``.
@@ -85,9 +86,9 @@ def compile(
         TypeError: ``function`` can't be called, or is a generator or a coroutine; it has no
             parameter of a name in ``buckets``.
         ValueError: ``audit`` is no number of calls; ``watch`` or ``layouts`` is something else;
-            ``audit``, ``checks``, ``buckets`` or ``layouts`` of a replayed step; (when called) an
-            argument is longer than its largest bucket, or it isn't known what of a result is
-            padding.
+            ``audit``, ``checks``, ``buckets`` or ``layouts="step"`` of a replayed step; (when
+            called) an argument is longer than its largest bucket, or it isn't known what of a
+            result is padding.
         DataDependentError: (when called) the step needs a value in Python, or can't be one program.
         MeshMismatchError: (when called) it uses tensors on different sets of devices.
         StaleStepError: (when called) an audit has found a difference.
@@ -117,20 +118,20 @@ def compile(
             "when its caller asks; a step is one program: let it return its results"
         )
     if watch == "replay":
-        if audit or checks is not None or buckets is not None or layouts != "torch":
+        if audit or checks is not None or buckets is not None or layouts == "step":
             raise ValueError(
                 'xd.compile(watch="replay") takes no audit= (its Python runs in every call), no '
                 "checks= (indices are looked at as in eager code: xd.config.checks), no buckets= "
-                "and no layouts="
+                'and no layouts="step"'
             )
         return ReplayedStep(function, compiler_options)
     if watch != "auto":
         raise ValueError(f'watch={watch!r}: it is "auto" or "replay"')
-    if layouts not in ("torch", "step"):
-        raise ValueError(f'layouts={layouts!r}: it is "torch" or "step"')
+    if layouts not in ("step", "torch", None):
+        raise ValueError(f'layouts={layouts!r}: it is "step" or "torch"')
     if audit is None:
         audit = config.audit
     if isinstance(audit, bool) or audit < 0:
         raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
     checks = config.checks in assertions.COMPILED if checks is None else checks
-    return CompiledStep(function, compiler_options, audit, checks, buckets, layouts)
+    return CompiledStep(function, compiler_options, audit, checks, buckets, layouts or "step")
