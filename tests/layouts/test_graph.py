@@ -39,14 +39,27 @@ def test_elementwise_values_lie_alike() -> None:
 
 
 def test_what_is_unknown_is_left_to_xla() -> None:
-    loop = lambda x: lax.fori_loop(0, 3, lambda _, y: y @ y.T @ y, x)
+    loop = lambda x: lax.while_loop(lambda y: y[0, 0] < 9, lambda y: y @ y.T @ y, x)
     found, (one,) = graph(loop, X)
     assert found.group(one).is_free and found.unknown
+
+
+def test_what_a_loop_carries_lies_alike_before_and_after() -> None:
+    rows = jnp.zeros((3, 16, 16))
+    loop = lambda x: lax.scan(lambda y, w: (y @ w, y.sum(1)), x, rows)
+    found, (last, sums) = graph(loop, X)
+    assert not found.unknown
+    (body,) = found.bodies.values()
+    assert found.group(last) is found.group(body.inputs[0]) is found.group(body.results[0])
+    times = {node.equation.primitive.name: node.times for node in found.nodes if node.equation}
+    assert times["dot_general"] == 3 and found.group(sums).shape == (3, 8)
 
 
 def test_empty_values_have_no_layout() -> None:
     found, (one,) = graph(lambda x: x @ jnp.zeros((16, 0)), X)
     assert found.group(one) is None
+    found, _ = graph(lambda x: x[:, :0].reshape(0).sum(), X)
+    assert not found.unknown
 
 
 def test_a_choice_keeps_what_is_known() -> None:

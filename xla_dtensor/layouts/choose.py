@@ -27,17 +27,19 @@ class Move:
 
     Attributes:
         kind: of collective.
-        axes: the mesh axes that it runs along.
         nbytes: of its result on a device.
+        axes: the mesh axes that it runs along.
         shape: of the value.
         equation: of the node that wants or gives it; None for a result of the program.
+        times: how often, in loops.
     """
 
     kind: str
-    axes: Unit
     nbytes: float
+    axes: Unit
     shape: tuple[int, ...]
     equation: Any
+    times: int = 1
 
 
 class Choice:
@@ -165,7 +167,7 @@ class Choice:
             nbytes = local_bytes(group, self._others(group, unit), self._sizes)
             made = collective(before, after, nbytes, self._size(unit))
             if made is not None:
-                found[key] = Move(made[0], unit, made[1], group.shape, node.equation)
+                found[key] = Move(*made, unit, group.shape, node.equation, node.times)
 
         for number, node in enumerate(self.graph.nodes):
             for unit, factor in self._factors[number].items():
@@ -179,7 +181,7 @@ class Choice:
                     if axes is not None:
                         pair = factor.results.get(i), _state(axes, unit)
                         add((number, i, unit), value, unit, *pair, node)
-        return sorted(found.values(), key=lambda move: -move.nbytes)
+        return sorted(found.values(), key=lambda move: -move.nbytes * move.times)
 
     def _size(self, unit: Unit) -> int:
         return math.prod(self._sizes[axis] for axis in unit)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import NamedSharding
 
 from xla_dtensor.layouts.choose import Choice
@@ -22,65 +23,110 @@ def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
     value has one now: every operand and result of an operation is told where to lie."""
     if not choice.found:
         return jaxpr
-    nodes: dict[int, list[int]] = {}
-    for number, node in enumerate(choice.graph.nodes):
-        if node.equation is not None:
-            nodes.setdefault(id(node.equation), []).append(number)
-    used = {atom for equation in jaxpr.eqns for atom in equation.invars if isinstance(atom, Var)}
-    used |= {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
-    used -= _asked_for_otherwise(jaxpr)
-    made: list[Any] = []
-    renamed: dict[Any, Any] = {}
+    constrain = _Constrain(choice, frame)
+    equations, results = constrain.all_of(jaxpr.eqns, jaxpr.outvars)
+    return jaxpr.replace(eqns=equations, outvars=results)
 
-    def current(atom: Any) -> Any:
-        return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
 
-    def ask(variable: Any, *ways: Any) -> Any:
-        for sharding in ways:
-            made.append(_constraint(variable, sharding))
-            (variable,) = made[-1].outvars
-        return variable
+class _Constrain:
+    def __init__(self, choice: Choice, frame: Frame) -> None:
+        self._choice, self._frame = choice, frame
+        self._nodes: dict[int, list[int]] = {}
+        for number, node in enumerate(choice.graph.nodes):
+            if node.equation is not None:
+                self._nodes.setdefault(id(node.equation), []).append(number)
 
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name == "pin" and choice.of(equation.outvars[0]) is not None:
-            renamed[equation.outvars[0]] = current(equation.invars[0])
-            continue
-        operands = [current(atom) for atom in equation.invars]
-        if name == "sharding_constraint":  # the user's
-            made.append(equation.replace(invars=operands))
-            continue
-        for number in nodes.get(id(equation), ()):
-            for i, value in enumerate(choice.graph.nodes[number].operands):
-                before = None if value is None else choice.of(value)
-                wanted = choice.operand(number, i)
+    def all_of(
+        self, equations: Sequence[Any], results: Sequence[Any], inputs: Sequence[Any] = ()
+    ) -> tuple[list[Any], list[Any]]:
+        """Equations and results, with constraints; ``inputs`` are to lie as chosen, too."""
+        choice = self._choice
+        used = {atom for e in equations for atom in e.invars if isinstance(atom, Var)}
+        used |= {atom for atom in results if isinstance(atom, Var)}
+        used -= _asked_for_otherwise(equations)
+        made: list[Any] = []
+        renamed: dict[Any, Any] = {}
+
+        def current(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
+
+        def ask(variable: Any, *ways: Any) -> Any:
+            for sharding in ways:
+                made.append(_constraint(variable, sharding))
+                (variable,) = made[-1].outvars
+            return variable
+
+        for variable in inputs:
+            axes = choice.of(variable) if variable in used else None
+            if axes is not None:
+                renamed[variable] = ask(variable, self._sharding(axes))
+        for equation in equations:
+            name = equation.primitive.name
+            if name == "pin" and choice.of(equation.outvars[0]) is not None:
+                renamed[equation.outvars[0]] = current(equation.invars[0])
+                continue
+            operands = [current(atom) for atom in equation.invars]
+            if name == "sharding_constraint":  # the user's
+                made.append(equation.replace(invars=operands))
+                continue
+            numbers = self._nodes.get(id(equation), ())
+            for j, ways in self._moves(equation, numbers):
+                operands[j] = ask(operands[j], *ways)
+            made.append(self._inside(equation, numbers).replace(invars=operands))
+            for result in equation.outvars:
+                axes = choice.of(result) if result in used else None
+                if axes is not None:
+                    given = choice.given(numbers, result)
+                    # Without the first XLA may gather an operand in place of what is made of it.
+                    ways = [given, axes] if given is not None and _moves(given, axes) else [axes]
+                    renamed[result] = ask(result, *map(self._sharding, ways))
+        return made, [current(atom) for atom in results]
+
+    def _moves(self, equation: Any, numbers: Sequence[int]) -> Iterator[tuple[int, list[Any]]]:
+        """Which operands an equation wants to lie elsewhere, and the way there."""
+        graph = self._choice.graph
+        for number in numbers:
+            for i, value in enumerate(graph.nodes[number].operands):
+                before = None if value is None else self._choice.of(value)
+                wanted = self._choice.operand(number, i)
                 if before is None or wanted is None or wanted == before:
                     continue
-                way = [*waypoints(frame, before, wanted), _sharding(frame, wanted)]
                 for j, atom in enumerate(equation.invars):
-                    if not isinstance(atom, Literal) and choice.graph.value(atom) is value:
-                        operands[j] = ask(operands[j], *way)
-            if name == "cut":
-                equation = _cut_anew(equation, choice, number)
-        made.append(equation.replace(invars=operands))
-        for result in equation.outvars:
-            axes = choice.of(result) if result in used else None
-            if axes is None:
-                continue
-            given = choice.given(nodes.get(id(equation), ()), result)
-            # Without the first XLA may gather an operand in place of what is made of it.
-            moves = given is not None and any({*a} - {*b} for a, b in zip(given, axes, strict=True))
-            way = [given, axes] if moves else [axes]
-            renamed[result] = ask(result, *(_sharding(frame, each) for each in way))
-    return jaxpr.replace(eqns=made, outvars=[current(atom) for atom in jaxpr.outvars])
+                    if not isinstance(atom, Literal) and graph.value(atom) is value:
+                        way = waypoints(self._frame, before, wanted)
+                        yield j, [*way, self._sharding(wanted)]
+
+    def _inside(self, equation: Any, numbers: Sequence[int]) -> Any:
+        """The equation, with what is asked for inside of it."""
+        if equation.primitive.name == "cut":
+            (number,) = numbers
+            return _cut_anew(equation, self._choice, number)
+        body = self._choice.graph.bodies.get(id(equation))
+        if body is None:
+            return equation
+        found, results = self.all_of(body.equations, body.results, body.inputs)
+        closed = equation.params["jaxpr"]
+        inner = closed.jaxpr.replace(
+            constvars=[*body.constants], invars=[*body.inputs], eqns=found, outvars=results
+        )
+        jaxpr = ClosedJaxpr(inner, closed.consts)
+        return equation.replace(params={**equation.params, "jaxpr": jaxpr})
+
+    def _sharding(self, axes: DimAxes) -> NamedSharding:
+        return self._frame.sharding(*(names or None for names in axes))
 
 
-def _asked_for_otherwise(jaxpr: Any) -> set[Any]:
+def _moves(before: DimAxes, after: DimAxes) -> bool:
+    """Whether devices need some of what others have."""
+    return any({*a} - {*b} for a, b in zip(before, after, strict=True))
+
+
+def _asked_for_otherwise(equations: Sequence[Any]) -> set[Any]:
     """Sums that a redistribution asks for in an order of dims of its own (`movement/scattered.py`),
     and the numbers of which they were cast: if they lay there already, that would be too late."""
-    uses = Counter(atom for e in jaxpr.eqns for atom in e.invars if isinstance(atom, Var))
+    uses = Counter(atom for e in equations for atom in e.invars if isinstance(atom, Var))
     found: set[Any] = set()
-    for equation in reversed(jaxpr.eqns):
+    for equation in reversed(equations):
         names = {"scattered"} if not found & {*equation.outvars} else {"convert_element_type"}
         if equation.primitive.name in names:
             found |= {atom for atom in equation.invars if uses[atom] == 1}
@@ -99,10 +145,6 @@ def _cut_anew(equation: Any, choice: Choice, number: int) -> Any:
     results = [choice.result(number, i) or ((), ()) for i in range(len(node.results))]
     laid_out = call.laid_out(tensors, [axes for axes, _ in results], [sums for _, sums in results])
     return equation.replace(params={**equation.params, "call": laid_out})
-
-
-def _sharding(frame: Frame, axes: DimAxes) -> NamedSharding:
-    return frame.sharding(*(names or None for names in axes))
 
 
 def _constraint(variable: Any, sharding: NamedSharding) -> Any:

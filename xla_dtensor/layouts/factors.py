@@ -249,7 +249,7 @@ def _scatter_add(equation: Any) -> list[Factor]:
     "cummin",
     "cumlogsumexp",
 )
-@_of("slice", "dynamic_slice", "strided_slice", "sort", "top_k", "dynamic_update_slice")
+@_of("split", "slice", "dynamic_slice", "strided_slice", "sort", "top_k", "dynamic_update_slice")
 def _along_others(equation: Any) -> list[Factor]:
     """Dims that nothing happens along: of one length in all operands and results. And the others
     of what cuts and joins: shards begin elsewhere then."""
@@ -322,7 +322,7 @@ def _rule(equation: Any) -> Any:
     return None
 
 
-_MOVING = ("concatenate", "pad", "padded", "slice", "strided_slice")
+_MOVING = ("concatenate", "pad", "padded", "slice", "split", "strided_slice")
 
 
 @_of("stack")

@@ -28,9 +28,9 @@ class Folds:
 
     Attributes:
         kind_of_node: per node, the number of its kind.
-        nodes: per kind, one node, and how many there are.
+        nodes: per kind, one node, and how often such nodes run.
         kind_of_value: per operand of a node, the number of its kind.
-        values: per kind, how many there are.
+        values: per kind, how often such values are moved, if they are.
     """
 
     kind_of_node: Sequence[int]
@@ -50,7 +50,8 @@ def fold(graph: Graph) -> Folds:
     ]
     of_group = _numbers([_of_group(group) for group in groups])
     of_node = _numbers([_of_node(node) for node in graph.nodes])
-    of_value: dict[Any, int] = dict.fromkeys(values, 0)
+    times = {v: node.times for node in graph.nodes for v in node.operands if v is not None}
+    of_value = dict(times)
 
     def refined_nodes() -> list[int]:
         return _numbers(
@@ -80,7 +81,7 @@ def fold(graph: Graph) -> Folds:
             for place, g in enumerate(results[i]):
                 if g is not None:
                     around[g][of_node[i], ~place] += 1
-        numbers = _numbers([frozenset(users[v].items()) for v in values])
+        numbers = _numbers([(times[v], frozenset(users[v].items())) for v in values])
         of_value = dict(zip(values, numbers, strict=True))
         of_group = _numbers(
             [(of_group[g], frozenset(around[g].items())) for g in range(len(groups))]
@@ -95,10 +96,13 @@ def fold(graph: Graph) -> Folds:
     kinds = refined_nodes()
     counts = Counter(kinds)
     some = dict(zip(kinds, graph.nodes, strict=True))
-    nodes = [(some[kind], counts[kind]) for kind in range(len(counts))]
+    nodes = [(some[kind], counts[kind] * some[kind].times) for kind in range(len(counts))]
     # A value's group is part of what it is.
     of_both = _numbers([(of_group[group_of[v]], of_value[v]) for v in values])
-    return Folds(kinds, nodes, dict(zip(values, of_both, strict=True)), Counter(of_both))
+    moved: Counter[int] = Counter()
+    for v, kind in zip(values, of_both, strict=True):
+        moved[kind] += times[v]
+    return Folds(kinds, nodes, dict(zip(values, of_both, strict=True)), moved)
 
 
 def _of_group(group: Group) -> Hashable:
@@ -116,6 +120,7 @@ def _of_node(node: Node) -> Hashable:
     return (
         node.equation is None,
         node.required,
+        node.times,
         node.work,
         tuple(map(_of_factor, node.factors)),
     )

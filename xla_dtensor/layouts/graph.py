@@ -70,6 +70,7 @@ class Node:
         factors: how one axis may cut it; none: not at all.
         work: its floating-point operations.
         required: how its operand has to lie, of a result of the program.
+        times: how often it runs in the program.
     """
 
     equation: Any
@@ -78,6 +79,25 @@ class Node:
     factors: list[Factor]
     work: float = 0.0
     required: DimAxes | None = None
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a loop runs, in variables of its own.
+
+    Attributes:
+        loop: the equation.
+        inputs, constants: its variables that are given, in the order of the loop's jaxpr.
+        equations: of these.
+        results: what it gives.
+    """
+
+    loop: Any
+    inputs: Sequence[Any]
+    constants: Sequence[Any]
+    equations: Sequence[Any]
+    results: Sequence[Any]
 
 
 class Graph:
@@ -92,6 +112,7 @@ class Graph:
     Attributes:
         nodes: in order.
         folds: which of them are alike.
+        bodies: of loops, by the identity of the equation.
         unknown: names of primitives that have no factors here; XLA lays them out.
     """
 
@@ -103,7 +124,9 @@ class Graph:
         sizes: Mapping[str, int],
     ) -> None:
         self._sizes = sizes
+        self._times = 1
         self.nodes: list[Node] = []
+        self.bodies: dict[int, Body] = {}
         self.unknown: set[str] = set()
         self._groups: dict[Any, Group] = {}
         self._same: dict[Any, Any] = {}
@@ -113,7 +136,7 @@ class Graph:
         for result, wanted in zip(jaxpr.outvars, required, strict=True):
             value = self._operand(result)
             if wanted is not None and value is not None:
-                self.nodes.append(Node(None, [value], [], [], required=wanted))
+                self._add(None, [value], [], required=wanted)
         self._pass_marks_on()
         self._keep_to_rules()
         self.folds = fold(self)
@@ -160,6 +183,18 @@ class Graph:
             nbytes = math.prod(shape) * getattr(aval.dtype, "itemsize", 1)
             self._groups[variable] = Group(shape, nbytes, known)
 
+    def _add(
+        self,
+        equation: Any,
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        found: Sequence[Factor] = (),
+        work: float = 0.0,
+        required: DimAxes | None = None,
+    ) -> None:
+        node = Node(equation, operands, results, [*found], work, required, self._times)
+        self.nodes.append(node)
+
     def _operand(self, atom: Any) -> Any:
         if isinstance(atom, Literal):
             return None
@@ -168,36 +203,103 @@ class Graph:
 
     def _walk(self, equations: Iterable[Any]) -> None:
         for equation in equations:
-            if equation.primitive.name in _CALLS:
+            name = equation.primitive.name
+            if name in _CALLS:
                 self._call(equation)
+                continue
+            if name == "for_each" and not _is_of_one_shape(equation):
+                self._rows(equation)
                 continue
             for result in equation.outvars:
                 self._group(result)
-            self._equation(equation)
+            if name == "scan":
+                self._scan(equation)
+            else:
+                self._equation(equation)
 
     def _call(self, equation: Any) -> None:
-        """As if the equations of the function that is called stood here. Several calls share them,
-        and have variables of their own."""
+        """As if the equations of the function that is called stood here."""
         closed = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         inner = getattr(closed, "jaxpr", closed)
-        own = dict(zip(inner.invars, equation.invars, strict=True))
+        self._inline(inner, equation.invars, equation.outvars)
+
+    def _rows(self, equation: Any) -> None:
+        """As if each row of a `for_each` were a call."""
+        params, operands = equation.params, [*equation.invars]
+        count, shared = params["count"], params["shared"]
+        end = len(operands) - shared
+        width, made = end // count, len(equation.outvars) // count
+        for row in range(count):
+            own = [*operands[row * width : (row + 1) * width], *operands[end:]]
+            results = equation.outvars[row * made : (row + 1) * made]
+            self._inline(params["jaxpr"].jaxpr, own, results)
+
+    def _inline(self, inner: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        own = dict(zip(inner.invars, operands, strict=True))
         for constant in inner.constvars:
             own[constant] = Var(constant.aval)
             self._group(own[constant])
-
-        def renamed(atom: Any) -> Any:
-            return atom if isinstance(atom, Literal) else own[atom]
-
-        for each in inner.eqns:
-            own.update((variable, Var(variable.aval)) for variable in each.outvars)
-            invars, outvars = map(renamed, each.invars), map(renamed, each.outvars)
-            self._walk([each.replace(invars=list(invars), outvars=list(outvars))])
-        for variable, inside in zip(equation.outvars, inner.outvars, strict=True):
-            atom = renamed(inside)
+        _, made = self._renamed(inner, own)
+        for variable, atom in zip(results, made, strict=True):
             if isinstance(atom, Literal):
                 self._group(variable)
             else:
                 self._same[variable] = self.value(atom)
+
+    def _renamed(self, inner: Any, own: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+        """The equations and results of a jaxpr, after a walk through them. Several calls share it,
+        and have variables of their own: ``own``, by the jaxpr's, has those of its inputs."""
+
+        def renamed(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else own[atom]
+
+        equations = []
+        for each in inner.eqns:
+            own.update((variable, Var(variable.aval)) for variable in each.outvars)
+            invars, outvars = map(renamed, each.invars), map(renamed, each.outvars)
+            equations.append(each.replace(invars=list(invars), outvars=list(outvars)))
+            self._walk(equations[-1:])
+        return equations, [*map(renamed, inner.outvars)]
+
+    def _scan(self, equation: Any) -> None:
+        """What a loop carries lies alike in each round, before and after. Of what it takes and
+        gives slice by slice, a slice is cut as the whole is."""
+        params, inner = equation.params, equation.params["jaxpr"].jaxpr
+        consts, carried = params["num_consts"], params["num_carry"]
+        own = {v: Var(v.aval) for v in (*inner.constvars, *inner.invars)}
+        inputs = [own[v] for v in inner.invars]
+        for i, (variable, atom) in enumerate(zip(inputs, equation.invars, strict=True)):
+            if i < consts and not isinstance(atom, Literal):
+                self._same[variable] = self.value(atom)
+            else:
+                self._group(variable)
+        for variable in inner.constvars:
+            self._group(own[variable])
+        outside, self._times = self._times, self._times * max(params["length"], 1)
+        operands = [*map(self._operand, equation.invars)]
+        start = slice(consts, consts + carried)
+        for variable, operand in zip(inputs[start], operands[start], strict=True):
+            self._join(equation, variable, operand)
+        for variable, operand in zip(inputs[start.stop :], operands[start.stop :], strict=True):
+            self._slices(equation, operand, variable, 1)
+        equations, made = self._renamed(inner, own)
+        values = [*map(self._operand, made)]
+        for variable, value, result in zip(inputs[start], values, equation.outvars, strict=False):
+            self._join(equation, value, variable)
+            self._join(equation, result, variable)
+        for value, result in zip(values[carried:], equation.outvars[carried:], strict=True):
+            self._slices(equation, value, self._operand(result), -1)
+        self._times = outside
+        constants = [own[v] for v in inner.constvars]
+        self.bodies[id(equation)] = Body(equation, inputs, constants, equations, made)
+
+    def _slices(self, equation: Any, operand: Any, result: Any, lead: int) -> None:
+        if operand is None or result is None:
+            return
+        dims = range(min(len(operand.aval.shape), len(result.aval.shape)))
+        shifts = (1, 0) if lead > 0 else (0, 1)
+        same = [Factor({0: d + shifts[0]}, {0: d + shifts[1]}) for d in dims]
+        self._add(equation, [operand], [result], same)
 
     def _equation(self, equation: Any) -> None:
         name = equation.primitive.name
@@ -219,7 +321,9 @@ class Graph:
         elif name == "shard_map" and equation.params["mesh"].shape == self._sizes:
             self._by_hand(equation, operands)
         else:
-            found = factors(equation)
+            atoms = (*equation.invars, *equation.outvars)
+            is_empty = any(0 in getattr(atom.aval, "shape", ()) for atom in atoms)
+            found = [] if is_empty else factors(equation)
             if found is None:
                 # XLA is to choose: nothing is said of its operands and results.
                 self.unknown.add(name)
@@ -229,7 +333,7 @@ class Graph:
                         group.is_free = True
                 return
             results = [self._operand(result) for result in equation.outvars]
-            self.nodes.append(Node(equation, operands, results, found, work(equation)))
+            self._add(equation, operands, results, found, work(equation))
             if name == "slice":
                 self._cut_off_padding(equation, operands[0])
             elif name == "reshape":
@@ -270,7 +374,7 @@ class Graph:
             return
         group.known = known
         whole = [Factor({0: d}, {0: d}) for d in range(len(group.shape))]
-        self.nodes.append(Node(equation, [operand], [result], whole))
+        self._add(equation, [operand], [result], whole)
 
     def _by_hand(self, equation: Any, operands: Sequence[Any]) -> None:
         """A function of shards says how they are cut."""
@@ -279,14 +383,15 @@ class Graph:
             if operand is not None:
                 wanted = _of_spec(spec, len(operand.aval.shape), sizes)
                 assert wanted is not None
-                self.nodes.append(Node(equation, [operand], [], [], required=wanted))
+                self._add(equation, [operand], [], required=wanted)
         for result, spec in zip(equation.outvars, params["out_specs"], strict=True):
             group = self.group(result)
             if group is not None:
                 group.known = _of_spec(spec, len(group.shape), sizes)
 
     def _join(self, equation: Any, variable: Any, other: Any) -> None:
-        """Let two values of one shape lie alike, unless both are known to lie otherwise."""
+        """Let two values of one shape lie alike, unless both are known to lie otherwise; numbers
+        don't lie anywhere."""
         one, two = self.group(variable), self.group(other)
         if one is None or two is None or one is two:
             return
@@ -295,7 +400,7 @@ class Graph:
         clash = one.known is not None and two.known is not None and one.known != two.known
         if one.shape != two.shape or clash:
             broadcast = of_broadcast(one.shape, two.shape)
-            self.nodes.append(Node(equation, [variable], [other], broadcast))
+            self._add(equation, [variable], [other], broadcast)
             return
         one.within = two
         two.nbytes = max(one.nbytes, two.nbytes)
@@ -368,6 +473,13 @@ class Graph:
                 for group in map(self.group, node.results):
                     if group is not None and group.known is None and not group.is_free:
                         group.known = group.by_rule
+
+
+def _is_of_one_shape(equation: Any) -> bool:
+    """Whether what a `for_each` takes and gives in each row has one shape, or none."""
+    params = equation.params
+    inner = params["jaxpr"].jaxpr
+    return len({v.aval.shape for v in (*inner.invars, *inner.outvars)} - {()}) <= 1
 
 
 def _of_spec(spec: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:

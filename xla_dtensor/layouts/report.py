@@ -21,14 +21,16 @@ def report(choice: Choice) -> str:
     nbytes = Counter[tuple[str, ...]]()
     for move in moves:
         key = _module(move), move.kind, " ".join(move.axes), str(list(move.shape))
-        table[key] += 1
-        nbytes[key] += round(move.nbytes)
+        table[key] += move.times
+        nbytes[key] += round(move.nbytes * move.times)
     rows = [(*key, str(table[key]), f"{size / 1e6:.2f}") for key, size in nbytes.most_common(MOST)]
     lines = [*_aligned([("module", "collective", "axes", "of", "times", "MB"), *rows])]
     if len(nbytes) > MOST:
         lines.append(f"... and {len(nbytes) - MOST} lines more")
-    total = sum(move.nbytes for move in moves) / 1e6
-    lines.append(f"{len(moves)} collectives of {total:.2f} MB a device and step, by this estimate")
+    total = sum(move.nbytes * move.times for move in moves) / 1e6
+    lines.append(
+        f"{table.total()} collectives of {total:.2f} MB a device and step, by this estimate"
+    )
     if choice.graph.unknown:
         names = ", ".join(sorted(choice.graph.unknown))
         lines.append(f"left to XLA, and not in the sum: {names}")
