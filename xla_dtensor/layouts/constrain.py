@@ -50,9 +50,9 @@ class _Constrain:
         def current(atom: Any) -> Any:
             return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
 
-        def ask(variable: Any, *ways: Any) -> Any:
+        def ask(variable: Any, *ways: Any, of: Any = None) -> Any:
             for sharding in ways:
-                made.append(_constraint(variable, sharding))
+                made.append(_constraint(variable, sharding, of))
                 (variable,) = made[-1].outvars
             return variable
 
@@ -71,7 +71,7 @@ class _Constrain:
                 continue
             numbers = self._nodes.get(id(equation), ())
             for j, ways in self._moves(equation, numbers):
-                operands[j] = ask(operands[j], *ways)
+                operands[j] = ask(operands[j], *ways, of=equation)
             made.append(self._inside(equation, numbers).replace(invars=operands))
             for result in equation.outvars:
                 axes = choice.of(result) if result in used else None
@@ -79,7 +79,7 @@ class _Constrain:
                     given = choice.given(numbers, result)
                     # Without the first XLA may gather an operand in place of what is made of it.
                     ways = [given, axes] if given is not None and _moves(given, axes) else [axes]
-                    renamed[result] = ask(result, *map(self._sharding, ways))
+                    renamed[result] = ask(result, *map(self._sharding, ways), of=equation)
         return made, [current(atom) for atom in results]
 
     def _moves(self, equation: Any, numbers: Sequence[int]) -> Iterator[tuple[int, list[Any]]]:
@@ -147,10 +147,11 @@ def _cut_anew(equation: Any, choice: Choice, number: int) -> Any:
     return equation.replace(params={**equation.params, "call": laid_out})
 
 
-def _constraint(variable: Any, sharding: NamedSharding) -> Any:
-    """An equation that asks for a layout."""
+def _constraint(variable: Any, sharding: NamedSharding, of: Any) -> Any:
+    """An equation that asks for a layout, for another one, whose module and line it has then."""
     new = _prototype(variable.aval, sharding)
-    return new.replace(invars=[variable], outvars=[Var(variable.aval)])
+    own = {} if of is None else {"source_info": of.source_info}
+    return new.replace(invars=[variable], outvars=[Var(variable.aval)], **own)
 
 
 @functools.lru_cache(1024)
