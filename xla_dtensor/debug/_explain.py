@@ -13,9 +13,9 @@ WIDEST = 72
 """A longer cell doesn't widen its column."""
 
 _TRACED = """\
-Traced for xd.compile: layouts and redistributions are those of the rules. Within the one program
-XLA keeps to them where the step asks for them (redistribute, state), and may communicate less or
-elsewhere; step.compiled_programs()[-1].as_text() has the collectives that it chose."""
+Traced for xd.compile: layouts and redistributions are those of the rules, as the step's Python sees
+them. The program keeps to what the step asks for (redistribute, state); where all else lies is
+chosen over the whole step, and step.layouts() says what that communicates."""
 _COMPILED = """\
 A compiled step ran a program that it had compiled before, and nothing was traced. Explain the first
 call of a new one, xd.explain(xd.compile(function), ...), or the function itself."""

@@ -127,7 +127,7 @@ def _asked_for_otherwise(equations: Sequence[Any]) -> set[Any]:
     uses = Counter(atom for e in equations for atom in e.invars if isinstance(atom, Var))
     found: set[Any] = set()
     for equation in reversed(equations):
-        names = {"scattered"} if not found & {*equation.outvars} else {"convert_element_type"}
+        names = ("convert_element_type", "pin") if found & {*equation.outvars} else ("scattered",)
         if equation.primitive.name in names:
             found |= {atom for atom in equation.invars if uses[atom] == 1}
     return found
