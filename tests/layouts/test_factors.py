@@ -31,6 +31,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "linear": (lambda x, w: jnp.einsum("bsi,oi->bso", x, w), (X, X[0])),
     "gather": (lambda t, i: t.at[i].get(mode="promise_in_bounds"), (X[:, :, 0], ROWS)),
     "scatter-add": (lambda t, i, u: t.at[i].add(u), (jnp.zeros((4, 6)), ROWS, X[:2, :2, :6])),
+    "scatter": (lambda t, i, u: t.at[i].set(u), (jnp.zeros((4, 6)), ROWS, X[:2, :2, :6])),
+    "scatter-max": (lambda t, i, u: t.at[i].max(u), (jnp.zeros((4, 6)), ROWS, X[:2, :2, :6])),
     "concatenate": (lambda a, b: jnp.concatenate([a, b], 1), (X, X + 1)),
     "tile": (lambda x: lax.tile(x, (1, 3, 1)), (X,)),
     "stack": (lambda a, b: lax.concatenate([a[:, None], b[:, None]], 1), (X, X + 1)),

@@ -75,11 +75,11 @@ def _shape(variable: Any) -> tuple[int, ...]:
 
 _NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
-    complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
-    nextafter not or pin pow real reduce_precision rem reshard round rsqrt scattered
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor
+    complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp
+    exp2 expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p logistic lt
+    lt_to max min mul ne neg nextafter not or pin pow real reduce_precision rem reshard round rsqrt
+    scattered select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor
 """
 _ELEMENTWISE = frozenset(_NAMES.split())
 
@@ -222,14 +222,15 @@ def _gather(equation: Any) -> list[Factor]:
     return found
 
 
-@_of("scatter-add")
-def _scatter_add(equation: Any) -> list[Factor]:
+@_of("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
+def _scatter(equation: Any) -> list[Factor]:
     """Whole dims of what is written to; and the rows that are added, of which each device may add
     its own, to zeros on all devices but one."""
     numbers = equation.params["dimension_numbers"]
     operand, _, updates = map(_shape, equation.invars)
     rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
-    found = [Factor({1: i, 2: d}, {0: SUM}) for i, d in enumerate(rows)]
+    adds = equation.primitive.name == "scatter-add"
+    found = [Factor({1: i, 2: d}, {0: SUM}) for i, d in enumerate(rows) if adds]
     apart = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     windows = [d for d in range(len(operand)) if d not in apart]
     for d, own in zip(windows, numbers.update_window_dims, strict=True):
@@ -356,7 +357,12 @@ def _tile(equation: Any) -> list[Factor]:
     return [Factor({0: d}, {0: d}) for d, times in enumerate(equation.params["reps"]) if times == 1]
 
 
-@_of("iota")
+@_of("random_wrap", "random_unwrap", "random_fold_in", "random_seed")
+def _keys(_: Any) -> list[Factor]:
+    return []
+
+
+@_of("iota", "random_bits")
 def _iota(equation: Any) -> list[Factor]:
     return [Factor({}, {0: d}) for d in range(len(_shape(equation.outvars[0])))]
 
