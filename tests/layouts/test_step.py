@@ -184,7 +184,14 @@ def test_what_the_user_asks_for_binds() -> None:
 def test_the_report() -> None:
     _, step = losses(*build("tp", "2x4"), layouts="step")
     text = step.layouts()
-    assert "all-reduce" in text and "collectives of" in text.splitlines()[-1]
+    header, *rows, total = text.splitlines()
+    assert header.split()[0] == "for" and "collectives of" in total
+    # A sum over tp of what a row-wise weight gives, in a line of this file; instead of it more
+    # would be moved.
+    (row, *_) = [row for row in rows if "sum over tp" in row and "dot_general" in row]
+    assert "tests/layouts/" in row and "all-reduce tp" in row
+    moved_bytes, second = map(float, row.split()[-2:])
+    assert 0 < moved_bytes < second
     plain = xd.compile(lambda x: x + 1)
     with pytest.raises(RuntimeError, match="no layouts were chosen"):
         plain.layouts()

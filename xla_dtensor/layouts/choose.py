@@ -5,13 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xla_dtensor.layouts.factors import SUM, Factor
-from xla_dtensor.layouts.graph import DimAxes, Graph, Group, Node, dim_axes
-from xla_dtensor.layouts.integer_program import AxisChoice, State, collective, local_bytes
+from xla_dtensor.layouts.graph import DimAxes, Graph, Group, dim_axes
+from xla_dtensor.layouts.integer_program import (
+    STARTUP_BYTES,
+    WORK_PER_BYTE,
+    AxisChoice,
+    State,
+    collective,
+    local_bytes,
+)
 from xla_dtensor.mesh import Frame
 
 ROUNDS = 2
@@ -30,7 +37,7 @@ class Move:
         nbytes: of its result on a device.
         axes: the mesh axes that it runs along.
         shape: of the value.
-        equation: of the node that wants or gives it; None for a result of the program.
+        node: the number of the node that wants or gives it.
         times: how often, in loops.
     """
 
@@ -38,7 +45,7 @@ class Move:
     nbytes: float
     axes: Unit
     shape: tuple[int, ...]
-    equation: Any
+    node: int
     times: int = 1
 
 
@@ -85,6 +92,7 @@ class Choice:
         }
         self._states: dict[Group, dict[Unit, State]] = {}
         self._factors: list[dict[Unit, Factor]] = [{} for _ in self.graph.nodes]
+        self._options: dict[Unit, list[list[Factor]]] = {}
         used = {axis for axes in given for names in axes for axis in names}
         units = [unit for unit in self._units if unit[0] in used]
         stale = set(units)  # chosen before others were as they are now
@@ -158,30 +166,55 @@ class Choice:
         return None
 
     def moves(self) -> list[Move]:
-        """What is communicated by these layouts, as far as is known here."""
+        """What is communicated by these layouts, as far as is known here; of moves that several
+        nodes want of one value the first."""
         found: dict[Any, Move] = {}
+        for number in range(len(self.graph.nodes)):
+            for unit, factor in self._factors[number].items():
+                for key, move in self._moves_of(number, unit, factor):
+                    found.setdefault(key, move)
+        return sorted(found.values(), key=lambda move: -move.nbytes * move.times)
 
-        def add(key: Any, value: Any, unit: Unit, before: State, after: State, node: Node) -> None:
+    def second_best(self, number: int) -> float | None:
+        """The bytes that a node would move, each time, in the next best of the ways that it could
+        be cut along one axis, with all others as they are; None if there is no other."""
+        node, ways = self.graph.nodes[number], []
+        for unit, chosen in self._factors[number].items():
+            others = [
+                move.nbytes
+                for other, factor in self._factors[number].items()
+                if other != unit
+                for _, move in self._moves_of(number, other, factor)
+            ]
+            for factor in self._options[unit][self.graph.folds.kind_of_node[number]]:
+                if factor != chosen:
+                    own = [move.nbytes for _, move in self._moves_of(number, unit, factor)]
+                    size = self._size(unit) if factor.operands or factor.results else 1
+                    price = sum(own) + STARTUP_BYTES * len(own) + node.work / size / WORK_PER_BYTE
+                    ways.append((price, sum(own) + sum(others)))
+        return min(ways)[1] if ways else None
+
+    def _moves_of(self, number: int, unit: Unit, factor: Factor) -> Iterator[tuple[Any, Move]]:
+        """What a node moves along some axes, if these cut it so, by what identifies it."""
+        node = self.graph.nodes[number]
+        places: list[tuple[Any, Any, State, State]] = []
+        for i, value in enumerate(node.operands):
+            axes = self.of(value)
+            if axes is not None:
+                pair = _state(axes, unit), factor.operands.get(i)
+                places.append(((value, unit, pair), value, *pair))
+        for i, value in enumerate(node.results):
+            axes = self.of(value)
+            if axes is not None:
+                given = factor.results.get(i)
+                places.append(((number, i, unit), value, given, _state(axes, unit)))
+        for key, value, before, after in places:
             group = self.graph.group(value)
             assert group is not None
             nbytes = local_bytes(group, self._others(group, unit), self._sizes)
             made = collective(before, after, nbytes, self._size(unit))
             if made is not None:
-                found[key] = Move(*made, unit, group.shape, node.equation, node.times)
-
-        for number, node in enumerate(self.graph.nodes):
-            for unit, factor in self._factors[number].items():
-                for i, value in enumerate(node.operands):
-                    axes = self.of(value)
-                    if axes is not None:  # a move that several nodes want of one value is one
-                        pair = _state(axes, unit), factor.operands.get(i)
-                        add((value, unit, pair), value, unit, *pair, node)
-                for i, value in enumerate(node.results):
-                    axes = self.of(value)
-                    if axes is not None:
-                        pair = factor.results.get(i), _state(axes, unit)
-                        add((number, i, unit), value, unit, *pair, node)
-        return sorted(found.values(), key=lambda move: -move.nbytes * move.times)
+                yield key, Move(*made, unit, group.shape, number, node.times)
 
     def _size(self, unit: Unit) -> int:
         return math.prod(self._sizes[axis] for axis in unit)
@@ -212,6 +245,7 @@ class Choice:
             self._states.setdefault(group, {})[unit] = found.state(group)
         for number, factors in enumerate(self._factors):
             factors[unit] = found.factor(number)
+        self._options[unit] = found.options
         return before != [self._states[group] for group in self.graph.groups()]
 
     def _may_cut(self, group: Group, dim: int, unit: Unit, size: int) -> bool:

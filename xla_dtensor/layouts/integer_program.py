@@ -129,6 +129,11 @@ class AxisChoice:
         best = max(range(len(options)), key=lambda i: self._values[variables[i]])
         return options[best]
 
+    @property
+    def options(self) -> list[list[Factor]]:
+        """In how many ways the axis could cut a node, by the nodes' kinds."""
+        return [options for options, _ in self._options]
+
     # --- making it ----------------------------------------------------------------------------
 
     def _of_group(self, group: Group) -> dict[State, int]:

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from xla_dtensor.layouts.choose import Choice, Move
+from xla_dtensor.base.source_line import is_users
+from xla_dtensor.layouts.choose import Choice
+from xla_dtensor.layouts.graph import DimAxes
 from xla_dtensor.layouts.integer_program import SECONDS
 
 MOST = 40
 """Lines of a table."""
 
+_HEADER = ("for", "operation", "layouts", "collectives", "times", "MB", "second best")
+
 
 def report(choice: Choice) -> str:
-    """The collectives that the layouts take, by module, largest first; and their sum."""
+    """A line for each operation that communicates: the module or the user's line that it is for,
+    how its operands lie as it takes them, and its results; what moves, how often in the step, and
+    the megabytes, on a device; and those of its next best layout. Largest first; then the sum."""
     if not choice.found:
         return f"none were found in {SECONDS:.0f} seconds: values lie as each operation has them"
     moves = choice.moves()
-    table = Counter[tuple[str, ...]]()
-    nbytes = Counter[tuple[str, ...]]()
+    of_node: dict[int, list[Any]] = {}
     for move in moves:
-        key = _module(move), move.kind, " ".join(move.axes), str(list(move.shape))
-        table[key] += move.times
-        nbytes[key] += round(move.nbytes * move.times)
-    rows = [(*key, str(table[key]), f"{size / 1e6:.2f}") for key, size in nbytes.most_common(MOST)]
-    lines = [*_aligned([("module", "collective", "axes", "of", "times", "MB"), *rows])]
+        of_node.setdefault(move.node, []).append(move)
+    times = Counter[tuple[str, ...]]()
+    nbytes = Counter[tuple[str, ...]]()
+    second: dict[tuple[str, ...], float] = {}
+    for number, own in of_node.items():
+        kinds = dict.fromkeys(f"{move.kind} {' '.join(move.axes)}" for move in own)
+        key = (*_names(choice, number), _layouts(choice, number), ", ".join(kinds))
+        times[key] += own[0].times
+        nbytes[key] += round(sum(move.nbytes * move.times for move in own))
+        other = choice.second_best(number)
+        if other is not None:
+            second[key] = second.get(key, 0.0) + other * own[0].times
+    rows = [
+        (*key, str(times[key]), _megabytes(size), _megabytes(second.get(key)))
+        for key, size in nbytes.most_common(MOST)
+    ]
+    lines = [*_aligned([_HEADER, *rows])]
     if len(nbytes) > MOST:
         lines.append(f"... and {len(nbytes) - MOST} lines more")
-    total = sum(move.nbytes * move.times for move in moves) / 1e6
+    total = sum(move.nbytes * move.times for move in moves)
+    count = sum(move.times for move in moves)
     lines.append(
-        f"{table.total()} collectives of {total:.2f} MB a device and step, by this estimate"
+        f"{count} collectives of {_megabytes(total)} MB a device and step, by this estimate"
     )
     if choice.graph.unknown:
         names = ", ".join(sorted(choice.graph.unknown))
@@ -37,11 +57,40 @@ def report(choice: Choice) -> str:
     return "\n".join(lines)
 
 
-def _module(move: Move) -> str:
-    if move.equation is None:
-        return "(result)"
-    stack = str(move.equation.source_info.name_stack)
-    return f"{stack}/{move.equation.primitive.name}".strip("/")
+def _names(choice: Choice, number: int) -> tuple[str, str]:
+    """Whom a node is for, and what it is."""
+    equation = choice.graph.nodes[number].equation
+    if equation is None:
+        return "", "result"
+    module = str(equation.source_info.name_stack)
+    return module or _line(equation.source_info.traceback), equation.primitive.name
+
+
+def _line(trace: Any) -> str:
+    """The user's innermost line of a traceback of JAX's."""
+    for frame in () if trace is None else trace.frames:
+        if is_users(frame.file_name):
+            return f"{frame.file_name.removeprefix(os.getcwd() + os.sep)}:{frame.line_num}"
+    return ""
+
+
+def _layouts(choice: Choice, number: int) -> str:
+    """``[dp, None] [None, tp] -> [dp, tp]``."""
+    node = choice.graph.nodes[number]
+    operands = [choice.operand(number, i) for i in range(len(node.operands))]
+    results = [choice.result(number, i) for i in range(len(node.results))]
+    given = [_text(*found) for found in results if found is not None]
+    taken = [_text(axes) for axes in operands if axes is not None]
+    return " ".join([*taken, "->", *given] if given else taken)
+
+
+def _text(axes: DimAxes, sums: Sequence[str] = ()) -> str:
+    dims = ["None" if not names else "*".join(names) for names in axes]
+    return f"[{', '.join(dims)}{'; sum over ' if sums else ''}{' '.join(sums)}]"
+
+
+def _megabytes(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e6:.2f}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterable[str]:

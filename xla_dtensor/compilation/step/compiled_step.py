@@ -141,7 +141,9 @@ class CompiledStep(StepTraces):
 
     def layouts(self) -> str:
         """What the layouts of the program that ran last communicate, as they were chosen over the
-        whole step: a table by module, and the sum.
+        whole step: for each line of the user's (or module, under `xd.plan`) and operation its
+        layouts, the collectives, how often they run, their megabytes on a device by the estimate
+        that was chosen by, and those of its next best layout; and the sum.
 
         Raises:
             RuntimeError: they were not chosen (``layouts="torch"``, or no tensors on a mesh), or
