@@ -41,68 +41,82 @@ class Folds:
 
 def fold(graph: Graph) -> Folds:
     """Make one group of each kind of groups, and tell which nodes are alike then."""
-    values = list({v: None for node in graph.nodes for v in node.operands if v is not None})
-    groups = list(graph.groups())
-    own = {id(group): number for number, group in enumerate(groups)}
-    group_of = {v: own[id(graph.group(v))] for v in values}
-    results = [
-        [None if v is None else own[id(graph.group(v))] for v in n.results] for n in graph.nodes
-    ]
-    of_group = _numbers([_of_group(group) for group in groups])
-    of_node = _numbers([_of_node(node) for node in graph.nodes])
-    times = {v: node.times for node in graph.nodes for v in node.operands if v is not None}
-    of_value = dict(times)
+    colours = _Colours(graph)
+    for _ in range(ROUNDS):
+        if not colours.refine():
+            break
+    return colours.folds()
 
-    def refined_nodes() -> list[int]:
+
+class _Colours:
+    """Numbers of a graph's groups, nodes and operands of nodes, the same for those that look alike
+    as far as was looked."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._nodes, self._groups = graph.nodes, [*graph.groups()]
+        number = {id(group): i for i, group in enumerate(self._groups)}
+        self._group = {
+            v: number[id(graph.group(v))]
+            for node in graph.nodes
+            for v in (*node.operands, *node.results)
+            if v is not None
+        }
+        self._times = {v: n.times for n in graph.nodes for v in n.operands if v is not None}
+        self._of_group = _numbers([_of_group(group) for group in self._groups])
+        self._of_node = _numbers([_of_node(node) for node in graph.nodes])
+        self._of_value = {**self._times}
+
+    def refine(self) -> bool:
+        """Look one step further; whether that tells more apart."""
+        before = len({*self._of_group}) + len({*self._of_node})
+        self._of_node = self._seen_from_nodes()
+        users: dict[Any, Counter[Hashable]] = {v: Counter() for v in self._times}
+        around: list[Counter[Hashable]] = [Counter() for _ in self._groups]
+        for node, own in zip(self._nodes, self._of_node, strict=True):
+            for place, v in enumerate(node.operands):
+                if v is not None:
+                    users[v][own, place] += 1
+                    around[self._group[v]][own, place, self._of_value[v]] += 1
+            for place, v in enumerate(node.results):
+                if v is not None:
+                    around[self._group[v]][own, place] += 1
+        seen = [(self._times[v], frozenset(own.items())) for v, own in users.items()]
+        self._of_value = dict(zip(users, _numbers(seen), strict=True))
+        pairs = zip(self._of_group, around, strict=True)
+        self._of_group = _numbers([(own, frozenset(seen.items())) for own, seen in pairs])
+        return len({*self._of_group}) + len({*self._of_node}) > before
+
+    def _seen_from_nodes(self) -> list[int]:
+        def operand(v: Any) -> Hashable:
+            return None if v is None else (self._of_group[self._group[v]], self._of_value[v])
+
+        def result(v: Any) -> Hashable:
+            return None if v is None else self._of_group[self._group[v]]
+
         return _numbers(
             [
-                (
-                    of_node[i],
-                    tuple(
-                        None if v is None else (of_group[group_of[v]], of_value[v])
-                        for v in node.operands
-                    ),
-                    tuple(None if g is None else of_group[g] for g in results[i]),
-                )
-                for i, node in enumerate(graph.nodes)
+                (own, tuple(map(operand, node.operands)), tuple(map(result, node.results)))
+                for own, node in zip(self._of_node, self._nodes, strict=True)
             ]
         )
 
-    for _ in range(ROUNDS):
-        before = max(of_group, default=0), max(of_node, default=0)
-        of_node = refined_nodes()
-        users: dict[Any, Counter[Hashable]] = {v: Counter() for v in values}
-        around: list[Counter[Hashable]] = [Counter() for _ in groups]
-        for i, node in enumerate(graph.nodes):
-            for place, v in enumerate(node.operands):
-                if v is not None:
-                    users[v][of_node[i], place] += 1
-                    around[group_of[v]][of_node[i], place, of_value[v]] += 1
-            for place, g in enumerate(results[i]):
-                if g is not None:
-                    around[g][of_node[i], ~place] += 1
-        numbers = _numbers([(times[v], frozenset(users[v].items())) for v in values])
-        of_value = dict(zip(values, numbers, strict=True))
-        of_group = _numbers(
-            [(of_group[g], frozenset(around[g].items())) for g in range(len(groups))]
-        )
-        if before == (max(of_group, default=0), max(of_node, default=0)):
-            break
-    first: dict[int, Group] = {}
-    for group, number in zip(groups, of_group, strict=True):
-        one = first.setdefault(number, group)
-        if one is not group:
-            group.within = one
-    kinds = refined_nodes()
-    counts = Counter(kinds)
-    some = dict(zip(kinds, graph.nodes, strict=True))
-    nodes = [(some[kind], counts[kind] * some[kind].times) for kind in range(len(counts))]
-    # A value's group is part of what it is.
-    of_both = _numbers([(of_group[group_of[v]], of_value[v]) for v in values])
-    moved: Counter[int] = Counter()
-    for v, kind in zip(values, of_both, strict=True):
-        moved[kind] += times[v]
-    return Folds(kinds, nodes, dict(zip(values, of_both, strict=True)), moved)
+    def folds(self) -> Folds:
+        """Join the groups that look alike."""
+        first: dict[int, Group] = {}
+        for group, number in zip(self._groups, self._of_group, strict=True):
+            one = first.setdefault(number, group)
+            if one is not group:
+                group.within = one
+        kinds = self._seen_from_nodes()
+        counts, some = Counter(kinds), dict(zip(kinds, self._nodes, strict=True))
+        nodes = [(some[kind], counts[kind] * some[kind].times) for kind in range(len(counts))]
+        # A value's group is part of what it is.
+        both = [(self._of_group[self._group[v]], own) for v, own in self._of_value.items()]
+        kind_of_value = dict(zip(self._of_value, _numbers(both), strict=True))
+        moved: Counter[int] = Counter()
+        for v, kind in kind_of_value.items():
+            moved[kind] += self._times[v]
+        return Folds(kinds, nodes, kind_of_value, moved)
 
 
 def _of_group(group: Group) -> Hashable:
