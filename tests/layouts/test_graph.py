@@ -71,3 +71,15 @@ def test_a_choice_keeps_what_is_known() -> None:
     # One move: of the product, which is smaller than what it is made of.
     assert [move.kind for move in choice.moves()] in (["all-gather"], ["all-gather"] * 2)
     assert choice.of(result) in (whole, rows)
+
+
+def test_several_axes_cut_slices_in_the_order_in_which_they_cut_the_whole() -> None:
+    """As `fully_shard` cuts what tensor parallelism has cut by rows."""
+    weights = jnp.zeros((3, 32, 16))
+    loop = lambda: lax.scan(lambda y, w: (y @ w.T @ w, None), jnp.zeros((256, 16)), weights)
+    jaxpr = jax.make_jaxpr(loop)().jaxpr
+    stacked = ((), ("tp", "dp"), ())
+    known = {v: stacked for v in jaxpr.constvars if v.aval.shape == weights.shape}
+    choice = Choice(jaxpr, known, [None], SIZES)
+    (body,) = choice.graph.bodies.values()
+    assert choice.graph.group(body.inputs[1]).orders == {0: ("tp", "dp")}

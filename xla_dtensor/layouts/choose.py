@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_dtensor.layouts.factors import SUM, Factor
-from xla_dtensor.layouts.graph import DimAxes, Graph, Group, dim_axes
+from xla_dtensor.layouts.graph import Graph
 from xla_dtensor.layouts.integer_program import (
     STARTUP_BYTES,
     WORK_PER_BYTE,
@@ -19,6 +19,7 @@ from xla_dtensor.layouts.integer_program import (
     collective,
     local_bytes,
 )
+from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes
 from xla_dtensor.mesh import Frame
 
 ROUNDS = 2
@@ -143,7 +144,7 @@ class Choice:
         if group is None or group.is_free:
             return None
         states = {unit: f.operands.get(number) for unit, f in self._factors[node].items()}
-        return self._dim_axes(len(group.shape), states)
+        return self._dim_axes(group, states)
 
     def result(self, node: int, number: int) -> tuple[DimAxes, tuple[str, ...]] | None:
         """How a node gives a result, and the axes along which devices have parts of a sum."""
@@ -152,7 +153,7 @@ class Choice:
             return None
         states = {unit: f.results.get(number) for unit, f in self._factors[node].items()}
         sums = tuple(axis for unit, state in states.items() if state == SUM for axis in unit)
-        return self._dim_axes(len(group.shape), states), sums
+        return self._dim_axes(group, states), sums
 
     def given(self, nodes: Sequence[int], result: Any) -> DimAxes | None:
         """How a result lies as it is made by the one of an equation's nodes that makes it."""
@@ -278,22 +279,28 @@ class Choice:
         cut = (factor.results if joined else factor.operands)[0]
         return [*before, *unit] == [
             axis
-            for axis in (one.known[cut] if one.known else self._sizes)
+            for axis in (one.known[cut] if one.known else self._order(one, cut))
             if axis in before or axis in unit
         ] and {*before} == {*self._others(one, unit)[cut]}
 
     def _axes(self, group: Group) -> DimAxes:
-        return group.known or self._dim_axes(len(group.shape), self._states.get(group, {}))
+        return group.known or self._dim_axes(group, self._states.get(group, {}))
 
     def _others(self, group: Group, unit: Unit) -> DimAxes:
         axes = self._axes(group)
         return tuple(tuple(name for name in names if name not in unit) for names in axes)
 
-    def _dim_axes(self, ndim: int, states: Mapping[Unit, State]) -> DimAxes:
-        return tuple(
-            tuple(axis for unit in self._units if states.get(unit) == d for axis in unit)
-            for d in range(ndim)
-        )
+    def _dim_axes(self, group: Group, states: Mapping[Unit, State]) -> DimAxes:
+        found = []
+        for d in range(len(group.shape)):
+            axes = [axis for unit in self._units if states.get(unit) == d for axis in unit]
+            found.append(tuple(sorted(axes, key=self._order(group, d).index)))
+        return tuple(found)
+
+    def _order(self, group: Group, dim: int) -> list[str]:
+        """The axes, in the order in which they cut a dim."""
+        own = group.orders.get(dim, ())
+        return [*own, *(axis for axis in self._sizes if axis not in own)]
 
 
 def _state(axes: DimAxes, unit: Unit) -> State:

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import NamedSharding
 
 from xla_dtensor.layouts.choose import Choice
-from xla_dtensor.layouts.graph import DimAxes
+from xla_dtensor.layouts.parts import DimAxes
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.waypoints import waypoints
 

@@ -11,13 +11,12 @@ each is another number of steps from the end, loses no more than a better unequa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from xla_dtensor.layouts.factors import Factor
-    from xla_dtensor.layouts.graph import Graph, Group, Node
+from xla_dtensor.layouts.factors import Factor
+from xla_dtensor.layouts.parts import Group, Node
 
 ROUNDS = 8
 
@@ -39,9 +38,11 @@ class Folds:
     values: Mapping[int, int]
 
 
-def fold(graph: Graph) -> Folds:
+def fold(
+    nodes: Sequence[Node], groups: Sequence[Group], group_of: Callable[[Any], Group | None]
+) -> Folds:
     """Make one group of each kind of groups, and tell which nodes are alike then."""
-    colours = _Colours(graph)
+    colours = _Colours(nodes, groups, group_of)
     for _ in range(ROUNDS):
         if not colours.refine():
             break
@@ -52,18 +53,23 @@ class _Colours:
     """Numbers of a graph's groups, nodes and operands of nodes, the same for those that look alike
     as far as was looked."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._nodes, self._groups = graph.nodes, [*graph.groups()]
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        groups: Sequence[Group],
+        group_of: Callable[[Any], Group | None],
+    ) -> None:
+        self._nodes, self._groups = nodes, groups
         number = {id(group): i for i, group in enumerate(self._groups)}
         self._group = {
-            v: number[id(graph.group(v))]
-            for node in graph.nodes
+            v: number[id(group_of(v))]
+            for node in nodes
             for v in (*node.operands, *node.results)
             if v is not None
         }
-        self._times = {v: n.times for n in graph.nodes for v in n.operands if v is not None}
+        self._times = {v: n.times for n in nodes for v in n.operands if v is not None}
         self._of_group = _numbers([_of_group(group) for group in self._groups])
-        self._of_node = _numbers([_of_node(node) for node in graph.nodes])
+        self._of_node = _numbers([_of_node(node) for node in nodes])
         self._of_value = {**self._times}
 
     def refine(self) -> bool:
@@ -126,6 +132,7 @@ def _of_group(group: Group) -> Hashable:
         group.known,
         frozenset(group.uneven),
         frozenset(group.joint),
+        frozenset(group.orders.items()),
         group.is_free,
     )
 

@@ -9,95 +9,18 @@ takes values of some groups and gives values of others, and has ways of its own 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import Literal, Var
-from jax.sharding import NamedSharding, PartitionSpec
 
-from xla_dtensor.layouts.factors import (
-    SUM,
-    Factor,
-    factors,
-    is_elementwise,
-    of_broadcast,
-    work,
-)
+from xla_dtensor.layouts.factors import Factor, factors, is_elementwise, of_broadcast, work
 from xla_dtensor.layouts.folding import fold
-
-DimAxes = tuple[tuple[str, ...], ...]
-"""Per dim the mesh axes that shard it, major first."""
+from xla_dtensor.layouts.marks import mark_joint, pass_on
+from xla_dtensor.layouts.parts import Body, DimAxes, Group, Node, dim_axes, of_spec
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-
-
-class Group:
-    """Values that lie alike.
-
-    Attributes:
-        shape: of each.
-        nbytes: of the largest.
-        known: how they lie, if that isn't to be chosen.
-        uneven: dims that may be cut though devices don't divide them: they come from parameters
-            that are.
-        joint: dims that several axes may cut, though none of the user's layouts does so: what was
-            dims of their own has become one.
-        is_free: whether XLA is to choose.
-        by_rule: how the layout rule of the operation that makes it has it.
-    """
-
-    by_rule: DimAxes | None = None
-
-    def __init__(self, shape: tuple[int, ...], nbytes: int, known: DimAxes | None) -> None:
-        self.shape, self.nbytes, self.known = shape, nbytes, known
-        self.uneven: set[int] = set()
-        self.joint: set[int] = set()
-        self.is_free = False
-        self.within: Group | None = None
-
-
-@dataclass(frozen=True)
-class Node:
-    """An equation that may be cut in several ways, or what a result of the program has to be.
-
-    Attributes:
-        equation: None for a result of the program.
-        operands: its operands; None of numbers and of what has no dims.
-        results: its results, likewise.
-        factors: how one axis may cut it; none: not at all.
-        work: its floating-point operations.
-        required: how its operand has to lie, of a result of the program.
-        times: how often it runs in the program.
-    """
-
-    equation: Any
-    operands: Sequence[Any]
-    results: Sequence[Any]
-    factors: list[Factor]
-    work: float = 0.0
-    required: DimAxes | None = None
-    times: int = 1
-
-
-@dataclass(frozen=True)
-class Body:
-    """What a loop runs, in variables of its own.
-
-    Attributes:
-        loop: the equation.
-        inputs, constants: its variables that are given, in the order of the loop's jaxpr.
-        equations: of these.
-        results: what it gives.
-    """
-
-    loop: Any
-    inputs: Sequence[Any]
-    constants: Sequence[Any]
-    equations: Sequence[Any]
-    results: Sequence[Any]
 
 
 class Graph:
@@ -137,9 +60,12 @@ class Graph:
             value = self._operand(result)
             if wanted is not None and value is not None:
                 self._add(None, [value], [], required=wanted)
-        self._pass_marks_on()
+        for group in self.groups():
+            several = enumerate(group.known or ())
+            group.orders |= {d: axes for d, axes in several if len(axes) > 1}
+        pass_on(self.nodes, self.group)
         self._keep_to_rules()
-        self.folds = fold(self)
+        self.folds = fold(self.nodes, [*self.groups()], self.group)
 
     def value(self, variable: Any) -> Any:
         """The variable that has this one's value: inside of a call it is the caller's."""
@@ -337,7 +263,7 @@ class Graph:
             if name == "slice":
                 self._cut_off_padding(equation, operands[0])
             elif name == "reshape":
-                self._mark_joint(found, operands[0], results[0])
+                mark_joint(self.nodes[-1], self.group, self._sizes)
 
     def _elementwise(self, equation: Any, operands: Sequence[Any]) -> None:
         first, *others = equation.outvars
@@ -381,13 +307,13 @@ class Graph:
         params, sizes = equation.params, self._sizes
         for operand, spec in zip(operands, params["in_specs"], strict=True):
             if operand is not None:
-                wanted = _of_spec(spec, len(operand.aval.shape), sizes)
+                wanted = of_spec(spec, len(operand.aval.shape), sizes)
                 assert wanted is not None
                 self._add(equation, [operand], [], required=wanted)
         for result, spec in zip(equation.outvars, params["out_specs"], strict=True):
             group = self.group(result)
             if group is not None:
-                group.known = _of_spec(spec, len(group.shape), sizes)
+                group.known = of_spec(spec, len(group.shape), sizes)
 
     def _join(self, equation: Any, variable: Any, other: Any) -> None:
         """Let two values of one shape lie alike, unless both are known to lie otherwise; numbers
@@ -407,6 +333,7 @@ class Graph:
         two.known = one.known if two.known is None else two.known
         two.uneven |= one.uneven
         two.joint |= one.joint
+        two.orders = one.orders | two.orders
         two.by_rule = two.by_rule or one.by_rule
         two.is_free |= one.is_free
 
@@ -422,47 +349,6 @@ class Graph:
             if axes and kept < size and not equation.params["start_indices"][d]:
                 group.uneven.add(d)
                 self.nodes[-1].factors.append(Factor({0: d}, {0: d}))
-
-    def _mark_joint(self, found: Sequence[Factor], operand: Any, result: Any) -> None:
-        """Several dims become one, or one several: where axes cut some of these to length 1, others
-        may cut the next one."""
-        for factor in found:
-            joined = bool(factor.behind_operand)
-            behind = factor.behind_operand or factor.behind_result
-            many, one = (operand, result) if joined else (result, operand)
-            group = self.group(one)
-            fits = all(many.aval.shape[d] in self._numbers_of_devices for d in behind)
-            if behind and fits and group is not None:
-                group.joint.add((factor.results if joined else factor.operands)[0])
-
-    @functools.cached_property
-    def _numbers_of_devices(self) -> set[int]:
-        """Along one or several axes."""
-        found = {1}
-        for size in self._sizes.values():
-            found |= {size * other for other in found}
-        return found
-
-    def _pass_marks_on(self) -> None:
-        """What is so of a dim is so of the dims that it is cut with."""
-        changed = True
-        while changed:
-            changed = False
-            for node in self.nodes:
-                for factor in node.factors:
-                    if factor.behind_operand or factor.behind_result:
-                        continue
-                    places = [
-                        *((node.operands[i], d) for i, d in factor.operands.items()),
-                        *((node.results[i], d) for i, d in factor.results.items() if d != SUM),
-                    ]
-                    found = [(self.group(v), d) for v, d in places if v is not None]
-                    for name in ("uneven", "joint"):
-                        marked = [(getattr(g, name), d) for g, d in found if g is not None]
-                        if any(d in dims for dims, d in marked):
-                            for dims, d in marked:
-                                changed = changed or d not in dims
-                                dims.add(d)
 
     def _keep_to_rules(self) -> None:
         """What is made of values that XLA lays out lies as its operation's rule has it: what it
@@ -480,25 +366,3 @@ def _is_of_one_shape(equation: Any) -> bool:
     params = equation.params
     inner = params["jaxpr"].jaxpr
     return len({v.aval.shape for v in (*inner.invars, *inner.outvars)} - {()}) <= 1
-
-
-def _of_spec(spec: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:
-    """How something of ``ndim`` dims lies by a spec, on axes of more than one device; None where it
-    doesn't say so."""
-    found: list[tuple[str, ...]] = []
-    for entry in spec:
-        if entry is PartitionSpec.UNCONSTRAINED:
-            return None
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        if not sizes.keys() >= {*names}:
-            return None
-        found.append(tuple(name for name in names if sizes[name] > 1))
-    return (*found, *[()] * (ndim - len(found)))
-
-
-def dim_axes(sharding: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:
-    """How something of ``ndim`` dims lies by a sharding, on axes of more than one device; None
-    where it doesn't say so, or on another mesh than that whose axes have these ``sizes``."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return _of_spec(sharding.spec, ndim, sizes)

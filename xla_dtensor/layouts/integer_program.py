@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from xla_dtensor.layouts.factors import SUM, Factor
-from xla_dtensor.layouts.graph import Graph, Group, Node
+from xla_dtensor.layouts.graph import Graph
+from xla_dtensor.layouts.parts import Group, Node
 
 State = int | None
 """The dim that an axis shards, or `SUM`; None of what is whole along it."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.layouts.choose import Choice
-from xla_dtensor.layouts.graph import DimAxes
 from xla_dtensor.layouts.integer_program import SECONDS
+from xla_dtensor.layouts.parts import DimAxes
 
 MOST = 40
 """Lines of a table."""
