@@ -188,6 +188,27 @@ raise SystemExit("not reached")
 """
 
 
+def test_attention_counts() -> None:
+    """It is called on shards when it is lowered: two products forward, five backward, where a block
+    of the scores is computed again; here without a mask, on as many devices as cut it."""
+    with xd.abstract("cpu:8"):
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        q, k, v = (
+            xd.distribute_tensor(torch.randn(4, 8, 64, 16), mesh, [xd.Shard(0), xd.Shard(1)])
+            for _ in range(3)
+        )
+        q.requires_grad_()
+        attend = torch.nn.functional.scaled_dot_product_attention
+
+        def step(q: torch.Tensor) -> torch.Tensor:
+            attend(q, k, v).sum().backward()
+            return q.grad
+
+        product = 2 * 4 * 8 * 64 * 64 * 16
+        assert xd.plan(lambda q: attend(q, k, v), q.detach()).flops == 2 * product
+        assert 5 * product <= xd.plan(step, q).flops <= 7 * product
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> str:
     path = tmp_path / "train.py"

@@ -12,6 +12,7 @@ from jax.interpreters import partial_eval
 from xla_dtensor.lowering.attention.splash import share_of_blocks
 from xla_dtensor.lowering.linalg import megablox
 from xla_dtensor.lowering.workarounds import is_among
+from xla_dtensor.plans import shard_map_call
 
 
 def flops(jaxpr: Any, platform: str) -> int:
@@ -51,7 +52,10 @@ def _flops(jaxpr: Any, platform: str) -> int:
                 # JAX 0.9 calls them otherwise.
                 manual = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]
                 times = math.prod(equation.params["mesh"].shape[axis] for axis in manual)
-            inside = _branch(equation.params, platform) or _inner(equation.params)
+            if name == "cut":  # attention, which is called on shards when it is lowered
+                inside: Any = [shard_map_call.inside(equation)]
+            else:
+                inside = _branch(equation.params, platform) or _inner(equation.params)
             parts = [round(times * _flops(inner, platform)) for inner in inside]
             total += max(parts, default=0) if name == "cond" else sum(parts)
     return total

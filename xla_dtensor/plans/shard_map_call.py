@@ -201,6 +201,14 @@ def _shapes(*avals: Any, call: ShardMapCall, **how: Any) -> list[Any]:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in found]
 
 
+def inside(equation: Any) -> Any:
+    """The jaxpr that an equation of the primitive is lowered to, which calls the operation on
+    shards."""
+    params = {**equation.params}
+    run = functools.partial(params.pop("call").on_shards, **params)
+    return jax.make_jaxpr(run)(*[v.aval for v in equation.invars]).jaxpr
+
+
 def _batch(operands: Any, dims: Any, *, call: ShardMapCall, **how: Any) -> tuple[Any, Any]:
     results = jax.vmap(functools.partial(call.on_shards, **how), in_axes=dims)(*operands)
     return results, [0] * len(results)
