@@ -17,6 +17,7 @@ from xla_dtensor.lowering.partitioned.per_slice import per_slice
 X = jnp.arange(4 * 6 * 8, dtype=jnp.float32).reshape(4, 6, 8) % 7 - 3
 Y = jnp.arange(4 * 8 * 2, dtype=jnp.float32).reshape(4, 8, 2) % 5 - 2
 ROWS = jnp.array([[3, 0], [1, 3]])
+IN_BATCHES = lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,))
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "transpose": (lambda x: x.transpose(2, 0, 1), (X,)),
@@ -30,6 +31,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "batches": (lambda x, y: jnp.einsum("bmk,bkn->bmn", x, y), (X, Y)),
     "linear": (lambda x, w: jnp.einsum("bsi,oi->bso", x, w), (X, X[0])),
     "gather": (lambda t, i: t.at[i].get(mode="promise_in_bounds"), (X[:, :, 0], ROWS)),
+    "gather in batches": (
+        lambda t, i: lax.gather(t, i, IN_BATCHES, (1, 1), mode="promise_in_bounds"),
+        (X[:, :, 0], jnp.array([[[3], [0]], [[1], [3]], [[2], [2]], [[5], [4]]])),
+    ),
     "scatter-add": (lambda t, i, u: t.at[i].add(u), (jnp.zeros((4, 6)), ROWS, X[:2, :2, :6])),
     "scatter": (lambda t, i, u: t.at[i].set(u), (jnp.zeros((4, 6)), ROWS, X[:2, :2, :6])),
     "scatter-max": (lambda t, i, u: t.at[i].max(u), (jnp.zeros((4, 6)), ROWS, X[:2, :2, :6])),

@@ -7,8 +7,7 @@ shows. One per *varying* axis: the tensor is something else on each device along
 tensor, or a sharded one on a submesh); operations run on each by itself (`per_device.py`). One per
 *unreduced* mesh dim: parts of one value, a pending ``Partial``. ``Shard`` puts mesh axes on a
 logical dim; a dim that doesn't divide is padded at its end (XLA's program inputs and outputs must
-be even). Forms are interned: equal forms are the same object, so that the dispatcher's cache keys
-hash in no time.
+be even). Forms are interned, equal ones the same object: the dispatcher's keys hash in no time.
 """
 
 from __future__ import annotations
@@ -116,14 +115,15 @@ class Form:
 
     def logical(self, array: jax.Array) -> jax.Array:
         """The logical value in ``array``: pending reductions done, padding cut off.
-
         Of a tensor that varies ``array`` is one device's part, without the varying axes.
         """
         array = self.fetched(array)
         if self.unreduced:
             array = self._reduce(array)
         if tuple(array.shape) != self.shape:
-            array = array[tuple(slice(0, n) for n in self.shape)]
+            from jax.lax import slice  # indexed, it would be a gather, and XLA gather all of it
+
+            return slice(array, [0] * array.ndim, self.shape)
         return array
 
     def fetched(self, array: jax.Array) -> jax.Array:

@@ -61,6 +61,7 @@ class Choice:
         arguments: which constants are the step's arguments. What takes long is cut along the axes
             that cut these, always: who cuts a batch doesn't want each device to compute all of it,
             to move less.
+        elsewhere: constants and results that lie on another mesh of the same devices.
 
     Attributes:
         graph: of the jaxpr.
@@ -76,8 +77,9 @@ class Choice:
         required: Sequence[DimAxes | None],
         sizes: Mapping[str, int],
         arguments: Sequence[Any] = (),
+        elsewhere: Sequence[Any] = (),
     ) -> None:
-        self.graph = Graph(jaxpr, known, required, sizes)
+        self.graph = Graph(jaxpr, known, required, sizes, elsewhere)
         self._batches = {
             axis
             for layout in self.graph.layouts_of([v for v in arguments if known.get(v) is not None])
@@ -121,17 +123,21 @@ class Choice:
             arguments: which inputs are arguments of the step.
         """
 
+        elsewhere: list[Any] = []
+
         def axes(variable: Any, sharding: Any) -> DimAxes | None:
-            if getattr(sharding, "mesh", None) != frame.jax_mesh:
-                return None
-            return dim_axes(sharding, len(variable.aval.shape), frame.sizes)
+            if getattr(sharding, "mesh", None) == frame.jax_mesh:
+                return dim_axes(sharding, len(variable.aval.shape), frame.sizes)
+            if sharding is not None and not sharding.is_fully_replicated:
+                elsewhere.append(variable)
+            return None
 
         known = {v: axes(v, sharding) for v, sharding in zip(jaxpr.constvars, inputs, strict=True)}
         required = [axes(v, sharding) for v, sharding in zip(jaxpr.outvars, results, strict=True)]
         given = [
             v for v, is_argument in zip(jaxpr.constvars, arguments, strict=True) if is_argument
         ]
-        return cls(jaxpr, known, required, frame.sizes, given)
+        return cls(jaxpr, known, required, frame.sizes, given, elsewhere)
 
     def of(self, variable: Any) -> DimAxes | None:
         """How a value lies; None where XLA is to choose."""
@@ -141,7 +147,7 @@ class Choice:
     def operand(self, node: int, number: int) -> DimAxes | None:
         """How a node wants an operand; None where XLA is to choose."""
         group = self.graph.group(self.graph.nodes[node].operands[number])
-        if group is None or group.is_free:
+        if group is None or self._is_left(node):
             return None
         states = {unit: f.operands.get(number) for unit, f in self._factors[node].items()}
         return self._dim_axes(group, states)
@@ -149,11 +155,17 @@ class Choice:
     def result(self, node: int, number: int) -> tuple[DimAxes, tuple[str, ...]] | None:
         """How a node gives a result, and the axes along which devices have parts of a sum."""
         group = self.graph.group(self.graph.nodes[node].results[number])
-        if group is None or group.is_free:
+        if group is None or self._is_left(node):
             return None
         states = {unit: f.results.get(number) for unit, f in self._factors[node].items()}
         sums = tuple(axis for unit, state in states.items() if state == SUM for axis in unit)
         return self._dim_axes(group, states), sums
+
+    def _is_left(self, number: int) -> bool:
+        """Whether XLA is to choose for a node: it does for some of its operands or results."""
+        node = self.graph.nodes[number]
+        groups = map(self.graph.group, (*node.operands, *node.results))
+        return any(group is not None and group.is_free for group in groups)
 
     def given(self, nodes: Sequence[int], result: Any) -> DimAxes | None:
         """How a result lies as it is made by the one of an equation's nodes that makes it."""
@@ -197,6 +209,8 @@ class Choice:
 
     def _moves_of(self, number: int, unit: Unit, factor: Factor) -> Iterator[tuple[Any, Move]]:
         """What a node moves along some axes, if these cut it so, by what identifies it."""
+        if self._is_left(number):
+            return
         node = self.graph.nodes[number]
         places: list[tuple[Any, Any, State, State]] = []
         for i, value in enumerate(node.operands):
@@ -250,10 +264,11 @@ class Choice:
         return before != [self._states[group] for group in self.graph.groups()]
 
     def _may_cut(self, group: Group, dim: int, unit: Unit, size: int) -> bool:
-        """A dim is cut by several axes only where an input or a result is: what they would move
-        besides is seldom worth it, and their order would have to be right everywhere."""
-        if group.known is not None:
-            return False
+        """A dim is cut by several axes only where an input or a result is, or a rule has it so:
+        what they would move besides is seldom worth it, and their order would have to be right
+        everywhere."""
+        if (unit[0], dim) in group.by_rule:
+            return True
         others = self._others(group, unit)[dim]
         if dim not in group.joint and any((unit[0], o) not in self._together for o in others):
             return False

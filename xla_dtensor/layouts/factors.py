@@ -9,7 +9,6 @@ all devices along it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,12 +48,6 @@ def factors(equation: Any) -> list[Factor] | None:
     return None if find is None else find(equation)
 
 
-def work(equation: Any) -> float:
-    """The floating-point operations of an equation that takes long; 0 of others."""
-    find = _WORK.get(equation.primitive.name)
-    return 0.0 if find is None else find(equation)
-
-
 def is_elementwise(equation: Any) -> bool:
     """Whether each element of the results is computed of the operands' elements at its place."""
     return equation.primitive.name in _ELEMENTWISE
@@ -69,7 +62,8 @@ def _of(*names: str) -> Callable[[Factors], Factors]:
     return register
 
 
-def _shape(variable: Any) -> tuple[int, ...]:
+def shape_of(variable: Any) -> tuple[int, ...]:
+    """Of a variable or a literal."""
     return tuple(variable.aval.shape)
 
 
@@ -100,7 +94,7 @@ def _transpose(equation: Any) -> list[Factor]:
 
 @_of("broadcast_in_dim")
 def _broadcast_in_dim(equation: Any) -> list[Factor]:
-    shape, own = _shape(equation.outvars[0]), _shape(equation.invars[0])
+    shape, own = shape_of(equation.outvars[0]), shape_of(equation.invars[0])
     of = {d: i for i, d in enumerate(equation.params["broadcast_dimensions"])}
     return [
         Factor({0: of[d]} if d in of and own[of[d]] == size else {}, {0: d})
@@ -112,7 +106,7 @@ def _broadcast_in_dim(equation: Any) -> list[Factor]:
 @_of("reshape", "squeeze", "expand_dims")
 def _reshape(equation: Any) -> list[Factor]:
     found = []
-    for before, after in reshaped_dims(_shape(equation.invars[0]), _shape(equation.outvars[0])):
+    for before, after in reshaped_dims(shape_of(equation.invars[0]), shape_of(equation.outvars[0])):
         found.append(Factor({0: before[0]}, {0: after[0]}))
         if len(before) == 1:
             for i, d in enumerate(after[1:], 1):
@@ -155,7 +149,7 @@ def reshaped_dims(before: Sequence[int], after: Sequence[int]) -> list[tuple[Dim
 @_of("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
 def _reduce(equation: Any) -> list[Factor]:
     kept = _kept(equation)
-    return [Factor({0: d}, {0: kept.get(d, SUM)}) for d in range(len(_shape(equation.invars[0])))]
+    return [Factor({0: d}, {0: kept.get(d, SUM)}) for d in range(len(shape_of(equation.invars[0])))]
 
 
 @_of("argmax", "argmin")
@@ -165,7 +159,7 @@ def _find(equation: Any) -> list[Factor]:
 
 def _kept(equation: Any) -> dict[int, int]:
     """Where the dims that aren't reduced are in the result."""
-    dims = range(len(_shape(equation.invars[0])))
+    dims = range(len(shape_of(equation.invars[0])))
     kept = [d for d in dims if d not in equation.params["axes"]]
     return {d: i for i, d in enumerate(kept)}
 
@@ -182,7 +176,7 @@ def _dot_general(equation: Any) -> list[Factor]:
         (0, left, (*left_sums, *left_batch)),
         (1, right, (*right_sums, *right_batch)),
     ):
-        free = [d for d in range(len(_shape(operand))) if d not in own]
+        free = [d for d in range(len(shape_of(operand))) if d not in own]
         found += [Factor({number: d}, {0: i}) for i, d in enumerate(free, len(found))]
     return found + [
         Factor({0: a, 1: b}, {0: SUM}) for a, b in zip(left_sums, right_sums, strict=True)
@@ -205,12 +199,13 @@ def _convolution(equation: Any) -> list[Factor]:
 @_of("gather")
 def _gather(equation: Any) -> list[Factor]:
     numbers = equation.params["dimension_numbers"]
-    operand, indices = map(_shape, equation.invars[:2])
-    shape = _shape(equation.outvars[0])
+    operand, indices = map(shape_of, equation.invars[:2])
+    shape = shape_of(equation.outvars[0])
     batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    own = _paired(numbers.start_indices_batching_dims, numbers.operand_batching_dims)
     # The last dim of the indices has their coordinates.
     pairs = zip(range(len(indices) - 1), batch, strict=True)
-    found = [Factor({1: i}, {0: d}) for i, d in pairs]
+    found = [Factor({**own.get(i, {}), 1: i}, {0: d}) for i, d in pairs]
     apart = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     sliced = [d for d in range(len(operand)) if d not in apart]
     for d, own in zip(sliced, numbers.offset_dims, strict=True):
@@ -222,15 +217,26 @@ def _gather(equation: Any) -> list[Factor]:
     return found
 
 
+def _paired(of_indices: Sequence[int], of_operand: Sequence[int]) -> dict[int, dict[int, int]]:
+    """By batch dims of indices, those of the operand that they go with, as part of a factor."""
+    return {i: {0: d} for i, d in zip(of_indices, of_operand, strict=True)}
+
+
 @_of("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(equation: Any) -> list[Factor]:
     """Whole dims of what is written to; and the rows that are added, of which each device may add
     its own, to zeros on all devices but one."""
     numbers = equation.params["dimension_numbers"]
-    operand, _, updates = map(_shape, equation.invars)
+    operand, _, updates = map(shape_of, equation.invars)
     rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
     adds = equation.primitive.name == "scatter-add"
-    found = [Factor({1: i, 2: d}, {0: SUM}) for i, d in enumerate(rows) if adds]
+    own = _paired(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims)
+    found = []
+    for i, d in enumerate(rows):
+        if i in own:
+            found.append(Factor({**own[i], 1: i, 2: d}, {0: own[i][0]}))
+        elif adds:
+            found.append(Factor({1: i, 2: d}, {0: SUM}))
     apart = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     windows = [d for d in range(len(operand)) if d not in apart]
     for d, own in zip(windows, numbers.update_window_dims, strict=True):
@@ -260,13 +266,13 @@ def _along_others(equation: Any) -> list[Factor]:
         value = params.get(name, ())
         active |= set(value) if isinstance(value, Iterable) else {value}
     if equation.primitive.name == "top_k":
-        active.add(len(_shape(equation.invars[0])) - 1)
+        active.add(len(shape_of(equation.invars[0])) - 1)
     edges = params.get("padding_config", params.get("widths", ()))
     active |= {d for d, widths in enumerate(edges) if any(widths)}
-    ndim = len(_shape(equation.outvars[0]))
-    operands = {i: v for i, v in enumerate(equation.invars) if _shape(v)}
+    ndim = len(shape_of(equation.outvars[0]))
+    operands = {i: v for i, v in enumerate(equation.invars) if shape_of(v)}
     results = dict(enumerate(equation.outvars))
-    shapes = [_shape(v) for v in (*operands.values(), *results.values())]
+    shapes = [shape_of(v) for v in (*operands.values(), *results.values())]
     if any(len(shape) != ndim for shape in shapes):
         return []
     same = [d for d in range(ndim) if len({shape[d] for shape in shapes}) == 1 and d not in active]
@@ -285,7 +291,7 @@ def _partitioned(equation: Any) -> list[Factor]:
     rule = _rule(equation)
     if rule is None:
         return []
-    shapes = [[_shape(v) for v in equation.invars], [_shape(v) for v in equation.outvars]]
+    shapes = [[shape_of(v) for v in equation.invars], [shape_of(v) for v in equation.outvars]]
     mappings = [rule.operand_mappings, rule.result_mappings]
     if [*map(len, shapes)] != [*map(len, mappings)]:
         return []
@@ -329,7 +335,7 @@ _MOVING = ("concatenate", "pad", "padded", "slice", "split", "strided_slice")
 @_of("stack")
 def _stack(equation: Any) -> list[Factor]:
     new = equation.params["axis"]
-    dims = [d for d in range(len(_shape(equation.outvars[0]))) if d != new]
+    dims = [d for d in range(len(shape_of(equation.outvars[0]))) if d != new]
     operands = range(len(equation.invars))
     return [Factor(dict.fromkeys(operands, i), {0: d}) for i, d in enumerate(dims)]
 
@@ -364,30 +370,4 @@ def _keys(_: Any) -> list[Factor]:
 
 @_of("iota", "random_bits")
 def _iota(equation: Any) -> list[Factor]:
-    return [Factor({}, {0: d}) for d in range(len(_shape(equation.outvars[0])))]
-
-
-def _dot_work(equation: Any) -> float:
-    (sums, _), _ = equation.params["dimension_numbers"]
-    operand = _shape(equation.invars[0])
-    return 2.0 * math.prod(_shape(equation.outvars[0])) * math.prod(operand[d] for d in sums)
-
-
-def _convolution_work(equation: Any) -> float:
-    kernel = _shape(equation.invars[1])
-    out = equation.params["dimension_numbers"].rhs_spec[0]
-    return 2.0 * math.prod(_shape(equation.outvars[0])) * math.prod(kernel) / kernel[out]
-
-
-def _cut_work(equation: Any) -> float:
-    """Attention's: two products over as many positions as a query has dims before its last two.
-    That of others isn't known, and counts as if it were that."""
-    shape = _shape(equation.outvars[0])
-    return 4.0 * math.prod(shape) * shape[-2] if len(shape) > 1 else 0.0
-
-
-_WORK: dict[str, Callable[[Any], float]] = {
-    "cut": _cut_work,
-    "dot_general": _dot_work,
-    "conv_general_dilated": _convolution_work,
-}
+    return [Factor({}, {0: d}) for d in range(len(shape_of(equation.outvars[0])))]

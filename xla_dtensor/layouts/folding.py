@@ -133,6 +133,7 @@ def _of_group(group: Group) -> Hashable:
         frozenset(group.uneven),
         frozenset(group.joint),
         frozenset(group.orders.items()),
+        frozenset(group.by_rule),
         group.is_free,
     )
 

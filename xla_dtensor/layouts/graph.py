@@ -15,10 +15,11 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
-from xla_dtensor.layouts.factors import Factor, factors, is_elementwise, of_broadcast, work
+from xla_dtensor.layouts.factors import Factor, factors, is_elementwise, of_broadcast
 from xla_dtensor.layouts.folding import fold
-from xla_dtensor.layouts.marks import mark_joint, pass_on
+from xla_dtensor.layouts.marks import is_cut_into, mark_joint, pass_on
 from xla_dtensor.layouts.parts import Body, DimAxes, Group, Node, dim_axes, of_spec
+from xla_dtensor.layouts.work import work
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
@@ -31,6 +32,7 @@ class Graph:
         known: how constants lie.
         required: how results have to lie; None where that is open.
         sizes: the number of devices along each mesh axis.
+        elsewhere: constants and results that lie on another mesh of the same devices.
 
     Attributes:
         nodes: in order.
@@ -45,6 +47,7 @@ class Graph:
         known: Mapping[Any, DimAxes | None],
         required: Sequence[DimAxes | None],
         sizes: Mapping[str, int],
+        elsewhere: Sequence[Any] = (),
     ) -> None:
         self._sizes = sizes
         self._times = 1
@@ -55,11 +58,13 @@ class Graph:
         self._same: dict[Any, Any] = {}
         for constant in jaxpr.constvars:
             self._group(constant, known.get(constant))
+        self._leave(elsewhere)
         self._walk(jaxpr.eqns)
         for result, wanted in zip(jaxpr.outvars, required, strict=True):
             value = self._operand(result)
             if wanted is not None and value is not None:
                 self._add(None, [value], [], required=wanted)
+        self._leave(elsewhere)
         for group in self.groups():
             several = enumerate(group.known or ())
             group.orders |= {d: axes for d, axes in several if len(axes) > 1}
@@ -108,6 +113,12 @@ class Graph:
         if math.prod(shape) and shape and variable not in self._groups:
             nbytes = math.prod(shape) * getattr(aval.dtype, "itemsize", 1)
             self._groups[variable] = Group(shape, nbytes, known)
+
+    def _leave(self, variables: Iterable[Any]) -> None:
+        """Let XLA lay these out, and what lies as they do."""
+        for group in map(self.group, variables):
+            if group is not None and group.known is None:
+                group.is_free = True
 
     def _add(
         self,
@@ -239,7 +250,9 @@ class Graph:
             group = self.group(equation.outvars[0]) if name == "pin" else None
             if group is not None:
                 wanted = dim_axes(equation.params["sharding"], len(group.shape), self._sizes)
-                group.by_rule = group.by_rule or wanted
+                group.of_rule = group.of_rule or wanted
+                cuts = enumerate(wanted or ())
+                group.by_rule |= {(axis, d) for d, axes in cuts for axis in axes}
         elif name == "for_each":
             self._for_each(equation, operands)
         elif name == "sharding_constraint":
@@ -250,9 +263,10 @@ class Graph:
             atoms = (*equation.invars, *equation.outvars)
             is_empty = any(0 in getattr(atom.aval, "shape", ()) for atom in atoms)
             found = [] if is_empty else factors(equation)
-            if found is None:
+            source = self.group(operands[0]) if operands else None
+            if found is None or is_cut_into(equation, source, self._sizes):
                 # XLA is to choose: nothing is said of its operands and results.
-                self.unknown.add(name)
+                self.unknown |= {name} if found is None else set()
                 for result in equation.outvars:
                     group = self.group(result)
                     if group is not None:
@@ -260,7 +274,7 @@ class Graph:
                 return
             results = [self._operand(result) for result in equation.outvars]
             self._add(equation, operands, results, found, work(equation))
-            if name == "slice":
+            if name in ("slice", "gather"):
                 self._cut_off_padding(equation, operands[0])
             elif name == "reshape":
                 mark_joint(self.nodes[-1], self.group, self._sizes)
@@ -323,10 +337,12 @@ class Graph:
             return
         if len(one.shape) != len(two.shape):
             return
-        clash = one.known is not None and two.known is not None and one.known != two.known
-        if one.shape != two.shape or clash:
-            broadcast = of_broadcast(one.shape, two.shape)
-            self._add(equation, [variable], [other], broadcast)
+        if one.shape != two.shape:
+            self._add(equation, [variable], [other], of_broadcast(one.shape, two.shape))
+            return
+        if one.known is not None and two.known is not None and one.known != two.known:
+            # It moves before: what it meets lies where the result does.
+            self._add(equation, [variable], [], required=two.known)
             return
         one.within = two
         two.nbytes = max(one.nbytes, two.nbytes)
@@ -334,31 +350,35 @@ class Graph:
         two.uneven |= one.uneven
         two.joint |= one.joint
         two.orders = one.orders | two.orders
-        two.by_rule = two.by_rule or one.by_rule
+        two.by_rule |= one.by_rule
+        two.of_rule = two.of_rule or one.of_rule
         two.is_free |= one.is_free
 
     def _cut_off_padding(self, equation: Any, operand: Any) -> None:
         """A parameter of 10 columns on 4 devices is an array of 12; what is cut out of it lies as
         it did."""
         source, (result,) = self.group(operand), equation.outvars
-        group = self.group(result)
-        if source is None or group is None or source.known is None or equation.params["strides"]:
+        group, params = self.group(result), equation.params
+        if source is None or group is None or source.known is None or params.get("strides"):
             return
+        if len(group.shape) != len(source.shape):
+            return  # a gather of something else
+        starts = params.get("start_indices", [0] * len(group.shape))  # a gather's are numbers of it
         for d, axes in enumerate(source.known):
             size, kept = source.shape[d], group.shape[d]
-            if axes and kept < size and not equation.params["start_indices"][d]:
+            if axes and kept < size and not starts[d]:
                 group.uneven.add(d)
                 self.nodes[-1].factors.append(Factor({0: d}, {0: d}))
 
     def _keep_to_rules(self) -> None:
-        """What is made of values that XLA lays out lies as its operation's rule has it: what it
-        costs isn't known here, and there is nothing that it would have to fit."""
+        """What is made of values that XLA lays out lies as its operation's rule has it, or is left
+        to XLA as well: what it costs isn't known here, and there is nothing that it has to fit."""
         for node in self.nodes:
             operands = [self.group(v) for v in node.operands]
             if any(group is not None and group.is_free for group in operands):
                 for group in map(self.group, node.results):
                     if group is not None and group.known is None and not group.is_free:
-                        group.known = group.by_rule
+                        group.known, group.is_free = group.of_rule, group.of_rule is None
 
 
 def _is_of_one_shape(equation: Any) -> bool:

@@ -87,7 +87,7 @@ class AxisChoice:
         graph: what is to be laid out.
         size: the number of devices along the axis.
         own: the state of a group whose layout is known.
-        free_dims: the dims of a group that the axis may shard.
+        free_dims: the dims of a group that the axis may shard, were it not known how it lies.
         fits: whether the axis may cut so, with the others as they are, given groups of operands and
             of results.
         local_bytes: what a device has of a group, whole along this axis.
@@ -156,6 +156,8 @@ class AxisChoice:
         operands = [self._graph.group(v) for v in node.operands]
         results = [self._graph.group(v) for v in node.results]
         options = [_NOTHING]
+        if any(group is not None and group.is_free for group in (*operands, *results)):
+            return options, [self._program.variable()]  # XLA's, with what it takes and gives
         if node.required is not None:
             wanted = self._own(node.required)
             options = [Factor({} if wanted is None else {0: wanted})]
@@ -172,11 +174,11 @@ class AxisChoice:
         variables = [self._program.variable(count * cost, whole=True) for cost in costs]
         self._program.require(variables, [], 1, 1)
         for i, group in enumerate(operands):
-            if group is not None and not group.is_free:
+            if group is not None:
                 wanted_states = [option.operands.get(i) for option in options]
                 self._operand(node.operands[i], group, wanted_states, variables)
         for i, group in enumerate(results):
-            if group is not None and not group.is_free:
+            if group is not None:
                 given = [option.results.get(i) for option in options]
                 self._result(group, given, variables, count)
         return options, variables

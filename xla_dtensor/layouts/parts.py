@@ -28,16 +28,19 @@ class Group:
         orders: of dims that several axes cut, in which order, where that isn't the mesh's: theirs
             from whom it comes.
         is_free: whether XLA is to choose.
-        by_rule: how the layout rule of the operation that makes it has it.
+        by_rule: the axes and dims that they cut by the layout rules of the operations that make
+            them.
+        of_rule: how the first of these has it.
     """
 
-    by_rule: DimAxes | None = None
+    of_rule: DimAxes | None = None
 
     def __init__(self, shape: tuple[int, ...], nbytes: int, known: DimAxes | None) -> None:
         self.shape, self.nbytes, self.known = shape, nbytes, known
         self.uneven: set[int] = set()
         self.joint: set[int] = set()
         self.orders: dict[int, tuple[str, ...]] = {}
+        self.by_rule: set[tuple[str, int]] = set()
         self.is_free = False
         self.within: Group | None = None
 
@@ -100,6 +103,6 @@ def of_spec(spec: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:
 def dim_axes(sharding: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:
     """How something of ``ndim`` dims lies by a sharding, on axes of more than one device; None
     where it doesn't say so, or on another mesh than that whose axes have these ``sizes``."""
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != sizes:
         return None
     return of_spec(sharding.spec, ndim, sizes)

@@ -76,7 +76,9 @@ class Executable:
         if frame is not None and any(form.memory for form in outputs.forms):
             jit_options["in_shardings"] = shardings_of(groups, frame.replicated)
 
-        if lays_out and frame is not None:
+        # What a backward pass outside is given lies as it is read there: as the operations' rules
+        # have it, which know what XLA computes wrongly otherwise.
+        if lays_out and frame is not None and not residuals:
             with jax.enable_x64(True):
                 given = [getattr(x, "sharding", None) for x in inputs.constants(*groups)]
                 self.layouts = Choice.of_program(

@@ -162,8 +162,8 @@ class CompiledStep(StepTraces):
         choice = None if self._last is None else self._last[1].executable.layouts
         if choice is None:
             raise RuntimeError(
-                f"{self._name()}: no layouts were chosen: they are in the first call of a step on "
-                'a mesh, without layouts="torch"'
+                f"{self._name()}: no layouts were chosen: they are when a step has computed "
+                'something on a mesh, without layouts="torch", and not for a backward pass outside'
             )
         return report(choice)
 
