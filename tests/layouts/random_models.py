@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import xla_dtensor as xd
+from tests.layouts.language import training_step
 from xla_dtensor.planning.collectives import collective_traffic
 
 MESHES = (
@@ -150,15 +151,7 @@ def check(seed: int) -> tuple[str, int, int]:
         of_batch = [xd.Replicate()] * len(names)
 
     def run(model: nn.Module, given: list[torch.Tensor], compiled: str | None) -> tuple[Any, Any]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-        def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
+        step = training_step(model, lr=1e-3)
         call = step if compiled is None else xd.compile(step, layouts=compiled)
         return [call(*given).item() for _ in range(STEPS)], call
 

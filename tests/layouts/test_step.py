@@ -12,6 +12,7 @@ from torch import nn
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
+from tests.layouts.language import training_step
 from xla_dtensor.planning.collectives import collective_traffic
 
 VOCABULARY, WIDTH, HEADS, POSITIONS, BATCH = 48, 32, 4, 16, 8
@@ -93,15 +94,7 @@ def build(layout: str, mesh_name: str, **model: Any) -> tuple[nn.Module, Callabl
 
 def losses(model: nn.Module, to_mesh: Callable[..., Any], **options: Any) -> tuple[Any, Any]:
     """The losses of three steps with AdamW; and the compiled step, if there are options for it."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = training_step(model, lr=1e-2)
     run = xd.compile(step, **options) if options else step
     torch.manual_seed(1)
     batches = [torch.randint(VOCABULARY, (2, BATCH, POSITIONS)) for _ in range(3)]

@@ -91,3 +91,9 @@ def caller() -> str:
     """``file:line`` of the user's code."""
     frame = user_frame()
     return "unknown" if frame is None else f"{frame.filename}:{frame.lineno}"
+
+
+def short_path(where: str) -> str:
+    """``file:line`` with the file relative to the working directory, if it is in it."""
+    inside = os.getcwd() + os.sep
+    return where.removeprefix(inside)

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from xla_dtensor.base.source_line import short_path
 from xla_dtensor.debug._recorder import COMPILED_BEFORE, recorder
-from xla_dtensor.debug._records import Operation, bytes_text, mesh_text, short_path
+from xla_dtensor.debug._records import Operation, bytes_text, mesh_text
 
 WIDEST = 72
 """A longer cell doesn't widen its column."""

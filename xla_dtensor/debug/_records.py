@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from xla_dtensor.base.source_line import short_path
 from xla_dtensor.mesh.layout import Layout
 
 ITSELF = ""
@@ -228,9 +228,3 @@ def bytes_text(nbytes: int) -> str:
         return f"{nbytes} B"
     power = min((nbytes.bit_length() - 1) // 10, 4)
     return f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
-
-
-def short_path(where: str) -> str:
-    """``file:line`` with the file relative to the working directory, if it is in it."""
-    inside = os.getcwd() + os.sep
-    return where.removeprefix(inside)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from xla_dtensor.base.source_line import short_path
 from xla_dtensor.custom_ops import distributed_op
-from xla_dtensor.debug._records import short_path
 from xla_dtensor.rules import registrations
 from xla_dtensor.rules.registry import ELEMENTWISE, FOREACH
 

@@ -147,7 +147,7 @@ class Choice:
     def operand(self, node: int, number: int) -> DimAxes | None:
         """How a node wants an operand; None where XLA is to choose."""
         group = self.graph.group(self.graph.nodes[node].operands[number])
-        if group is None or self._is_left(node):
+        if group is None or self.graph.is_left(self.graph.nodes[node]):
             return None
         states = {unit: f.operands.get(number) for unit, f in self._factors[node].items()}
         return self._dim_axes(group, states)
@@ -155,17 +155,11 @@ class Choice:
     def result(self, node: int, number: int) -> tuple[DimAxes, tuple[str, ...]] | None:
         """How a node gives a result, and the axes along which devices have parts of a sum."""
         group = self.graph.group(self.graph.nodes[node].results[number])
-        if group is None or self._is_left(node):
+        if group is None or self.graph.is_left(self.graph.nodes[node]):
             return None
         states = {unit: f.results.get(number) for unit, f in self._factors[node].items()}
         sums = tuple(axis for unit, state in states.items() if state == SUM for axis in unit)
         return self._dim_axes(group, states), sums
-
-    def _is_left(self, number: int) -> bool:
-        """Whether XLA is to choose for a node: it does for some of its operands or results."""
-        node = self.graph.nodes[number]
-        groups = map(self.graph.group, (*node.operands, *node.results))
-        return any(group is not None and group.is_free for group in groups)
 
     def given(self, nodes: Sequence[int], result: Any) -> DimAxes | None:
         """How a result lies as it is made by the one of an equation's nodes that makes it."""
@@ -209,9 +203,9 @@ class Choice:
 
     def _moves_of(self, number: int, unit: Unit, factor: Factor) -> Iterator[tuple[Any, Move]]:
         """What a node moves along some axes, if these cut it so, by what identifies it."""
-        if self._is_left(number):
-            return
         node = self.graph.nodes[number]
+        if self.graph.is_left(node):
+            return
         places: list[tuple[Any, Any, State, State]] = []
         for i, value in enumerate(node.operands):
             axes = self.of(value)

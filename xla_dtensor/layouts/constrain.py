@@ -137,8 +137,7 @@ def _cut_anew(equation: Any, choice: Choice, number: int) -> Any:
     """The equation of an operation on shards, with those that were chosen; as it is, if XLA is to
     choose how some of its tensors lie."""
     node, call = choice.graph.nodes[number], equation.params["call"]
-    groups = [choice.graph.group(v) for v in (*node.operands, *node.results)]
-    if any(group is not None and group.is_free for group in groups):
+    if choice.graph.is_left(node):
         return equation
     places = call.tensors_among(equation.params["numbers"], equation.params["keyed"])
     tensors = [choice.operand(number, i) or () for i in places]

@@ -202,10 +202,10 @@ def _gather(equation: Any) -> list[Factor]:
     operand, indices = map(shape_of, equation.invars[:2])
     shape = shape_of(equation.outvars[0])
     batch = [d for d in range(len(shape)) if d not in numbers.offset_dims]
-    own = _paired(numbers.start_indices_batching_dims, numbers.operand_batching_dims)
+    together = _paired(numbers.start_indices_batching_dims, numbers.operand_batching_dims)
     # The last dim of the indices has their coordinates.
     pairs = zip(range(len(indices) - 1), batch, strict=True)
-    found = [Factor({**own.get(i, {}), 1: i}, {0: d}) for i, d in pairs]
+    found = [Factor({**together.get(i, {}), 1: i}, {0: d}) for i, d in pairs]
     apart = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     sliced = [d for d in range(len(operand)) if d not in apart]
     for d, own in zip(sliced, numbers.offset_dims, strict=True):
@@ -230,11 +230,11 @@ def _scatter(equation: Any) -> list[Factor]:
     operand, _, updates = map(shape_of, equation.invars)
     rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
     adds = equation.primitive.name == "scatter-add"
-    own = _paired(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims)
+    together = _paired(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims)
     found = []
     for i, d in enumerate(rows):
-        if i in own:
-            found.append(Factor({**own[i], 1: i, 2: d}, {0: own[i][0]}))
+        if i in together:
+            found.append(Factor({**together[i], 1: i, 2: d}, {0: together[i][0]}))
         elif adds:
             found.append(Factor({1: i, 2: d}, {0: SUM}))
     apart = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)

@@ -17,8 +17,9 @@ from jax.extend.core import Literal, Var
 
 from xla_dtensor.layouts.factors import Factor, factors, is_elementwise, of_broadcast
 from xla_dtensor.layouts.folding import fold
-from xla_dtensor.layouts.marks import is_cut_into, mark_joint, pass_on
+from xla_dtensor.layouts.marks import mark_joint, pass_on
 from xla_dtensor.layouts.parts import Body, DimAxes, Group, Node, dim_axes, of_spec
+from xla_dtensor.layouts.slices import cut_off_padding, is_cut_into
 from xla_dtensor.layouts.work import work
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
@@ -90,6 +91,11 @@ class Graph:
         for group in self._groups.values():
             if group.within is None:
                 yield group
+
+    def is_left(self, node: Node) -> bool:
+        """Whether XLA is to choose for a node, as it does for some of its operands or results."""
+        groups = map(self.group, (*node.operands, *node.results))
+        return any(group is not None and group.is_free for group in groups)
 
     def layouts_of(self, values: Iterable[Any]) -> Iterator[DimAxes]:
         """How values that are given lie, and how they are laid out as soon as they are given, as a
@@ -218,24 +224,24 @@ class Graph:
         for variable, operand in zip(inputs[start], operands[start], strict=True):
             self._join(equation, variable, operand)
         for variable, operand in zip(inputs[start.stop :], operands[start.stop :], strict=True):
-            self._slices(equation, operand, variable, 1)
+            self._slices(equation, operand, variable, (1, 0))
         equations, made = self._renamed(inner, own)
         values = [*map(self._operand, made)]
         for variable, value, result in zip(inputs[start], values, equation.outvars, strict=False):
             self._join(equation, value, variable)
             self._join(equation, result, variable)
         for value, result in zip(values[carried:], equation.outvars[carried:], strict=True):
-            self._slices(equation, value, self._operand(result), -1)
+            self._slices(equation, value, self._operand(result), (0, 1))
         self._times = outside
         constants = [own[v] for v in inner.constvars]
         self.bodies[id(equation)] = Body(equation, inputs, constants, equations, made)
 
-    def _slices(self, equation: Any, operand: Any, result: Any, lead: int) -> None:
+    def _slices(self, equation: Any, operand: Any, result: Any, leading: tuple[int, int]) -> None:
+        """One is made of slices of the other; which of them has a dim in front of a slice's."""
         if operand is None or result is None:
             return
         dims = range(min(len(operand.aval.shape), len(result.aval.shape)))
-        shifts = (1, 0) if lead > 0 else (0, 1)
-        same = [Factor({0: d + shifts[0]}, {0: d + shifts[1]}) for d in dims]
+        same = [Factor({0: d + leading[0]}, {0: d + leading[1]}) for d in dims]
         self._add(equation, [operand], [result], same)
 
     def _equation(self, equation: Any) -> None:
@@ -274,8 +280,8 @@ class Graph:
                 return
             results = [self._operand(result) for result in equation.outvars]
             self._add(equation, operands, results, found, work(equation))
-            if name in ("slice", "gather"):
-                self._cut_off_padding(equation, operands[0])
+            if name == "slice":
+                cut_off_padding(self.nodes[-1], source, self.group(results[0]))
             elif name == "reshape":
                 mark_joint(self.nodes[-1], self.group, self._sizes)
 
@@ -354,22 +360,6 @@ class Graph:
         two.of_rule = two.of_rule or one.of_rule
         two.is_free |= one.is_free
 
-    def _cut_off_padding(self, equation: Any, operand: Any) -> None:
-        """A parameter of 10 columns on 4 devices is an array of 12; what is cut out of it lies as
-        it did."""
-        source, (result,) = self.group(operand), equation.outvars
-        group, params = self.group(result), equation.params
-        if source is None or group is None or source.known is None or params.get("strides"):
-            return
-        if len(group.shape) != len(source.shape):
-            return  # a gather of something else
-        starts = params.get("start_indices", [0] * len(group.shape))  # a gather's are numbers of it
-        for d, axes in enumerate(source.known):
-            size, kept = source.shape[d], group.shape[d]
-            if axes and kept < size and not starts[d]:
-                group.uneven.add(d)
-                self.nodes[-1].factors.append(Factor({0: d}, {0: d}))
-
     def _keep_to_rules(self) -> None:
         """What is made of values that XLA lays out lies as its operation's rule has it, or is left
         to XLA as well: what it costs isn't known here, and there is nothing that it has to fit."""
@@ -382,7 +372,9 @@ class Graph:
 
 
 def _is_of_one_shape(equation: Any) -> bool:
-    """Whether what a `for_each` takes and gives in each row has one shape, or none."""
+    """Whether what a `for_each` takes and gives in each row has one shape, or none. Then it is
+    elementwise, and a row of an optimizer's update needn't be walked through, equation by equation.
+    """
     params = equation.params
     inner = params["jaxpr"].jaxpr
     return len({v.aval.shape for v in (*inner.invars, *inner.outvars)} - {()}) <= 1

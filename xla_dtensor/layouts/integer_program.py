@@ -159,8 +159,8 @@ class AxisChoice:
         operands = [self._graph.group(v) for v in node.operands]
         results = [self._graph.group(v) for v in node.results]
         options = [_NOTHING]
-        if any(group is not None and group.is_free for group in (*operands, *results)):
-            return options, [self._program.variable()]  # XLA's, with what it takes and gives
+        if self._graph.is_left(node):
+            return options, [self._program.variable()]
         if node.required is not None:
             wanted = self._own(node.required)
             options = [Factor({} if wanted is None else {0: wanted})]

@@ -1,32 +1,14 @@
-"""What is so of a dim, and so of the dims that it is cut with: marks on a graph's groups; and
-where a slice crosses its shards."""
+"""What is so of a dim, and so of the dims that it is cut with: marks on a graph's groups."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.parts import Group, Node
 
-_SLICES = ("dynamic_slice", "slice", "split", "strided_slice")
-
 GroupOf = Callable[[Any], "Group | None"]
-
-
-def is_cut_into(equation: Any, source: Group | None, sizes: Mapping[str, int]) -> bool:
-    """Whether a slice is taken of a dim that is known to be sharded, and devices can't share it
-    evenly: XLA passes on between neighbours what is needed, if nothing is asked for."""
-    if equation.primitive.name not in _SLICES or source is None or source.known is None:
-        return False
-    for d, (axes, size) in enumerate(zip(source.known, source.shape, strict=True)):
-        devices = math.prod(sizes[axis] for axis in axes)
-        kept = equation.outvars[0].aval.shape[d]
-        is_padding = -(-kept // devices) * devices == size
-        if kept != size and kept % devices and not is_padding:
-            return True
-    return False
 
 
 def mark_joint(node: Node, group_of: GroupOf, sizes: Mapping[str, int]) -> None:

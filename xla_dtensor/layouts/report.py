@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from xla_dtensor.base.source_line import is_users
+from xla_dtensor.base.source_line import is_users, short_path
 from xla_dtensor.layouts.choose import Choice
 from xla_dtensor.layouts.integer_program import SECONDS
 from xla_dtensor.layouts.parts import DimAxes
@@ -70,7 +69,7 @@ def _line(trace: Any) -> str:
     """The user's innermost line of a traceback of JAX's."""
     for frame in () if trace is None else trace.frames:
         if is_users(frame.file_name):
-            return f"{frame.file_name.removeprefix(os.getcwd() + os.sep)}:{frame.line_num}"
+            return short_path(f"{frame.file_name}:{frame.line_num}")
     return ""
 
 
