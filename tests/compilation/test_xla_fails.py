@@ -117,3 +117,21 @@ def test_one_position_of_an_uneven_tensor(tried: list[Any]) -> None:
     assert tried, "XLA compiles it by now"
     torch.testing.assert_close(got.cpu(), step(x, image, weight))
     torch.testing.assert_close(placed.grad.cpu(), image.grad)
+
+
+def test_a_gradient_outside_of_rows_that_are_added_to(tried: list[Any]) -> None:
+    # Seed 8801: the one row that is added to two, on three axes, gathers the gradients of both.
+    base, places = torch.zeros(2, 2), torch.tensor([0, 1])
+    row = torch.tensor([[0.5, -2.0]], requires_grad=True)
+    step = lambda base, places, row: base.index_put((places,), row, accumulate=True).sin().sum()
+    step(base, places, row).backward()
+    mesh = make_mesh("2x2x2")
+    on_mesh = (
+        distribute_tensor(base, mesh, [Replicate()] * 3),
+        distribute_tensor(places, mesh, [Shard(0), Shard(0), Replicate()]),
+        distribute_tensor(row.detach(), mesh, [Replicate(), Shard(0), Replicate()]),
+    )
+    placed = on_mesh[-1].requires_grad_()
+    xd.compile(step)(*on_mesh).backward()
+    assert tried, "XLA compiles it by now"
+    torch.testing.assert_close(placed.grad.cpu(), row.grad)

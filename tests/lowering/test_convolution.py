@@ -44,6 +44,34 @@ def test_convolution(case: Any) -> None:
     assert check_call(aten.convolution_backward.default, *args).mismatches == []
 
 
+# image, kernel, stride, padding, dilation, output padding (of a transposed one; else None): with
+# kernels of which some positions meet only padding. Of the first two of them XLA ends the process
+# if it sees that.
+PADDED = [
+    ((6, 1), 2, 2, 1, 1, None),
+    ((4, 1), 2, 2, 1, 1, (0, 1)),
+    ((1, 1), 3, 1, 1, 1, None),
+    ((1, 2), 5, 1, 2, 1, None),
+    ((2, 1), 3, 2, 4, 2, None),
+    ((3, 1), 3, 3, 2, 1, (0, 2)),
+    ((1, 1), 2, 1, 2, 3, None),
+]
+
+
+@pytest.mark.parametrize("case", PADDED, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_positions_of_kernels_that_meet_only_padding(case: Any, groups: int) -> None:
+    image, kernel, stride, padding, dilation, more = case
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, *image, dtype=torch.float64)
+    weight = torch.randn(4, 4 // groups, kernel, kernel, dtype=torch.float64)
+    options = ([stride], [padding], [dilation], more is not None, [*(more or (0, 0))], groups)
+    assert check_call(aten.convolution.default, x, weight, None, *options).mismatches == []
+    out = aten.convolution(x, weight, None, *options)
+    args = (torch.randn_like(out), x, weight, None, *options, [True, True, False])
+    assert check_call(aten.convolution_backward.default, *args).mismatches == []
+
+
 # positions, kernel, stride: of products, but for the last one
 @pytest.mark.parametrize("groups", [2, 3, 4])
 @pytest.mark.parametrize("per_group", [(1, 1), (2, 1), (2, 2)], ids=str)

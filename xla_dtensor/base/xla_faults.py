@@ -296,6 +296,13 @@ GROUPED_PRODUCTS = Fault(
     "lowering/nn/convolution.py:_grouped_product",
     _HERE + "test_grouped_products",
 )
+ONLY_PADDING = Fault(
+    "A convolution of an image dilated along both dims and one wide, by a kernel of two positions "
+    "of which one meets only padding, ends the process: the gradient of `conv2d` of stride 2, "
+    "kernel 2 and padding 1, with nothing sharded (Window dimensions do not match RHS shape).",
+    "lowering/nn/convolution.py:_taps",
+    "it ends the process; programs: tests/lowering/test_convolution.py",
+)
 GROUPED_WEIGHTS = Fault(
     "The gradient of a grouped convolution's weight, a convolution with groups of the batch, "
     "counts shards of the batch several times.",

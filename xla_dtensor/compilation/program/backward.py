@@ -15,7 +15,7 @@ from xla_dtensor.compilation.call.recipes import NewTensor
 from xla_dtensor.compilation.call.run import Run
 from xla_dtensor.compilation.call.sources import ArraySource, CotangentSource, StateSource
 from xla_dtensor.compilation.program.executable import sharding_of
-from xla_dtensor.compilation.program.input_layouts import Pinning
+from xla_dtensor.compilation.program.input_layouts import Pinning, compile_somehow
 from xla_dtensor.compilation.program.inputs import INPUTS, Groups, Inputs
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.node import Kept, MemoryRead, OnHost, cotangent
@@ -68,7 +68,7 @@ class BackwardPass:
             lambda arrays: jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*arrays),
             out_shardings=shardings if any(shardings) else None,
         )
-        self._function = self._jit()
+        self._compiled: Any = None
 
     def _plan_reads(self, split: Split) -> None:
         """Whose memory mustn't be written to before the backward pass, and for which results."""
@@ -147,13 +147,12 @@ class BackwardPass:
                     )
             inputs = [*residuals, *arrays]
 
-            def anew() -> Any:
-                self._function = self._jit()
-                return self._function(inputs)
-
-            results = iter(lowering.attempt(lambda: self._function(inputs), anew))
+            if self._compiled is None:
+                lower = lambda: self._jit().lower(inputs)
+                self._compiled = compile_somehow(lower, lower, None, lowering)
+            results = iter(self._compiled(inputs))
         if events.observer is not None:
-            events.observer.launched(program, "backward", self._text(lowering, inputs))
+            events.observer.launched(program, "backward", self._compiled.as_text)
         found: list[Any] = []
         for i, gradient in enumerate(history.gradients):
             array = None if gradient is None else next(results)
@@ -165,15 +164,6 @@ class BackwardPass:
             known = None if gradient is None or not used else gradient[1].placed(frame)
             found.append(None if known is None else new_tensor(array, known))
         return found
-
-    def _text(self, lowering: Pinning, inputs: list[Any]) -> Callable[[], str]:
-        """What XLA made of the backward pass, for these inputs."""
-
-        def text() -> str:
-            with jax.enable_x64(True), lowering():
-                return str(self._function.lower(inputs).compile().as_text())
-
-        return text
 
 
 def _at(values: list[Any], positions: list[int]) -> list[Any]:

@@ -77,6 +77,11 @@ def _convolve(
         ]
         return jnp.zeros((x.shape[0], weight.shape[0], *out), x.dtype)
     precision = _precision() if math_dtype(x.dtype) == x.dtype else None
+    for dim in range(spatial):
+        window = stride[dim], dilation[dim], input_dilation[dim], pads[dim]
+        taps, pads[dim] = _taps(x.shape[2 + dim], weight.shape[2 + dim], *window)
+        if taps is not None:
+            weight = lax.slice_in_dim(weight, *taps, axis=2 + dim)
     windows = zip(
         x.shape[2:], weight.shape[2:], stride, dilation, input_dilation, pads, strict=True
     )
@@ -94,6 +99,26 @@ def _convolve(
         feature_group_count=groups,
         precision=precision,
     )
+
+
+def _taps(
+    size: int, kernel: int, stride: int, dilation: int, up: int, pad: tuple[int, int]
+) -> tuple[tuple[int, int] | None, tuple[int, int]]:
+    """The positions of the kernel along a dim that meet more than padding, as (first, end) (None:
+    all do, or none), and the padding of a convolution by those alone.
+
+    Of an image one wide XLA may end the process otherwise (`base/xla_faults.py:ONLY_PADDING`).
+    """
+    before, after = pad
+    last = (size - 1) * up
+    out = (before + last + after - (kernel - 1) * dilation) // stride + 1
+    first = max(0, -(((out - 1) * stride - before) // dilation))
+    end = min(kernel, (before + last) // dilation + 1)
+    if not 0 < end - first < kernel or out < 1:
+        return None, pad
+    before -= first * dilation
+    reach = (out - 1) * stride + (end - first - 1) * dilation + 1
+    return (first, end), (before, reach - before - last - 1)
 
 
 def _is_a_product(size: int, kernel: int, stride: int, dilation: int, up: int, pad: Any) -> bool:
