@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import functools
 import importlib
+import inspect
+import json
 import queue
 import sys
 import threading
 import types
+import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from scipy.interpolate import CubicSpline
 
 import xla_dtensor as xd
 from xla_dtensor.compilation.watch import walk
@@ -253,3 +260,150 @@ def test_hooks_of_autograds_nodes() -> None:
     node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     hook = lambda grads: (grads[0] * 3,)
     assert values(xd.compile(function), lambda: node.register_prehook(hook)) == [1, 1]
+
+
+Case = tuple[Callable[..., Any], Callable[[], Any]]
+
+
+def text_of_xml() -> Case:
+    element = ElementTree.fromstring("<scale>2</scale>")
+    return lambda x: x * float(element.text), lambda: setattr(element, "text", "3")
+
+
+def what_a_cache_forgets() -> Case:
+    @functools.lru_cache(maxsize=4)
+    def doubled(n: float) -> float:
+        return n * 2
+
+    function = lambda x: x * doubled(1.0) * doubled.cache_info().currsize
+    return function, lambda: doubled(7.0)
+
+
+def locals_of_a_suspended_generator() -> Case:
+    def counting() -> Iterator[None]:
+        n = 1.0
+        while True:
+            n += 1
+            yield
+
+    counter = counting()
+    next(counter)
+    return lambda x: x * counter.gi_frame.f_locals["n"], lambda: next(counter)
+
+
+KIND: Any = int
+
+
+class Config:
+    k: KIND
+
+
+def meaning_of_an_annotation() -> Case:
+    globals().update(KIND=int)
+    function = lambda x: x * (2 if typing.get_type_hints(Config)["k"] is int else 3)
+    return function, lambda: globals().update(KIND=float)
+
+
+def attribute_of_a_gradient() -> Case:
+    weight = torch.ones(2, device="xla", requires_grad=True)
+    weight.grad = torch.ones(2, device="xla")
+    weight.grad.scale = 2.0  # type: ignore[attr-defined]
+    return lambda x: x * weight.grad.scale, lambda: setattr(weight.grad, "scale", 3.0)
+
+
+def mark_of_a_parameter() -> Case:
+    tensor = torch.ones(2, device="xla")
+    function = lambda x: x * (2 if isinstance(tensor, torch.nn.Parameter) else 3)
+    return function, lambda: setattr(tensor, "_is_param", True)
+
+
+def slot_of_a_librarys_object() -> Case:
+    spline = CubicSpline([0.0, 1.0, 2.0], [0.0, 1.0, 4.0])
+    return lambda x: x * float(spline(0.5)), lambda: spline.c.fill(3.0)
+
+
+# What each shows after the change, of a step that was traced before it.
+STALE: dict[Callable[[], Case], float] = {
+    text_of_xml: 2.0,
+    what_a_cache_forgets: 2.0,
+    locals_of_a_suspended_generator: 2.0,
+    meaning_of_an_annotation: 2.0,
+    attribute_of_a_gradient: 2.0,
+    mark_of_a_parameter: 3.0,
+    slot_of_a_librarys_object: 0.25,
+}
+
+
+@pytest.mark.parametrize("make", STALE, ids=lambda make: make.__name__)
+def test_a_change_that_nobody_is_told_of(make: Callable[[], Case]) -> None:
+    function, change = make()
+    assert values(xd.compile(function), change) == [STALE[make]] * 2
+    stale_for_the_audit(*make())
+
+
+def test_what_a_backward_pass_outside_reads() -> None:
+    """It ran when the step was traced. (Between two calls changes are seen.)"""
+    scale = [2.0]
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * scale[0]
+
+    step = xd.compile(lambda x: Scaled.apply(x).sum())
+    x = torch.ones(2, device="xla", requires_grad=True)
+    found = []
+    for late in (3.0, 4.0):
+        x.grad = None
+        loss = step(x)
+        scale[0] = late
+        loss.backward()
+        found.append(x.grad[0].item())
+    assert found == [2.0, 3.0]
+
+
+def test_frames_around_a_step() -> None:
+    """In a trace they are this package's."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 if inspect.currentframe().f_back.f_code is caller.__code__ else 2)
+
+    def caller(run: Callable[..., Any]) -> Any:
+        return run(torch.ones(2, device="xla"))
+
+    assert caller(function)[0].item() == 1
+    assert caller(xd.compile(function))[0].item() == 2
+
+
+def test_threads_of_autograd() -> None:
+    """In a trace it has none but the step's."""
+    function = lambda x: x * (1 if torch._C._is_multithreading_enabled() else 2)
+    assert function(torch.ones(2, device="xla"))[0].item() == 1
+    assert xd.compile(function)(torch.ones(2, device="xla"))[0].item() == 2
+
+
+def test_writing_to_the_hosts_memory_by_its_address() -> None:
+    """While the step is traced, and never again."""
+    table = torch.zeros(1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        ctypes.memset(table.data_ptr(), 1, 4)
+        return x * 2
+
+    step = xd.compile(function)
+    step(torch.ones(2, device="xla"))
+    assert table[0] != 0
+    table.zero_()
+    step(torch.ones(2, device="xla"))
+    assert table[0] == 0
+
+
+def test_what_is_put_where_a_library_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step doesn't name it: `dumps` does, far below."""
+    function = lambda x: x * float(json.dumps(2.0))
+    change = lambda: monkeypatch.setattr(json.encoder.JSONEncoder, "encode", lambda *args: "3.0")
+    assert values(xd.compile(function), change) == [2.0, 2.0]

@@ -138,6 +138,15 @@ NAMES = {
     "BatchNorm": "torch.nn.modules.batchnorm:_BatchNorm",
     # Which attributes TorchScript has put into a module.
     "ConcreteModuleType": "torch._C:ConcreteModuleType",
+    # Settings that are read by a compiled step, and have no public name to read them by: why hooks
+    # on saved tensors are forbidden, whether views are made again of their bases, whether a
+    # recomputation ends with the last tensor that is wanted, how tensors are printed.
+    "saved_tensors_hooks_disabled": (
+        "torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message"
+    ),
+    "views_are_replayed": "torch._C:_is_view_replay_enabled",
+    "stops_checkpoints_early": "torch.utils.checkpoint:_enable_checkpoint_early_stop",
+    "print_options": "torch._tensor_str:PRINT_OPTS",
     # Whether torch.distributions looks at the values of its arguments; `find` says what it is now.
     "validates_distributions": "torch.distributions:Distribution._validate_args",
     # What the user may register with torch.distributions between two calls of a step.

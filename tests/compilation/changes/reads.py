@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import abc
 import contextvars
+import datetime
+import decimal
 import functools
+import hashlib
+import itertools
+import operator
 import threading
 import warnings
 import weakref
@@ -292,6 +297,64 @@ def _default_factory() -> tuple[Callable, Callable]:
     return lambda x: x * table.get("a", 5.0), change
 
 
+def _decimal_context() -> tuple[Callable, Callable]:
+    context, ten = decimal.Context(prec=3), decimal.Decimal(10)
+    divided = lambda: float(context.divide(ten, decimal.Decimal(3)))
+    return lambda x: x * divided(), lambda: setattr(context, "prec", 1)
+
+
+def _digest(name: str, *length: int) -> Callable[[], tuple[Callable, Callable]]:
+    def make() -> tuple[Callable, Callable]:
+        kept = hashlib.new(name, b"a")
+        return lambda x: x * kept.digest(*length)[0], lambda: kept.update(b"b")
+
+    return make
+
+
+def _seed_of_a_generator() -> tuple[Callable, Callable]:
+    generator = torch.Generator().manual_seed(3)
+    return lambda x: x * generator.initial_seed(), lambda: generator.manual_seed(5)
+
+
+def _scripted(made: Any, key: Any) -> Callable[[], tuple[Callable, Callable]]:
+    def make() -> tuple[Callable, Callable]:
+        with warnings.catch_warnings():  # torch.jit.script is deprecated
+            warnings.simplefilter("ignore")
+            kept = torch.jit.script(made)
+        return lambda x: x * kept[key], lambda: kept.__setitem__(key, 3.0)
+
+    return make
+
+
+def _flat() -> tuple[Callable, Callable]:
+    array = np.ones((2, 2))
+    flat = array.flat
+    return lambda x: x * float(flat[1]), lambda: array.__setitem__((0, 1), 5.0)
+
+
+class Zone(datetime.tzinfo):
+    hours = 1
+
+    def utcoffset(self, when: Any) -> datetime.timedelta:
+        return datetime.timedelta(hours=self.hours)
+
+
+def _time_zone() -> tuple[Callable, Callable]:
+    zone = Zone()
+    noon = datetime.datetime(2024, 1, 1, 12, tzinfo=zone)
+    return lambda x: x * len(noon.isoformat()), lambda: setattr(zone, "hours", 1.001)
+
+
+def _counter_shown() -> tuple[Callable, Callable]:
+    counter = itertools.count(1)
+    return lambda x: x * int(repr(counter)[6:-1]), lambda: next(counter)
+
+
+def _how_much_is_left() -> tuple[Callable, Callable]:
+    waiting = iter([1, 2, 3])
+    return lambda x: x * operator.length_hint(waiting), lambda: next(waiting)
+
+
 READS: dict[str, Callable[[], tuple[Callable, Callable]]] = {
     "forwarded": _forwarding,
     "looked_up": _looking,
@@ -319,6 +382,16 @@ READS: dict[str, Callable[[], tuple[Callable, Callable]]] = {
     "set_by_a_name_from_data": _set_by_a_name_from_data,
     "mangled_slot": _mangled_slot,
     "default_factory": _default_factory,
+    "decimal_context": _decimal_context,
+    "digest": _digest("sha256"),
+    "digest_of_any_length": _digest("shake_128", 4),
+    "seed_of_a_generator": _seed_of_a_generator,
+    "scripted_dict": _scripted({"a": 1.0}, "a"),
+    "scripted_list": _scripted([1.0, 2.0], 0),
+    "flat": _flat,
+    "time_zone": _time_zone,
+    "counter_shown": _counter_shown,
+    "how_much_is_left": _how_much_is_left,
 }
 
 

@@ -5,10 +5,15 @@ Each maker gives a function, what it leaves, and what puts that back.
 
 from __future__ import annotations
 
+import calendar
 import decimal
 import gc
 import logging
+import mimetypes
+import signal
+import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -425,6 +430,51 @@ READ = {
         lambda: torch.__future__.set_swap_module_params_on_conversion(True),
         lambda: torch.__future__.set_swap_module_params_on_conversion(False),
     ),
+    "sparse_invariants": Read(
+        lambda: torch.sparse.check_sparse_tensor_invariants.is_enabled(),
+        lambda: torch.sparse.check_sparse_tensor_invariants.enable(),
+        lambda: torch.sparse.check_sparse_tensor_invariants.disable(),
+    ),
+    "fills_memory": Read(
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+        lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+        lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", True),
+    ),
+    "how_tensors_are_printed": Read(
+        lambda: len(str(torch.tensor([1.23456789]))) < 15,
+        lambda: torch.set_printoptions(precision=1),
+        lambda: torch.set_printoptions(profile="default"),
+    ),
+    "name_of_the_thread": Read(
+        lambda: threading.current_thread().name == "another",
+        lambda: setattr(threading.current_thread(), "name", "another"),
+        lambda: setattr(threading.current_thread(), "name", "MainThread"),
+    ),
+    "handler_of_a_signal": Read(
+        lambda: signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN,
+        lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
+        lambda: signal.signal(signal.SIGUSR2, signal.SIG_DFL),
+    ),
+    "first_day": Read(
+        lambda: calendar.firstweekday() == 0,
+        lambda: calendar.setfirstweekday(4),
+        lambda: calendar.setfirstweekday(0),
+    ),
+    "timeout": Read(
+        lambda: socket.getdefaulttimeout() is None,
+        lambda: socket.setdefaulttimeout(5.0),
+        lambda: socket.setdefaulttimeout(None),
+    ),
+    "folder_of_temporary_files": Read(
+        lambda: tempfile.gettempdir() == "/elsewhere",
+        lambda: setattr(tempfile, "tempdir", "/elsewhere"),
+        lambda: setattr(tempfile, "tempdir", None),
+    ),
+    "types_of_files": Read(
+        lambda: mimetypes.guess_type("a.xladtensor")[0] is None,
+        lambda: mimetypes.add_type("a/b", ".xladtensor"),
+        mimetypes.init,
+    ),
     "validation": Read(
         lambda: torch.distributions.Distribution._validate_args,
         lambda: torch.distributions.Distribution.set_default_validate_args(False),
@@ -436,6 +486,7 @@ READ = {
 @rows(READ)
 def asked_for(world: World, setting: Read) -> Program:
     """A setting that the step reads and the user changes between calls."""
+    mimetypes.init()
     step = world.compile(lambda x: x * (2 if setting.read() else 5))
     x = world.batch()
     try:

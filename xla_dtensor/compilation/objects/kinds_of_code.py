@@ -304,3 +304,36 @@ ITERATORS: tuple[type, ...] = (
     *(type(iter(x)) for x in _ITERABLES),
     *(type(reversed(x)) for x in _REVERSIBLES),
 )
+
+UNKNOWN = object()
+"""How far an iterator has come that can't be asked."""
+
+
+def state_of_iterator(iterator: Any) -> Any:
+    """How far an iterator has come, without moving it."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else frame.f_lasti
+    hint = getattr(iterator, "__length_hint__", None)
+    if hint is not None:
+        return hint()
+    yielded = getattr(iterator, "_num_yielded", None)  # a DataLoader's
+    if yielded is not None:
+        return yielded
+    if isinstance(iterator, itertools.count):
+        return repr(iterator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.14 can't copy or pickle them any more
+        try:
+            parts = iterator.__reduce__()
+        except TypeError:
+            return UNKNOWN
+    if isinstance(parts, str):
+        return UNKNOWN
+    states = [
+        state_of_iterator(x) if hasattr(x, "__next__") else repr(x)
+        for part in parts[1:]
+        if isinstance(part, tuple)
+        for x in part
+    ]
+    return UNKNOWN if UNKNOWN in states else states

@@ -7,14 +7,20 @@ here is how to set them again. The others are compared where the step's code nam
 
 from __future__ import annotations
 
+import calendar
 import decimal
 import functools
 import gc
+import mimetypes
 import os
 import random
+import signal
+import socket
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
+from threading import current_thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +28,12 @@ import torch
 
 from xla_dtensor.base.config import config
 from xla_dtensor.base.switches import SWITCHES
-from xla_dtensor.base.torch_private import default_device_context, find
+from xla_dtensor.base.torch_private import (
+    default_device_context,
+    find,
+    saved_tensors_hooks_disabled,
+    views_are_replayed,
+)
 from xla_dtensor.compilation.objects.places import MISSING, Place
 
 
@@ -57,8 +68,8 @@ def _set_anomaly(value: tuple[bool, bool]) -> None:
 _DECIMAL = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
-def _decimal() -> tuple[Any, ...]:
-    context = decimal.getcontext()
+def of_decimal(context: decimal.Context) -> tuple[Any, ...]:
+    """What a context says of results. (Its flags say what has happened.)"""
     return tuple(getattr(context, name) for name in _DECIMAL)
 
 
@@ -70,6 +81,10 @@ def _set_decimal(values: tuple[Any, ...]) -> None:
 def _numpys_rng_state() -> tuple[Any, ...]:
     name, keys, *rest = np.random.get_state()
     return name, np.asarray(keys).tobytes(), *rest
+
+
+def _signal_handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
 
 
 def _rng_state() -> bytes:
@@ -121,7 +136,7 @@ for _module in (torch.backends.cudnn, torch.backends.mkldnn):
                 functools.partial(getattr, _module, _name),
                 functools.partial(setattr, _module, _name),
                 # By its own name, too: the module may have been imported under any.
-                frozenset({"backends", "cudnn", "mkldnn", _name}),
+                frozenset({"backends", "cudnn", "mkldnn", _name, f"_get_mkldnn_{_name}"}),
             )
 
 
@@ -199,7 +214,7 @@ _named(
 _named("the working directory", os.getcwd, os.chdir, "getcwd", "cwd", "chdir", "abspath", "resolve")
 _named(
     "decimal's context",
-    _decimal,
+    lambda: of_decimal(decimal.getcontext()),
     _set_decimal,
     *("getcontext", "setcontext", "localcontext", "Decimal"),
 )
@@ -226,6 +241,50 @@ _named(
 )
 _named("random.getstate()", random.getstate, None, "getstate")
 _named("numpy.random.get_state()", _numpys_rng_state, None, "get_state")
+
+# Those that a step is taken to find, and not to leave otherwise.
+_named(
+    "torch.sparse.check_sparse_tensor_invariants.is_enabled()",
+    torch.sparse.check_sparse_tensor_invariants.is_enabled,
+    None,
+    *("check_sparse_tensor_invariants", "is_enabled"),
+)
+_named(
+    "torch.autograd.graph.disable_saved_tensors_hooks",
+    saved_tensors_hooks_disabled,
+    None,
+    *("saved_tensors_hooks", "save_on_cpu", "disable_saved_tensors_hooks"),
+)
+_named(
+    "whether views are replayed",
+    views_are_replayed,
+    None,
+    *("_is_view_replay_enabled", "_force_original_view_tracking"),
+)
+_named(
+    "torch.utils.checkpoint.set_checkpoint_early_stop",
+    functools.partial(find, "stops_checkpoints_early"),
+    None,
+    *("checkpoint", "checkpoint_sequential", "set_checkpoint_early_stop"),
+)
+_named(
+    "torch.utils.deterministic.fill_uninitialized_memory",
+    lambda: torch.utils.deterministic.fill_uninitialized_memory,
+    None,
+    "fill_uninitialized_memory",
+)
+_named("torch.get_printoptions()", lambda: dict(vars(find("print_options"))), None, "str", "repr")
+_named("threading.current_thread().name", lambda: current_thread().name, None, "current_thread")
+_named("signal.getsignal()", _signal_handlers, None, "getsignal")
+_named("calendar.firstweekday()", calendar.firstweekday, None, *calendar.__all__)
+_named("socket.getdefaulttimeout()", socket.getdefaulttimeout, None, "getdefaulttimeout", "socket")
+_named("tempfile.tempdir", lambda: tempfile.tempdir, None, *tempfile.__all__)
+_named(
+    "mimetypes.types_map",
+    lambda: dict(mimetypes.types_map),
+    None,
+    *("guess_type", "guess_extension", "guess_all_extensions", "types_map"),
+)
 
 
 for _name in SWITCHES:

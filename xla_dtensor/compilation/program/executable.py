@@ -80,9 +80,8 @@ class Executable:
         # have it, which know what XLA computes wrongly otherwise.
         if lays_out and frame is not None and not residuals:
             with jax.enable_x64(True):
-                given = [getattr(x, "sharding", None) for x in inputs.constants(*groups)]
                 self.layouts = Choice.of_program(
-                    jaxpr, given, shardings, inputs.are_arguments, frame
+                    jaxpr, inputs.shardings(groups), shardings, inputs.are_arguments, frame
                 )
             jaxpr = constrained(jaxpr, self.layouts, frame)
 

@@ -96,6 +96,11 @@ class Inputs:
         groups = (donated, kept, hosts)
         return [source.value(lambda s: self.of(s, groups), words) for source in self._sources]
 
+    def shardings(self, groups: Sequence[Any]) -> list[Any]:
+        """Where the constants lie that are inputs; None for those that the program makes."""
+        given = (self.of(s, groups) if isinstance(s, INPUTS) else None for s in self._sources)
+        return [getattr(array, "sharding", None) for array in given]
+
     def of(self, source: Source, groups: Sequence[Any]) -> Any:
         """The input that a source is, one of `INPUTS`."""
         group, position = self._places[source]

@@ -6,7 +6,10 @@ from __future__ import annotations
 import array
 import contextvars
 import ctypes
+import datetime
+import decimal
 import functools
+import hashlib
 import io
 import itertools
 import operator
@@ -18,17 +21,19 @@ import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from xla_dtensor.compilation.code.reflection import referents
 from xla_dtensor.compilation.objects.called_places import Flag, OfThread, Text, Variable
 from xla_dtensor.compilation.objects.found import content_of, is_atom
-from xla_dtensor.compilation.objects.kinds_of_code import ITERATORS, VIEWS
+from xla_dtensor.compilation.objects.kinds_of_code import ITERATORS, VIEWS, state_of_iterator
 from xla_dtensor.compilation.objects.places import Elements, Items, Slots, class_of_content
-from xla_dtensor.compilation.watch.attributes import methods, own_parts
+from xla_dtensor.compilation.objects.settings import of_decimal
+from xla_dtensor.compilation.watch.attributes import methods, of_object, own_parts
 from xla_dtensor.compilation.watch.walk import Followed, Follower, Walk
 
 # Of content beyond this the length is compared, and as many as SAMPLES: vocabularies, data sets.
@@ -257,10 +262,45 @@ def of_context(walk: Walk, context: contextvars.Context, path: str) -> None:
         walk.follow(held, f"{path}[{variable.name}]")
 
 
+_SHOWS_HOW_FAR = ("length_hint", "__length_hint__", "repr", "str", "format")
+
+
 def of_iterator(walk: Walk, iterator: Any, path: str) -> None:
-    """The step mustn't take from it."""
+    """The step mustn't take from it; but it may look how far it has come."""
     walk.reached.consumed.append((iterator, path))
+    if walk.names.calls(*_SHOWS_HOW_FAR) or not walk.names.attributes.isdisjoint(_SHOWS_HOW_FAR):
+        walk.reached.probe(f"how far {path} is", functools.partial(state_of_iterator, iterator))
     users_own(walk, iterator, path)
+
+
+def _digest(made: Any) -> bytes:
+    return bytes(made.digest(32) if made.name.startswith("shake") else made.digest())
+
+
+# Objects of C that hold more than attributes, and what tells it.
+_TOLD: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (decimal.Context, of_decimal),
+    (tuple({type(hashlib.new(name)) for name in hashlib.algorithms_guaranteed}), _digest),
+    (torch.Generator, torch.Generator.initial_seed),
+    ((torch._C.ScriptDict, torch._C.ScriptList), lambda value: str(value)),
+)
+
+
+def told(tell: Callable[[Any], Any]) -> Follower:
+    """Of what only a call tells: that."""
+
+    def follow(walk: Walk, value: Any, path: str) -> None:
+        walk.reached.probe(f"what {path} holds", functools.partial(tell, value))
+        users_own(walk, value, path)
+
+    return follow
+
+
+def of_time(walk: Walk, value: datetime.datetime | datetime.time, path: str) -> None:
+    """A time zone may be the user's code."""
+    of_object(walk, value, path)
+    if value.tzinfo is not None:
+        walk.follow(value.tzinfo, f"{path}.tzinfo")
 
 
 def of_shared(walk: Walk, value: Any, path: str) -> None:
@@ -301,4 +341,7 @@ KINDS = (
     Followed((io.StringIO, io.BytesIO), "object", of_text),
     Followed(_RANDOM_SOURCES, "random generator", of_random_source),
     Followed(contextvars.Context, "opaque", of_context),
+    Followed((datetime.datetime, datetime.time), None, of_time),
+    Followed(np.flatiter, "opaque", through("base")),
+    *(Followed(classes, "opaque", told(tell)) for classes, tell in _TOLD),
 )
