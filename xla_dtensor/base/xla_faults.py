@@ -297,9 +297,8 @@ GROUPED_PRODUCTS = Fault(
     _HERE + "test_grouped_products",
 )
 ONLY_PADDING = Fault(
-    "A convolution of an image dilated along both dims and one wide, by a kernel of two positions "
-    "of which one meets only padding, ends the process: the gradient of `conv2d` of stride 2, "
-    "kernel 2 and padding 1, with nothing sharded (Window dimensions do not match RHS shape).",
+    "A convolution of a dilated image one wide, by two positions of which one meets only padding, "
+    "ends the process: the gradient of `conv2d` of stride 2, kernel 2, padding 1, on one device.",
     "lowering/nn/convolution.py:_taps",
     "it ends the process; programs: tests/lowering/test_convolution.py",
 )
