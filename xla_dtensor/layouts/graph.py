@@ -153,6 +153,9 @@ class Graph:
             if name == "for_each" and not _is_of_one_shape(equation):
                 self._rows(equation)
                 continue
+            if name == "pin":
+                self._pin(equation)
+                continue
             for result in equation.outvars:
                 self._group(result)
             if name == "scan":
@@ -165,6 +168,20 @@ class Graph:
         closed = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         inner = getattr(closed, "jaxpr", closed)
         self._inline(inner, equation.invars, equation.outvars)
+
+    def _pin(self, equation: Any) -> None:
+        """How a rule would have a value lie: a way in which it may. The value is the same, so that
+        what several operations want of it is moved once."""
+        (operand,), (result,) = equation.invars, equation.outvars
+        if isinstance(operand, Literal):
+            self._group(result)
+        else:
+            self._same[result] = self.value(operand)
+        group = self.group(result)
+        if group is not None:
+            wanted = dim_axes(equation.params["sharding"], len(group.shape), self._sizes)
+            group.of_rule = group.of_rule or wanted
+            group.by_rule |= {(axis, d) for d, axes in enumerate(wanted or ()) for axis in axes}
 
     def _rows(self, equation: Any) -> None:
         """As if each row of a `for_each` were a call."""
@@ -253,12 +270,6 @@ class Graph:
                     self._join(equation, operand, result)
         elif is_elementwise(equation):
             self._elementwise(equation, operands)
-            group = self.group(equation.outvars[0]) if name == "pin" else None
-            if group is not None:
-                wanted = dim_axes(equation.params["sharding"], len(group.shape), self._sizes)
-                group.of_rule = group.of_rule or wanted
-                cuts = enumerate(wanted or ())
-                group.by_rule |= {(axis, d) for d, axes in cuts for axis in axes}
         elif name == "for_each":
             self._for_each(equation, operands)
         elif name == "sharding_constraint":
