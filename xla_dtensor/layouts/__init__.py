@@ -2,6 +2,7 @@
 
 from xla_dtensor.layouts.choose import Choice
 from xla_dtensor.layouts.constrain import constrained
+from xla_dtensor.layouts.joined import kept_apart
 from xla_dtensor.layouts.report import report
 
-__all__ = ["Choice", "constrained", "report"]
+__all__ = ["Choice", "constrained", "kept_apart", "report"]

@@ -15,14 +15,12 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
-from xla_dtensor.layouts.factors import Factor, factors, is_elementwise, of_broadcast
+from xla_dtensor.layouts.factors import CALLS, Factor, factors, is_elementwise, of_broadcast
 from xla_dtensor.layouts.folding import fold
 from xla_dtensor.layouts.marks import mark_joint, pass_on
 from xla_dtensor.layouts.parts import Body, DimAxes, Group, Node, dim_axes, of_spec
 from xla_dtensor.layouts.slices import cut_off_padding, is_cut_into
 from xla_dtensor.layouts.work import work
-
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
 class Graph:
@@ -147,7 +145,7 @@ class Graph:
     def _walk(self, equations: Iterable[Any]) -> None:
         for equation in equations:
             name = equation.primitive.name
-            if name in _CALLS:
+            if name in CALLS:
                 self._call(equation)
                 continue
             if name == "for_each" and not _is_of_one_shape(equation):

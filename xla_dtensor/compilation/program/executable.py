@@ -22,7 +22,7 @@ from xla_dtensor.compilation.program.input_layouts import (
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
-from xla_dtensor.layouts import Choice, constrained
+from xla_dtensor.layouts import Choice, constrained, kept_apart
 from xla_dtensor.runtime import agreement
 
 
@@ -80,6 +80,7 @@ class Executable:
         # have it, which know what XLA computes wrongly otherwise.
         if lays_out and frame is not None and not residuals:
             with jax.enable_x64(True):
+                jaxpr = kept_apart(jaxpr)
                 self.layouts = Choice.of_program(
                     jaxpr, inputs.shardings(groups), shardings, inputs.are_arguments, frame
                 )
