@@ -5,7 +5,8 @@
 
 `mesh`: what each device of a mesh holds of a tensor, by placements. `operation`: which files an
 operation goes through the first time, and afterwards. `layouts`: a block's operations, and what is
-moved between them. `plan`: what a step needs on one device.
+moved between them. `step`: the collectives of a training step, whose layouts are chosen in two
+ways. `plan`: what a step needs on one device.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import xla_dtensor as xd
 from tools.package_calls import package_calls
+from xla_dtensor.planning.collectives import Collective, collectives
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 # Of a light and of a dark page: neither black nor white.
@@ -210,6 +212,75 @@ def _cut(axes: Any, x: float, y: float, layout: Any) -> None:
             axes.plot(xs, ys, color=AXES[name], linewidth=1.6)
 
 
+# --- a step's collectives ------------------------------------------------------------------------
+
+
+def step() -> Figure:
+    """The collectives of a training step of one transformer block, whose weights are cut over both
+    mesh dims: chosen operation by operation, and over the step."""
+    wide, heads = 128, 8
+    shapes = dict.fromkeys("qkvo", (wide, wide))
+    shapes |= {"up": (4 * wide, wide), "down": (wide, 4 * wide)}
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(-2)
+
+    def train_step(x: torch.Tensor, *weights: torch.Tensor) -> Any:
+        own = {n: w.detach().requires_grad_() for n, w in zip(shapes, weights, strict=True)}
+        y = x + F.linear(attend(*(F.linear(x, own[n]) for n in "qkv")), own["o"])
+        y = y + F.linear(F.gelu(F.linear(y, own["up"])), own["down"])
+        return torch.autograd.grad(y.square().mean(), [*own.values()])
+
+    on = _mesh()
+    x = distribute_tensor(torch.randn(32, 64, wide), on, [Shard(0), Replicate()])
+    placed = []
+    for name, shape in shapes.items():
+        rows, columns = Shard(0), Shard(1)
+        where = [rows, columns] if name in ("o", "down") else [columns, rows]
+        placed.append(distribute_tensor(torch.randn(shape) / wide, on, where))
+    found = {}
+    for layouts, title in (("torch", "operation by operation"), ("step", "over the whole step")):
+        run = xd.compile(train_step, layouts=layouts)
+        run(x, *placed)
+        text = run.compiled_programs()[-1].as_text()
+        found[title] = collectives(text, (2, 4), tuple(AXES))
+    return _bars(found)
+
+
+def _bars(found: dict[str, list[Collective]]) -> Figure:
+    """A bar for each kind of collectives along some mesh dims, as long as their bytes."""
+    sums = {
+        title: {
+            (kind, dims): [
+                sum(getattr(each, what) * each.times for each in own if _key(each) == (kind, dims))
+                for what in ("bytes", "times")
+            ]
+            for kind, dims in sorted(set(map(_key, own)))
+        }
+        for title, own in found.items()
+    }
+    rows = sum(len(each) + 2 for each in sums.values())
+    figure, axes = _canvas(9.6, 0.3 + 0.3 * rows)
+    most, y = max(size for each in sums.values() for size, _ in each.values()), 0.4
+    for title, each in sums.items():
+        total = sum(size for size, _ in each.values())
+        axes.text(0.3, y, f"{title}: {total / 1e6:.2f} MB a device", size=10, weight="bold")
+        for (kind, dims), (size, times) in sorted(each.items(), key=lambda item: -item[1][0]):
+            y += 0.3
+            colour = AXES.get(dims, INK)
+            axes.text(0.5, y, f"{times} {kind} along {dims}", size=8)
+            axes.add_patch(Rectangle((3.4, y - 0.15), 4.6 * size / most, 0.2, facecolor=colour))
+            axes.text(3.5 + 4.6 * size / most, y, f"{size / 1e6:.2f} MB", size=8)
+        y += 0.6
+    return figure
+
+
+def _key(each: Collective) -> tuple[str, str]:
+    return each.kind, " and ".join(each.dims)
+
+
 # --- a plan --------------------------------------------------------------------------------------
 
 
@@ -239,7 +310,7 @@ def plan(folder: Path = FOLDER) -> None:
     report.save(folder / "plan.svg")
 
 
-DRAWN: dict[str, Callable[[], Figure]] = {f.__name__: f for f in (mesh, operation, layouts)}
+DRAWN: dict[str, Callable[[], Figure]] = {f.__name__: f for f in (mesh, operation, layouts, step)}
 PICTURES = (*DRAWN, "plan")
 
 
