@@ -21,7 +21,7 @@ from xla_dtensor.layouts.apart import common
 def apart(function: Callable[..., Any], *arrays: Any) -> tuple[Any, Any]:
     """The jaxpr of a function of constants, with dims kept apart; and what it gives."""
     closed = jax.make_jaxpr(lambda: function(*arrays))()
-    found = kept_apart(closed.jaxpr)
+    found = kept_apart(closed.jaxpr, (2, 4))[0]
     return found, jaxpr_as_fun(ClosedJaxpr(found, closed.consts))()
 
 
@@ -139,9 +139,31 @@ def test_a_weight_is_not_taken_apart() -> None:
     np.testing.assert_allclose(got, product(x, weight), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("devices", "shapes"),
+    [
+        ((2,), [[]]),
+        ((5,), [[]]),
+        ((2, 4), [[], [(4, 5, 192)]]),
+        ((12,), [[(4, 5, 192)]]),
+    ],
+)
+def test_what_axes_can_cut(devices: tuple[int, ...], shapes: Any) -> None:
+    """Six heads of 32: two devices can cut the heads; four only 32, which may be of no use; twelve
+    neither, but 192."""
+    x = numbers(4, 5, 6, 32)
+
+    def product(x: Any) -> Any:
+        joined = (x + 1).reshape(4, 5, 192)
+        return jnp.einsum("abc,abd->cd", joined, x[..., 0, :] * 2).reshape(6, 32, 32)
+
+    closed = jax.make_jaxpr(lambda: product(x))()
+    assert [joins(jaxpr) for jaxpr in kept_apart(closed.jaxpr, devices)] == shapes
+
+
 def test_a_program_without_reshapes_is_the_same_object() -> None:
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(numbers(2, 3))
-    assert kept_apart(closed.jaxpr) is closed.jaxpr
+    assert kept_apart(closed.jaxpr, (2,))[0] is closed.jaxpr
 
 
 def drawn(rng: random.Random) -> Callable[[Any, Any], list[Any]]:
@@ -232,9 +254,9 @@ def test_random_programs(first: int) -> None:
         function = drawn(random.Random(seed))
         x, y = numbers(2, 3, 4, 6, seed=seed), numbers(2, 3, 4, 6, seed=seed + 1)
         closed = jax.make_jaxpr(lambda x=x, y=y, function=function: function(x, y))()
-        found = ClosedJaxpr(kept_apart(closed.jaxpr), closed.consts)
-        for got, wanted in zip(
-            jax.jit(jaxpr_as_fun(found))(), jax.jit(jaxpr_as_fun(closed))(), strict=True
-        ):
-            assert got.shape == wanted.shape
-            np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-4, err_msg=str(seed))
+        wanted = jax.jit(jaxpr_as_fun(closed))()
+        for jaxpr in kept_apart(closed.jaxpr, (2, 3)):
+            found = jax.jit(jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts)))()
+            for one, other in zip(found, wanted, strict=True):
+                assert one.shape == other.shape
+                np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4, err_msg=str(seed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,14 +50,20 @@ class Walk:
 
     Args:
         rule: of an equation, if there is one.
+        devices: along each mesh axis.
+        in_doubt: whether parts are kept apart where that is doubtful.
 
     Attributes:
         made: those that take their place.
         changed: whether these are others.
+        doubts: whether products have dims that are apart where that is doubtful.
     """
 
-    def __init__(self, rule: Callable[[Any], Rule | None]) -> None:
-        self._rule = rule
+    def __init__(
+        self, rule: Callable[[Any], Rule | None], devices: Sequence[int], in_doubt: bool
+    ) -> None:
+        self._rule, self._devices, self._in_doubt = rule, devices, in_doubt
+        self.doubts = False
         self.made: list[Any] = []
         self.changed = False
         self._apart: dict[Any, Apart] = {}
@@ -123,6 +130,17 @@ class Walk:
         """Whether a dim consists of several."""
         return self._is_apart(atom) and len(self._apart[atom].dims[dim]) > 1
 
+    def can_cut(self, sizes: Sizes) -> bool | None:
+        """Whether axes that could cut a dim can cut the first of its parts; None if one of them can
+        only cut another part, which may be of no use."""
+        joined, found = math.prod(sizes), True
+        for n in self._devices if len(sizes) > 1 else ():
+            if joined % n == 0 and sizes[0] % n:
+                if all(size % n for size in sizes):
+                    return False
+                found = False
+        return found or None
+
     def gives(self, result: Any, variable: Any, dims: Sequence[Sizes]) -> None:
         """A result, with its dims apart, or, where none of them are, as it is."""
         self.changed = True
@@ -165,7 +183,12 @@ class Walk:
             self.made.append(equation.replace(invars=[self.whole(operand)]))
         else:
             variable = known.variable if known else self.whole(operand)
-            self.gives(result, self._reshaped(variable, flat(parts)), parts)
+            kept = [sizes if self._keeps(sizes) else (math.prod(sizes),) for sizes in parts]
+            self.gives(result, self._reshaped(variable, flat(kept)), kept)
+
+    def _keeps(self, sizes: Sizes) -> bool:
+        found = self.can_cut(sizes)
+        return self._in_doubt if found is None else found
 
     def _call(self, equation: Any) -> None:
         closed = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
@@ -196,7 +219,9 @@ class Walk:
         closed = equation.params.get("jaxpr")
         if equation.primitive.name not in (*CALLS, "scan") or not isinstance(closed, ClosedJaxpr):
             return equation
-        inner = Walk(self._rule).of(closed.jaxpr)
+        walk = Walk(self._rule, self._devices, self._in_doubt)
+        inner = walk.of(closed.jaxpr)
+        self.doubts |= walk.doubts
         if inner is closed.jaxpr:
             return equation
         self.changed = True

@@ -182,6 +182,17 @@ class Choice:
                     found.setdefault(key, move)
         return sorted(found.values(), key=lambda move: -move.nbytes * move.times)
 
+    def price(self) -> float:
+        """What it costs by this estimate, in bytes; infinite if none were found."""
+        if not self.found:
+            return math.inf
+        price = sum((move.nbytes + STARTUP_BYTES) * move.times for move in self.moves())
+        for node, factors in zip(self.graph.nodes, self._factors, strict=True):
+            cut = [unit for unit, factor in factors.items() if factor.operands or factor.results]
+            devices = math.prod(map(self._size, cut))
+            price += node.work * node.times / devices / WORK_PER_BYTE
+        return price
+
     def second_best(self, number: int) -> float | None:
         """The bytes that a node would move, each time, in the next best of the ways that it could
         be cut along one axis, with all others as they are; None if there is no other."""

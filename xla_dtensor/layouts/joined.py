@@ -24,10 +24,17 @@ from xla_dtensor.layouts.factors import is_elementwise, shape_of
 _RULES: dict[str, Rule] = {}
 
 
-def kept_apart(jaxpr: Any) -> Any:
+def kept_apart(jaxpr: Any, devices: Sequence[int]) -> list[Any]:
     """``jaxpr`` with the dims that its reshapes join kept apart. Its inputs and results, and those
-    of the jaxprs in its equations, are as they were."""
-    return Walk(_rule_of).of(jaxpr)
+    of the jaxprs in its equations, are as they were. Where it is doubtful whether that is of use, a
+    second one without: six heads of 32 can't be cut by four devices, and 192 can.
+
+    Args:
+        devices: along each mesh axis.
+    """
+    walks = [Walk(_rule_of, devices, in_doubt) for in_doubt in (True, False)]
+    found = walks[0].of(jaxpr)
+    return [found, walks[1].of(jaxpr)] if walks[0].doubts else [found]
 
 
 def _rule_of(equation: Any) -> Rule | None:
@@ -216,6 +223,7 @@ def _dot_general(walk: Walk, equation: Any) -> bool:
             together = flat(parts)
         for own, d in zip(dims, pair, strict=True):
             own[d] = together
+    walk.doubts |= any(walk.can_cut(sizes) is None for own in dims for sizes in own)
     operands = [walk.split(atom, own) for atom, own in zip(atoms, dims, strict=True)]
     apart = [Apart(v, tuple(own)) for v, own in zip(operands, dims, strict=True)]
     numbers = tuple(

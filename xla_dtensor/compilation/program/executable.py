@@ -80,10 +80,12 @@ class Executable:
         # have it, which know what XLA computes wrongly otherwise.
         if lays_out and frame is not None and not residuals:
             with jax.enable_x64(True):
-                jaxpr = kept_apart(jaxpr)
-                self.layouts = Choice.of_program(
-                    jaxpr, inputs.shardings(groups), shardings, inputs.are_arguments, frame
-                )
+                given = inputs.shardings(groups), shardings, inputs.are_arguments, frame
+                choices = [
+                    (Choice.of_program(each, *given), each)
+                    for each in kept_apart(jaxpr, [*frame.sizes.values()])
+                ]
+                self.layouts, jaxpr = min(choices, key=lambda found: found[0].price())
             jaxpr = constrained(jaxpr, self.layouts, frame)
 
         # The names of the parameters are those of the inputs in the program's text.
