@@ -109,6 +109,8 @@ class Walk:
 
     def has(self, atom: Any) -> Apart:
         """A value with its dims apart."""
+        if isinstance(atom, Literal):  # a number
+            return Apart(atom, ())
         found = self._apart.get(atom) or self._without_ones.get(atom)
         if found is None:
             dims = tuple((n,) if n > 1 else () for n in shape_of(atom))
@@ -193,15 +195,10 @@ class Walk:
     def _call(self, equation: Any) -> None:
         closed = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         inner = getattr(closed, "jaxpr", closed)
-        own: dict[Any, Any] = dict(zip(inner.invars, equation.invars, strict=True))
-        constants = getattr(closed, "consts", ())
-        if inner.constvars and not constants:
+        if inner.constvars:  # arrays, which have no variable here
             self.made.append(equation.replace(invars=[*map(self.whole, equation.invars)]))
             return
-        own.update(
-            (variable, Literal(value, variable.aval))
-            for variable, value in zip(inner.constvars, constants, strict=True)
-        )
+        own: dict[Any, Any] = dict(zip(inner.invars, equation.invars, strict=True))
         renamed = lambda atom: atom if isinstance(atom, Literal) else own[atom]
         for each in inner.eqns:
             own.update((variable, Var(variable.aval)) for variable in each.outvars)
