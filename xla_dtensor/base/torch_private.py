@@ -147,6 +147,9 @@ NAMES = {
     "views_are_replayed": "torch._C:_is_view_replay_enabled",
     "stops_checkpoints_early": "torch.utils.checkpoint:_enable_checkpoint_early_stop",
     "print_options": "torch._tensor_str:PRINT_OPTS",
+    # What torch.jit.script makes of lists and dicts.
+    "ScriptList": "torch._C:ScriptList",
+    "ScriptDict": "torch._C:ScriptDict",
     # Whether torch.distributions looks at the values of its arguments; `find` says what it is now.
     "validates_distributions": "torch.distributions:Distribution._validate_args",
     # What the user may register with torch.distributions between two calls of a step.

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from xla_dtensor.base.torch_private import ScriptDict, ScriptList
 from xla_dtensor.compilation.code.reflection import referents
 from xla_dtensor.compilation.objects.called_places import Flag, OfThread, Text, Variable
 from xla_dtensor.compilation.objects.found import content_of, is_atom
@@ -282,7 +283,7 @@ _TOLD: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (decimal.Context, of_decimal),
     (tuple({type(hashlib.new(name)) for name in hashlib.algorithms_guaranteed}), _digest),
     (torch.Generator, torch.Generator.initial_seed),
-    ((torch._C.ScriptDict, torch._C.ScriptList), lambda value: str(value)),
+    ((ScriptDict, ScriptList), str),
 )
 
 
