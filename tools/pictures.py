@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -251,34 +252,24 @@ def step() -> Figure:
 
 def _bars(found: dict[str, list[Collective]]) -> Figure:
     """A bar for each kind of collectives along some mesh dims, as long as their bytes."""
-    sums = {
-        title: {
-            (kind, dims): [
-                sum(getattr(each, what) * each.times for each in own if _key(each) == (kind, dims))
-                for what in ("bytes", "times")
-            ]
-            for kind, dims in sorted(set(map(_key, own)))
-        }
-        for title, own in found.items()
-    }
-    rows = sum(len(each) + 2 for each in sums.values())
-    figure, axes = _canvas(9.6, 0.3 + 0.3 * rows)
-    most, y = max(size for each in sums.values() for size, _ in each.values()), 0.4
-    for title, each in sums.items():
-        total = sum(size for size, _ in each.values())
-        axes.text(0.3, y, f"{title}: {total / 1e6:.2f} MB a device", size=10, weight="bold")
-        for (kind, dims), (size, times) in sorted(each.items(), key=lambda item: -item[1][0]):
+    nbytes, times = defaultdict[str, Counter[Any]](Counter), Counter[Any]()
+    for title, own in found.items():
+        for each in own:
+            key = each.kind, " and ".join(each.dims)
+            nbytes[title][key] += each.bytes * each.times
+            times[title, key] += each.times
+    figure, axes = _canvas(9.6, 0.3 + 0.3 * sum(len(sums) + 2 for sums in nbytes.values()))
+    most, y = max(max(sums.values()) for sums in nbytes.values()), 0.4
+    for title, sums in nbytes.items():
+        axes.text(0.3, y, f"{title}: {sums.total() / 1e6:.2f} MB a device", size=10, weight="bold")
+        for (kind, dims), size in sums.most_common():
             y += 0.3
-            colour = AXES.get(dims, INK)
-            axes.text(0.5, y, f"{times} {kind} along {dims}", size=8)
-            axes.add_patch(Rectangle((3.4, y - 0.15), 4.6 * size / most, 0.2, facecolor=colour))
-            axes.text(3.5 + 4.6 * size / most, y, f"{size / 1e6:.2f} MB", size=8)
+            colour, width = AXES.get(dims, INK), 4.6 * size / most
+            axes.text(0.5, y, f"{times[title, (kind, dims)]} {kind} along {dims}", size=8)
+            axes.add_patch(Rectangle((3.4, y - 0.15), width, 0.2, facecolor=colour))
+            axes.text(3.5 + width, y, f"{size / 1e6:.2f} MB", size=8)
         y += 0.6
     return figure
-
-
-def _key(each: Collective) -> tuple[str, str]:
-    return each.kind, " and ".join(each.dims)
 
 
 # --- a plan --------------------------------------------------------------------------------------

@@ -7,14 +7,15 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
-from xla_dtensor.layouts.factors import CALLS, shape_of
+from xla_dtensor.layouts.calls import CALLS, called, inlined
+from xla_dtensor.layouts.factors import shape_of
 
 Sizes = tuple[int, ...]
 
@@ -143,6 +144,29 @@ class Walk:
                 found = False
         return found or None
 
+    def puts(
+        self,
+        operands: Sequence[Any],
+        *results: Sequence[Sizes],
+        params: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Put the equation that is walked through, of other operands, in its place.
+
+        Args:
+            results: of which parts the dims of its results consist.
+            params: those that are others.
+
+        Returns:
+            True: it has been done.
+        """
+        shaped = zip(self._of.outvars, results, strict=True)
+        made = [Var(result.aval.update(shape=flat(dims))) for result, dims in shaped]
+        changed = {**self._of.params, **(params or {})}
+        self.made.append(self._of.replace(invars=[*operands], outvars=[*made], params=changed))
+        for result, variable, dims in zip(self._of.outvars, made, results, strict=True):
+            self.gives(result, variable, dims)
+        return True
+
     def gives(self, result: Any, variable: Any, dims: Sequence[Sizes]) -> None:
         """A result, with its dims apart, or, where none of them are, as it is."""
         self.changed = True
@@ -150,16 +174,6 @@ class Walk:
             self._apart[result] = Apart(variable, tuple(dims))
         else:
             self._whole[result] = self._reshaped(variable, shape_of(result))
-
-    def add(
-        self, operands: Sequence[Any], shapes: Sequence[Sizes], params: dict[str, Any] | None = None
-    ) -> list[Any]:
-        """The results of the equation that is walked through, of other operands."""
-        shaped = zip(self._of.outvars, shapes, strict=True)
-        results = [Var(result.aval.update(shape=shape)) for result, shape in shaped]
-        params = {**self._of.params, **(params or {})}
-        self.made.append(self._of.replace(invars=[*operands], outvars=[*results], params=params))
-        return results
 
     def _is_apart(self, atom: Any) -> bool:
         return not isinstance(atom, Literal) and atom in self._apart
@@ -193,19 +207,14 @@ class Walk:
         return self._in_doubt if found is None else found
 
     def _call(self, equation: Any) -> None:
-        closed = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
-        inner = getattr(closed, "jaxpr", closed)
+        inner = called(equation)
         if inner.constvars:  # arrays, which have no variable here
             self.made.append(equation.replace(invars=[*map(self.whole, equation.invars)]))
             return
-        own: dict[Any, Any] = dict(zip(inner.invars, equation.invars, strict=True))
-        renamed = lambda atom: atom if isinstance(atom, Literal) else own[atom]
-        for each in inner.eqns:
-            own.update((variable, Var(variable.aval)) for variable in each.outvars)
-            operands, results = map(renamed, each.invars), map(renamed, each.outvars)
-            self.through([each.replace(invars=[*operands], outvars=[*results])])
+        own = dict(zip(inner.invars, equation.invars, strict=True))
+        _, results = inlined(inner, own, lambda each: self.through([each]))
         self._of, self.changed = equation, True
-        for result, atom in zip(equation.outvars, map(renamed, inner.outvars), strict=True):
+        for result, atom in zip(equation.outvars, results, strict=True):
             if self._is_apart(atom):
                 self._apart[result] = self._apart[atom]
             else:

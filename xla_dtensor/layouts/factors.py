@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-"""Primitives that are as if the equations of the function that they call stood in their place."""
-
 SUM = -1
 """In place of a result's dim: each device has a part of it, which has to be reduced."""
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
-from xla_dtensor.layouts.factors import CALLS, Factor, factors, is_elementwise, of_broadcast
+from xla_dtensor.layouts.calls import CALLS, called, inlined
+from xla_dtensor.layouts.factors import Factor, factors, is_elementwise, of_broadcast
 from xla_dtensor.layouts.folding import fold
 from xla_dtensor.layouts.marks import mark_joint, pass_on
 from xla_dtensor.layouts.parts import Body, DimAxes, Group, Node, dim_axes, of_spec
@@ -163,9 +164,7 @@ class Graph:
 
     def _call(self, equation: Any) -> None:
         """As if the equations of the function that is called stood here."""
-        closed = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
-        inner = getattr(closed, "jaxpr", closed)
-        self._inline(inner, equation.invars, equation.outvars)
+        self._inline(called(equation), equation.invars, equation.outvars)
 
     def _pin(self, equation: Any) -> None:
         """How a rule would have a value lie: a way in which it may. The value is the same, so that
@@ -197,27 +196,16 @@ class Graph:
         for constant in inner.constvars:
             own[constant] = Var(constant.aval)
             self._group(own[constant])
-        _, made = self._renamed(inner, own)
+        _, made = self._inside(inner, own)
         for variable, atom in zip(results, made, strict=True):
             if isinstance(atom, Literal):
                 self._group(variable)
             else:
                 self._same[variable] = self.value(atom)
 
-    def _renamed(self, inner: Any, own: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
-        """The equations and results of a jaxpr, after a walk through them. Several calls share it,
-        and have variables of their own: ``own``, by the jaxpr's, has those of its inputs."""
-
-        def renamed(atom: Any) -> Any:
-            return atom if isinstance(atom, Literal) else own[atom]
-
-        equations = []
-        for each in inner.eqns:
-            own.update((variable, Var(variable.aval)) for variable in each.outvars)
-            invars, outvars = map(renamed, each.invars), map(renamed, each.outvars)
-            equations.append(each.replace(invars=list(invars), outvars=list(outvars)))
-            self._walk(equations[-1:])
-        return equations, [*map(renamed, inner.outvars)]
+    def _inside(self, inner: Any, own: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+        """What `inlined` gives, after a walk through it."""
+        return inlined(inner, own, lambda equation: self._walk([equation]))
 
     def _scan(self, equation: Any) -> None:
         """What a loop carries lies alike in each round, before and after. Of what it takes and
@@ -240,7 +228,7 @@ class Graph:
             self._join(equation, variable, operand)
         for variable, operand in zip(inputs[start.stop :], operands[start.stop :], strict=True):
             self._slices(equation, operand, variable, (1, 0))
-        equations, made = self._renamed(inner, own)
+        equations, made = self._inside(inner, own)
         values = [*map(self._operand, made)]
         for variable, value, result in zip(inputs[start], values, equation.outvars, strict=False):
             self._join(equation, value, variable)

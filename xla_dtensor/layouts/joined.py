@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.layouts.apart import Apart, Rule, Sizes, Walk, common, flat
 from xla_dtensor.layouts.factors import is_elementwise, shape_of
+from xla_dtensor.layouts.parts import of_spec
 
 _RULES: dict[str, Rule] = {}
 
@@ -80,37 +81,29 @@ def _elementwise(walk: Walk, equation: Any) -> bool:
         ones = zip(shape_of(atom), dims, strict=False)  # of length 1 for as many as others have
         own = [sizes if n > 1 else (1,) * len(sizes) for n, sizes in ones]
         operands.append(walk.split(atom, own) if own else walk.whole(atom))
-    results = walk.add(operands, [flat(dims)] * len(equation.outvars))
-    for result, variable in zip(equation.outvars, results, strict=True):
-        walk.gives(result, variable, dims)
-    return True
+    return walk.puts(operands, *[dims] * len(equation.outvars))
 
 
 @_rule("optimization_barrier")
 def _barrier(walk: Walk, equation: Any) -> bool:
     values = [walk.has(atom) for atom in equation.invars]
-    results = walk.add([v.variable for v in values], [flat(v.dims) for v in values])
-    for result, variable, value in zip(equation.outvars, results, values, strict=True):
-        walk.gives(result, variable, value.dims)
-    return True
+    return walk.puts([v.variable for v in values], *(v.dims for v in values))
 
 
 @_rule("pin")
 def _pin(walk: Walk, equation: Any) -> bool:
     """Axes that shard several dims as one shard the first of them, if they can."""
     value, sharding = walk.has(equation.invars[0]), equation.params["sharding"]
-    spec = [*sharding.spec, *[None] * (len(value.dims) - len(sharding.spec))]
-    names: list[Any] = []
-    if PartitionSpec.UNCONSTRAINED in spec:
+    devices = sharding.mesh.shape
+    layout = of_spec(sharding.spec, len(value.dims), devices)
+    if layout is None:
         return False
-    for sizes, own in zip(value.dims, spec, strict=True):
-        axes = (own,) if isinstance(own, str) else (own or ())
-        fits = sizes and sizes[0] % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0
-        names += [own if fits else None, *[None] * (len(sizes) - 1)] if sizes else []
+    names: list[Any] = []
+    for sizes, axes in zip(value.dims, layout, strict=True):
+        fits = sizes and sizes[0] % math.prod(devices[axis] for axis in axes) == 0
+        names += [axes if fits else None, *[None] * (len(sizes) - 1)] if sizes else []
     wanted = NamedSharding(sharding.mesh, PartitionSpec(*names), memory_kind=sharding.memory_kind)
-    (variable,) = walk.add([value.variable], [flat(value.dims)], {"sharding": wanted})
-    walk.gives(equation.outvars[0], variable, value.dims)
-    return True
+    return walk.puts([value.variable], value.dims, params={"sharding": wanted})
 
 
 @_rule("transpose")
@@ -118,9 +111,7 @@ def _transpose(walk: Walk, equation: Any) -> bool:
     value, order = walk.has(equation.invars[0]), equation.params["permutation"]
     dims = [value.dims[d] for d in order]
     places = [place for d in order for place in value.places(d)]
-    (variable,) = walk.add([value.variable], [flat(dims)], {"permutation": tuple(places)})
-    walk.gives(equation.outvars[0], variable, dims)
-    return True
+    return walk.puts([value.variable], dims, params={"permutation": tuple(places)})
 
 
 @_rule("squeeze")
@@ -133,9 +124,8 @@ def _squeeze(walk: Walk, equation: Any) -> bool:
 
 @_rule("broadcast_in_dim")
 def _broadcast(walk: Walk, equation: Any) -> bool:
-    (result,), params = equation.outvars, equation.params
-    value = walk.has(equation.invars[0])
-    dims: list[Sizes] = [(n,) if n > 1 else () for n in shape_of(result)]
+    params, value = equation.params, walk.has(equation.invars[0])
+    dims: list[Sizes] = [(n,) if n > 1 else () for n in params["shape"]]
     for d, to in enumerate(params["broadcast_dimensions"]):
         if value.dims[d]:  # not of length 1
             dims[to] = value.dims[d]
@@ -146,9 +136,7 @@ def _broadcast(walk: Walk, equation: Any) -> bool:
         for i in range(len(value.dims[d]))
     ]
     changed = {"shape": flat(dims), "broadcast_dimensions": tuple(places)}
-    (variable,) = walk.add([value.variable], [flat(dims)], changed)
-    walk.gives(result, variable, dims)
-    return True
+    return walk.puts([value.variable], dims, params=changed)
 
 
 @_rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
@@ -156,9 +144,7 @@ def _reduce(walk: Walk, equation: Any) -> bool:
     value, axes = walk.has(equation.invars[0]), equation.params["axes"]
     dims = [sizes for d, sizes in enumerate(value.dims) if d not in axes]
     places = tuple(place for d in axes for place in value.places(d))
-    (variable,) = walk.add([value.variable], [flat(dims)], {"axes": places})
-    walk.gives(equation.outvars[0], variable, dims)
-    return True
+    return walk.puts([value.variable], dims, params={"axes": places})
 
 
 @_rule("concatenate")
@@ -173,10 +159,7 @@ def _concatenate(walk: Walk, equation: Any) -> bool:
     dims = [*values[0].dims]
     dims[along] = (shape_of(equation.outvars[0])[along],)
     (place,) = values[0].places(along)
-    operands = [value.variable for value in values]
-    (variable,) = walk.add(operands, [flat(dims)], {"dimension": place})
-    walk.gives(equation.outvars[0], variable, dims)
-    return True
+    return walk.puts([value.variable for value in values], dims, params={"dimension": place})
 
 
 @_rule("slice")
@@ -199,9 +182,7 @@ def _slice(walk: Walk, equation: Any) -> bool:
         "limit_indices": tuple(limit),
         "strides": tuple(steps) if strides else None,
     }
-    (variable,) = walk.add([value.variable], [flat(dims)], changed)
-    walk.gives(equation.outvars[0], variable, dims)
-    return True
+    return walk.puts([value.variable], dims, params=changed)
 
 
 @_rule("dot_general")
@@ -236,6 +217,4 @@ def _dot_general(walk: Walk, equation: Any) -> bool:
     found = [dims[0][d] for d in batches[0]]
     for own, gone, first in zip(dims, contracted, batches, strict=True):
         found += [sizes for d, sizes in enumerate(own) if d not in gone and d not in first]
-    (variable,) = walk.add(operands, [flat(found)], {"dimension_numbers": numbers})
-    walk.gives(equation.outvars[0], variable, found)
-    return True
+    return walk.puts(operands, found, params={"dimension_numbers": numbers})
