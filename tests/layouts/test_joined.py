@@ -161,6 +161,30 @@ def test_what_axes_can_cut(devices: tuple[int, ...], shapes: Any) -> None:
     assert [joins(jaxpr) for jaxpr in kept_apart(closed.jaxpr, devices)] == shapes
 
 
+# Of joined dims and a second array.
+EMPTY: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "broadcast": (lambda x, y: jnp.broadcast_to((x * 2)[None], (0, *x.shape)), ()),
+    "product": (lambda x, y: lax.batch_matmul(x, y), (8, 5, 0)),
+    "contracted": (
+        lambda x, y: lax.dot_general(x[:, :, :0], y, (((2,), (1,)), ((0,), (0,)))),
+        (8, 0),
+    ),
+    "barrier": (lambda x, y: lax.optimization_barrier((x, y)), (0, 3)),
+    "elementwise": (lambda x, y: x[:, :, :0] * y, (8, 3, 0)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_dims_without_elements(name: str) -> None:
+    operation, shape = EMPTY[name]
+    function = lambda x, y: operation((x + 1).reshape(8, 3, 5), y + 1)
+    arrays = numbers(2, 4, 3, 5), numbers(*shape)
+    wanted = jax.tree.leaves(function(*arrays))
+    _, got = apart(function, *arrays)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 def test_a_program_without_reshapes_is_the_same_object() -> None:
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(numbers(2, 3))
     assert kept_apart(closed.jaxpr, (2,))[0] is closed.jaxpr

@@ -23,7 +23,8 @@ Rule = Callable[["Walk", Any], bool]
 """Adds what takes the place of an equation some of whose operands are apart, or says that it
 can't."""
 
-# What is only looked at in another way lies as what was given.
+# Of a weight these give the weight, as it lies. (A reshape or a broadcast of one is made by the
+# program, and may be laid out anew.)
 _AS_GIVEN = ("pin", "transpose", "convert_element_type", "copy")
 
 
@@ -47,7 +48,7 @@ class Apart:
 
 
 class Walk:
-    """Equations, one after the other.
+    """A walk through the equations of a jaxpr, in order, that makes others of some of them.
 
     Args:
         rule: of an equation, if there is one.
@@ -55,9 +56,9 @@ class Walk:
         in_doubt: whether parts are kept apart where that is doubtful.
 
     Attributes:
-        made: those that take their place.
-        changed: whether these are others.
-        doubts: whether products have dims that are apart where that is doubtful.
+        made: the equations of the new jaxpr so far.
+        changed: whether they are others than the old one's.
+        doubts: whether a product has dims that are apart of which `can_cut` is doubtful.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Walk:
             return Apart(atom, ())
         found = self._apart.get(atom) or self._without_ones.get(atom)
         if found is None:
-            dims = tuple((n,) if n > 1 else () for n in shape_of(atom))
+            dims = tuple((n,) if n != 1 else () for n in shape_of(atom))
             found = Apart(self._reshaped(self.whole(atom), flat(dims)), dims)
             self._without_ones[atom] = found
         return found
@@ -134,15 +135,17 @@ class Walk:
         return self._is_apart(atom) and len(self._apart[atom].dims[dim]) > 1
 
     def can_cut(self, sizes: Sizes) -> bool | None:
-        """Whether axes that could cut a dim can cut the first of its parts; None if one of them can
-        only cut another part, which may be of no use."""
-        joined, found = math.prod(sizes), True
+        """Whether each axis that could cut a dim can cut the first of its parts. False if one of
+        them can't cut any; None, which is doubtful, if one can only cut another part: heads next to
+        the batch, which is of use, or what is inside of a head, which is of none."""
+        joined = math.prod(sizes)
+        found: bool | None = True
         for n in self._devices if len(sizes) > 1 else ():
             if joined % n == 0 and sizes[0] % n:
                 if all(size % n for size in sizes):
                     return False
-                found = False
-        return found or None
+                found = None
+        return found
 
     def puts(
         self,

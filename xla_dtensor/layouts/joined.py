@@ -44,8 +44,8 @@ def _rule_of(equation: Any) -> Rule | None:
 
 
 def _finest(walk: Walk, atoms: Sequence[Any]) -> list[Sizes] | None:
-    """Of which parts the dims of values consist that have all of their parts; where one of them
-    has length 1, those of the others."""
+    """For each dim of values of one shape (some of length 1 there) the parts into which it has to
+    be taken apart so that it has the parts that it has in each of them; None if there are none."""
     found: list[Sizes] = []
     for each in zip(*(walk.has(atom).dims for atom in atoms), strict=True):
         together, *others = [sizes for sizes in each if sizes] or [()]
@@ -79,7 +79,7 @@ def _elementwise(walk: Walk, equation: Any) -> bool:
     operands = []
     for atom in equation.invars:
         ones = zip(shape_of(atom), dims, strict=False)  # of length 1 for as many as others have
-        own = [sizes if n > 1 else (1,) * len(sizes) for n, sizes in ones]
+        own = [sizes if n != 1 else (1,) * len(sizes) for n, sizes in ones]
         operands.append(walk.split(atom, own) if own else walk.whole(atom))
     return walk.puts(operands, *[dims] * len(equation.outvars))
 
@@ -125,7 +125,7 @@ def _squeeze(walk: Walk, equation: Any) -> bool:
 @_rule("broadcast_in_dim")
 def _broadcast(walk: Walk, equation: Any) -> bool:
     params, value = equation.params, walk.has(equation.invars[0])
-    dims: list[Sizes] = [(n,) if n > 1 else () for n in params["shape"]]
+    dims: list[Sizes] = [(n,) if n != 1 else () for n in params["shape"]]
     for d, to in enumerate(params["broadcast_dimensions"]):
         if value.dims[d]:  # not of length 1
             dims[to] = value.dims[d]
@@ -194,7 +194,7 @@ def _dot_general(walk: Walk, equation: Any) -> bool:
         joined = [walk.is_joined(atom, d) for atom, d in zip(atoms, pair, strict=True)]
         if not any(joined):
             continue
-        # Parts of a dim of what comes from outside, a weight, needn't be as it is sharded.
+        # A weight may be sharded as its parts can't be: three heads of two over two devices.
         if any(not j and walk.is_given(a) for j, a in zip(joined, atoms, strict=True)):
             together: Sizes = (shape_of(atoms[0])[pair[0]],)
         else:

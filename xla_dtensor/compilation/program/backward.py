@@ -147,6 +147,8 @@ class BackwardPass:
                     )
             inputs = [*residuals, *arrays]
 
+            # Residuals come from one compiled program, and gradients are moved to their forms: all
+            # lie alike in each call. (Two threads may both compile it, which does no harm.)
             if self._compiled is None:
                 lower = lambda: self._jit().lower(inputs)
                 self._compiled = compile_somehow(lower, lower, None, lowering)
