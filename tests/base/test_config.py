@@ -40,6 +40,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "heartbeat_timeout": {"8": 8.0},
     "torchtitan_step": {"whole": "whole", "parts": "parts"},
     "expert_capacity": {"1.25": 1.25},
+    "device_memory": {"16e9": 16e9, "15000000000": 15e9},
 }
 BAD_TEXTS = {
     "eager": ["quick", "Lazy", "1"],
@@ -51,6 +52,7 @@ BAD_TEXTS = {
     "heartbeat_timeout": ["0", "nan"],
     "torchtitan_step": ["all"],
     "expert_capacity": ["0", "much", "None"],
+    "device_memory": ["0", "16 GB", "inf"],
 }
 BAD_VALUES: dict[str, list[Any]] = {
     "eager": ["quick", None, True, 1, ["lazy"]],
@@ -63,6 +65,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "heartbeat_timeout": [0, "8", None],
     "torchtitan_step": ["all", None],
     "expert_capacity": [0, -1, float("nan"), "1.25", True],
+    "device_memory": [0, -1.0, float("inf"), "16e9", True],
 }
 
 

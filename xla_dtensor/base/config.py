@@ -45,6 +45,7 @@ class Config:
         heartbeat_timeout: seconds without a sign of life after which a process is gone.
         torchtitan_step: what of a trainer's step is one program.
         expert_capacity: how much room experts have for rows.
+        device_memory: how much of a device a step's layouts may take.
 
     Raises:
         AttributeError: (when assigned) there is no switch of this name.
@@ -70,6 +71,7 @@ class Config:
     heartbeat_timeout: float
     torchtitan_step: Literal["parts", "whole"]
     expert_capacity: float | None
+    device_memory: float | None
 
     # To read one is to read a slot, on hot paths, too: what is kept there has been checked.
     __slots__ = (*SWITCHES, "_fixed", "_levels", "_listeners", "_lock")

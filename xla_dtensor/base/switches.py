@@ -269,5 +269,14 @@ _SWITCHES = (
         "what that would be if all got as many; None: all rows have room.",
         "when a program is traced",
     ),
+    Switch(
+        "device_memory",
+        Positive(or_none=True),
+        None,
+        "How many bytes of a device the layouts that are chosen for a step may take: where those "
+        "that communicate least take more, by an estimate, others are chosen; None: as many as the "
+        "device says it has, which simulated ones don't.",
+        "when a program is compiled",
+    ),
 )
 SWITCHES = {switch.name: switch for switch in _SWITCHES}

@@ -19,11 +19,15 @@ from xla_dtensor.layouts.integer_program import (
     collective,
     local_bytes,
 )
+from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Alive, Point
 from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes
 from xla_dtensor.mesh import Frame
 
 ROUNDS = 2
 """How often each axis is chosen anew, with the others as they are by then."""
+
+POINTS = 3
+"""At how many points of a program memory is seen to: without one place the next may be too full."""
 
 Unit = tuple[str, ...]
 """Mesh axes that shard the same dims wherever one of them does: one axis to the step."""
@@ -62,13 +66,17 @@ class Choice:
             that cut these, always: who cuts a batch doesn't want each device to compute all of it,
             to move less.
         elsewhere: constants and results that lie on another mesh of the same devices.
+        memory: bytes of a device that the program may take, if layouts can see to that; None if
+            nobody knows how many it has.
 
     Attributes:
         graph: of the jaxpr.
+        needed: bytes of a device that it takes, by an estimate (`memory.py`), if there is a limit.
         found: whether there are any, in the time that finding them may take.
     """
 
     found = True
+    needed = 0.0
 
     def __init__(
         self,
@@ -78,6 +86,7 @@ class Choice:
         sizes: Mapping[str, int],
         arguments: Sequence[Any] = (),
         elsewhere: Sequence[Any] = (),
+        memory: float | None = None,
     ) -> None:
         self.graph = Graph(jaxpr, known, required, sizes, elsewhere)
         self._batches = {
@@ -94,12 +103,33 @@ class Choice:
             pair for axes in given for names in axes for pair in itertools.permutations(names, 2)
         }
         self._states: dict[Group, dict[Unit, State]] = {}
+        self._chosen: dict[Group, DimAxes] = {}  # what the states say, as far as was asked
         self._factors: list[dict[Unit, Factor]] = [{} for _ in self.graph.nodes]
         self._options: dict[Unit, list[list[Factor]]] = {}
         used = {axis for axes in given for names in axes for axis in names}
+        self._points: list[Point] = []
+        self._memory = memory
         units = [unit for unit in self._units if unit[0] in used]
+        self._settle(units)
+        if memory is not None:
+            self._fit(units, memory, Alive(jaxpr, self.graph))
+
+    def _fit(self, units: Sequence[Unit], memory: float, alive: Alive) -> None:
+        """Choose anew, for points at which there is too much, until there is none."""
+        while True:
+            self.needed, groups = alive.most(self._share)
+            if not self.found or self.needed <= memory or len(self._points) == POINTS:
+                return
+            if not groups or any(groups == before for _, before in self._points):
+                return
+            here = sum(nbytes * self._share(group) for group, nbytes in groups.items())
+            self._points.append((memory - (self.needed - here), groups))
+            self._settle(units)
+
+    def _settle(self, units: Sequence[Unit]) -> None:
+        """Choose how all axes cut."""
         stale = set(units)  # chosen before others were as they are now
-        for unit in units * ROUNDS:
+        for unit in [*units] * ROUNDS:
             if unit in stale and self.found:
                 changed = self._choose(unit)
                 stale = {*stale, *units} if changed else stale
@@ -113,6 +143,7 @@ class Choice:
         results: Sequence[Any],
         arguments: Sequence[bool],
         frame: Frame,
+        memory: float | None = None,
     ) -> Choice:
         """The layouts of a program on a frame's devices.
 
@@ -121,6 +152,8 @@ class Choice:
             inputs: the shardings of these.
             results: those of its results; None where that is open.
             arguments: which inputs are arguments of the step.
+            frame: the devices.
+            memory: bytes of one of them that the program may take.
         """
 
         elsewhere: list[Any] = []
@@ -137,7 +170,7 @@ class Choice:
         given = [
             v for v, is_argument in zip(jaxpr.constvars, arguments, strict=True) if is_argument
         ]
-        return cls(jaxpr, known, required, frame.sizes, given, elsewhere)
+        return cls(jaxpr, known, required, frame.sizes, given, elsewhere, memory)
 
     def of(self, variable: Any) -> DimAxes | None:
         """How a value lies; None where XLA is to choose."""
@@ -191,7 +224,8 @@ class Choice:
             cut = [unit for unit, factor in factors.items() if factor.operands or factor.results]
             devices = math.prod(map(self._size, cut))
             price += node.work * node.times / devices / WORK_PER_BYTE
-        return price
+        too_many = 0.0 if self._memory is None else max(self.needed - self._memory, 0.0)
+        return price + PER_BYTE_TOO_MANY * too_many
 
     def second_best(self, number: int) -> float | None:
         """The bytes that a node would move, each time, in the next best of the ways that it could
@@ -256,11 +290,12 @@ class Choice:
         always = unit[0] in self._batches
         own = functools.partial(_state, unit=unit)
         fits = functools.partial(self._fits, unit=unit)
-        found = AxisChoice(self.graph, size, own, free_dims, fits, own_bytes, always)
+        found = AxisChoice(self.graph, size, own, free_dims, fits, own_bytes, always, self._points)
         if not found.found:
             self.found = False
             return False
         before = [{**self._states.get(group, {})} for group in self.graph.groups()]
+        self._chosen.clear()
         for group in self.graph.groups():
             self._states.setdefault(group, {})[unit] = found.state(group)
         for number, factors in enumerate(self._factors):
@@ -304,7 +339,13 @@ class Choice:
         ] and {*before} == {*self._others(one, unit)[cut]}
 
     def _axes(self, group: Group) -> DimAxes:
-        return group.known or self._dim_axes(group, self._states.get(group, {}))
+        found = group.known or self._chosen.get(group)
+        if found is None:
+            found = self._chosen[group] = self._dim_axes(group, self._states.get(group, {}))
+        return found
+
+    def _share(self, group: Group) -> float:
+        return local_bytes(group, self._axes(group), self._sizes) / group.nbytes
 
     def _others(self, group: Group, unit: Unit) -> DimAxes:
         axes = self._axes(group)

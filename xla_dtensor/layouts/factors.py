@@ -346,7 +346,7 @@ def _cut(equation: Any) -> list[Factor]:
     call = equation.params["call"]
     places = call.tensors_among(equation.params["numbers"], equation.params["keyed"])
     found = []
-    for merged in call.alternatives():
+    for merged in call.alternatives:
         inputs = zip(places, merged.inputs, strict=True)
         operands = {i: p.dim for i, (p,) in inputs if p.is_shard()}
         results = {

@@ -74,16 +74,17 @@ class Graph:
 
     def value(self, variable: Any) -> Any:
         """The variable that has this one's value: inside of a call it is the caller's."""
-        while variable in self._same:
-            variable = self._same[variable]
-        return variable
+        found = variable
+        while found in self._same:
+            found = self._same[found]
+        if found is not variable:
+            self._same[variable] = found  # a deep model's chains are long, and asked for often
+        return found
 
     def group(self, variable: Any) -> Group | None:
         """The group of a variable's value; None of what has no dims or was never met."""
         found = self._groups.get(self.value(variable))
-        while found is not None and found.within is not None:
-            found = found.within
-        return found
+        return None if found is None else found.whole
 
     def groups(self) -> Iterator[Group]:
         """All groups."""

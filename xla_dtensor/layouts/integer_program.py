@@ -11,7 +11,7 @@ has to branch). A move that several nodes want of one value is paid once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.graph import Graph
+from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
 from xla_dtensor.layouts.parts import Group, Node
 
 State = int | None
@@ -63,6 +64,15 @@ class _Program:
         self.least.append(least)
         self.most.append(most)
 
+    def at_most(self, weights: Mapping[int, float], most: float) -> None:
+        """Bound a weighted sum of variables."""
+        row = len(self.least)
+        self.rows += [row] * len(weights)
+        self.columns += weights
+        self.factors += weights.values()
+        self.least.append(-np.inf)
+        self.most.append(most)
+
     def solve(self) -> Any:
         """The variables' values; None if none were found."""
         if not self.costs:
@@ -73,14 +83,19 @@ class _Program:
 
         shape = len(self.least), len(self.costs)
         matrix = csr_matrix((self.factors, (self.rows, self.columns)), shape=shape)
-        found = milp(
-            np.array(self.costs),
-            constraints=LinearConstraint(matrix, self.least, self.most),
-            integrality=np.array(self.whole),
-            bounds=Bounds(0, 1),
-            options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
-        )
-        return found.x
+        whole = np.array(self.whole)
+        # Without the demand that choices be whole they nearly always are, in half the time.
+        for integrality in (np.zeros_like(whole), whole):
+            found = milp(
+                np.array(self.costs),
+                constraints=LinearConstraint(matrix, self.least, self.most),
+                integrality=integrality,
+                bounds=Bounds(0, 1),
+                options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
+            ).x
+            if found is None or np.all(np.abs(found - found.round())[whole == 1] < 1e-6):
+                break
+        return found
 
 
 class AxisChoice:
@@ -95,6 +110,7 @@ class AxisChoice:
             of results.
         local_bytes: what a device has of a group, whole along this axis.
         always: whether what takes long has to be cut, where it can be.
+        points: at which memory is short, and how much there is of it.
 
     Attributes:
         found: whether there is a solution.
@@ -109,6 +125,7 @@ class AxisChoice:
         fits: Callable[[Factor, Sequence[Any], Sequence[Any]], bool],
         local_bytes: Callable[[Group], float],
         always: bool,
+        points: Sequence[Point] = (),
     ) -> None:
         self._graph, self._size, self._always = graph, size, always
         self._own, self._free_dims, self._local_bytes = own, free_dims, local_bytes
@@ -117,6 +134,8 @@ class AxisChoice:
         self._states: dict[Group, dict[State, int]] = {}
         self._moves: dict[tuple[int, State, State], int] = {}
         self._options = [self._node(node, count) for node, count in graph.folds.nodes]
+        for allowed, groups in points:
+            self._bound(allowed, groups)
         self._values = self._program.solve()
         self.found = self._values is not None
 
@@ -203,39 +222,58 @@ class AxisChoice:
     ) -> None:
         kind = self._graph.folds.kind_of_value[value]
 
-        def pair(have: State, want: State) -> int:
+        def charge(have: State, want: State, chosen: Sequence[int]) -> None:
             cost = self._move(group, have, want) * self._graph.folds.values[kind]
-            chosen = self._program.variable()
             if cost:
                 key = (kind, have, want)
                 if key not in self._moves:
                     self._moves[key] = self._program.variable(cost)
-                self._program.require([self._moves[key]], [chosen], 0, np.inf)
-            return chosen
+                self._program.require([self._moves[key]], chosen, 0, np.inf)
 
-        self._transport(group, wanted, variables, pair)
+        self._transport(group, wanted, variables, charge)
 
     def _result(
         self, group: Group, given: Sequence[State], variables: Sequence[int], count: int
     ) -> None:
-        def pair(have: State, give: State) -> int:
-            return self._program.variable(count * self._move(group, give, have))
+        def charge(have: State, give: State, chosen: Sequence[int]) -> None:
+            cost = count * self._move(group, give, have)
+            for variable in chosen if cost else ():
+                self._program.costs[variable] += cost
 
-        self._transport(group, given, variables, pair)
+        self._transport(group, given, variables, charge)
+
+    def _bound(self, allowed: float, groups: Mapping[Group, float]) -> None:
+        """Let groups have no more than so many bytes, or pay for what is too much."""
+        total = sum(groups.values())
+        too_many = self._program.variable(PER_BYTE_TOO_MANY * total)
+        weights = {too_many: -1.0}
+        for group, nbytes in groups.items():
+            share = nbytes / total * self._local_bytes(group) / group.nbytes
+            for state, variable in self._of_group(group).items():
+                weights[variable] = share / (1 if state is None else self._size)
+        self._program.at_most(weights, max(allowed, 0.0) / total)
 
     def _transport(
         self,
         group: Group,
         of_node: Sequence[State],
         variables: Sequence[int],
-        pair: Callable[[State, State], int],
+        charge: Callable[[State, State, Sequence[int]], None],
     ) -> None:
-        """One of the pairs of a group's state and a node's is the case."""
+        """One of the pairs of a group's state and a node's is the case, and has its price."""
         states = self._of_group(group)
         by_state: dict[State, list[int]] = {}
         for state, variable in zip(of_node, variables, strict=True):
             by_state.setdefault(state, []).append(variable)
-        pairs = {(own, other): pair(own, other) for own in states for other in by_state}
+        if len(states) == 1 or len(by_state) == 1:
+            # The state on the other side says which pair it is.
+            for own, variable in states.items():
+                for other, chosen in by_state.items():
+                    charge(own, other, chosen if len(states) == 1 else [variable])
+            return
+        pairs = {(own, other): self._program.variable() for own in states for other in by_state}
+        for (own, other), variable in pairs.items():
+            charge(own, other, [variable])
         for own, variable in states.items():
             self._program.require([pairs[own, other] for other in by_state], [variable], 0, 0)
         for other, chosen in by_state.items():

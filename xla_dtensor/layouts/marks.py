@@ -32,22 +32,27 @@ def mark_joint(node: Node, group_of: GroupOf, sizes: Mapping[str, int]) -> None:
 
 def pass_on(nodes: Sequence[Node], group_of: GroupOf) -> None:
     """Mark the dims that are cut with marked ones, by whatever nodes are between them."""
+    # Equal layers cut the same dims of the same groups together: each such set once.
+    together = dict.fromkeys(
+        tuple(_places(node, factor, group_of))
+        for node in nodes
+        for factor in node.factors
+        if not _is_second(factor)
+    )
     changed = True
     while changed:
         changed = False
-        for node in nodes:
-            for factor in node.factors:
-                places = [] if _is_second(factor) else [*_places(node, factor, group_of)]
-                for kind in ("uneven", "joint"):
-                    dims = [(getattr(group, kind), d) for group, d in places]
-                    if any(d in marked for marked, d in dims):
-                        changed = changed or any(d not in marked for marked, d in dims)
-                        for marked, d in dims:
-                            marked.add(d)
-                order = next((g.orders[d] for g, d in places if d in g.orders), None)
-                for group, d in places if order is not None else ():
-                    changed = changed or d not in group.orders
-                    group.orders.setdefault(d, order or ())
+        for places in together:
+            for kind in ("uneven", "joint"):
+                dims = [(getattr(group, kind), d) for group, d in places]
+                if any(d in marked for marked, d in dims):
+                    changed = changed or any(d not in marked for marked, d in dims)
+                    for marked, d in dims:
+                        marked.add(d)
+            order = next((g.orders[d] for g, d in places if d in g.orders), None)
+            for group, d in places if order is not None else ():
+                changed = changed or d not in group.orders
+                group.orders.setdefault(d, order or ())
 
 
 def _is_second(factor: Factor) -> bool:

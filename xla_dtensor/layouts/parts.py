@@ -31,6 +31,7 @@ class Group:
         by_rule: the axes and dims that they cut by the layout rules of the operations that make
             them.
         of_rule: how the first of these has it.
+        within: the group that this one has become part of.
     """
 
     of_rule: DimAxes | None = None
@@ -43,6 +44,16 @@ class Group:
         self.by_rule: set[tuple[str, int]] = set()
         self.is_free = False
         self.within: Group | None = None
+
+    @property
+    def whole(self) -> Group:
+        """The group that this one has become part of, or itself."""
+        found = self
+        while found.within is not None:
+            found = found.within
+        if found is not self:
+            self.within = found  # the way is short next time
+        return found
 
 
 @dataclass(frozen=True)

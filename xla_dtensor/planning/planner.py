@@ -19,7 +19,6 @@ from xla_dtensor.compilation.trace.module_scopes import naming_modules
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.planning import memory as memory_of
-from xla_dtensor.planning.chips import chip_of
 from xla_dtensor.planning.collectives import collectives
 from xla_dtensor.planning.flops import flops
 from xla_dtensor.planning.inputs import inputs
@@ -27,6 +26,7 @@ from xla_dtensor.planning.report import Report
 from xla_dtensor.planning.rows import rows, seconds_per_dim
 from xla_dtensor.plans.shard_map_call import platform_of
 from xla_dtensor.runtime import abstract, topologies
+from xla_dtensor.runtime.chips import chip_of
 
 
 def plan(

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from xla_dtensor.mesh import device_order
-from xla_dtensor.planning.chips import Chip, Lane, seconds
 from xla_dtensor.planning.collectives import Collective
 from xla_dtensor.planning.inputs import Input
+from xla_dtensor.runtime.chips import Chip, Lane, seconds
 
 _MODULE = re.compile(r"nn(?P<backward>_backward)?:(?P<name>[^/\"]+)")
 _INPUT = re.compile(r"\b(?:donated|kept)\[\d+\]")

@@ -133,6 +133,7 @@ class ShardMapCall:
                 yield frame.sharding(*(names or None for names in axes))
         yield frame.sharding(tuple(frame.sizes))
 
+    @functools.cached_property
     def alternatives(self) -> list[Merged]:
         """How one mesh dim may cut the operation: what its rule says where it cuts one dim of one
         tensor."""

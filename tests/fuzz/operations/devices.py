@@ -46,7 +46,10 @@ def local(d: Draw) -> None:
         else:
             back.append("Replicate()")
     # Cloned, for a write to it would be one to the local tensor, too; on the CPU it is a copy.
-    d.let(f"from_local({x}, [{', '.join(back)}], mesh).clone()")
+    # A DTensor has the strides of its local tensors; those of the stack are others.
+    d.let(
+        f"from_local({x}, [{', '.join(back)}], mesh).clone(memory_format=torch.contiguous_format)"
+    )
 
 
 def _step(d: Draw, x: str, shape: list[int], free: list[int], varies: list[int]) -> str:

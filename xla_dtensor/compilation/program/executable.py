@@ -24,6 +24,7 @@ from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
 from xla_dtensor.layouts import Choice, constrained, kept_apart
 from xla_dtensor.runtime import agreement
+from xla_dtensor.runtime.chips import memory_of
 
 
 class Executable:
@@ -79,14 +80,15 @@ class Executable:
         # What a backward pass outside is given lies as it is read there: as the operations' rules
         # have it, which know what XLA computes wrongly otherwise.
         if lays_out and frame is not None and not residuals:
-            with jax.enable_x64(True):
-                given = inputs.shardings(groups), shardings, inputs.are_arguments, frame
+            with jax.enable_x64(True), Seldom():
+                memory = memory_of(frame.jax_mesh.devices.flat[0])
+                given = inputs.shardings(groups), shardings, inputs.are_arguments, frame, memory
                 choices = [
                     (Choice.of_program(each, *given), each)
                     for each in kept_apart(jaxpr, [*frame.sizes.values()])
                 ]
                 self.layouts, jaxpr = min(choices, key=lambda found: found[0].price())
-            jaxpr = constrained(jaxpr, self.layouts, frame)
+                jaxpr = constrained(jaxpr, self.layouts, frame)
 
         # The names of the parameters are those of the inputs in the program's text.
         def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from xla_dtensor.planning.chips import CHIPS, Lane, chip_of, seconds
 from xla_dtensor.planning.collectives import Collective, Part
 from xla_dtensor.planning.program_text import Shaped
 from xla_dtensor.planning.rows import rows
+from xla_dtensor.runtime.chips import CHIPS, Lane, chip_of, seconds
 
 V5E = CHIPS["v5e"]
 LINE, RING = Lane((False,), V5E), Lane((True,), V5E)

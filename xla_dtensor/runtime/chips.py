@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from xla_dtensor.base.config import config
+from xla_dtensor.runtime import abstract
+
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
 
@@ -86,6 +89,27 @@ def chip_of(kind: str, device: Any) -> Chip | None:
     chip = next((chip for name, chip in GPUS.items() if name in device.device_kind), None)
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return chip if chip is None or limit is None else replace(chip, memory=float(limit))
+
+
+def memory_of(device: Any) -> float | None:
+    """The bytes of a device's memory that a program may have: what ``xd.config.device_memory``
+    says, else what there are; None if nobody knows, and of simulated devices.
+
+    Args:
+        device: JAX's, here or in the current ``xd.abstract`` block.
+    """
+    if config.device_memory is not None:
+        return config.device_memory
+    topology = abstract.current()
+    if topology is not None:
+        chip = chip_of(topology.kind, device)
+        return None if chip is None else chip.memory / chip.devices
+    if device.platform == "cpu":
+        return None
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    # To two digits: devices of one kind differ by what else is on them, and processes that compute
+    # together have to choose alike.
+    return None if limit is None else float(f"{limit:.1e}")
 
 
 @dataclass(frozen=True)
