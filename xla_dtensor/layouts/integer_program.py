@@ -2,21 +2,29 @@
 which factor it cuts each node, so that what is moved costs least.
 
 A group's *state* is the dim that the axis shards, or none; so is that of an operand as a node wants
-it and of a result as the node gives it. Between the two stands the price of the move. Each pair of
-states of one operand has a variable that says whether it is the case; its sums over either side are
-the choices of group and node (the transport form, whose relaxation is nearly whole: HiGHS rarely
-has to branch). A move that several nodes want of one value is paid once.
+it and of a result as the node gives it. Between the two stands the price of the move.
+
+What a node costs is a function of its groups' states, the least of its ways to be cut. Where that
+is one or two groups, and nobody else wants the values that it takes, the groups may be eliminated
+(`eliminate.py`): a chain of transposes and reshapes is as good as nothing. A move that several
+nodes want of one value is paid once, so their choices hang together: these are in the integer
+program. Each pair of states of one operand has a variable that says whether it is the case; its
+sums over either side are the choices of group and node (the transport form, whose relaxation is
+nearly whole: HiGHS rarely has to branch).
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from xla_dtensor.layouts.eliminate import Sum
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.graph import Graph
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
@@ -40,37 +48,38 @@ _PREFERENCE = 10.0
 
 @dataclass
 class _Program:
-    """An integer program in the making: costs of variables, and sums of them that are given."""
+    """An integer program in the making: costs of variables from 0 to 1, and bounds of sums of them,
+    a row for each."""
 
     costs: list[float] = field(default_factory=list)
     whole: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
 
     def variable(self, cost: float = 0.0, whole: bool = False) -> int:
+        if whole:
+            self.whole.append(len(self.costs))
         self.costs.append(cost)
-        self.whole.append(int(whole))
         return len(self.costs) - 1
 
     def require(self, plus: Sequence[int], minus: Sequence[int], least: float, most: float) -> None:
-        row = len(self.least)
-        for columns, factor in ((plus, 1.0), (minus, -1.0)):
-            self.rows += [row] * len(columns)
-            self.columns += columns
-            self.factors += [factor] * len(columns)
-        self.least.append(least)
-        self.most.append(most)
+        self.columns += plus
+        self.columns += minus
+        self.factors += [1.0] * len(plus) + [-1.0] * len(minus)
+        self._row(least, most)
 
     def at_most(self, weights: Mapping[int, float], most: float) -> None:
         """Bound a weighted sum of variables."""
-        row = len(self.least)
-        self.rows += [row] * len(weights)
         self.columns += weights
         self.factors += weights.values()
-        self.least.append(-np.inf)
+        self._row(-np.inf, most)
+
+    def _row(self, least: float, most: float) -> None:
+        self.starts.append(len(self.columns))
+        self.least.append(least)
         self.most.append(most)
 
     def solve(self) -> Any:
@@ -78,24 +87,60 @@ class _Program:
         if not self.costs:
             return np.zeros(0)  # all is XLA's
 
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_matrix
+        import highspy
 
-        shape = len(self.least), len(self.costs)
-        matrix = csr_matrix((self.factors, (self.rows, self.columns)), shape=shape)
-        whole = np.array(self.whole)
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = len(self.costs), len(self.least)
+        program.col_cost_ = np.array(self.costs)
+        program.col_lower_, program.col_upper_ = np.zeros(len(self.costs)), np.ones(len(self.costs))
+        program.row_lower_, program.row_upper_ = np.array(self.least), np.array(self.most)
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_ = np.array(self.starts, np.int32)
+        program.a_matrix_.index_ = np.array(self.columns, np.int32)
+        program.a_matrix_.value_ = np.array(self.factors)
+        solver = highspy.Highs()
+        options = {"output_flag": False, "time_limit": SECONDS, "mip_rel_gap": 1e-4, "threads": 1}
+        for name, value in options.items():
+            solver.setOptionValue(name, value)
+        solver.passModel(program)
+        whole = np.array(self.whole, np.int32)
         # Without the demand that choices be whole they nearly always are, in half the time.
-        for integrality in (np.zeros_like(whole), whole):
-            found = milp(
-                np.array(self.costs),
-                constraints=LinearConstraint(matrix, self.least, self.most),
-                integrality=integrality,
-                bounds=Bounds(0, 1),
-                options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
-            ).x
-            if found is None or np.all(np.abs(found - found.round())[whole == 1] < 1e-6):
+        for kind in (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger):
+            solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), kind))
+            solver.run()
+            solution = solver.getSolution()
+            if not solution.value_valid:
+                return None
+            found = np.array(solution.col_value)
+            if np.all(np.abs(found - found.round())[whole] < 1e-6):
                 break
         return found
+
+
+@dataclass(frozen=True)
+class _End:
+    """An operand or result of a node.
+
+    Attributes:
+        group: that it is of.
+        states: how it is wanted or given, in each way to cut the node.
+        times: how often it moves, if it does.
+        value: the number of an operand's kind; None of a result.
+    """
+
+    group: Group
+    states: Sequence[State]
+    times: int
+    value: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """The ways to cut equal nodes, and what they cost by themselves."""
+
+    options: list[Factor]
+    costs: list[float]
+    ends: list[_End]
 
 
 class AxisChoice:
@@ -128,58 +173,66 @@ class AxisChoice:
         points: Sequence[Point] = (),
     ) -> None:
         self._graph, self._size, self._always = graph, size, always
-        self._own, self._free_dims, self._local_bytes = own, free_dims, local_bytes
-        self._fits = fits
-        self._program = _Program()
-        self._states: dict[Group, dict[State, int]] = {}
-        self._moves: dict[tuple[int, State, State], int] = {}
-        self._options = [self._node(node, count) for node, count in graph.folds.nodes]
-        for allowed, groups in points:
-            self._bound(allowed, groups)
-        self._values = self._program.solve()
-        self.found = self._values is not None
+        self._own, self._free_dims, self._fits = own, free_dims, fits
+        self._local_bytes = functools.cache(local_bytes)
+        self._states: dict[Group, list[State]] = {}
+        self._sum: Sum[Group] = Sum()
+        self._ways = [self._ways_of(node, count) for node, count in graph.folds.nodes]
+        for _, groups in points:
+            for group in groups:
+                self._add(group)
+        wanted = Counter(end.value for ways in self._ways for end in ways.ends)
+        alone: list[_Ways] = []
+        together: list[_Ways] = []
+        for ways in self._ways:
+            shares = any(wanted[end.value] > 1 for end in ways.ends if end.value is not None)
+            (together if shares or len(self._open(ways)) > 2 else alone).append(ways)
+        for ways in alone:
+            self._sum.add(self._open(ways), self._costs(ways).min(-1))
+        kept = {group for ways in together for group in self._open(ways)}
+        self._sum.eliminate(kept.union(*(groups for _, groups in points)))
+        self._chosen: dict[Group, int] = {}
+        self._factors: dict[_Ways, Factor] = {}
+        self.found = self._solve(together, points)
+        if self.found:
+            self._sum.complete(self._chosen)
+            for ways in alone:
+                states = tuple(self._chosen[group] for group in self._open(ways))
+                self._factors[ways] = ways.options[int(self._costs(ways)[states].argmin())]
 
     def state(self, group: Group) -> State:
         """The dim of a group that the axis shards."""
         states = self._states.get(group)
-        if states is None:
-            return None
-        return max(states, key=lambda state: self._values[states[state]])
+        return None if states is None else states[self._chosen.get(group, 0)]
 
     def factor(self, number: int) -> Factor:
         """By what the axis cuts a node."""
-        options, variables = self._options[self._graph.folds.kind_of_node[number]]
-        best = max(range(len(options)), key=lambda i: self._values[variables[i]])
-        return options[best]
+        return self._factors[self._ways[self._graph.folds.kind_of_node[number]]]
 
     @property
     def options(self) -> list[list[Factor]]:
         """In how many ways the axis could cut a node, by the nodes' kinds."""
-        return [options for options, _ in self._options]
+        return [ways.options for ways in self._ways]
 
-    # --- making it ----------------------------------------------------------------------------
+    # --- what it costs ------------------------------------------------------------------------
 
-    def _of_group(self, group: Group) -> dict[State, int]:
-        if group not in self._states:
-            if group.known is not None:
-                possible: list[State] = [self._own(group.known)]
-            else:
-                possible = [None, *self._free_dims(group)]
-            states = {
-                state: self._program.variable(_PREFERENCE * (state is not None), whole=True)
-                for state in possible
-            }
-            self._program.require([*states.values()], [], 1, 1)
-            self._states[group] = states
-        return self._states[group]
+    def _add(self, group: Group) -> None:
+        if group in self._states:
+            return
+        states: list[State] = [None, *self._free_dims(group)]
+        if group.known is not None:
+            states = [self._own(group.known)]
+        self._states[group] = states
+        if len(states) > 1:
+            self._sum.variable(group, [_PREFERENCE * (state is not None) for state in states])
 
-    def _node(self, node: Node, count: int) -> tuple[list[Factor], list[int]]:
-        """The ways to cut each of ``count`` equal nodes, and their variables."""
+    def _ways_of(self, node: Node, count: int) -> _Ways:
+        """The ways to cut each of ``count`` equal nodes."""
         operands = [self._graph.group(v) for v in node.operands]
         results = [self._graph.group(v) for v in node.results]
         options = [_NOTHING]
         if self._graph.is_left(node):
-            return options, [self._program.variable()]
+            return _Ways(options, [0.0], [])
         if node.required is not None:
             wanted = self._own(node.required)
             options = [Factor({} if wanted is None else {0: wanted})]
@@ -193,17 +246,18 @@ class AxisChoice:
         for i, option in enumerate(options):
             if option.exchanges and results[0] is not None:
                 costs[i] += STARTUP_BYTES + self._local_bytes(results[0]) / self._size
-        variables = [self._program.variable(count * cost, whole=True) for cost in costs]
-        self._program.require(variables, [], 1, 1)
+        folds, ends = self._graph.folds, []
         for i, group in enumerate(operands):
             if group is not None:
-                wanted_states = [option.operands.get(i) for option in options]
-                self._operand(node.operands[i], group, wanted_states, variables)
+                kind = folds.kind_of_value[node.operands[i]]
+                states = [option.operands.get(i) for option in options]
+                ends.append(_End(group, states, folds.values[kind], kind))
         for i, group in enumerate(results):
             if group is not None:
-                given = [option.results.get(i) for option in options]
-                self._result(group, given, variables, count)
-        return options, variables
+                ends.append(_End(group, [option.results.get(i) for option in options], count))
+        for end in ends:
+            self._add(end.group)
+        return _Ways(options, [count * cost for cost in costs], ends)
 
     def _is_possible(self, factor: Factor, operands: Sequence[Any], results: Sequence[Any]) -> bool:
         places = [
@@ -217,72 +271,128 @@ class AxisChoice:
             for group, d in places
         )
 
-    def _operand(
-        self, value: Any, group: Group, wanted: Sequence[State], variables: Sequence[int]
+    def _open(self, ways: _Ways) -> list[Group]:
+        """The groups of a node whose states are to be chosen."""
+        return [*{end.group: None for end in ways.ends if len(self._states[end.group]) > 1}]
+
+    def _costs(self, ways: _Ways) -> Any:
+        """What each way to cut a node costs, for all states of its groups: an axis for each of
+        `_open`, and one for the ways."""
+        groups = self._open(ways)
+        total: Any = np.array(ways.costs)
+        for end in ways.ends:
+            own = self._states[end.group]
+            prices = np.array([[self._price(end, have, it) for it in end.states] for have in own])
+            axes = [len(own) if group is end.group else 1 for group in groups]
+            total = total + prices.reshape(*axes, -1)
+        return np.broadcast_to(total, (*(len(self._states[g]) for g in groups), len(ways.options)))
+
+    def _price(self, end: _End, own: State, other: State) -> float:
+        """What it costs that a group lies otherwise than an end of a node has it."""
+        before, after = (other, own) if end.value is None else (own, other)
+        found = collective(before, after, self._local_bytes(end.group), self._size)
+        return 0.0 if found is None else (STARTUP_BYTES + found[1]) * end.times
+
+    # --- what is left of it -------------------------------------------------------------------
+
+    def _solve(self, together: Sequence[_Ways], points: Sequence[Point]) -> bool:
+        """Choose for what wasn't eliminated."""
+        program = _Program()
+        variables: dict[Group, list[int]] = {}
+        for group in self._states:
+            if group in self._sum.own:
+                costs = self._sum.own[group]
+                variables[group] = [program.variable(cost, whole=True) for cost in costs]
+                program.require(variables[group], [], 1, 1)
+        for one, two, costs in self._sum.pairs():
+            pairs = [[program.variable(cost) for cost in row] for row in costs]
+            _transport(program, pairs, [[v] for v in variables[one]], [[v] for v in variables[two]])
+        moves: dict[Any, int] = {}
+        options = {ways: self._put(program, ways, variables, moves) for ways in together}
+        for allowed, groups in points:
+            self._bound(program, variables, allowed, groups)
+        values = program.solve()
+        if values is None:
+            return False
+        for group, own in variables.items():
+            self._chosen[group] = int(np.argmax(values[own]))
+        for ways, own in options.items():
+            self._factors[ways] = ways.options[int(np.argmax(values[own]))]
+        return True
+
+    def _put(
+        self,
+        program: _Program,
+        ways: _Ways,
+        variables: Mapping[Group, list[int]],
+        moves: dict[Any, int],
+    ) -> list[int]:
+        """Variables for the ways to cut a node; ``moves`` are those for moves of values."""
+        chosen = [program.variable(cost, whole=True) for cost in ways.costs]
+        program.require(chosen, [], 1, 1)
+        for end in ways.ends:
+            by_state: dict[State, list[int]] = {}
+            for state, variable in zip(end.states, chosen, strict=True):
+                by_state.setdefault(state, []).append(variable)
+            own = self._states[end.group]
+            # Where a side has one state the other says which pair it is.
+            pairs = [[[*both] for both in by_state.values()]]
+            if len(own) > 1 and len(by_state) == 1:
+                pairs = [[[variable]] for variable in variables[end.group]]
+            elif len(own) > 1:
+                made = [[program.variable() for _ in by_state] for _ in own]
+                sides = [[v] for v in variables[end.group]], [*by_state.values()]
+                _transport(program, made, *sides)
+                pairs = [[[variable] for variable in row] for row in made]
+            for j, other in enumerate(by_state):
+                by_cost: dict[float, list[int]] = {}
+                for have, row in zip(own, pairs, strict=True):
+                    by_cost.setdefault(self._price(end, have, other), []).extend(row[j])
+                by_cost.pop(0.0, None)
+                for cost, cases in by_cost.items():
+                    if end.value is None:
+                        for variable in cases:
+                            program.costs[variable] += cost
+                    else:
+                        # Wherever the value comes from, it is there for all who want it so.
+                        key = end.value, other, cost
+                        if key not in moves:
+                            moves[key] = program.variable(cost)
+                        program.require([moves[key]], cases, 0, np.inf)
+        return chosen
+
+    def _bound(
+        self,
+        program: _Program,
+        variables: Mapping[Group, list[int]],
+        allowed: float,
+        groups: Mapping[Group, float],
     ) -> None:
-        kind = self._graph.folds.kind_of_value[value]
-
-        def charge(have: State, want: State, chosen: Sequence[int]) -> None:
-            cost = self._move(group, have, want) * self._graph.folds.values[kind]
-            if cost:
-                key = (kind, have, want)
-                if key not in self._moves:
-                    self._moves[key] = self._program.variable(cost)
-                self._program.require([self._moves[key]], chosen, 0, np.inf)
-
-        self._transport(group, wanted, variables, charge)
-
-    def _result(
-        self, group: Group, given: Sequence[State], variables: Sequence[int], count: int
-    ) -> None:
-        def charge(have: State, give: State, chosen: Sequence[int]) -> None:
-            cost = count * self._move(group, give, have)
-            for variable in chosen if cost else ():
-                self._program.costs[variable] += cost
-
-        self._transport(group, given, variables, charge)
-
-    def _bound(self, allowed: float, groups: Mapping[Group, float]) -> None:
         """Let groups have no more than so many bytes, or pay for what is too much."""
         total = sum(groups.values())
-        too_many = self._program.variable(PER_BYTE_TOO_MANY * total)
-        weights = {too_many: -1.0}
+        too_many = program.variable(PER_BYTE_TOO_MANY * total)
+        weights, fixed = {too_many: -1.0}, 0.0
         for group, nbytes in groups.items():
             share = nbytes / total * self._local_bytes(group) / group.nbytes
-            for state, variable in self._of_group(group).items():
-                weights[variable] = share / (1 if state is None else self._size)
-        self._program.at_most(weights, max(allowed, 0.0) / total)
+            shares = [share / (1 if s is None else self._size) for s in self._states[group]]
+            if group in variables:
+                weights.update(zip(variables[group], shares, strict=True))
+            else:
+                fixed += shares[0]
+        program.at_most(weights, max(allowed / total - fixed, 0.0))
 
-    def _transport(
-        self,
-        group: Group,
-        of_node: Sequence[State],
-        variables: Sequence[int],
-        charge: Callable[[State, State, Sequence[int]], None],
-    ) -> None:
-        """One of the pairs of a group's state and a node's is the case, and has its price."""
-        states = self._of_group(group)
-        by_state: dict[State, list[int]] = {}
-        for state, variable in zip(of_node, variables, strict=True):
-            by_state.setdefault(state, []).append(variable)
-        if len(states) == 1 or len(by_state) == 1:
-            # The state on the other side says which pair it is.
-            for own, variable in states.items():
-                for other, chosen in by_state.items():
-                    charge(own, other, chosen if len(states) == 1 else [variable])
-            return
-        pairs = {(own, other): self._program.variable() for own in states for other in by_state}
-        for (own, other), variable in pairs.items():
-            charge(own, other, [variable])
-        for own, variable in states.items():
-            self._program.require([pairs[own, other] for other in by_state], [variable], 0, 0)
-        for other, chosen in by_state.items():
-            self._program.require([pairs[own, other] for own in states], chosen, 0, 0)
 
-    def _move(self, group: Group, before: State, after: State) -> float:
-        """The price of a move, in bytes."""
-        found = collective(before, after, self._local_bytes(group), self._size)
-        return 0.0 if found is None else STARTUP_BYTES + found[1]
+def _transport(
+    program: _Program,
+    pairs: Sequence[Sequence[int]],
+    rows: Sequence[list[int]],
+    columns: Sequence[list[int]],
+) -> None:
+    """One of the pairs is the case: that of the row and the column whose variables say so."""
+    for i, row in enumerate(rows):
+        program.require([*pairs[i]], row, 0, 0)
+    for j, column in enumerate(columns):
+        program.require([pair[j] for pair in pairs], column, 0, 0)
 
 
 def collective(before: State, after: State, nbytes: float, size: int) -> tuple[str, float] | None:
