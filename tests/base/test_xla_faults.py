@@ -16,7 +16,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.conftest import make_mesh
-from xla_dtensor.base.xla_faults import FAULTS, PINNED, Fault, Grip, pinned
+from xla_dtensor.base.grips import Grip
+from xla_dtensor.base.xla_faults import FAULTS, PINNED, Fault, pinned
 from xla_dtensor.runtime import memory
 
 P = PartitionSpec

@@ -12,61 +12,15 @@ Where a lowering is always another one, the row is the reason for it.
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Set
 from dataclasses import dataclass
 
+from xla_dtensor.base.grips import ALWAYS, HOLD, OFFER, PIN, PIN_BATCHES, Pinned
+
 ANY = sys.maxsize
 _MISCOMPILE = "tests/compilation/test_xla_miscompile.py::"
 _HERE = "tests/base/test_xla_faults.py::"
-
-
-class Grip(enum.Enum):
-    """How firmly a sharding is asked for: not at all, so that dims keep the axes that they have and
-    may get others (`plans/pin.py`), or exactly."""
-
-    FREE = enum.auto()
-    HELD = enum.auto()
-    EXACT = enum.auto()
-
-
-@dataclass(frozen=True)
-class Ask:
-    """How a sharding is asked for: by itself, and in a program that takes no axes apart."""
-
-    grip: Grip
-    loose: Grip
-
-
-ALWAYS = Ask(Grip.EXACT, Grip.EXACT)
-PIN = Ask(Grip.EXACT, Grip.FREE)
-PIN_BATCHES = Ask(Grip.EXACT, Grip.HELD)
-HOLD = Ask(Grip.HELD, Grip.HELD)
-OFFER = Ask(Grip.FREE, Grip.FREE)
-"""Asked for only where XLA doesn't compile the program otherwise."""
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """The layouts of an operation's rule are asked of XLA.
-
-    Attributes:
-        results, leaves: how.
-        out: how whole tensors are asked for by an ``out=`` overload, of which rules know nothing;
-            None if they aren't.
-        in_place: how what an operation writes is asked for, whole, if nothing else of it is; None
-            if it is like any other operation of its kind.
-        dims: only the first ones keep their axes; None of all.
-        moving: only operations that have to move a tensor.
-    """
-
-    results: Ask
-    leaves: Ask
-    out: Ask | None = None
-    in_place: Ask | None = None
-    dims: int | None = None
-    moving: bool = False
 
 
 @dataclass(frozen=True)
@@ -380,6 +334,15 @@ MANY_RAGGED_PRODUCTS = Fault(
     _WORKAROUND,
     _TPU,
     platforms=("cpu", "tpu"),
+)
+IN_FLIGHT = Fault(
+    "In several processes a program on one of a process's devices isn't kept in order with those "
+    "on several of them, and Gloo tells messages apart by nothing but their order: collectives of "
+    "the same devices get each other's numbers, or end the process where sizes differ. (Users' "
+    "meshes have all devices, where there are several processes.)",
+    "runtime/broadcast.py:_program",
+    "tests/runtime/test_in_flight.py::test_by_jax_alone",
+    platforms=("cpu",),
 )
 SUMS_IN_FLOAT32 = Fault(
     "The CPU's backend adds up what devices have of 16-bit numbers in 32 bits, so that a product "

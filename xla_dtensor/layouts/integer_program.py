@@ -19,7 +19,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ import numpy as np
 from xla_dtensor.layouts.eliminate import Sum
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.graph import Graph
+from xla_dtensor.layouts.highs import Program
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
 from xla_dtensor.layouts.parts import Group, Node
 
@@ -34,9 +35,6 @@ State = int | None
 """The dim that an axis shards, or `SUM`; None of what is whole along it."""
 
 _NOTHING = Factor()
-SECONDS = 20.0
-"""How long HiGHS may take; what it has found by then is taken."""
-
 STARTUP_BYTES = 500.0
 """What a collective costs, however little it moves, in bytes."""
 WORK_PER_BYTE = 100.0
@@ -44,77 +42,6 @@ WORK_PER_BYTE = 100.0
 times as many, but what is computed on all devices is kept on all of them, too."""
 _PREFERENCE = 10.0
 """Bytes that a shard costs, so that of equally good layouts that with fewer ones is taken."""
-
-
-@dataclass
-class _Program:
-    """An integer program in the making: costs of variables from 0 to 1, and bounds of sums of them,
-    a row for each."""
-
-    costs: list[float] = field(default_factory=list)
-    whole: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])
-    columns: list[int] = field(default_factory=list)
-    factors: list[float] = field(default_factory=list)
-    least: list[float] = field(default_factory=list)
-    most: list[float] = field(default_factory=list)
-
-    def variable(self, cost: float = 0.0, whole: bool = False) -> int:
-        if whole:
-            self.whole.append(len(self.costs))
-        self.costs.append(cost)
-        return len(self.costs) - 1
-
-    def require(self, plus: Sequence[int], minus: Sequence[int], least: float, most: float) -> None:
-        self.columns += plus
-        self.columns += minus
-        self.factors += [1.0] * len(plus) + [-1.0] * len(minus)
-        self._row(least, most)
-
-    def at_most(self, weights: Mapping[int, float], most: float) -> None:
-        """Bound a weighted sum of variables."""
-        self.columns += weights
-        self.factors += weights.values()
-        self._row(-np.inf, most)
-
-    def _row(self, least: float, most: float) -> None:
-        self.starts.append(len(self.columns))
-        self.least.append(least)
-        self.most.append(most)
-
-    def solve(self) -> Any:
-        """The variables' values; None if none were found."""
-        if not self.costs:
-            return np.zeros(0)  # all is XLA's
-
-        import highspy
-
-        program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = len(self.costs), len(self.least)
-        program.col_cost_ = np.array(self.costs)
-        program.col_lower_, program.col_upper_ = np.zeros(len(self.costs)), np.ones(len(self.costs))
-        program.row_lower_, program.row_upper_ = np.array(self.least), np.array(self.most)
-        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        program.a_matrix_.start_ = np.array(self.starts, np.int32)
-        program.a_matrix_.index_ = np.array(self.columns, np.int32)
-        program.a_matrix_.value_ = np.array(self.factors)
-        solver = highspy.Highs()
-        options = {"output_flag": False, "time_limit": SECONDS, "mip_rel_gap": 1e-4, "threads": 1}
-        for name, value in options.items():
-            solver.setOptionValue(name, value)
-        solver.passModel(program)
-        whole = np.array(self.whole, np.int32)
-        # Without the demand that choices be whole they nearly always are, in half the time.
-        for kind in (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger):
-            solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), kind))
-            solver.run()
-            solution = solver.getSolution()
-            if not solution.value_valid:
-                return None
-            found = np.array(solution.col_value)
-            if np.all(np.abs(found - found.round())[whole] < 1e-6):
-                break
-        return found
 
 
 @dataclass(frozen=True)
@@ -297,7 +224,7 @@ class AxisChoice:
 
     def _solve(self, together: Sequence[_Ways], points: Sequence[Point]) -> bool:
         """Choose for what wasn't eliminated."""
-        program = _Program()
+        program = Program()
         variables: dict[Group, list[int]] = {}
         for group in self._states:
             if group in self._sum.own:
@@ -306,7 +233,7 @@ class AxisChoice:
                 program.require(variables[group], [], 1, 1)
         for one, two, costs in self._sum.pairs():
             pairs = [[program.variable(cost) for cost in row] for row in costs]
-            _transport(program, pairs, [[v] for v in variables[one]], [[v] for v in variables[two]])
+            program.transport(pairs, [[v] for v in variables[one]], [[v] for v in variables[two]])
         moves: dict[Any, int] = {}
         options = {ways: self._put(program, ways, variables, moves) for ways in together}
         for allowed, groups in points:
@@ -322,7 +249,7 @@ class AxisChoice:
 
     def _put(
         self,
-        program: _Program,
+        program: Program,
         ways: _Ways,
         variables: Mapping[Group, list[int]],
         moves: dict[Any, int],
@@ -342,7 +269,7 @@ class AxisChoice:
             elif len(own) > 1:
                 made = [[program.variable() for _ in by_state] for _ in own]
                 sides = [[v] for v in variables[end.group]], [*by_state.values()]
-                _transport(program, made, *sides)
+                program.transport(made, *sides)
                 pairs = [[[variable] for variable in row] for row in made]
             for j, other in enumerate(by_state):
                 by_cost: dict[float, list[int]] = {}
@@ -363,7 +290,7 @@ class AxisChoice:
 
     def _bound(
         self,
-        program: _Program,
+        program: Program,
         variables: Mapping[Group, list[int]],
         allowed: float,
         groups: Mapping[Group, float],
@@ -380,19 +307,6 @@ class AxisChoice:
             else:
                 fixed += shares[0]
         program.at_most(weights, max(allowed / total - fixed, 0.0))
-
-
-def _transport(
-    program: _Program,
-    pairs: Sequence[Sequence[int]],
-    rows: Sequence[list[int]],
-    columns: Sequence[list[int]],
-) -> None:
-    """One of the pairs is the case: that of the row and the column whose variables say so."""
-    for i, row in enumerate(rows):
-        program.require([*pairs[i]], row, 0, 0)
-    for j, column in enumerate(columns):
-        program.require([pair[j] for pair in pairs], column, 0, 0)
 
 
 def collective(before: State, after: State, nbytes: float, size: int) -> tuple[str, float] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_dtensor.base.source_line import is_users, short_path
 from xla_dtensor.layouts.choose import Choice
-from xla_dtensor.layouts.integer_program import SECONDS
+from xla_dtensor.layouts.highs import SECONDS
 from xla_dtensor.layouts.parts import DimAxes
 
 MOST = 40

@@ -26,8 +26,9 @@ from jax.extend.mlir.dialects import sdy
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xla_dtensor.base.grips import Ask, Grip
 from xla_dtensor.base.jax_private import manual_axes
-from xla_dtensor.base.xla_faults import PRODUCTS, Ask, Grip
+from xla_dtensor.base.xla_faults import PRODUCTS
 
 PLANE = PRODUCTS.axes[0] - 1
 """Axes of a mesh on which XLA goes wrong in batches and convolutions alone."""

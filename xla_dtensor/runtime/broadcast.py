@@ -59,31 +59,33 @@ def _summed(own: np.ndarray) -> np.ndarray:
     """The sum over the processes: all but one give zeros, so it is what that one gives, exactly."""
     import jax
 
-    device, sharding, program = _program(own.size)
-    part = jax.device_put(own[None], device)
-    shape = (processes.count(), own.size)
-    summed = program(jax.make_array_from_single_device_arrays(shape, sharding, [part]))
+    sharding, program = _program(own.size)
+    first, *others = sorted(sharding.addressable_devices, key=lambda device: device.id)
+    zeros = np.zeros_like(own)[None]
+    parts = [jax.device_put(own[None], first), *(jax.device_put(zeros, d) for d in others)]
+    shape = (len(sharding.device_set), own.size)
+    summed = program(jax.make_array_from_single_device_arrays(shape, sharding, parts))
     with user_positions.reading():
         return np.asarray(summed)
 
 
 @functools.cache
-def _program(size: int) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """For values of ``size`` words: this process's device, the sharding, and what adds up."""
+def _program(size: int) -> tuple[Any, Callable[[Any], Any]]:
+    """For values of ``size`` words: the sharding, a row for each device, and what adds up.
+
+    Of all devices, though one of each process has what is sent: beside a program on several of a
+    process's devices one on a single one would get its numbers (`base/xla_faults.py:IN_FLIGHT`).
+    """
     import jax
 
-    first: dict[int, Any] = {}
-    for device in sorted(jax.devices(), key=lambda device: device.id):
-        first.setdefault(device.process_index, device)
-    devices = np.array([first[i] for i in sorted(first)], dtype=object)
-    mesh = jax.sharding.Mesh(devices, ("process",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("process"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices(), dtype=object), ("device",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def added(parts: Any) -> Any:
         return parts.sum(axis=0, dtype=np.uint32)
 
-    return first[jax.process_index()], sharding, jax.jit(added, out_shardings=replicated)
+    return sharding, jax.jit(added, out_shardings=replicated)
 
 
 def check_shared(value: np.ndarray, pieces: Mapping[str, np.ndarray], advice: str) -> None:

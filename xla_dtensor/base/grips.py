@@ -1,0 +1,54 @@
+"""How firmly shardings are asked of XLA, around an operation that it computes wrongly otherwise
+(`xla_faults.py`)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Grip(enum.Enum):
+    """How firmly a sharding is asked for: not at all, so that dims keep the axes that they have and
+    may get others (`plans/pin.py`), or exactly."""
+
+    FREE = enum.auto()
+    HELD = enum.auto()
+    EXACT = enum.auto()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How a sharding is asked for: by itself, and in a program that takes no axes apart."""
+
+    grip: Grip
+    loose: Grip
+
+
+ALWAYS = Ask(Grip.EXACT, Grip.EXACT)
+PIN = Ask(Grip.EXACT, Grip.FREE)
+PIN_BATCHES = Ask(Grip.EXACT, Grip.HELD)
+HOLD = Ask(Grip.HELD, Grip.HELD)
+OFFER = Ask(Grip.FREE, Grip.FREE)
+"""Asked for only where XLA doesn't compile the program otherwise."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """The layouts of an operation's rule are asked of XLA.
+
+    Attributes:
+        results, leaves: how.
+        out: how whole tensors are asked for by an ``out=`` overload, of which rules know nothing;
+            None if they aren't.
+        in_place: how what an operation writes is asked for, whole, if nothing else of it is; None
+            if it is like any other operation of its kind.
+        dims: only the first ones keep their axes; None of all.
+        moving: only operations that have to move a tensor.
+    """
+
+    results: Ask
+    leaves: Ask
+    out: Ask | None = None
+    in_place: Ask | None = None
+    dims: int | None = None
+    moving: bool = False

@@ -1,0 +1,95 @@
+"""An integer program, and HiGHS to solve it (https://highs.dev)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+SECONDS = 20.0
+"""How long HiGHS may take; what it has found by then is taken."""
+
+
+@dataclass
+class Program:
+    """An integer program in the making: costs of variables from 0 to 1, and bounds of sums of them,
+    a row for each."""
+
+    costs: list[float] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
+
+    def variable(self, cost: float = 0.0, whole: bool = False) -> int:
+        if whole:
+            self.whole.append(len(self.costs))
+        self.costs.append(cost)
+        return len(self.costs) - 1
+
+    def require(self, plus: Sequence[int], minus: Sequence[int], least: float, most: float) -> None:
+        self.columns += plus
+        self.columns += minus
+        self.factors += [1.0] * len(plus) + [-1.0] * len(minus)
+        self._row(least, most)
+
+    def at_most(self, weights: Mapping[int, float], most: float) -> None:
+        """Bound a weighted sum of variables."""
+        self.columns += weights
+        self.factors += weights.values()
+        self._row(-np.inf, most)
+
+    def transport(
+        self,
+        pairs: Sequence[Sequence[int]],
+        rows: Sequence[list[int]],
+        columns: Sequence[list[int]],
+    ) -> None:
+        """One of the pairs is the case: that of the row and the column whose variables say so."""
+        for i, row in enumerate(rows):
+            self.require([*pairs[i]], row, 0, 0)
+        for j, column in enumerate(columns):
+            self.require([pair[j] for pair in pairs], column, 0, 0)
+
+    def _row(self, least: float, most: float) -> None:
+        self.starts.append(len(self.columns))
+        self.least.append(least)
+        self.most.append(most)
+
+    def solve(self) -> Any:
+        """The variables' values; None if none were found."""
+        if not self.costs:
+            return np.zeros(0)  # all is XLA's
+
+        import highspy
+
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = len(self.costs), len(self.least)
+        program.col_cost_ = np.array(self.costs)
+        program.col_lower_, program.col_upper_ = np.zeros(len(self.costs)), np.ones(len(self.costs))
+        program.row_lower_, program.row_upper_ = np.array(self.least), np.array(self.most)
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_ = np.array(self.starts, np.int32)
+        program.a_matrix_.index_ = np.array(self.columns, np.int32)
+        program.a_matrix_.value_ = np.array(self.factors)
+        solver = highspy.Highs()
+        options = {"output_flag": False, "time_limit": SECONDS, "mip_rel_gap": 1e-4, "threads": 1}
+        for name, value in options.items():
+            solver.setOptionValue(name, value)
+        solver.passModel(program)
+        whole = np.array(self.whole, np.int32)
+        # Without the demand that choices be whole they nearly always are, in half the time.
+        for kind in (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger):
+            solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), kind))
+            solver.run()
+            solution = solver.getSolution()
+            if not solution.value_valid:
+                return None
+            found = np.array(solution.col_value)
+            if np.all(np.abs(found - found.round())[whole] < 1e-6):
+                break
+        return found
