@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import xla_dtensor as xd
 from tests.conftest import make_mesh
 from tests.lowering import partitioning
 from tests.lowering.partitioning import FAMILIES, case, run
@@ -38,3 +40,16 @@ def test_random_layouts(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_many_random_layouts(name: str, mesh: str) -> None:
     assert list(partitioning.failures([name], make_mesh(mesh), range(30))) == []
+
+
+def test_an_index_sharded_where_it_has_one_element() -> None:
+    """Seed 19726 of the fuzzer, eagerly by itself: XLA's verifier refused the program."""
+    mesh, whole = make_mesh("2x2x2"), [xd.Replicate()] * 3
+    x = torch.zeros(3, 2)
+    rows, columns = torch.tensor([[2]]), torch.tensor([[1], [1], [0], [0], [0], [1], [0], [0]])
+    place = lambda value, dim: xd.distribute_tensor(value, mesh, [*whole[:2], xd.Shard(dim)])
+    found = place(x, 0)
+    with xd.config.override(eager="strict"):
+        found[xd.distribute_tensor(rows, mesh, whole), place(columns, 1)] = 3.0
+    x[rows, columns] = 3.0
+    assert torch.equal(found.full_tensor().cpu(), x)
