@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
+import xla_dtensor as xd
 from xla_dtensor.planning.collectives import Collective, Part
 from xla_dtensor.planning.program_text import Shaped
 from xla_dtensor.planning.rows import rows
-from xla_dtensor.runtime.chips import CHIPS, Lane, chip_of, seconds
+from xla_dtensor.runtime.chips import CHIPS, Lane, chip_of, memory_of, seconds
 
 V5E = CHIPS["v5e"]
 LINE, RING = Lane((False,), V5E), Lane((True,), V5E)
@@ -64,3 +66,15 @@ def test_gpus_are_known_by_what_jax_calls_them() -> None:
     )
     (row,) = rows([gather], [], chip, np.array([h200] * 8).reshape(2, 4), ("dp", "tp"))
     assert row.seconds == pytest.approx(0.75 * 4 * MB / 450e9)
+
+
+def test_how_much_a_device_has() -> None:
+    of_gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 59_412_345_678})
+    silent = SimpleNamespace(platform="tpu", memory_stats=lambda: None)
+    assert memory_of(of_gpu) == 59e9  # what else is on it differs from one to the other
+    assert memory_of(silent) is None and memory_of(jax.devices("cpu")[0]) is None
+    with xd.config.override(device_memory=2e9):
+        assert memory_of(of_gpu) == memory_of(silent) == 2e9
+    with xd.abstract("cpu:8"):
+        assert memory_of(of_gpu) is None
+    assert CHIPS["v5e"].memory == 15.75 * 2**30

@@ -86,7 +86,7 @@ DIFFERENCES = {
     "order": ("aten::cos", "aten::sin", "x.cos()", "x.sin()"),
     "operation": ("aten::exp", "x.exp()", "step(x).item()"),
     "mesh": ("DeviceMesh((2, 4)", "DeviceMesh((4, 2)"),
-    "step": ("compiles a step of ", "step(x).item()"),
+    "step": ("compiles a step of 3 operations (digest ", "step(x).item()"),
     "read": ("print(x)", "step(x).item()"),
     "leave": ("has come to the end of its program", "step(x).item()"),
 }

@@ -71,12 +71,12 @@ class Choice:
 
     Attributes:
         graph: of the jaxpr.
-        needed: bytes of a device that it takes, by an estimate (`memory.py`), if there is a limit.
         found: whether there are any, in the time that finding them may take.
     """
 
     found = True
-    needed = 0.0
+    _too_many = 0.0
+    """Bytes of a device more than there are, by an estimate (`memory.py`)."""
 
     def __init__(
         self,
@@ -108,7 +108,6 @@ class Choice:
         self._options: dict[Unit, list[list[Factor]]] = {}
         used = {axis for axes in given for names in axes for axis in names}
         self._points: list[Point] = []
-        self._memory = memory
         units = [unit for unit in self._units if unit[0] in used]
         self._settle(units)
         if memory is not None:
@@ -117,13 +116,14 @@ class Choice:
     def _fit(self, units: Sequence[Unit], memory: float, alive: Alive) -> None:
         """Choose anew, for points at which there is too much, until there is none."""
         while True:
-            self.needed, groups = alive.most(self._share)
-            if not self.found or self.needed <= memory or len(self._points) == POINTS:
+            needed, groups = alive.most(self._share)
+            self._too_many = max(needed - memory, 0.0)
+            if not self.found or not self._too_many or len(self._points) == POINTS:
                 return
             if not groups or any(groups == before for _, before in self._points):
                 return
             here = sum(nbytes * self._share(group) for group, nbytes in groups.items())
-            self._points.append((memory - (self.needed - here), groups))
+            self._points.append((memory - (needed - here), groups))
             self._settle(units)
 
     def _settle(self, units: Sequence[Unit]) -> None:
@@ -224,8 +224,7 @@ class Choice:
             cut = [unit for unit, factor in factors.items() if factor.operands or factor.results]
             devices = math.prod(map(self._size, cut))
             price += node.work * node.times / devices / WORK_PER_BYTE
-        too_many = 0.0 if self._memory is None else max(self.needed - self._memory, 0.0)
-        return price + PER_BYTE_TOO_MANY * too_many
+        return price + PER_BYTE_TOO_MANY * self._too_many
 
     def second_best(self, number: int) -> float | None:
         """The bytes that a node would move, each time, in the next best of the ways that it could

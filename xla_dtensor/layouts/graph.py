@@ -19,7 +19,7 @@ from xla_dtensor.layouts.calls import CALLS, called, inlined
 from xla_dtensor.layouts.factors import Factor, factors, is_elementwise, of_broadcast
 from xla_dtensor.layouts.folding import fold
 from xla_dtensor.layouts.marks import mark_joint, pass_on
-from xla_dtensor.layouts.parts import Body, DimAxes, Group, Node, dim_axes, of_spec
+from xla_dtensor.layouts.parts import Body, DimAxes, Group, Node, dim_axes, nbytes_of, of_spec
 from xla_dtensor.layouts.slices import cut_off_padding, is_cut_into
 from xla_dtensor.layouts.work import work
 
@@ -117,8 +117,7 @@ class Graph:
         aval = variable.aval
         shape = tuple(getattr(aval, "shape", ()))
         if math.prod(shape) and shape and variable not in self._groups:
-            nbytes = math.prod(shape) * getattr(aval.dtype, "itemsize", 1)
-            self._groups[variable] = Group(shape, nbytes, known)
+            self._groups[variable] = Group(shape, nbytes_of(aval), known)
 
     def _leave(self, variables: Iterable[Any]) -> None:
         """Let XLA lay these out, and what lies as they do."""

@@ -16,6 +16,7 @@ nearly whole: HiGHS rarely has to branch).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -105,17 +106,19 @@ class AxisChoice:
         self._states: dict[Group, list[State]] = {}
         self._sum: Sum[Group] = Sum()
         self._ways = [self._ways_of(node, count) for node, count in graph.folds.nodes]
-        for _, groups in points:
-            for group in groups:
-                self._add(group)
+        for group in itertools.chain.from_iterable(groups for _, groups in points):
+            self._add(group)
         wanted = Counter(end.value for ways in self._ways for end in ways.ends)
         alone: list[_Ways] = []
         together: list[_Ways] = []
         for ways in self._ways:
             shares = any(wanted[end.value] > 1 for end in ways.ends if end.value is not None)
             (together if shares or len(self._open(ways)) > 2 else alone).append(ways)
+        best: list[tuple[_Ways, list[Group], Any]] = []
         for ways in alone:
-            self._sum.add(self._open(ways), self._costs(ways).min(-1))
+            groups, costs = self._open(ways), self._costs(ways)
+            self._sum.add(groups, costs.min(-1))
+            best.append((ways, groups, costs.argmin(-1)))
         kept = {group for ways in together for group in self._open(ways)}
         self._sum.eliminate(kept.union(*(groups for _, groups in points)))
         self._chosen: dict[Group, int] = {}
@@ -123,9 +126,9 @@ class AxisChoice:
         self.found = self._solve(together, points)
         if self.found:
             self._sum.complete(self._chosen)
-            for ways in alone:
-                states = tuple(self._chosen[group] for group in self._open(ways))
-                self._factors[ways] = ways.options[int(self._costs(ways)[states].argmin())]
+            for ways, groups, number in best:
+                states = tuple(self._chosen[group] for group in groups)
+                self._factors[ways] = ways.options[int(number[states])]
 
     def state(self, group: Group) -> State:
         """The dim of a group that the axis shards."""

@@ -8,14 +8,13 @@ it runs isn't known here, nor what XLA doesn't store since it computes it again.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.extend.core import Literal
 
 from xla_dtensor.layouts.graph import Graph
-from xla_dtensor.layouts.parts import Group
+from xla_dtensor.layouts.parts import Group, nbytes_of
 
 TAKEN_FOR_ALIVE = 1.3
 """How many bytes XLA takes at least for each byte that is made and alive: 1.3 to 1.7 in the steps
@@ -76,5 +75,4 @@ class Alive:
         return None if group is None or group.is_free else group
 
     def _bytes(self, value: Any, first: int) -> float:
-        nbytes = math.prod(value.aval.shape) * float(getattr(value.aval.dtype, "itemsize", 0))
-        return nbytes * (TAKEN_FOR_ALIVE if first else 1.0)
+        return nbytes_of(value.aval) * (TAKEN_FOR_ALIVE if first else 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,11 @@ class Body:
     constants: Sequence[Any]
     equations: Sequence[Any]
     results: Sequence[Any]
+
+
+def nbytes_of(aval: Any) -> int:
+    """The bytes of a whole array; those of a PRNG key aren't known."""
+    return math.prod(aval.shape) * int(getattr(aval.dtype, "itemsize", 1))
 
 
 def of_spec(spec: Any, ndim: int, sizes: Mapping[str, int]) -> DimAxes | None:

@@ -87,8 +87,13 @@ def chip_of(kind: str, device: Any) -> Chip | None:
     if kind != "gpu":
         return CHIPS.get(kind)
     chip = next((chip for name, chip in GPUS.items() if name in device.device_kind), None)
+    limit = _limit(device)
+    return chip if chip is None or limit is None else replace(chip, memory=limit)
+
+
+def _limit(device: Any) -> float | None:
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return chip if chip is None or limit is None else replace(chip, memory=float(limit))
+    return None if limit is None else float(limit)
 
 
 def memory_of(device: Any) -> float | None:
@@ -106,7 +111,7 @@ def memory_of(device: Any) -> float | None:
         return None if chip is None else chip.memory / chip.devices
     if device.platform == "cpu":
         return None
-    limit = (device.memory_stats() or {}).get("bytes_limit")
+    limit = _limit(device)
     # To two digits: devices of one kind differ by what else is on them, and processes that compute
     # together have to choose alike.
     return None if limit is None else float(f"{limit:.1e}")
