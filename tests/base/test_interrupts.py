@@ -20,7 +20,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import xla_dtensor as xd
 from xla_dtensor.base import interrupts
+from xla_dtensor.compilation.program import executable
 
 
 def press(signum: int = signal.SIGINT) -> None:
@@ -432,3 +434,27 @@ def test_numbers_of_a_trace_are_atomic_for_cpp() -> None:
     )
     for function in asked:
         assert interrupts._kinds[function.__code__] is interrupts._Kind.ATOMIC
+
+
+def test_other_threads_go_on_with_a_step_that_was_interrupted(
+    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt that waits for a call is raised when the call's lock has been given back."""
+    constrained = executable.constrained
+
+    def pressed(*given: Any) -> Any:
+        monkeypatch.undo()
+        press()
+        return constrained(*given)
+
+    monkeypatch.setattr(executable, "constrained", pressed)
+    step = xd.compile(lambda x: x * 2)
+    with pytest.raises(KeyboardInterrupt):
+        step(x)
+        pytest.fail("it was not raised")
+    found: list[torch.Tensor] = []
+    other = threading.Thread(target=lambda: found.append(step(x)), daemon=True)
+    other.start()
+    other.join(60)
+    assert not other.is_alive()
+    assert torch.equal(found[0].full_tensor().cpu(), torch.arange(8.0) * 2)

@@ -82,6 +82,9 @@ class CompiledStep(StepTraces):
         self.traces = 0
         self.recompilations: list[str] = []
 
+    # An interrupt that waits for `_call` alone comes before the lock is given back, and no other
+    # thread ever gets it.
+    @interrupts.completed
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner = executor.is_in_step()
         padding = None
