@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import NamedSharding
 
 from xla_dtensor.layouts.choose import Choice
+from xla_dtensor.layouts.laid_out import laid_out
 from xla_dtensor.layouts.parts import DimAxes
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.waypoints import waypoints
@@ -31,6 +30,9 @@ def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
 class _Constrain:
     def __init__(self, choice: Choice, frame: Frame) -> None:
         self._choice, self._frame = choice, frame
+        self._required = {
+            n.operands[0]: n.required for n in choice.graph.nodes if n.equation is None
+        }
         self._nodes: dict[int, list[int]] = {}
         for number, node in enumerate(choice.graph.nodes):
             if node.equation is not None:
@@ -42,7 +44,7 @@ class _Constrain:
         """Equations and results, with constraints; ``inputs`` are to lie as chosen, too."""
         choice = self._choice
         used = {atom for e in equations for atom in e.invars if isinstance(atom, Var)}
-        used |= {atom for atom in results if isinstance(atom, Var)}
+        used |= {atom for atom in results if isinstance(atom, Var) and not self._is_known(atom)}
         used -= _asked_for_otherwise(equations)
         made: list[Any] = []
         renamed: dict[Any, Any] = {}
@@ -52,7 +54,7 @@ class _Constrain:
 
         def ask(variable: Any, *ways: Any, of: Any = None) -> Any:
             for sharding in ways:
-                made.append(_constraint(variable, sharding, of))
+                made.append(laid_out(variable, sharding, of))
                 (variable,) = made[-1].outvars
             return variable
 
@@ -74,7 +76,7 @@ class _Constrain:
                 operands[j] = ask(operands[j], *ways, of=equation)
             made.append(self._inside(equation, numbers).replace(invars=operands))
             for result in equation.outvars:
-                axes = choice.of(result) if result in used else None
+                axes = choice.of(result) if result in used and not _is_number(equation) else None
                 if axes is not None:
                     given = choice.given(numbers, result)
                     # Without the first XLA may gather an operand in place of what is made of it.
@@ -112,8 +114,18 @@ class _Constrain:
         jaxpr = ClosedJaxpr(inner, closed.consts)
         return equation.replace(params={**equation.params, "jaxpr": jaxpr})
 
+    def _is_known(self, result: Any) -> bool:
+        """Whether the program says anyway how a result lies, and that is how it was chosen."""
+        value = self._choice.graph.value(result)
+        return value in self._required and self._required[value] == self._choice.of(value)
+
     def _sharding(self, axes: DimAxes) -> NamedSharding:
         return self._frame.sharding(*(names or None for names in axes))
+
+
+def _is_number(equation: Any) -> bool:
+    """Whether it repeats one number, which Shardy makes anew for each use, as that wants it."""
+    return equation.primitive.name == "broadcast_in_dim" and not equation.invars[0].aval.shape
 
 
 def _moves(before: DimAxes, after: DimAxes) -> bool:
@@ -144,18 +156,3 @@ def _cut_anew(equation: Any, choice: Choice, number: int) -> Any:
     results = [choice.result(number, i) or ((), ()) for i in range(len(node.results))]
     laid_out = call.laid_out(tensors, [axes for axes, _ in results], [sums for _, sums in results])
     return equation.replace(params={**equation.params, "call": laid_out})
-
-
-def _constraint(variable: Any, sharding: NamedSharding, of: Any) -> Any:
-    """An equation that asks for a layout, for another one, whose module and line it has then."""
-    new = _prototype(variable.aval, sharding)
-    own = {} if of is None else {"source_info": of.source_info}
-    return new.replace(invars=[variable], outvars=[Var(variable.aval)], **own)
-
-
-@functools.lru_cache(1024)
-def _prototype(aval: Any, sharding: NamedSharding) -> Any:
-    ask = lambda x: jax.lax.with_sharding_constraint(x, sharding)
-    closed = jax.make_jaxpr(ask)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    (equation,) = closed.jaxpr.eqns
-    return equation

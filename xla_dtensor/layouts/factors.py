@@ -255,6 +255,7 @@ def _scatter(equation: Any) -> list[Factor]:
     "cummax",
     "cummin",
     "cumlogsumexp",
+    "running",
 )
 @_of("split", "slice", "dynamic_slice", "strided_slice", "sort", "top_k", "dynamic_update_slice")
 def _along_others(equation: Any) -> list[Factor]:
@@ -329,7 +330,7 @@ def _rule(equation: Any) -> Any:
     return None
 
 
-_MOVING = ("concatenate", "pad", "padded", "slice", "split", "strided_slice")
+_MOVING = ("concatenate", "pad", "padded", "running", "slice", "split", "strided_slice")
 
 
 @_of("stack")

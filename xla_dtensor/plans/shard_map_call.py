@@ -63,6 +63,7 @@ class ShardMapCall:
         self._frame, self._leaves, self._results, self._sums = frame, leaves, results, sums
         self._padded, self._query = padded, query
         self._place = Place(platform_of(frame), [axes for axes in leaves if axes is not None])
+        self._others: dict[Any, ShardMapCall] = {}
 
     def call(
         self,
@@ -159,7 +160,16 @@ class ShardMapCall:
         self, tensors: Sequence[TensorAxes], results: Sequence[TensorAxes], sums: Sequence[Axes]
     ) -> ShardMapCall:
         """The same call of tensors that are cut otherwise; this one, if its rule doesn't have it
-        that results are cut so then, or shards would be uneven."""
+        that results are cut so then, or shards would be uneven. Layers alike get the same one, and
+        it is traced and lowered once for all of them."""
+        wanted = tuple(tensors), tuple(results), tuple(sums)
+        if wanted not in self._others:
+            self._others[wanted] = self._laid_out(*wanted)
+        return self._others[wanted]
+
+    def _laid_out(
+        self, tensors: Sequence[TensorAxes], results: Sequence[TensorAxes], sums: Sequence[Axes]
+    ) -> ShardMapCall:
         sizes = self._frame.sizes
 
         def placements(axes: TensorAxes, summed: Axes = ()) -> tuple[Placement, ...]:
@@ -215,7 +225,7 @@ def _batch(operands: Any, dims: Any, *, call: ShardMapCall, **how: Any) -> tuple
     return results, [0] * len(results)
 
 
-mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True), cacheable=False)
+mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
 batching.primitive_batchers[_primitive] = _batch
 
 

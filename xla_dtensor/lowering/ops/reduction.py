@@ -12,7 +12,7 @@ import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.ops.pointwise import cast, is_complex, is_integral, logaddexp
-from xla_dtensor.lowering.partitioned.scans import running, scan
+from xla_dtensor.lowering.partitioned.scans import Arrays, Combine, scan
 from xla_dtensor.lowering.promotion import float_dtype, math_dtype, promote_to_float
 from xla_dtensor.lowering.registry import lowers
 from xla_dtensor.lowering.workarounds import BITS_OF_DOUBLES
@@ -362,44 +362,61 @@ def logsumexp(x, dim, keepdim=False):
 # --------------------------------------------------------------------------------------- scans
 
 
+def _added(earlier: Arrays, later: Arrays) -> Arrays:
+    return (earlier[0] + later[0],)
+
+
+def _multiplied(earlier: Arrays, later: Arrays) -> Arrays:
+    return (earlier[0] * later[0],)
+
+
+def _logs_of_added(earlier: Arrays, later: Arrays) -> Arrays:
+    return (logaddexp(earlier[0], later[0]),)
+
+
+def _larger(earlier: Arrays, later: Arrays) -> Arrays:
+    return _chosen(later[0] >= earlier[0], earlier, later)
+
+
+def _smaller(earlier: Arrays, later: Arrays) -> Arrays:
+    return _chosen(later[0] <= earlier[0], earlier, later)
+
+
+def _chosen(take: jax.Array, earlier: Arrays, later: Arrays) -> Arrays:
+    """Values and indices; the latest index among equals, and NaN beats every number."""
+    if not is_integral(later[0]):
+        take = jnp.isnan(later[0]) | (~jnp.isnan(earlier[0]) & take)
+    return tuple(jnp.where(take, b, a) for a, b in zip(earlier, later, strict=True))
+
+
 @lowers("cumsum")
 def cumsum(x, dim, *, dtype=None):
-    x = _accumulator(x, dtype)
-    return running(jnp.add, x, dim)
+    return scan(_added, [_accumulator(x, dtype)], dim)[0]
 
 
 @lowers("cumprod")
 def cumprod(x, dim, *, dtype=None):
-    x = _accumulator(x, dtype)
-    return running(jnp.multiply, x, dim)
+    return scan(_multiplied, [_accumulator(x, dtype)], dim)[0]
 
 
 @lowers("logcumsumexp")
 def logcumsumexp(x, dim):
     (x,) = promote_to_float(x)
-    return running(logaddexp, x, dim)
+    return scan(_logs_of_added, [x], dim)[0]
 
 
-def _running_extremum(x: jax.Array, dim: int, better: Callable) -> tuple[jax.Array, jax.Array]:
-    """Values and indices; the latest index among equals, and NaN beats every number."""
+def _running_extremum(x: jax.Array, dim: int, better: Combine) -> Arrays:
     if x.ndim == 0 or x.size == 0:
         return x, jnp.zeros(x.shape, np.int64)
-
-    def combine(earlier: Any, later: Any) -> Any:
-        take = better(later[0], earlier[0])
-        if not is_integral(x):
-            take = jnp.isnan(later[0]) | (~jnp.isnan(earlier[0]) & take)
-        return tuple(jnp.where(take, b, a) for a, b in zip(earlier, later, strict=True))
-
     index = jax.lax.broadcasted_iota(np.int64, x.shape, dim % x.ndim)
-    return scan(combine, (x, index), dim % x.ndim)
+    return scan(better, (x, index), dim)
 
 
 @lowers("cummax")
 def cummax(x, dim):
-    return _running_extremum(x, dim, jnp.greater_equal)
+    return _running_extremum(x, dim, _larger)
 
 
 @lowers("cummin")
 def cummin(x, dim):
-    return _running_extremum(x, dim, jnp.less_equal)
+    return _running_extremum(x, dim, _smaller)

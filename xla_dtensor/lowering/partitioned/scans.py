@@ -7,36 +7,67 @@ zeros; and one over what a number was repeated to ends the process (`CONSTANT_WI
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
+from xla_dtensor.lowering.context import Place, at, here
 from xla_dtensor.lowering.partitioned.padding import padded
 from xla_dtensor.lowering.partitioned.strided import spread, strided_slice
 
 Arrays = tuple[jax.Array, ...]
 
 
-def scan(
-    combine: Callable[[Arrays, Arrays], Arrays], arrays: Sequence[jax.Array], dim: int
-) -> Arrays:
+Combine = Callable[[Arrays, Arrays], Arrays]
+"""Takes earlier and later values. A function of a module: programs are told apart by its name."""
+
+
+def scan(combine: Combine, arrays: Sequence[jax.Array], dim: int) -> Arrays:
     """A running reduction along ``dim`` by ``combine``, which is associative: a prefix scan.
 
-    The work is proportional to the length, the number of steps to its logarithm (Blelloch, "Prefix
-    Sums and Their Applications", 1990).
+    One equation until it is lowered: written out, that of 256 values is 200, each of which would be
+    traced, and be laid out over the step.
 
     Args:
         combine: takes earlier and later values.
-        arrays: of one shape.
-        dim: counted from the front.
+        arrays: of one shape. A scalar stays what it is.
 
     Example::
 
-        (sums,) = scan(lambda a, b: (a[0] + b[0],), [x], 0)
+        (sums,) = scan(added, [x], 0)
     """
+    shape = arrays[0].shape
+    if not shape or shape[dim] < 2:
+        return tuple(arrays)
+    where = here()
+    return tuple(
+        _primitive.bind(
+            *arrays,
+            combine=combine,
+            axis=dim % len(shape),
+            platform=where.platform,
+            devices=where.devices,
+        )
+    )
+
+
+def _written_out(
+    *arrays: jax.Array, combine: Combine, axis: int, platform: str, devices: int
+) -> Arrays:
+    with at(Place(platform, devices=devices)):
+        return _prefixes(combine, arrays, axis)
+
+
+def _prefixes(combine: Combine, arrays: Sequence[jax.Array], dim: int) -> Arrays:
+    """The work is proportional to the length, the number of steps to its logarithm (Blelloch,
+    "Prefix Sums and Their Applications", 1990)."""
     shape = arrays[0].shape
     n = shape[dim]
     if n < 2:
@@ -45,32 +76,51 @@ def scan(
     def every_second(start: int, count: int) -> Arrays:
         return tuple(strided_slice(x, dim, start, count, 2) for x in arrays)
 
+    def position(count: int) -> jax.Array:
+        sizes = [count if d == dim else 1 for d in range(len(shape))]
+        return lax.broadcasted_iota(np.int32, sizes, dim)
+
     def first(arrays: Sequence[jax.Array], count: int) -> Arrays:
         return tuple(strided_slice(x, dim, 0, count, 1) for x in arrays)
 
     pairs = n // 2
-    odd = scan(combine, combine(every_second(0, pairs), every_second(1, pairs)), dim)
+    odd = _prefixes(combine, combine(every_second(0, pairs), every_second(1, pairs)), dim)
     rest = (n - 1) // 2  # even positions behind the first
     even = first(arrays, rest + 1)
     if rest:
         after = combine(first(odd, rest), every_second(2, rest))
         widths = [(1, 0) if d == dim else (0, 0) for d in range(len(shape))]
-        is_first = lax.broadcasted_iota(np.int32, even[0].shape, dim) == 0
+        is_first = position(rest + 1) == 0
         even = tuple(
             jnp.where(is_first, x, padded(y, widths)) for x, y in zip(even, after, strict=True)
         )
-    is_odd = lax.broadcasted_iota(np.int32, shape, dim) % 2 == 1
+    is_odd = (position(n) & 1) == 1
     return tuple(
         jnp.where(is_odd, spread(o, dim, 1, 2, n), spread(e, dim, 0, 2, n))
         for o, e in zip(odd, even, strict=True)
     )
 
 
-def running(
-    combine: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, dim: int
-) -> jax.Array:
-    """The same of one array: ``running(jnp.add, x, -1)``. A scalar stays what it is."""
-    if not x.ndim:
-        return x
-    (out,) = scan(lambda earlier, later: (combine(*earlier, *later),), [x], dim % x.ndim)
-    return out
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    given = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    return jax.jvp(functools.partial(_written_out, **params), primals, tuple(given))
+
+
+def _batch(arrays: Any, dims: Any, *, axis: int, **params: Any) -> Any:
+    size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
+    batched = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(arrays, dims, strict=True)
+    ]
+    return _primitive.bind(*batched, axis=axis + 1, **params), [0] * len(batched)
+
+
+_primitive = Primitive("running")
+_primitive.multiple_results = True
+_primitive.def_impl(
+    jax.jit(_written_out, static_argnames=("combine", "axis", "platform", "devices"))
+)
+_primitive.def_abstract_eval(lambda *arrays, **_: list(arrays))
+mlir.register_lowering(_primitive, mlir.lower_fun(_written_out, multiple_results=True))
+ad.primitive_jvps[_primitive] = _jvp
+batching.primitive_batchers[_primitive] = _batch
