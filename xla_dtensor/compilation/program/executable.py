@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.run import Outputs
-from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.program.input_layouts import (
     Pinning,
     compile_somehow,
@@ -80,7 +79,7 @@ class Executable:
         # What a backward pass outside is given lies as it is read there: as the operations' rules
         # have it, which know what XLA computes wrongly otherwise.
         if lays_out and frame is not None and not residuals:
-            with jax.enable_x64(True), Seldom():
+            with jax.enable_x64(True):
                 memory = memory_of(frame.jax_mesh.devices.flat[0])
                 given = inputs.shardings(groups), shardings, inputs.are_arguments, frame, memory
                 choices = [
@@ -99,7 +98,7 @@ class Executable:
             return results
 
         def lower() -> Any:
-            with self.lowering(), Seldom():
+            with self.lowering():
                 # Another function each time, or JAX would give the same text again.
                 function = functools.partial(step)
                 donated = 0 if donates else ()

@@ -14,6 +14,7 @@ from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import BucketedArguments, check_lengths
 from xla_dtensor.compilation.call.decided import ManyTraces
 from xla_dtensor.compilation.call.streams import call_with_streams, has_streams
+from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.program.program import Program
 from xla_dtensor.compilation.step.audit import compare
 from xla_dtensor.compilation.step.family import KINDS, Family
@@ -110,7 +111,8 @@ class CompiledStep(StepTraces):
             family.takes(arguments.lengths)
         found, missed = family.find(arguments)
         if found is None:
-            return self._trace(arguments, family, missed)
+            with Seldom():
+                return self._trace(arguments, family, missed)
         call, program = found
         if arguments.padding is not None:
             check_lengths(program.traced.cuts or [], arguments.padding)

@@ -19,6 +19,7 @@ from xla_dtensor.compilation.call.buckets import (
     shapes_of,
 )
 from xla_dtensor.compilation.call.decided import ManyTraces
+from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.program.guards import Mismatch
 from xla_dtensor.compilation.program.program import Program
@@ -128,7 +129,7 @@ class StepTraces(BaseStep):
         """
         lazy.flush_all()
         arguments = self._arguments(args, kwargs)
-        with self._lock, tracing, self._checks:
+        with self._lock, tracing, self._checks, Seldom():
             known = self._carried, self._counted, self._not_carried, self._left_alone, self._reads
             self._not_carried, self._left_alone = dict(known[2]), set(known[3])
             try:
