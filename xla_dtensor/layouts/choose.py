@@ -205,6 +205,14 @@ class Choice:
                     return None if found is None else found[0]
         return None
 
+    def is_of_operands(self, node: int) -> bool:
+        """Whether each axis that cuts a result of a node cuts one of its operands."""
+        return all(
+            factor.operands and not factor.behind_operand and not factor.behind_result
+            for factor in self._factors[node].values()
+            if any(dim != SUM for dim in factor.results.values())
+        )
+
     def moves(self) -> list[Move]:
         """What is communicated by these layouts, as far as is known here; of moves that several
         nodes want of one value the first."""

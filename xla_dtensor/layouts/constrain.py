@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import NamedSharding
 
 from xla_dtensor.layouts.choose import Choice
-from xla_dtensor.layouts.laid_out import laid_out
+from xla_dtensor.layouts.factors import is_elementwise
 from xla_dtensor.layouts.parts import DimAxes
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.waypoints import waypoints
 
 
 def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
-    """``jaxpr`` with the chosen layout asked for at each value, and what each node wants where that
-    is another one. The shardings by which XLA's faults are avoided (`plans/pin.py`) go where a
-    value has one now: every operand and result of an operation is told where to lie."""
+    """``jaxpr`` with the chosen layouts asked for: those of values, and what each node wants where
+    that is another one. What follows from those of its neighbours isn't asked for: each constraint
+    costs XLA 0.15 ms, which was a fifth of what it takes for a transformer. The shardings by which
+    XLA's faults are avoided (`plans/pin.py`) go where a value has one now.
+    """
     if not choice.found:
         return jaxpr
     constrain = _Constrain(choice, frame)
@@ -44,8 +48,9 @@ class _Constrain:
         """Equations and results, with constraints; ``inputs`` are to lie as chosen, too."""
         choice = self._choice
         used = {atom for e in equations for atom in e.invars if isinstance(atom, Var)}
-        used |= {atom for atom in results if isinstance(atom, Var) and not self._is_known(atom)}
-        used -= _asked_for_otherwise(equations)
+        to_give = {a for a in results if isinstance(a, Var) and not self._is_known(a)}
+        used = (used | to_give) - _asked_for_otherwise(equations)
+        used -= self._follow(equations, to_give)
         made: list[Any] = []
         renamed: dict[Any, Any] = {}
 
@@ -54,7 +59,7 @@ class _Constrain:
 
         def ask(variable: Any, *ways: Any, of: Any = None) -> Any:
             for sharding in ways:
-                made.append(laid_out(variable, sharding, of))
+                made.append(_constraint(variable, sharding, of))
                 (variable,) = made[-1].outvars
             return variable
 
@@ -83,6 +88,41 @@ class _Constrain:
                     ways = [given, axes] if given is not None and _moves(given, axes) else [axes]
                     renamed[result] = ask(result, *map(self._sharding, ways), of=equation)
         return made, [current(atom) for atom in results]
+
+    def _follow(self, equations: Sequence[Any], to_give: set[Any]) -> set[Any]:
+        """Values that need not be asked for: Shardy gives them the layouts of what they are made
+        of, and nothing that is made of them, or beside them, would give them another one.
+
+        Args:
+            to_give: results whose layout nothing else says.
+        """
+        found: set[Any] = set()
+        if sum(size > 1 for size in self._frame.sizes.values()) > LOOSE_AXES:
+            return found
+        of = self._choice.graph.value  # a pin's result is its operand
+        bound = set(map(of, to_give))
+        for equation in equations:
+            if self._is_plain(equation):
+                found.update(equation.outvars)
+            else:
+                bound.update(map(of, equation.outvars))
+                bound.update(of(atom) for atom in equation.invars if isinstance(atom, Var))
+        return {variable for variable in found if of(variable) not in bound}
+
+    def _is_plain(self, equation: Any) -> bool:
+        """Whether an equation takes its operands as they lie, gives its results as they are to lie,
+        and the axes that cut these cut operands of it: then either side says how the other lies."""
+        choice, numbers = self._choice, self._nodes.get(id(equation), ())
+        whole = [a for a in equation.invars if isinstance(a, Var) and a.aval.shape]
+        of = [*map(choice.of, (*whole, *equation.outvars))]
+        if None in of or any(self._moves(equation, numbers)):
+            return False
+        if is_elementwise(equation):
+            return len({*of}) == 1 and bool(whole)
+        if equation.primitive.name not in _PLAIN or len(numbers) != 1:
+            return False
+        (result,) = equation.outvars
+        return choice.given(numbers, result) == of[-1] and choice.is_of_operands(*numbers)
 
     def _moves(self, equation: Any, numbers: Sequence[int]) -> Iterator[tuple[int, list[Any]]]:
         """Which operands an equation wants to lie elsewhere, and the way there."""
@@ -123,6 +163,26 @@ class _Constrain:
         return self._frame.sharding(*(names or None for names in axes))
 
 
+LOOSE_AXES = 2
+"""Of a mesh with more axes each value is asked for: XLA gets what it isn't told wrong there
+(`base/xla_faults.py:PRODUCTS`)."""
+
+_PLAIN = frozenset(
+    [
+        "broadcast_in_dim",
+        "dot_general",
+        "expand_dims",
+        "reduce_max",
+        "reduce_min",
+        "reduce_sum",
+        "reshape",
+        "squeeze",
+        "transpose",
+    ]
+)
+"""Primitives that Shardy takes shardings through as `factors.py` has it."""
+
+
 def _is_number(equation: Any) -> bool:
     """Whether it repeats one number, which Shardy makes anew for each use, as that wants it."""
     return equation.primitive.name == "broadcast_in_dim" and not equation.invars[0].aval.shape
@@ -156,3 +216,18 @@ def _cut_anew(equation: Any, choice: Choice, number: int) -> Any:
     results = [choice.result(number, i) or ((), ()) for i in range(len(node.results))]
     laid_out = call.laid_out(tensors, [axes for axes, _ in results], [sums for _, sums in results])
     return equation.replace(params={**equation.params, "call": laid_out})
+
+
+def _constraint(variable: Any, sharding: NamedSharding, of: Any) -> Any:
+    """An equation that asks for a layout, for another one, whose module and line it has then."""
+    new = _prototype(variable.aval, sharding)
+    own = {} if of is None else {"source_info": of.source_info}
+    return new.replace(invars=[variable], outvars=[Var(variable.aval)], **own)
+
+
+@functools.lru_cache(1024)
+def _prototype(aval: Any, sharding: NamedSharding) -> Any:
+    ask = lambda x: jax.lax.with_sharding_constraint(x, sharding)
+    closed = jax.make_jaxpr(ask)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    (equation,) = closed.jaxpr.eqns
+    return equation

@@ -13,7 +13,6 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
 from xla_dtensor.base.torch_private import pytree
-from xla_dtensor.layouts.laid_out import SHARDING
 from xla_dtensor.mesh import Frame
 from xla_dtensor.plans import pin
 
@@ -177,8 +176,5 @@ def apart(lowered: Any, cutting: Sequence[str]) -> Any:
                 cut.operands[0] = sdy.ShardingConstraintOp(operand, sharding).result
         with ir.InsertionPoint.after(cut), cut.location:
             barrier = stablehlo.OptimizationBarrierOp([result])
-        if SHARDING in cut.attributes:  # it lies so behind the barrier, and is whole before
-            barrier.operation.attributes[SHARDING] = cut.attributes[SHARDING]
-            del cut.attributes[SHARDING]
         result.replace_all_uses_except(barrier.results[0], barrier.operation)
     return lowered
