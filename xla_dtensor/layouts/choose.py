@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from xla_dtensor.layouts.factors import SUM, Factor
@@ -15,11 +14,13 @@ from xla_dtensor.layouts.integer_program import (
     STARTUP_BYTES,
     WORK_PER_BYTE,
     AxisChoice,
+    Other,
     State,
     collective,
     local_bytes,
 )
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Alive, Point
+from xla_dtensor.layouts.moves import Move, Unit, state_of, units_of
 from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes
 from xla_dtensor.mesh import Frame
 
@@ -28,30 +29,6 @@ ROUNDS = 2
 
 POINTS = 3
 """At how many points of a program memory is seen to: without one place the next may be too full."""
-
-Unit = tuple[str, ...]
-"""Mesh axes that shard the same dims wherever one of them does: one axis to the step."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """A collective that layouts take.
-
-    Attributes:
-        kind: of collective.
-        nbytes: of its result on a device.
-        axes: the mesh axes that it runs along.
-        shape: of the value.
-        node: the number of the node that wants or gives it.
-        times: how often, in loops.
-    """
-
-    kind: str
-    nbytes: float
-    axes: Unit
-    shape: tuple[int, ...]
-    node: int
-    times: int = 1
 
 
 class Choice:
@@ -98,7 +75,7 @@ class Choice:
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
         given = [axes for axes in (*known.values(), *required) if axes is not None]
         given += [group.known for group in self.graph.groups() if group.known is not None]
-        self._units = _units(self._sizes, given)
+        self._units = units_of(self._sizes, given)
         self._together = {
             pair for axes in given for names in axes for pair in itertools.permutations(names, 2)
         }
@@ -108,7 +85,8 @@ class Choice:
         self._options: dict[Unit, list[list[Factor]]] = {}
         used = {axis for axes in given for names in axes for axis in names}
         self._points: list[Point] = []
-        units = [unit for unit in self._units if unit[0] in used]
+        self._used = used
+        units = self._units
         self._settle(units)
         if memory is not None:
             self._fit(units, memory, Alive(jaxpr, self.graph))
@@ -258,24 +236,61 @@ class Choice:
         node = self.graph.nodes[number]
         if self.graph.is_left(node):
             return
-        places: list[tuple[Any, Any, State, State]] = []
+        places: list[tuple[Any, Any, float, State, State]] = []
         for i, value in enumerate(node.operands):
             axes = self.of(value)
             if axes is not None:
-                pair = _state(axes, unit), factor.operands.get(i)
-                places.append(((value, unit, pair), value, *pair))
+                pair = state_of(axes, unit), factor.operands.get(i)
+                nbytes = self._moved_bytes(number, unit, False, i)
+                places.append(((value, unit, pair, nbytes), value, nbytes, *pair))
         for i, value in enumerate(node.results):
             axes = self.of(value)
             if axes is not None:
-                given = factor.results.get(i)
-                places.append(((number, i, unit), value, given, _state(axes, unit)))
-        for key, value, before, after in places:
-            group = self.graph.group(value)
-            assert group is not None
-            nbytes = local_bytes(group, self._others(group, unit), self._sizes)
+                pair = factor.results.get(i), state_of(axes, unit)
+                nbytes = self._moved_bytes(number, unit, True, i)
+                places.append(((number, i, unit), value, nbytes, *pair))
+        for key, value, nbytes, before, after in places:
             made = collective(before, after, nbytes, self._size(unit))
             if made is not None:
-                yield key, Move(*made, unit, group.shape, number, node.times)
+                yield key, Move(*made, unit, tuple(value.aval.shape), number, node.times)
+
+    def _moved_bytes(self, number: int, unit: Unit, is_result: bool, i: int) -> float:
+        """What a device has of an operand or result of a node when it moves along some axes, whole
+        along these: what moves along several does so in the order of the axes."""
+        node = self.graph.nodes[number]
+        group = self.graph.group((node.results if is_result else node.operands)[i])
+        assert group is not None
+        home, own, devices = self._axes(group), self._units.index(unit), 1
+        for place, other in enumerate(self._units):
+            factor = self._factors[number].get(other)
+            if other == unit:
+                continue
+            if factor is None or (place < own) == is_result:  # not left yet, or there already
+                state = state_of(home, other)
+            else:
+                state = (factor.results if is_result else factor.operands).get(i)
+            devices *= 1 if state is None or state == SUM else self._size(other)
+        return group.nbytes / devices
+
+    def _moves_beside(self, number: int, unit: Unit, i: int) -> list[Other]:
+        """How a result of a node moves along other axes than these."""
+        group = self.graph.group(self.graph.nodes[number].results[i])
+        assert group is not None
+        found, size, own = [], self._size(unit), self._units.index(unit)
+        given = self._factors[number].get(unit)
+        for place, other in enumerate(self._units):
+            factor = self._factors[number].get(other)
+            if other == unit or factor is None:
+                continue
+            before, after = factor.results.get(i), state_of(self._axes(group), other)
+            if before != after and before is not None:
+                nbytes = self._moved_bytes(number, other, True, i)
+                now = state_of(self._axes(group), unit)
+                if place < own and given is not None:
+                    now = given.results.get(i)
+                nbytes *= 1 if now is None or now == SUM else size
+                found.append(Other(before, after, nbytes, self._size(other), place < own))
+        return found
 
     def _size(self, unit: Unit) -> int:
         return math.prod(self._sizes[axis] for axis in unit)
@@ -295,9 +310,28 @@ class Choice:
             return local_bytes(group, self._others(group, unit), self._sizes)
 
         always = unit[0] in self._batches
-        own = functools.partial(_state, unit=unit)
+        own = functools.partial(state_of, unit=unit)
         fits = functools.partial(self._fits, unit=unit)
-        found = AxisChoice(self.graph, size, own, free_dims, fits, own_bytes, always, self._points)
+        first: dict[int, int] = {}
+        for number, kind in enumerate(self.graph.folds.kind_of_node):
+            first.setdefault(kind, number)
+
+        def moved_bytes(kind: int, is_result: bool, i: int) -> float:
+            return self._moved_bytes(first[kind], unit, is_result, i)
+
+        found = AxisChoice(
+            self.graph,
+            size,
+            own,
+            free_dims,
+            fits,
+            own_bytes,
+            moved_bytes,
+            lambda kind, i: self._moves_beside(first[kind], unit, i),
+            always,
+            unit[0] in self._used,
+            self._points,
+        )
         if not found.found:
             self.found = False
             return False
@@ -369,26 +403,3 @@ class Choice:
         """The axes, in the order in which they cut a dim."""
         own = group.orders.get(dim, ())
         return [*own, *(axis for axis in self._sizes if axis not in own)]
-
-
-def _state(axes: DimAxes, unit: Unit) -> State:
-    """The dim that the axes of a unit shard."""
-    return next((d for d, names in enumerate(axes) if unit[0] in names), None)
-
-
-def _units(sizes: Mapping[str, int], given: Sequence[DimAxes]) -> list[Unit]:
-    """The axes, neighbours joined that are always together, in this order, where one of them is."""
-    units: list[Unit] = []
-    for axis in sizes:
-        before = units[-1][-1] if units else None
-        if before is not None and all(_agree(names, before, axis) for d in given for names in d):
-            units[-1] = (*units[-1], axis)
-        else:
-            units.append((axis,))
-    return units
-
-
-def _agree(names: Sequence[str], first: str, second: str) -> bool:
-    if first not in names and second not in names:
-        return True
-    return (first, second) in itertools.pairwise(names)

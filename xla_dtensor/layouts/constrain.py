@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -74,6 +75,10 @@ class _Constrain:
                 continue
             operands = [current(atom) for atom in equation.invars]
             if name == "sharding_constraint":  # the user's
+                before, after = choice.of(equation.invars[0]), choice.of(equation.outvars[0])
+                if before is not None and after is not None:
+                    way = self._cut_first(equation.invars[0], before, after)
+                    operands = [ask(*operands, *way, of=equation)]
                 made.append(equation.replace(invars=operands))
                 continue
             numbers = self._nodes.get(id(equation), ())
@@ -85,8 +90,11 @@ class _Constrain:
                 if axes is not None:
                     given = choice.given(numbers, result)
                     # Without the first XLA may gather an operand in place of what is made of it.
-                    ways = [given, axes] if given is not None and _moves(given, axes) else [axes]
-                    renamed[result] = ask(result, *map(self._sharding, ways), of=equation)
+                    ways = [self._sharding(axes)]
+                    if given is not None and _moves(given, axes):
+                        way = self._cut_first(result, given, axes)
+                        ways = [self._sharding(given), *way, *ways]
+                    renamed[result] = ask(result, *ways, of=equation)
         return made, [current(atom) for atom in results]
 
     def _follow(self, equations: Sequence[Any], to_give: set[Any]) -> set[Any]:
@@ -136,6 +144,7 @@ class _Constrain:
                 for j, atom in enumerate(equation.invars):
                     if not isinstance(atom, Literal) and graph.value(atom) is value:
                         way = waypoints(self._frame, before, wanted)
+                        way = way or self._cut_first(value, before, wanted)
                         yield j, [*way, self._sharding(wanted)]
 
     def _inside(self, equation: Any, numbers: Sequence[int]) -> Any:
@@ -158,6 +167,18 @@ class _Constrain:
         """Whether the program says anyway how a result lies, and that is how it was chosen."""
         value = self._choice.graph.value(result)
         return value in self._required and self._required[value] == self._choice.of(value)
+
+    def _cut_first(self, value: Any, before: DimAxes, after: DimAxes) -> list[NamedSharding]:
+        """Where a value lies on its way if some axes begin to cut it and others cease to: as much
+        smaller as the first make it is what moves for the others. XLA may take it whole between."""
+        had, has = ({axis for names in axes for axis in names} for axes in (before, after))
+        if not has - had or not had - has:
+            return []
+        both = zip(before, after, strict=True)
+        between = tuple((*old, *(axis for axis in new if axis not in had)) for old, new in both)
+        devices = [math.prod(self._frame.sizes[axis] for axis in names) for names in between]
+        even = all(n % k == 0 for n, k in zip(value.aval.shape, devices, strict=True))
+        return [self._sharding(between)] if even else []
 
     def _sharding(self, axes: DimAxes) -> NamedSharding:
         return self._frame.sharding(*(names or None for names in axes))

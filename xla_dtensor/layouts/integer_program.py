@@ -46,20 +46,42 @@ _PREFERENCE = 10.0
 
 
 @dataclass(frozen=True)
+class Other:
+    """How a result of a node moves along other axes.
+
+    Attributes:
+        before, after: how these cut it.
+        nbytes: what a device has of it then, whole along these axes and this one.
+        size: how many devices there are along them.
+        is_first: whether it moves along them before it does along this axis.
+    """
+
+    before: State
+    after: State
+    nbytes: float
+    size: int
+    is_first: bool
+
+
+@dataclass(frozen=True)
 class _End:
     """An operand or result of a node.
 
     Attributes:
         group: that it is of.
         states: how it is wanted or given, in each way to cut the node.
+        nbytes: what a device has of it when it moves, whole along this axis.
         times: how often it moves, if it does.
         value: the number of an operand's kind; None of a result.
+        others: how a result moves along other axes.
     """
 
     group: Group
     states: Sequence[State]
+    nbytes: float
     times: int
     value: int | None = None
+    others: Sequence[Other] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +104,11 @@ class AxisChoice:
         fits: whether the axis may cut so, with the others as they are, given groups of operands and
             of results.
         local_bytes: what a device has of a group, whole along this axis.
+        moved_bytes: the same of an operand or result of a node when it moves along this axis. Given
+            is the number of the node's kind, whether it is a result, and its number.
+        others: how such a result moves along other axes.
         always: whether what takes long has to be cut, where it can be.
+        counts_work: whether it is worth something that devices share what takes long.
         points: at which memory is short, and how much there is of it.
 
     Attributes:
@@ -97,15 +123,21 @@ class AxisChoice:
         free_dims: Callable[[Group], list[int]],
         fits: Callable[[Factor, Sequence[Any], Sequence[Any]], bool],
         local_bytes: Callable[[Group], float],
+        moved_bytes: Callable[[int, bool, int], float],
+        others: Callable[[int, int], list[Other]],
         always: bool,
+        counts_work: bool,
         points: Sequence[Point] = (),
     ) -> None:
-        self._graph, self._size, self._always = graph, size, always
+        self._graph, self._size = graph, size
+        self._always, self._counts_work = always, counts_work
         self._own, self._free_dims, self._fits = own, free_dims, fits
         self._local_bytes = functools.cache(local_bytes)
+        self._moved_bytes, self._others = moved_bytes, others
         self._states: dict[Group, list[State]] = {}
         self._sum: Sum[Group] = Sum()
-        self._ways = [self._ways_of(node, count) for node, count in graph.folds.nodes]
+        of_kinds = enumerate(graph.folds.nodes)
+        self._ways = [self._ways_of(kind, node, count) for kind, (node, count) in of_kinds]
         for group in itertools.chain.from_iterable(groups for _, groups in points):
             self._add(group)
         wanted = Counter(end.value for ways in self._ways for end in ways.ends)
@@ -156,8 +188,8 @@ class AxisChoice:
         if len(states) > 1:
             self._sum.variable(group, [_PREFERENCE * (state is not None) for state in states])
 
-    def _ways_of(self, node: Node, count: int) -> _Ways:
-        """The ways to cut each of ``count`` equal nodes."""
+    def _ways_of(self, kind: int, node: Node, count: int) -> _Ways:
+        """The ways to cut each of ``count`` equal nodes, which are of one kind."""
         operands = [self._graph.group(v) for v in node.operands]
         results = [self._graph.group(v) for v in node.results]
         options = [_NOTHING]
@@ -170,7 +202,7 @@ class AxisChoice:
         if self._always and node.work and len(options) > 1:
             del options[0]
         costs = [0.0] * len(options)
-        if node.work and results[0] is not None:
+        if node.work and results[0] is not None and self._counts_work:
             share = node.work * self._local_bytes(results[0]) / results[0].nbytes / WORK_PER_BYTE
             costs = [share / (1 if option is _NOTHING else self._size) for option in options]
         for i, option in enumerate(options):
@@ -179,12 +211,15 @@ class AxisChoice:
         folds, ends = self._graph.folds, []
         for i, group in enumerate(operands):
             if group is not None:
-                kind = folds.kind_of_value[node.operands[i]]
+                value = folds.kind_of_value[node.operands[i]]
                 states = [option.operands.get(i) for option in options]
-                ends.append(_End(group, states, folds.values[kind], kind))
+                nbytes = self._moved_bytes(kind, False, i)
+                ends.append(_End(group, states, nbytes, folds.values[value], value))
         for i, group in enumerate(results):
             if group is not None:
-                ends.append(_End(group, [option.results.get(i) for option in options], count))
+                states = [option.results.get(i) for option in options]
+                nbytes, others = self._moved_bytes(kind, True, i), self._others(kind, i)
+                ends.append(_End(group, states, nbytes, count, others=others))
         for end in ends:
             self._add(end.group)
         return _Ways(options, [count * cost for cost in costs], ends)
@@ -218,10 +253,15 @@ class AxisChoice:
         return np.broadcast_to(total, (*(len(self._states[g]) for g in groups), len(ways.options)))
 
     def _price(self, end: _End, own: State, other: State) -> float:
-        """What it costs that a group lies otherwise than an end of a node has it."""
+        """What it costs that a group lies otherwise than an end of a node has it; and what a
+        result's moves along other axes cost then, which move less of what this one cuts."""
         before, after = (other, own) if end.value is None else (own, other)
-        found = collective(before, after, self._local_bytes(end.group), self._size)
-        return 0.0 if found is None else (STARTUP_BYTES + found[1]) * end.times
+        moves = [collective(before, after, end.nbytes, self._size)]
+        for axes in end.others:
+            state = before if axes.is_first else after
+            devices = 1 if state is None or state == SUM else self._size
+            moves.append(collective(axes.before, axes.after, axes.nbytes / devices, axes.size))
+        return sum((STARTUP_BYTES + move[1]) * end.times for move in moves if move is not None)
 
     # --- what is left of it -------------------------------------------------------------------
 
