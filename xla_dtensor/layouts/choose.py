@@ -17,6 +17,7 @@ from xla_dtensor.layouts.integer_program import (
     Other,
     State,
     collective,
+    is_all_reduce,
     local_bytes,
 )
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Alive, Point
@@ -236,23 +237,45 @@ class Choice:
         node = self.graph.nodes[number]
         if self.graph.is_left(node):
             return
-        places: list[tuple[Any, Any, float, State, State]] = []
         for i, value in enumerate(node.operands):
             axes = self.of(value)
             if axes is not None:
                 pair = state_of(axes, unit), factor.operands.get(i)
                 nbytes = self._moved_bytes(number, unit, False, i)
-                places.append(((value, unit, pair, nbytes), value, nbytes, *pair))
+                made = collective(*pair, nbytes, self._size(unit))
+                if made is not None:
+                    move = Move(*made, unit, tuple(value.aval.shape), number, node.times)
+                    yield (value, unit, pair, nbytes), move
         for i, value in enumerate(node.results):
             axes = self.of(value)
             if axes is not None:
-                pair = factor.results.get(i), state_of(axes, unit)
+                before, after = factor.results.get(i), state_of(axes, unit)
                 nbytes = self._moved_bytes(number, unit, True, i)
-                places.append(((number, i, unit), value, nbytes, *pair))
-        for key, value, nbytes, before, after in places:
-            made = collective(before, after, nbytes, self._size(unit))
-            if made is not None:
-                yield key, Move(*made, unit, tuple(value.aval.shape), number, node.times)
+                made = collective(before, after, nbytes, self._size(unit))
+                along = (
+                    self._summed_with(number, unit, i) if is_all_reduce(before, after) else [unit]
+                )
+                if made is not None and along[0] == unit:
+                    names = tuple(axis for each in along for axis in each)
+                    move = Move(*made, names, tuple(value.aval.shape), number, node.times)
+                    yield (number, i, unit), move
+
+    def _summed_with(self, number: int, unit: Unit, i: int) -> list[Unit]:
+        """The axes along which a result is summed at once, these among them: those that cut the
+        same dims. Of others XLA makes a sum each."""
+        axes = self.of(self.graph.nodes[number].results[i])
+        assert axes is not None
+        of = self._factors[number]
+        return [
+            other
+            for other in self._units
+            if other == unit
+            or (
+                other in of
+                and of[other].operands == of[unit].operands
+                and is_all_reduce(of[other].results.get(i), state_of(axes, other))
+            )
+        ]
 
     def _moved_bytes(self, number: int, unit: Unit, is_result: bool, i: int) -> float:
         """What a device has of an operand or result of a node when it moves along some axes, whole
@@ -289,7 +312,7 @@ class Choice:
                 if place < own and given is not None:
                     now = given.results.get(i)
                 nbytes *= 1 if now is None or now == SUM else size
-                found.append(Other(before, after, nbytes, self._size(other), place < own))
+                found.append(Other(factor, before, after, nbytes, self._size(other), place < own))
         return found
 
     def _size(self, unit: Unit) -> int:

@@ -41,6 +41,8 @@ STARTUP_BYTES = 500.0
 WORK_PER_BYTE = 100.0
 """How many floating-point operations cost as much as a byte that is moved. Accelerators do ten
 times as many, but what is computed on all devices is kept on all of them, too."""
+_SUM_TOO = SUM - 1
+"""`SUM`, of what other axes leave parts of, too, as they cut the same dims: it is one sum then."""
 _PREFERENCE = 10.0
 """Bytes that a shard costs, so that of equally good layouts that with fewer ones is taken."""
 
@@ -50,12 +52,14 @@ class Other:
     """How a result of a node moves along other axes.
 
     Attributes:
-        before, after: how these cut it.
+        factor: by what these cut the node.
+        before, after: how these cut the result.
         nbytes: what a device has of it then, whole along these axes and this one.
         size: how many devices there are along them.
         is_first: whether it moves along them before it does along this axis.
     """
 
+    factor: Factor
     before: State
     after: State
     nbytes: float
@@ -217,8 +221,13 @@ class AxisChoice:
                 ends.append(_End(group, states, nbytes, folds.values[value], value))
         for i, group in enumerate(results):
             if group is not None:
-                states = [option.results.get(i) for option in options]
                 nbytes, others = self._moved_bytes(kind, True, i), self._others(kind, i)
+                dims = [axes.factor.operands for axes in others if axes.before == SUM]
+                states = [option.results.get(i) for option in options]
+                states = [
+                    _SUM_TOO if state == SUM and option.operands in dims else state
+                    for state, option in zip(states, options, strict=True)
+                ]
                 ends.append(_End(group, states, nbytes, count, others=others))
         for end in ends:
             self._add(end.group)
@@ -256,8 +265,11 @@ class AxisChoice:
         """What it costs that a group lies otherwise than an end of a node has it; and what a
         result's moves along other axes cost then, which move less of what this one cuts."""
         before, after = (other, own) if end.value is None else (own, other)
+        too, before = before == _SUM_TOO, SUM if before == _SUM_TOO else before
         moves = [collective(before, after, end.nbytes, self._size)]
         for axes in end.others:
+            if too and is_all_reduce(before, after) and is_all_reduce(axes.before, axes.after):
+                continue  # one sum along all of them
             state = before if axes.is_first else after
             devices = 1 if state is None or state == SUM else self._size
             moves.append(collective(axes.before, axes.after, axes.nbytes / devices, axes.size))
@@ -361,6 +373,11 @@ def collective(before: State, after: State, nbytes: float, size: int) -> tuple[s
     if before == SUM:
         return ("all-reduce" if after is None else "reduce-scatter"), nbytes
     return ("all-gather", nbytes) if after is None else ("all-to-all", nbytes / size)
+
+
+def is_all_reduce(before: State, after: State) -> bool:
+    """Whether that move is a sum that all devices get whole."""
+    return before == SUM and after is None
 
 
 def local_bytes(group: Group, axes: Sequence[Sequence[str]], sizes: dict[str, int]) -> float:
