@@ -1,0 +1,66 @@
+"""What XLA is told of the layouts that were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import xla_dtensor as xd
+from tests.conftest import make_mesh
+from xla_dtensor.layouts import constrain
+from xla_dtensor.planning.collectives import collective_traffic
+
+R, S = xd.Replicate(), xd.Shard
+
+
+def steps(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(3):
+        x = (x * 2 + 1).tanh() - x
+    return (x @ w).relu() * 0.5
+
+
+def residual(x: Tensor, w: Tensor) -> Tensor:
+    """What follows from its neighbours is also read where another layout is wanted."""
+    y = (x + 1).exp()
+    return y * 2 + (y.T.reshape(32, 64) @ w).sum() + y.mean()
+
+
+@pytest.mark.parametrize("function", [steps, residual])
+@pytest.mark.parametrize("of_weight", [[R, S(1)], [S(0), S(1)], [S(1), S(0)]])
+def test_what_follows_is_not_asked_for_and_moves_no_more(
+    function: Callable[..., Any], of_weight: list[Any]
+) -> None:
+    mesh = make_mesh("2x4")
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 32), torch.randn(32 if function is steps else 64, 64) / 8
+    given = xd.distribute_tensor(x, mesh, [S(0), R]), xd.distribute_tensor(w, mesh, of_weight)
+    found = {}
+    for axes in (2, 0):
+        with patch.object(constrain, "LOOSE_AXES", axes):
+            step = xd.compile(function)
+            out = step(*given).full_tensor().cpu()
+            torch.testing.assert_close(out, function(x, w))
+            text = step.lower(*given).as_text()
+        moved = collective_traffic(step.compiled_programs()[-1].as_text()).total_bytes
+        found[axes] = text.count("sdy.sharding_constraint"), moved
+    (few, moved), (many, of_all) = found[2], found[0]
+    assert few < many and moved == of_all
+
+
+def test_on_its_way_to_another_axis_a_value_is_cut_first() -> None:
+    """A gradient is made in parts along an idle axis and kept by parts along another: XLA would
+    take it whole between."""
+    mesh = make_mesh("2x4")
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 32), torch.randn(64, 48)
+    function = lambda x, y: (x.T @ y).redistribute(mesh, [S(0), R])
+    given = [xd.distribute_tensor(t, mesh, [S(0), R]) for t in (x, y)]
+    step = xd.compile(function)
+    torch.testing.assert_close(step(*given).full_tensor().cpu(), x.T @ y)
+    moved = collective_traffic(step.compiled_programs()[-1].as_text()).total_bytes
+    assert moved <= 32 * 48 * 4 * (1 / 4 + 1 / 2)

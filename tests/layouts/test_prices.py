@@ -1,0 +1,71 @@
+"""What moves along several axes costs what XLA moves for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from xla_dtensor.layouts.choose import Choice
+
+SIZES = {"dp": 2, "tp": 4}
+ROWS, IN, OUT = 512, 32, 64
+WHOLE: Any = ((), ())
+
+
+def choice(function: Any, given: list[Any], required: Any, arguments: tuple[int, ...]) -> Choice:
+    """Of a function of arrays, given as their shapes and layouts."""
+    arrays = [jnp.zeros(shape) for shape, _ in given]
+    closed = jax.make_jaxpr(lambda: function(*arrays))()
+    numbers = [[const is array for array in arrays].index(True) for const in closed.consts]
+    variables = dict(zip(numbers, closed.jaxpr.constvars, strict=True))
+    known = {variable: given[i][1] for i, variable in variables.items()}
+    of = [variables[i] for i in arguments]
+    return Choice(closed.jaxpr, known, [required], SIZES, of)
+
+
+def moves(found: Choice) -> list[tuple[str, tuple[str, ...], float]]:
+    return sorted((move.kind, move.axes, move.nbytes) for move in found.moves())
+
+
+def test_the_second_of_two_gathers_has_what_the_first_has_left() -> None:
+    batch = ((ROWS, IN), (("dp", "tp"), ()))
+    weight = ((IN, OUT), (("dp",), ("tp",)))
+    found = choice(lambda x, w: x @ w, [batch, weight], (("dp", "tp"), ()), (0,))
+    nbytes = IN * OUT * 4
+    assert moves(found) == [
+        ("all-gather", ("dp",), nbytes / SIZES["tp"]),
+        ("all-gather", ("tp",), nbytes),
+    ]
+
+
+def test_one_sum_along_axes_that_cut_the_same_dim() -> None:
+    both = (("dp", "tp"), ())
+    given = [((ROWS, IN), both), ((ROWS, OUT), both)]
+    found = choice(lambda x, y: x.T @ y, given, WHOLE, (0, 1))
+    assert moves(found) == [("all-reduce", ("dp", "tp"), IN * OUT * 4)]
+
+
+def test_two_sums_along_axes_that_cut_two_dims() -> None:
+    both = (("dp",), ("tp",), ())
+    given = [((16, 32, IN), both), ((16, 32, OUT), both)]
+    found = choice(lambda x, y: jnp.einsum("bsi,bso->io", x, y), given, WHOLE, (0, 1))
+    nbytes = IN * OUT * 4
+    assert moves(found) == [("all-reduce", ("dp",), nbytes), ("all-reduce", ("tp",), nbytes)]
+
+
+@pytest.mark.parametrize("home", [(("dp",), ()), WHOLE])
+def test_an_idle_axis_is_used_where_that_moves_less(home: Any) -> None:
+    """Of a gradient that "dp" cuts devices along "tp" make a part each; one that is whole anyway
+    would have to be gathered along "tp"."""
+    batch = (("dp",), ())
+    given = [((ROWS, IN), batch), ((ROWS, OUT), batch)]
+    found = choice(lambda x, y: x.T @ y, given, home, (0, 1))
+    nbytes = IN * OUT * 4
+    if home == WHOLE:
+        assert moves(found) == [("all-reduce", ("dp",), nbytes)]
+    else:
+        total = sum(move.nbytes for move in found.moves())
+        assert total == nbytes / SIZES["tp"] + nbytes / SIZES["dp"]
