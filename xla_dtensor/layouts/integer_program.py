@@ -205,7 +205,9 @@ class AxisChoice:
         options += [f for f in node.factors if self._is_possible(f, operands, results)]
         if self._always and node.work and len(options) > 1:
             del options[0]
-        costs = [0.0] * len(options)
+        # An axis that nobody uses isn't taken for nothing: collectives have more devices then.
+        taken = 0.0 if self._counts_work else _PREFERENCE
+        costs = [0.0 if option is _NOTHING else taken for option in options]
         if node.work and results[0] is not None and self._counts_work:
             share = node.work * self._local_bytes(results[0]) / results[0].nbytes / WORK_PER_BYTE
             costs = [share / (1 if option is _NOTHING else self._size) for option in options]
