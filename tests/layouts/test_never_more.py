@@ -57,6 +57,14 @@ CASES: dict[str, tuple[str, Callable[..., Any], list[tuple[tuple[int, ...], list
         lambda a, b: a.index_add(0, INDEX.to(a.device), b),
         [((1200, 800), [S(1)]), ((160, 800), [S(0)])],
     ),
+    "padded": ("8", lambda a: F.pad(a, (0, 0, 4, 4)).sin(), [((1024, 128), [S(0)])]),
+    "strided": ("2x4", lambda a: a[:, ::2] * 2, [((64, 1024), [R, S(1)])]),
+    "flipped": ("8", lambda a: a.flip(0) * a, [((512, 128), [S(0)])]),
+    "running sums": (
+        "8",
+        lambda a: a.cumsum(0) + a.cummax(0).values + a.logcumsumexp(0),
+        [((512, 128), [S(0)])],
+    ),
     "median": ("8", lambda a: a.median(1).values, [((960, 80), [S(1)])]),
 }
 

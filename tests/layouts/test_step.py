@@ -233,3 +233,21 @@ def test_what_the_rule_does_not_have_stays_as_it_was() -> None:
     assert call.laid_out([positions, whole, whole], [positions], [()]) is not call
     assert call.laid_out([whole, positions, positions], [whole], [()]) is call
     assert call.laid_out([heads] * 3, [whole], [()]) is call
+
+
+@pytest.mark.parametrize("length", [24, 64])
+def test_what_xla_lays_out_is_given_its_operands_as_their_rule_has_it(length: int) -> None:
+    """XLA ended the process: its transform of a dim that is cut wants as many positions in each
+    piece as there are devices."""
+    mesh = make_mesh("8")
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, length, dtype=torch.float64)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (torch.fft.fft(x, dim=2).abs().square() + x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    found = xd.compile(step)(xd.distribute_tensor(x, mesh, [xd.Shard(2)]))
+    torch.testing.assert_close(found.full_tensor().cpu(), step(x))

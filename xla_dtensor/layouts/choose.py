@@ -17,6 +17,7 @@ from xla_dtensor.layouts.integer_program import (
     Other,
     State,
     collective,
+    exchanged,
     is_all_reduce,
     local_bytes,
 )
@@ -77,6 +78,7 @@ class Choice:
         given = [axes for axes in (*known.values(), *required) if axes is not None]
         given += [group.known for group in self.graph.groups() if group.known is not None]
         self._units = units_of(self._sizes, given)
+        # Pairs of axes that one of the layouts has on one dim.
         self._together = {
             pair for axes in given for names in axes for pair in itertools.permutations(names, 2)
         }
@@ -84,15 +86,13 @@ class Choice:
         self._chosen: dict[Group, DimAxes] = {}  # what the states say, as far as was asked
         self._factors: list[dict[Unit, Factor]] = [{} for _ in self.graph.nodes]
         self._options: dict[Unit, list[list[Factor]]] = {}
-        used = {axis for axes in given for names in axes for axis in names}
+        self._used = {axis for axes in given for names in axes for axis in names}
         self._points: list[Point] = []
-        self._used = used
-        units = self._units
-        self._settle(units)
+        self._settle()
         if memory is not None:
-            self._fit(units, memory, Alive(jaxpr, self.graph))
+            self._fit(memory, Alive(jaxpr, self.graph))
 
-    def _fit(self, units: Sequence[Unit], memory: float, alive: Alive) -> None:
+    def _fit(self, memory: float, alive: Alive) -> None:
         """Choose anew, for points at which there is too much, until there is none."""
         while True:
             needed, groups = alive.most(self._share)
@@ -103,15 +103,15 @@ class Choice:
                 return
             here = sum(nbytes * self._share(group) for group, nbytes in groups.items())
             self._points.append((memory - (needed - here), groups))
-            self._settle(units)
+            self._settle()
 
-    def _settle(self, units: Sequence[Unit]) -> None:
+    def _settle(self) -> None:
         """Choose how all axes cut."""
-        stale = set(units)  # chosen before others were as they are now
-        for unit in [*units] * ROUNDS:
+        stale = {*self._units}  # chosen before others were as they are now
+        for unit in [*self._units] * ROUNDS:
             if unit in stale and self.found:
                 changed = self._choose(unit)
-                stale = {*stale, *units} if changed else stale
+                stale = {*stale, *self._units} if changed else stale
                 stale.discard(unit)
 
     @classmethod
@@ -208,7 +208,11 @@ class Choice:
             return math.inf
         price = sum((move.nbytes + STARTUP_BYTES) * move.times for move in self.moves())
         for node, factors in zip(self.graph.nodes, self._factors, strict=True):
-            cut = [unit for unit, factor in factors.items() if factor.operands or factor.results]
+            cut = [
+                unit
+                for unit, factor in factors.items()
+                if (factor.operands or factor.results) and unit[0] in self._used
+            ]
             devices = math.prod(map(self._size, cut))
             price += node.work * node.times / devices / WORK_PER_BYTE
         return price + PER_BYTE_TOO_MANY * self._too_many
@@ -259,6 +263,12 @@ class Choice:
                     names = tuple(axis for each in along for axis in each)
                     move = Move(*made, names, tuple(value.aval.shape), number, node.times)
                     yield (number, i, unit), move
+        group = self.graph.group(node.results[0]) if factor.exchanges else None
+        if group is not None:
+            nbytes = local_bytes(group, self._others(group, unit), self._sizes)
+            nbytes = exchanged(factor, group, nbytes, self._size(unit))
+            move = Move("collective-permute", nbytes, unit, group.shape, number, node.times)
+            yield (number, "exchange", unit), move
 
     def _summed_with(self, number: int, unit: Unit, i: int) -> list[Unit]:
         """The axes along which a result is summed at once, these among them: those that cut the
@@ -288,7 +298,9 @@ class Choice:
             factor = self._factors[number].get(other)
             if other == unit:
                 continue
-            if factor is None or (place < own) == is_result:  # not left yet, or there already
+            has_moved = place < own
+            is_at_home = has_moved if is_result else not has_moved  # a result moves to its group's
+            if factor is None or is_at_home:
                 state = state_of(home, other)
             else:
                 state = (factor.results if is_result else factor.operands).get(i)

@@ -89,9 +89,11 @@ class _Constrain:
                 axes = choice.of(result) if result in used and not _is_number(equation) else None
                 if axes is not None:
                     given = choice.given(numbers, result)
-                    # Without the first XLA may gather an operand in place of what is made of it.
                     ways = [self._sharding(axes)]
-                    if given is not None and _moves(given, axes):
+                    # Else XLA may gather an operand in place of what is made of it; and cut each of
+                    # the equations that a running sum is written out to.
+                    is_many = name == "prefix_scan" and given != axes
+                    if given is not None and (is_many or _communicates(given, axes)):
                         way = self._cut_first(result, given, axes)
                         ways = [self._sharding(given), *way, *ways]
                     renamed[result] = ask(result, *ways, of=equation)
@@ -102,6 +104,7 @@ class _Constrain:
         of, and nothing that is made of them, or beside them, would give them another one.
 
         Args:
+            equations: in order.
             to_give: results whose layout nothing else says.
         """
         found: set[Any] = set()
@@ -118,8 +121,9 @@ class _Constrain:
         return {variable for variable in found if of(variable) not in bound}
 
     def _is_plain(self, equation: Any) -> bool:
-        """Whether an equation takes its operands as they lie, gives its results as they are to lie,
-        and the axes that cut these cut operands of it: then either side says how the other lies."""
+        """Whether Shardy finds out by itself how an equation's operands and results lie, if it is
+        told of one of them: none of them moves, and each axis that cuts a result cuts an operand.
+        """
         choice, numbers = self._choice, self._nodes.get(id(equation), ())
         whole = [a for a in equation.invars if isinstance(a, Var) and a.aval.shape]
         of = [*map(choice.of, (*whole, *equation.outvars))]
@@ -209,7 +213,7 @@ def _is_number(equation: Any) -> bool:
     return equation.primitive.name == "broadcast_in_dim" and not equation.invars[0].aval.shape
 
 
-def _moves(before: DimAxes, after: DimAxes) -> bool:
+def _communicates(before: DimAxes, after: DimAxes) -> bool:
     """Whether devices need some of what others have."""
     return any({*a} - {*b} for a, b in zip(before, after, strict=True))
 

@@ -24,8 +24,8 @@ class Factor:
     Attributes:
         operands: of operands, by their number, the dim; others are whole.
         results: of results likewise, or `SUM`.
-        exchanges: whether devices need some of what others have, as much as of the first result
-            each has.
+        exchanges: how many positions along the dim of the first result devices need of what others
+            have; infinite if all that each has.
         behind_operand, behind_result: of a reshape of several dims to one, or of one to several,
             which of the several have to be cut, each to length 1 and by axes before this one, so
             that this one may cut the next.
@@ -33,7 +33,7 @@ class Factor:
 
     operands: Mapping[int, int] = field(default_factory=dict)
     results: Mapping[int, int] = field(default_factory=dict)
-    exchanges: bool = False
+    exchanges: float = 0.0
     behind_operand: tuple[int, ...] = ()
     behind_result: tuple[int, ...] = ()
 
@@ -255,7 +255,7 @@ def _scatter(equation: Any) -> list[Factor]:
     "cummax",
     "cummin",
     "cumlogsumexp",
-    "running",
+    "prefix_scan",
 )
 @_of("split", "slice", "dynamic_slice", "strided_slice", "sort", "top_k", "dynamic_update_slice")
 def _along_others(equation: Any) -> list[Factor]:
@@ -279,10 +279,31 @@ def _along_others(equation: Any) -> list[Factor]:
     same = [d for d in range(ndim) if len({shape[d] for shape in shapes}) == 1 and d not in active]
     moving = equation.primitive.name in _MOVING
     return [
-        Factor(dict.fromkeys(operands, d), dict.fromkeys(results, d), d not in same)
+        Factor(
+            dict.fromkeys(operands, d),
+            dict.fromkeys(results, d),
+            0.0 if d in same else _shifted(equation, d),
+        )
         for d in range(ndim)
         if d in same or moving
     ]
+
+
+def _shifted(equation: Any, dim: int) -> float:
+    """How many positions of a dim may be on another device in what is made of it than before: by so
+    many shards begin elsewhere, relative to what they have."""
+    params, name = equation.params, equation.primitive.name
+    if name in ("pad", "padded"):
+        before, after, *between = params.get("padding_config", params.get("widths"))[dim]
+        return float("inf") if any(between) else float(max(abs(before), abs(after)))
+    length = shape_of(equation.invars[0])[dim]
+    if name == "strided_slice":
+        step = params["step"]
+        return max(params["start"], abs(length - step * params["count"])) / step
+    if name == "slice" and (params["strides"] is None or params["strides"][dim] == 1):
+        start, limit = params["start_indices"][dim], params["limit_indices"][dim]
+        return float(max(start, length - limit))
+    return float("inf")
 
 
 @_of("custom_vmap_call", "custom_partitioning")
@@ -330,7 +351,7 @@ def _rule(equation: Any) -> Any:
     return None
 
 
-_MOVING = ("concatenate", "pad", "padded", "running", "slice", "split", "strided_slice")
+_MOVING = ("concatenate", "pad", "padded", "rev", "prefix_scan", "slice", "split", "strided_slice")
 
 
 @_of("stack")

@@ -56,6 +56,8 @@ class Graph:
         self.unknown: set[str] = set()
         self._groups: dict[Any, Group] = {}
         self._same: dict[Any, Any] = {}
+        self._by_rule: dict[Any, DimAxes] = {}
+        self._outermost: Any = None  # of the calls that the equations stand in
         for constant in jaxpr.constvars:
             self._group(constant, known.get(constant))
         self._leave(elsewhere)
@@ -164,7 +166,9 @@ class Graph:
 
     def _call(self, equation: Any) -> None:
         """As if the equations of the function that is called stood here."""
+        before, self._outermost = self._outermost, self._outermost or equation
         self._inline(called(equation), equation.invars, equation.outvars)
+        self._outermost = before
 
     def _pin(self, equation: Any) -> None:
         """How a rule would have a value lie: a way in which it may. The value is the same, so that
@@ -178,6 +182,8 @@ class Graph:
         if group is not None:
             wanted = dim_axes(equation.params["sharding"], len(group.shape), self._sizes)
             group.of_rule = group.of_rule or wanted
+            if wanted is not None:
+                self._by_rule[result] = wanted
             group.by_rule |= {(axis, d) for d, axes in enumerate(wanted or ()) for axis in axes}
 
     def _rows(self, equation: Any) -> None:
@@ -268,8 +274,14 @@ class Graph:
             found = [] if is_empty else factors(equation)
             source = self.group(operands[0]) if operands else None
             if found is None or is_cut_into(equation, source, self._sizes):
-                # XLA is to choose: nothing is said of its operands and results.
+                # XLA is to choose: nothing is said of its results, and of operands what their rule
+                # says, without which XLA may end the process (Fourier transforms).
                 self.unknown |= {name} if found is None else set()
+                for atom, operand in zip(equation.invars, operands, strict=True):
+                    wanted = None if isinstance(atom, Literal) else self._by_rule.get(atom)
+                    if wanted is not None and operand is not None:
+                        outer = self._outermost or equation
+                        self._add(outer, [operand], [], required=wanted)
                 for result in equation.outvars:
                     group = self.group(result)
                     if group is not None:
@@ -284,6 +296,9 @@ class Graph:
 
     def _elementwise(self, equation: Any, operands: Sequence[Any]) -> None:
         first, *others = equation.outvars
+        for atom in equation.invars:
+            if not isinstance(atom, Literal) and atom in self._by_rule:
+                self._by_rule[first] = self._by_rule[atom]
         for other in others:
             self._join(equation, other, first)
         for operand in operands:

@@ -42,7 +42,8 @@ WORK_PER_BYTE = 100.0
 """How many floating-point operations cost as much as a byte that is moved. Accelerators do ten
 times as many, but what is computed on all devices is kept on all of them, too."""
 _SUM_TOO = SUM - 1
-"""`SUM`, of what other axes leave parts of, too, as they cut the same dims: it is one sum then."""
+"""`SUM`, where other axes cut the same dims as this one, and leave parts of a sum, too: XLA adds all
+these parts up at once."""
 _PREFERENCE = 10.0
 """Bytes that a shard costs, so that of equally good layouts that with fewer ones is taken."""
 
@@ -177,7 +178,7 @@ class AxisChoice:
 
     @property
     def options(self) -> list[list[Factor]]:
-        """In how many ways the axis could cut a node, by the nodes' kinds."""
+        """The ways in which the axis could cut a node, by the nodes' kinds."""
         return [ways.options for ways in self._ways]
 
     # --- what it costs ------------------------------------------------------------------------
@@ -213,7 +214,8 @@ class AxisChoice:
             costs = [share / (1 if option is _NOTHING else self._size) for option in options]
         for i, option in enumerate(options):
             if option.exchanges and results[0] is not None:
-                costs[i] += STARTUP_BYTES + self._local_bytes(results[0]) / self._size
+                nbytes = self._local_bytes(results[0])
+                costs[i] += STARTUP_BYTES + exchanged(option, results[0], nbytes, self._size)
         folds, ends = self._graph.folds, []
         for i, group in enumerate(operands):
             if group is not None:
@@ -224,10 +226,10 @@ class AxisChoice:
         for i, group in enumerate(results):
             if group is not None:
                 nbytes, others = self._moved_bytes(kind, True, i), self._others(kind, i)
-                dims = [axes.factor.operands for axes in others if axes.before == SUM]
+                summed = [other.factor.operands for other in others if other.before == SUM]
                 states = [option.results.get(i) for option in options]
                 states = [
-                    _SUM_TOO if state == SUM and option.operands in dims else state
+                    _SUM_TOO if state == SUM and option.operands in summed else state
                     for state, option in zip(states, options, strict=True)
                 ]
                 ends.append(_End(group, states, nbytes, count, others=others))
@@ -267,14 +269,15 @@ class AxisChoice:
         """What it costs that a group lies otherwise than an end of a node has it; and what a
         result's moves along other axes cost then, which move less of what this one cuts."""
         before, after = (other, own) if end.value is None else (own, other)
-        too, before = before == _SUM_TOO, SUM if before == _SUM_TOO else before
+        too = before == _SUM_TOO
+        before = SUM if too else before
         moves = [collective(before, after, end.nbytes, self._size)]
-        for axes in end.others:
-            if too and is_all_reduce(before, after) and is_all_reduce(axes.before, axes.after):
+        for beside in end.others:
+            if too and is_all_reduce(before, after) and is_all_reduce(beside.before, beside.after):
                 continue  # one sum along all of them
-            state = before if axes.is_first else after
-            devices = 1 if state is None or state == SUM else self._size
-            moves.append(collective(axes.before, axes.after, axes.nbytes / devices, axes.size))
+            state = before if beside.is_first else after
+            nbytes = beside.nbytes / (1 if state is None or state == SUM else self._size)
+            moves.append(collective(beside.before, beside.after, nbytes, beside.size))
         return sum((STARTUP_BYTES + move[1]) * end.times for move in moves if move is not None)
 
     # --- what is left of it -------------------------------------------------------------------
@@ -375,6 +378,17 @@ def collective(before: State, after: State, nbytes: float, size: int) -> tuple[s
     if before == SUM:
         return ("all-reduce" if after is None else "reduce-scatter"), nbytes
     return ("all-gather", nbytes) if after is None else ("all-to-all", nbytes / size)
+
+
+def exchanged(factor: Factor, result: Group, nbytes: float, size: int) -> float:
+    """What a device needs of what others along the axis have, in a node's first result.
+
+    Args:
+        nbytes: what a device has of the result, whole along the axis.
+        size: of the axis.
+    """
+    length = result.shape[factor.results[0]] / size
+    return nbytes / size * min(factor.exchanges / length, 1.0)
 
 
 def is_all_reduce(before: State, after: State) -> bool:

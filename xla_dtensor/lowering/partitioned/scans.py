@@ -115,7 +115,7 @@ def _batch(arrays: Any, dims: Any, *, axis: int, **params: Any) -> Any:
     return _primitive.bind(*batched, axis=axis + 1, **params), [0] * len(batched)
 
 
-_primitive = Primitive("running")
+_primitive = Primitive("prefix_scan")
 _primitive.multiple_results = True
 _primitive.def_impl(
     jax.jit(_written_out, static_argnames=("combine", "axis", "platform", "devices"))
