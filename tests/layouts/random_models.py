@@ -21,7 +21,7 @@ from torch import nn
 import xla_dtensor as xd
 from tests.layouts.language import training_step
 from xla_dtensor.layouts import constrain
-from xla_dtensor.layouts.integer_program import WORK_PER_BYTE
+from xla_dtensor.layouts.prices import WORK_PER_BYTE
 from xla_dtensor.planning.collectives import collective_traffic
 
 MESHES = (

@@ -10,20 +10,19 @@ from typing import Any
 
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.graph import Graph
-from xla_dtensor.layouts.integer_program import (
+from xla_dtensor.layouts.integer_program import AxisChoice, Other
+from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Alive, Point
+from xla_dtensor.layouts.moves import Move, Unit, state_of, units_of
+from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes
+from xla_dtensor.layouts.prices import (
     STARTUP_BYTES,
     WORK_PER_BYTE,
-    AxisChoice,
-    Other,
     State,
     collective,
     exchanged,
     is_all_reduce,
     local_bytes,
 )
-from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Alive, Point
-from xla_dtensor.layouts.moves import Move, Unit, state_of, units_of
-from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes
 from xla_dtensor.mesh import Frame
 
 ROUNDS = 2

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,19 +30,19 @@ from xla_dtensor.layouts.graph import Graph
 from xla_dtensor.layouts.highs import Program
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
 from xla_dtensor.layouts.parts import Group, Node
-
-State = int | None
-"""The dim that an axis shards, or `SUM`; None of what is whole along it."""
+from xla_dtensor.layouts.prices import (
+    STARTUP_BYTES,
+    WORK_PER_BYTE,
+    State,
+    collective,
+    exchanged,
+    is_all_reduce,
+)
 
 _NOTHING = Factor()
-STARTUP_BYTES = 500.0
-"""What a collective costs, however little it moves, in bytes."""
-WORK_PER_BYTE = 100.0
-"""How many floating-point operations cost as much as a byte that is moved. Accelerators do ten
-times as many, but what is computed on all devices is kept on all of them, too."""
 _SUM_TOO = SUM - 1
-"""`SUM`, where other axes cut the same dims as this one, and leave parts of a sum, too: XLA adds all
-these parts up at once."""
+"""`SUM`, where other axes cut the same dims as this one, and leave parts of a sum, too: XLA adds
+all these parts up at once."""
 _PREFERENCE = 10.0
 """Bytes that a shard costs, so that of equally good layouts that with fewer ones is taken."""
 
@@ -367,35 +366,3 @@ class AxisChoice:
             else:
                 fixed += shares[0]
         program.at_most(weights, max(allowed / total - fixed, 0.0))
-
-
-def collective(before: State, after: State, nbytes: float, size: int) -> tuple[str, float] | None:
-    """The collective that takes a value from one state to another along an axis of ``size``, and
-    the bytes of its result on a device, of the ``nbytes`` that one has of the whole; None if there
-    is nothing to communicate. XLA's CPU compiler makes a sum of a reduce-scatter, and cuts that."""
-    if before == after or before is None:
-        return None
-    if before == SUM:
-        return ("all-reduce" if after is None else "reduce-scatter"), nbytes
-    return ("all-gather", nbytes) if after is None else ("all-to-all", nbytes / size)
-
-
-def exchanged(factor: Factor, result: Group, nbytes: float, size: int) -> float:
-    """What a device needs of what others along the axis have, in a node's first result.
-
-    Args:
-        nbytes: what a device has of the result, whole along the axis.
-        size: of the axis.
-    """
-    length = result.shape[factor.results[0]] / size
-    return nbytes / size * min(factor.exchanges / length, 1.0)
-
-
-def is_all_reduce(before: State, after: State) -> bool:
-    """Whether that move is a sum that all devices get whole."""
-    return before == SUM and after is None
-
-
-def local_bytes(group: Group, axes: Sequence[Sequence[str]], sizes: dict[str, int]) -> float:
-    """What a device has of a group whose dims are sharded by ``axes``."""
-    return group.nbytes / math.prod(sizes[axis] for names in axes for axis in names)

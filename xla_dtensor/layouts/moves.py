@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xla_dtensor.layouts.integer_program import State
 from xla_dtensor.layouts.parts import DimAxes
+from xla_dtensor.layouts.prices import State
 
 Unit = tuple[str, ...]
 """Mesh axes that shard the same dims wherever one of them does: one axis to the step."""
