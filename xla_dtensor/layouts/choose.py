@@ -85,6 +85,8 @@ class Choice:
         self._chosen: dict[Group, DimAxes] = {}  # what the states say, as far as was asked
         self._factors: list[dict[Unit, Factor]] = [{} for _ in self.graph.nodes]
         self._options: dict[Unit, list[list[Factor]]] = {}
+        # By kind the number of a node: those of a kind are cut alike.
+        self._some = {kind: number for number, kind in enumerate(self.graph.folds.kind_of_node)}
         self._used = {axis for axes in given for names in axes for axis in names}
         self._points: list[Point] = []
         self._settle()
@@ -286,17 +288,20 @@ class Choice:
             )
         ]
 
-    def _moved_bytes(self, number: int, unit: Unit, is_result: bool, i: int) -> float:
+    def _moved_bytes(
+        self, number: int, unit: Unit, is_result: bool, i: int, but: Unit | None = None
+    ) -> float:
         """What a device has of an operand or result of a node when it moves along some axes, whole
-        along these: what moves along several does so in the order of the axes."""
+        along these and ``but``: what moves along several does so in the order
+        of the axes."""
         node = self.graph.nodes[number]
         group = self.graph.group((node.results if is_result else node.operands)[i])
         assert group is not None
         home, own, devices = self._axes(group), self._units.index(unit), 1
         for place, other in enumerate(self._units):
-            factor = self._factors[number].get(other)
-            if other == unit:
+            if other in (unit, but):
                 continue
+            factor = self._factors[number].get(other)
             has_moved = place < own
             is_at_home = has_moved if is_result else not has_moved  # a result moves to its group's
             if factor is None or is_at_home:
@@ -310,19 +315,14 @@ class Choice:
         """How a result of a node moves along other axes than these."""
         group = self.graph.group(self.graph.nodes[number].results[i])
         assert group is not None
-        found, size, own = [], self._size(unit), self._units.index(unit)
-        given = self._factors[number].get(unit)
+        found, own = [], self._units.index(unit)
         for place, other in enumerate(self._units):
             factor = self._factors[number].get(other)
             if other == unit or factor is None:
                 continue
             before, after = factor.results.get(i), state_of(self._axes(group), other)
             if before != after and before is not None:
-                nbytes = self._moved_bytes(number, other, True, i)
-                now = state_of(self._axes(group), unit)
-                if place < own and given is not None:
-                    now = given.results.get(i)
-                nbytes *= 1 if now is None or now == SUM else size
+                nbytes = self._moved_bytes(number, other, True, i, but=unit)
                 found.append(Other(factor, before, after, nbytes, self._size(other), place < own))
         return found
 
@@ -346,13 +346,6 @@ class Choice:
         always = unit[0] in self._batches
         own = functools.partial(state_of, unit=unit)
         fits = functools.partial(self._fits, unit=unit)
-        first: dict[int, int] = {}
-        for number, kind in enumerate(self.graph.folds.kind_of_node):
-            first.setdefault(kind, number)
-
-        def moved_bytes(kind: int, is_result: bool, i: int) -> float:
-            return self._moved_bytes(first[kind], unit, is_result, i)
-
         found = AxisChoice(
             self.graph,
             size,
@@ -360,8 +353,8 @@ class Choice:
             free_dims,
             fits,
             own_bytes,
-            moved_bytes,
-            lambda kind, i: self._moves_beside(first[kind], unit, i),
+            lambda kind, is_result, i: self._moved_bytes(self._some[kind], unit, is_result, i),
+            lambda kind, i: self._moves_beside(self._some[kind], unit, i),
             always,
             unit[0] in self._used,
             self._points,

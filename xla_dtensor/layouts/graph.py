@@ -56,7 +56,7 @@ class Graph:
         self.unknown: set[str] = set()
         self._groups: dict[Any, Group] = {}
         self._same: dict[Any, Any] = {}
-        self._by_rule: dict[Any, DimAxes] = {}
+        self._by_rule: dict[Any, DimAxes] = {}  # of variables: how the last pin before has them
         self._outermost: Any = None  # of the calls that the equations stand in
         for constant in jaxpr.constvars:
             self._group(constant, known.get(constant))

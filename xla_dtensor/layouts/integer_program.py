@@ -226,11 +226,8 @@ class AxisChoice:
             if group is not None:
                 nbytes, others = self._moved_bytes(kind, True, i), self._others(kind, i)
                 summed = [other.factor.operands for other in others if other.before == SUM]
-                states = [option.results.get(i) for option in options]
-                states = [
-                    _SUM_TOO if state == SUM and option.operands in summed else state
-                    for state, option in zip(states, options, strict=True)
-                ]
+                given = [(option.results.get(i), option.operands) for option in options]
+                states = [_SUM_TOO if s == SUM and of in summed else s for s, of in given]
                 ends.append(_End(group, states, nbytes, count, others=others))
         for end in ends:
             self._add(end.group)

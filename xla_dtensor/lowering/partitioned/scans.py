@@ -24,7 +24,6 @@ from xla_dtensor.lowering.partitioned.strided import spread, strided_slice
 
 Arrays = tuple[jax.Array, ...]
 
-
 Combine = Callable[[Arrays, Arrays], Arrays]
 """Takes earlier and later values. A function of a module: programs are told apart by its name."""
 
@@ -108,10 +107,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _batch(arrays: Any, dims: Any, *, axis: int, **params: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
-    batched = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(arrays, dims, strict=True)
-    ]
+    batched = [batching.bdim_at_front(x, d, size) for x, d in zip(arrays, dims, strict=True)]
     return _primitive.bind(*batched, axis=axis + 1, **params), [0] * len(batched)
 
 
