@@ -69,3 +69,28 @@ def test_an_idle_axis_is_used_where_that_moves_less(home: Any) -> None:
     else:
         total = sum(move.nbytes for move in found.moves())
         assert total == nbytes / SIZES["tp"] + nbytes / SIZES["dp"]
+
+
+def test_what_was_cast_moves_in_its_own_dtype() -> None:
+    """A float32 weight that is computed with in bfloat16 is gathered after the cast, and a gradient
+    is added up before it, by a reduce-scatter."""
+
+    def gradient(x: Any, w: Any) -> Any:
+        y = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        return (x.astype(jnp.bfloat16).T @ y).astype(jnp.float32)
+
+    batch, weight = ((ROWS, IN), (("dp",), ())), ((IN, IN), (("dp",), ()))
+    found = choice(gradient, [batch, weight], (("dp",), ()), (0,))
+    by_dp = [(kind, nbytes) for kind, axes, nbytes in moves(found) if axes == ("dp",)]
+    assert by_dp == [("all-gather", IN * IN * 2), ("reduce-scatter", IN * IN * 2)]
+
+
+def test_slices_in_a_loop_move_in_their_own_dtype() -> None:
+    def loop(x: Any, w: Any) -> Any:
+        layer = lambda x, w: (jnp.tanh(x @ w.astype(jnp.bfloat16)), None)
+        return jax.lax.scan(layer, x.astype(jnp.bfloat16), w)[0]
+
+    batch, weights = ((ROWS, IN), (("dp",), ())), ((4, IN, IN), ((), ("dp",), ()))
+    found = choice(loop, [batch, weights], (("dp",), ()), (0,))
+    assert moves(found) == [("all-gather", ("dp",), IN * IN * 2)]
+    assert [move.times for move in found.moves()] == [4]

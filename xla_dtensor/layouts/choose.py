@@ -13,7 +13,7 @@ from xla_dtensor.layouts.graph import Graph
 from xla_dtensor.layouts.integer_program import AxisChoice, Other
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Alive, Point
 from xla_dtensor.layouts.moves import Move, Unit, state_of, units_of
-from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes
+from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes, nbytes_of
 from xla_dtensor.layouts.prices import (
     STARTUP_BYTES,
     WORK_PER_BYTE,
@@ -292,10 +292,12 @@ class Choice:
         self, number: int, unit: Unit, is_result: bool, i: int, but: Unit | None = None
     ) -> float:
         """What a device has of an operand or result of a node when it moves along some axes, whole
-        along these and ``but``: what moves along several does so in the order
-        of the axes."""
+        along these and ``but``: what moves along several does so in the order of the axes. A group
+        may be of several dtypes: a weight and what it was cast to.
+        """
         node = self.graph.nodes[number]
-        group = self.graph.group((node.results if is_result else node.operands)[i])
+        value = (node.results if is_result else node.operands)[i]
+        group = self.graph.group(value)
         assert group is not None
         home, own, devices = self._axes(group), self._units.index(unit), 1
         for place, other in enumerate(self._units):
@@ -309,7 +311,7 @@ class Choice:
             else:
                 state = (factor.results if is_result else factor.operands).get(i)
             devices *= 1 if state is None or state == SUM else self._size(other)
-        return group.nbytes / devices
+        return nbytes_of(value.aval) / devices
 
     def _moves_beside(self, number: int, unit: Unit, i: int) -> list[Other]:
         """How a result of a node moves along other axes than these."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_dtensor.layouts.factors import Factor
-from xla_dtensor.layouts.parts import Group, Node
+from xla_dtensor.layouts.parts import Group, Node, nbytes_of
 
 ROUNDS = 8
 
@@ -68,9 +68,10 @@ class _Colours:
             if v is not None
         }
         self._times = {v: n.times for n in nodes for v in n.operands if v is not None}
+        self._moved = {v: (times, nbytes_of(v.aval)) for v, times in self._times.items()}
         self._of_group = _numbers([_of_group(group) for group in self._groups])
         self._of_node = _numbers([_of_node(node) for node in nodes])
-        self._of_value = {**self._times}
+        self._of_value: dict[Any, Any] = {**self._moved}
 
     def refine(self) -> bool:
         """Look one step further; whether that tells more apart."""
@@ -86,7 +87,7 @@ class _Colours:
             for place, v in enumerate(node.results):
                 if v is not None:
                     around[self._group[v]][own, place] += 1
-        seen = [(self._times[v], frozenset(own.items())) for v, own in users.items()]
+        seen = [(self._moved[v], frozenset(own.items())) for v, own in users.items()]
         self._of_value = dict(zip(users, _numbers(seen), strict=True))
         pairs = zip(self._of_group, around, strict=True)
         self._of_group = _numbers([(own, frozenset(seen.items())) for own, seen in pairs])
@@ -145,6 +146,7 @@ def _of_node(node: Node) -> Hashable:
         node.times,
         node.work,
         tuple(map(_of_factor, node.factors)),
+        tuple(0 if v is None else nbytes_of(v.aval) for v in node.results),
     )
 
 

@@ -37,6 +37,7 @@ from xla_dtensor.layouts.prices import (
     collective,
     exchanged,
     is_all_reduce,
+    paid,
 )
 
 _NOTHING = Factor()
@@ -274,7 +275,7 @@ class AxisChoice:
             state = before if beside.is_first else after
             nbytes = beside.nbytes / (1 if state is None or state == SUM else self._size)
             moves.append(collective(beside.before, beside.after, nbytes, beside.size))
-        return sum((STARTUP_BYTES + move[1]) * end.times for move in moves if move is not None)
+        return sum(map(paid, moves)) * end.times
 
     # --- what is left of it -------------------------------------------------------------------
 
