@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train quick test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table clean
+.PHONY: help env train quick test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -146,7 +146,27 @@ conformance-tpu: env $(LIBTPU)/libtpu/libtpu.so ## every op of op_db through the
 	  TPU_LIBRARY_PATH=$(abspath $(LIBTPU))/libtpu/libtpu.so $(CONFORMANCE) --compile-for v5e:2x4 \
 	    --resume --limit 2 --timeout 300 --shard $$i/2 --out $(RECORDS)/tpu.$$i || exit; \
 	done
-	$(BIN)/python -m tests.conformance.tpu_report $(RECORDS)/tpu.[01] > tests/conformance/TPU.md
+	$(BIN)/python -m tests.conformance.compiled_report $(RECORDS)/tpu.[01] > tests/conformance/TPU.md
+
+# XLA's GPU compiler, which needs no GPU: JAX's plugin of the version that is here (140 MB), and cuDNN
+# for its attention (900 MB).
+GPU_COMPILER ?= .cache/gpu-compiler
+$(GPU_COMPILER)/jax_plugins: | env
+	v=$$($(BIN)/python -c "import jax; print(jax.__version__)") && \
+	  $(BIN)/python -m pip install --quiet --no-deps --target $(GPU_COMPILER) \
+	  jax-cuda13-pjrt==$$v jax-cuda13-plugin==$$v nvidia-cudnn-cu13
+WITH_GPU_COMPILER = PYTHONPATH=$(abspath $(GPU_COMPILER))$${PYTHONPATH:+:$$PYTHONPATH}
+
+test-gpu-plans: env $(GPU_COMPILER)/jax_plugins ## plans for GPUs, by XLA's GPU compiler (a minute)
+	$(WITH_GPU_COMPILER) $(BIN)/python -m pytest tests/planning tests/conformance/test_compiled.py $(ARGS)
+
+conformance-gpu: env $(GPU_COMPILER)/jax_plugins ## every op of op_db through XLA's GPU compiler (goes on where it was stopped)
+	mkdir -p $(RECORDS)
+	for i in 0 1; do \
+	  ( $(WITH_GPU_COMPILER) $(CONFORMANCE) --compile-for h100:2x4 \
+	    --resume --limit 2 --timeout 300 --shard $$i/2 --out $(RECORDS)/gpu.$$i ) & \
+	done; wait
+	$(BIN)/python -m tests.conformance.compiled_report $(RECORDS)/gpu.[01] > tests/conformance/GPU.md
 
 bench: env ## the compiled step against hand-written JAX
 	$(BIN)/python benchmarks/step_vs_jax.py $(ARGS)

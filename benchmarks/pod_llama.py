@@ -208,19 +208,12 @@ def ours(
 
 
 def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str, Any]:
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as splash,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as masks,
-    )
-
-    with xd.abstract(topology):  # the same chips in the same order
+    with xd.abstract(topology) as block:  # the same chips in the same order
         mesh = xd.init_device_mesh(
             "xla", tuple(mesh_sizes.values()), mesh_dim_names=tuple(mesh_sizes)
         )
         one = xd.distribute_tensor(torch.zeros(8), mesh, [xd.Replicate()] * 2)
-        mesh = one._form.frame.jax_mesh
+        mesh, chips = one._form.frame.jax_mesh, block.topology
     dp, tp = mesh.axis_names
     spec = jax.sharding.PartitionSpec
     placed = lambda *s: jax.sharding.NamedSharding(mesh, spec(*s))
@@ -261,6 +254,17 @@ def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str,
         return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
+        if mesh.devices.flat[0].platform == "gpu":
+            turned = (t.transpose(0, 2, 1, 3) for t in (q, k, v))  # [b, s, heads, head]
+            out = jax.nn.dot_product_attention(*turned, is_causal=True, implementation="cudnn")
+            return out.transpose(0, 2, 1, 3)
+        from jax.experimental.pallas.ops.tpu.splash_attention import (
+            splash_attention_kernel as splash,
+        )
+        from jax.experimental.pallas.ops.tpu.splash_attention import (
+            splash_attention_mask as masks,
+        )
+
         size = 512
         kernel = splash.make_splash_mha(
             masks.MultiHeadMask([masks.CausalMask((sizes.seq, sizes.seq))] * q.shape[1]),
@@ -326,13 +330,14 @@ def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str,
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(None, *kept))
     traced = jitted.trace(params, state, batch, batch)
     jax.config.update("jax_enable_compilation_cache", False)  # it can't read what is for others
-    compiled = traced.lower().compile()
+    platform = mesh.devices.flat[0].platform
+    compiled = traced.lower().compile(chips.compiler_options)
     memory = of_compiled(compiled, None)
     moved = collective_traffic(compiled.as_text())
     return {
         "memory": memory.needed,
         "temporaries": memory.temporaries,
-        "flops": flops(traced.jaxpr.jaxpr, "tpu"),
+        "flops": flops(traced.jaxpr.jaxpr, platform).total(),
         "bytes": dict(moved.bytes),
         "counts": dict(moved.counts),
     }

@@ -20,7 +20,7 @@ import torch
 from tests.conformance import entries
 from tests.conformance.check import FORMS, Result, check_entry
 from tests.conformance.compare import ERROR, EntryTimeout
-from tests.conformance.tpu import compile_entry
+from tests.conformance.compiled import compile_entry
 
 
 def main() -> None:

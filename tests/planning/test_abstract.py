@@ -201,11 +201,10 @@ def test_a_topology_that_is_none(name: str, says: str) -> None:
 
 
 def test_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jax._src import cloud_tpu_init
-
+    from xla_dtensor.base import jax_private
     from xla_dtensor.runtime import topologies
 
-    monkeypatch.setattr(cloud_tpu_init, "get_tpu_library_path", lambda: None)
+    monkeypatch.setattr(jax_private, "get_tpu_library_path", lambda: None)
     with pytest.raises(TopologyError, match="pip install libtpu"):
         topologies.topology.__wrapped__("v5e:4x4")
 

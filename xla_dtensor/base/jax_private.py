@@ -54,6 +54,11 @@ NAMES = {
     # Whether this machine has TPUs, and libtpu, without starting JAX.
     "tpu_chips": "jax._src.hardware_utils:num_available_tpu_chips_and_device_id",
     "get_tpu_library_path": "jax._src.cloud_tpu_init:get_tpu_library_path",
+    # Plugins: having JAX look for them, the platforms of those that compile without a device, and
+    # whether this machine has a GPU.
+    "discover_plugins": "jax._src.xla_bridge:_discover_and_register_pjrt_plugins",
+    "topology_factories": "jax._src.xla_bridge:_topology_factories",
+    "has_visible_nvidia_gpu": "jax._src.hardware_utils:has_visible_nvidia_gpu",
 }
 
 _borrowed = Borrowed("jax", NAMES, __name__)

@@ -29,8 +29,9 @@ class abstract:
 
     Args:
         topology: a kind and a shape in chips: ``"v5e:16x16"``, ``"v5p:4x4x4"``, ``"v6e:8x8"``,
-            ``"tpu7x:2x2x1"`` (these need libtpu, and no TPU); ``"cpu:64"`` for simulated devices,
-            ``"gpu:8"`` for this machine's.
+            ``"tpu7x:2x2x1"`` (these need libtpu, and no TPU); hosts and the GPUs of each:
+            ``"h100:8x8"`` (these need XLA's GPU compiler, and no GPU); ``"cpu:64"`` for simulated
+            devices, ``"gpu:8"`` for this machine's.
 
     Raises:
         TopologyError: there is no such topology here; or, in the block, a mesh doesn't fit into it.

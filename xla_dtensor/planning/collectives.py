@@ -121,8 +121,13 @@ def collectives(
 def _parts(instruction: Instruction, results: list[Shaped], program: Program) -> Iterator[Part]:
     """The arrays of a result. Of several brought together, each is named by what takes it out, and
     by what computes it; of one alone, by itself first."""
-    members = {one.name: one for one in program.computations[instruction.computation]}
-    operands = re.findall(r"%([\w.\-]+)", instruction.operands)
+    members = program.by_name(instruction.computation)
+    operands = instruction.operand_names()
+    if len(results) == len(operands) == 1:
+        joined = list(_joined(operands[0], members, program))
+        if sum(part.shape.bytes for part in joined) == results[0].bytes:
+            yield from joined
+            return
     taken: dict[int, str] = {}
     if len(results) > 1:
         for one in members.values():
@@ -135,6 +140,37 @@ def _parts(instruction: Instruction, results: list[Shaped], program: Program) ->
         if len(operands) == len(results):
             names += _made_by(operands[i], members, program)
         yield Part(shape, tuple(filter(None, (*names, instruction.op_name))))
+
+
+def _joined(name: str, members: dict[str, Instruction], program: Program) -> Iterator[Part]:
+    """The arrays that XLA:GPU brings together for a collective as one: flat and behind each other.
+    The concatenation is a fusion of its own."""
+    one = members.get(name)
+    if one is None:
+        return
+    inside = members
+    given: list[str] = []
+    if one.op == "fusion":
+        given = one.operand_names()
+        inside = program.by_name(next((c for how, c in one.calls() if how == "calls"), ""))
+    joins = [one] if not given else [x for x in inside.values() if x.op == "concatenate"]
+    if len(joins) != 1 or joins[0].op != "concatenate":
+        return
+    for operand in joins[0].operand_names():
+        source, around = _unshaped(operand, inside), inside
+        if source in inside and inside[source].op == "parameter" and given:
+            source, around = _unshaped(given[int(inside[source].operands)], members), members
+        if source not in around:
+            return
+        shape = around[source].results[0]
+        yield Part(shape, tuple(filter(None, _made_by(source, around, program))))
+
+
+def _unshaped(name: str, members: dict[str, Instruction]) -> str:
+    """What has the elements of an array in the shape in which they were computed."""
+    while name in members and members[name].op in ("bitcast", "reshape", "copy"):
+        name = members[name].operand_names()[0]
+    return name
 
 
 _STEPS = 12
@@ -152,7 +188,7 @@ def _made_by(name: str, members: dict[str, Instruction], program: Program) -> It
             for _, called in one.calls():
                 yield from (inner.op_name for inner in program.computations.get(called, ())[::-1])
             return
-        operands = re.findall(r"%([\w.\-]+)", one.operands)
+        operands = one.operand_names()
         if not operands:
             return
         # What is written into a piece of memory comes second.

@@ -4,40 +4,55 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from jax import lax
 from jax.interpreters import partial_eval
 
+from xla_dtensor.lowering.attention import cudnn
 from xla_dtensor.lowering.attention.splash import share_of_blocks
 from xla_dtensor.lowering.linalg import megablox
 from xla_dtensor.lowering.workarounds import is_among
 from xla_dtensor.plans import shard_map_call
 
 
-def flops(jaxpr: Any, platform: str) -> int:
-    """Of all devices together: a multiplication and an addition per term of a product, those in
-    loops, and in the grids of kernels, as often as they run. What runs once per device inside of a
-    ``shard_map`` counts as often as there are devices; what nothing needs isn't counted.
+def flops(jaxpr: Any, platform: str) -> Counter[str]:
+    """Of all devices together, by what is multiplied: a multiplication and an addition per term of
+    a product, those in loops, and in the grids of kernels, as often as they run. What runs once per
+    device inside of a ``shard_map`` counts as often as there are devices; what nothing needs isn't
+    counted.
 
     Args:
         jaxpr: of a step, from tracing it.
         platform: of the devices, of which alone what is lowered for them counts.
+
+    Returns:
+        the counts by ``"fp64"``, ``"fp32"``, ``"tf32"`` (float32 in whatever precision the platform
+        takes for it by default), ``"bf16"`` (all of 16 bits), ``"fp8"``, ``"int8"``, or the dtype's
+        name.
     """
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return _flops(needed, platform)
 
 
-def _flops(jaxpr: Any, platform: str) -> int:
-    total = 0
+def _flops(jaxpr: Any, platform: str) -> Counter[str]:
+    total: Counter[str] = Counter()
+    again = cudnn.found_again(jaxpr)
     for equation in jaxpr.eqns:
+        if id(equation) in again:
+            continue
         name = equation.primitive.name
         is_jit = name in ("jit", "pjit")
         of_groups = is_jit and megablox.is_product(equation.params["name"])
         if name in ("dot_general", "ragged_dot", "ragged_dot_general") or of_groups:
-            total += _product(equation)
+            total[_kind(equation)] += _product(equation)
         elif name == "conv_general_dilated":
-            total += _convolution(equation)
+            total[_kind(equation)] += _convolution(equation)
+        elif (of_attention := cudnn.operations(equation)) is not None:
+            total[_kind(equation)] += of_attention
         else:
             times: float = 1
             if name == "scan":
@@ -56,9 +71,32 @@ def _flops(jaxpr: Any, platform: str) -> int:
                 inside: Any = [shard_map_call.inside(equation)]
             else:
                 inside = _branch(equation.params, platform) or _inner(equation.params)
-            parts = [round(times * _flops(inner, platform)) for inner in inside]
-            total += max(parts, default=0) if name == "cond" else sum(parts)
+            parts = [_flops(inner, platform) for inner in inside]
+            if name == "cond":
+                parts = [max(parts, key=Counter.total, default=Counter())]
+            for part in parts:
+                total.update({kind: round(times * count) for kind, count in part.items()})
     return total
+
+
+def _kind(equation: Any) -> str:
+    """What a product's factors are, by the kinds of `flops`."""
+    dtype = max((v.aval.dtype for v in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
+    if dtype in (np.float32, np.complex64):
+        asked = equation.params.get("precision")
+        asked = asked[0] if isinstance(asked, tuple) else asked
+        return "tf32" if asked in (None, lax.Precision.DEFAULT) else "fp32"
+    name = str(dtype)
+    if name.startswith("float8"):
+        return "fp8"
+    return _KINDS.get(name, name)
+
+
+_KINDS = {
+    **dict.fromkeys(("float64", "complex128"), "fp64"),
+    **dict.fromkeys(("bfloat16", "float16"), "bf16"),
+    **dict.fromkeys(("int8", "uint8"), "int8"),
+}
 
 
 def _branch(params: dict[str, Any], platform: str) -> list[Any]:

@@ -26,7 +26,8 @@ from xla_dtensor.planning.report import Report
 from xla_dtensor.planning.rows import rows, seconds_per_dim
 from xla_dtensor.plans.shard_map_call import platform_of
 from xla_dtensor.runtime import abstract, topologies
-from xla_dtensor.runtime.chips import chip_of
+from xla_dtensor.runtime.chips import fraction
+from xla_dtensor.runtime.memory import memory_of as granted_memory
 
 
 def plan(
@@ -136,13 +137,18 @@ def _report(
     frame = seen["frame"]
     sizes = {axis.name: axis.size for axis in frame.axes}
     devices = frame.jax_mesh.devices
-    chip = None if topology is None else chip_of(topology.kind, topology.devices[0])
-    available = None if chip is None else chip.memory / chip.devices
+    chip = None if topology is None else topology.chip
+    available = granted_memory(devices.flat[0])
     text, cost, notes = "", {}, []
     with jax.enable_x64(True), tempfile.TemporaryDirectory() as dump:
-        options = seen["options"]
+        options = {
+            **({} if topology is None else topology.compiler_options),
+            **(seen["options"] or {}),
+        }
         if topology is not None and topology.kind in _UNREADABLE:
-            options = {**(options or {}), "xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+            options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        if topology is not None and topology.is_of_gpus:
+            notes.append(_GRANTED.format(fraction()))
         try:
             with not_kept(topology):
                 compiled = seen["lowered"].compile(options)
@@ -172,12 +178,14 @@ def _report(
         hops = dict(zip(sizes, device_order.mean_hops(devices), strict=True))
     per_device = float(cost.get("flops", 0.0))
     seconds: dict[str, float] = {}
-    if chip is not None and cost:
-        step_flops = max(seen["flops"] / devices.size, per_device)
+    if chip is not None and memory.arguments is not None and memory.outputs is not None:
+        operations = {kind: count / devices.size for kind, count in seen["flops"].items()}
+        # XLA:GPU doesn't count what a program reads and writes. It's not less than what goes in
+        # and comes out.
+        moved_bytes = cost.get("bytes accessed", memory.arguments + memory.outputs)
         seconds = {
-            "compute": step_flops / (chip.flops / chip.devices),
-            "memory": float(cost.get("bytes accessed", 0.0))
-            / (chip.memory_bandwidth / chip.devices),
+            "compute": max(chip.seconds(operations), per_device / (chip.flops / chip.devices)),
+            "memory": moved_bytes / (chip.memory_bandwidth / chip.devices),
             **{f"network {dim}": t for dim, t in seconds_per_dim(table).items()},
         }
     return Report.made(
@@ -190,7 +198,7 @@ def _report(
         memory=memory,
         inputs=all_inputs,
         collectives=table,
-        flops=seen["flops"],
+        flops_by_kind=dict(seen["flops"]),
         flops_per_device=per_device,
         peak=None if chip is None else chip.flops,
         seconds=seconds,
@@ -199,6 +207,11 @@ def _report(
         source="" if chip is None else chip.source,
     )
 
+
+_GRANTED = (
+    "of a GPU's memory JAX gives programs {:.2f} (XLA_CLIENT_MEM_FRACTION), and XLA:GPU compiles a "
+    "program that needs more"
+)
 
 # Of these libtpu's programs have instructions that this JAX can't read back (libtpu 0.0.52, jaxlib
 # 0.10.2), so that libtpu writes their text itself.

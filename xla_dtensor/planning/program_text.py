@@ -63,6 +63,10 @@ class Instruction:
         match = _OP_NAME.search(self.attributes)
         return match["name"] if match else ""
 
+    def operand_names(self) -> list[str]:
+        """The instructions whose results it is given."""
+        return re.findall(r"%([\w.\-]+)", self.operands)
+
     def calls(self) -> Iterator[tuple[str, str]]:
         """The computations that it runs, each as (how, its name)."""
         for match in _CALLS.finditer(self.attributes):
@@ -118,6 +122,7 @@ class Program:
                 instruction = _instruction(line, name)
                 if instruction is not None:
                     current.append(instruction)
+        self._by_name: dict[str, dict[str, Instruction]] = {}
         self.runs: dict[str, int] = defaultdict(int)
         self.unknown_loops: list[str] = []
         if self.entry:
@@ -156,6 +161,13 @@ class Program:
                     bound = member.operands.rpartition("%")[2].strip()
                     bounds.append(constants.get(bound, 0))
         return max(bounds, default=0) or None
+
+    def by_name(self, computation: str) -> dict[str, Instruction]:
+        """The instructions of a computation, by their names."""
+        if computation not in self._by_name:
+            members = self.computations.get(computation, ())
+            self._by_name[computation] = {one.name: one for one in members}
+        return self._by_name[computation]
 
     def instructions(self) -> Iterator[tuple[Instruction, int]]:
         """All that run, each with how often."""

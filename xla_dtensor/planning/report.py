@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Report:
         collectives: what moves between devices, each kind with its mesh dims, module, count, bytes.
         replicated: large parameters and states that no mesh dim shards.
         flops: of the step's matrix products and convolutions, on all chips together.
+        flops_by_kind: the same by what is multiplied: ``"bf16"``, ``"tf32"`` and the like.
         flops_per_device: what XLA counts in the program of one device; a loop's body counts once.
         seconds: at the least: ``compute``, ``memory``, ``network DIM``; {} where the chip is none
             that is known.
@@ -75,6 +76,7 @@ class Report:
     attributed: float
     notes: tuple[str, ...]
     source: str
+    flops_by_kind: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def made(
@@ -83,7 +85,7 @@ class Report:
         inputs: Sequence[Input],
         collectives: Sequence[Row],
         seconds: dict[str, float],
-        flops: int,
+        flops_by_kind: dict[str, int],
         peak: float | None,
         chips: int,
         tokens: int | None,
@@ -92,6 +94,7 @@ class Report:
     ) -> Report:
         """A report, with what follows from the rest."""
         bound = max(seconds.values(), default=0.0) or None
+        flops = sum(flops_by_kind.values())
         total = sum(row.bytes for row in collectives)
         known = sum(row.bytes for row in collectives if row.module)
         arguments = sum(one.bytes for one in inputs)
@@ -106,6 +109,7 @@ class Report:
             replicated=tuple(found),
             seconds=seconds,
             flops=flops,
+            flops_by_kind=flops_by_kind,
             chips=chips,
             bound=bound,
             tokens=tokens,

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from xla_dtensor.mesh import device_order
 from xla_dtensor.planning.collectives import Collective
 from xla_dtensor.planning.inputs import Input
-from xla_dtensor.runtime.chips import Chip, Lane, seconds
+from xla_dtensor.planning.links import links
+from xla_dtensor.runtime.chips import Chip
 
 _MODULE = re.compile(r"nn(?P<backward>_backward)?:(?P<name>[^/\"]+)")
 _INPUT = re.compile(r"\b(?:donated|kept)\[\d+\]")
@@ -67,10 +67,10 @@ def rows(
     named = {one.name for one in inputs if one.kind in ("parameter", "gradient")}
     shapes = [one.shape for one in inputs if one.kind in ("parameter", "gradient")]
     batch = {dim for one in inputs if one.kind == "argument" for dim in one.batch}
-    lanes = {} if chip is None else _lanes(chip, devices, names)
+    over = None if chip is None else links(chip, devices, names)
     groups: dict[Any, list[tuple[int, int, float]]] = defaultdict(list)
     for one in found:
-        taken = seconds(one.kind, one.bytes, one.size, [lanes[d] for d in one.dims if d in lanes])
+        taken = 0.0 if over is None else over.seconds(one)
         largest = max(one.parts, key=lambda part: part.shape.bytes)
         for part in one.parts:
             share = part.shape.bytes / one.bytes if one.bytes else 0.0
@@ -94,15 +94,6 @@ def rows(
         for (kind, dims, module, part_of, like), members in groups.items()
     ]
     return sorted(made, key=lambda row: (-row.bytes, row.kind, row.module))
-
-
-def _lanes(chip: Chip, devices: np.ndarray, names: Sequence[str]) -> dict[str, Lane]:
-    if chip.is_switched:
-        return {name: Lane((False,), chip) for name in names}
-    every = device_order.extents(devices)
-    return {
-        name: Lane(axes, chip) for name, axes in zip(names, every, strict=True) if axes is not None
-    }
 
 
 def _module(op_names: Sequence[str], by_label: dict[str, str]) -> tuple[str, str]:

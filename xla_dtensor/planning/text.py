@@ -61,7 +61,8 @@ def _memory(report: Any) -> Iterator[str]:
 
 
 def _times(report: Any) -> Iterator[str]:
-    yield f"operations: {report.flops:.4g} in matrix products, on all chips"
+    kinds = ", ".join(f"{kind} {n:.4g}" for kind, n in report.flops_by_kind.items())
+    yield f"operations: {report.flops:.4g} in matrix products, on all chips ({kinds or 'none'})"
     if report.bound is None:
         return
     for name, value in report.seconds.items():

@@ -1,13 +1,11 @@
-"""What chips can do, from their makers' tables, and how long a program takes them at the least."""
+"""What chips can do, from their makers' tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
 from dataclasses import dataclass, replace
 from typing import Any
-
-from xla_dtensor.base.config import config
-from xla_dtensor.runtime import abstract
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
@@ -24,8 +22,12 @@ class Chip:
         link: bytes per second in one direction over one link.
         devices: how many JAX devices it is.
         source: where these figures are from.
+        peaks: operations per second by what is multiplied (`planning/flops.py` has the names);
+            what isn't there takes as long as bfloat16, or longer.
         is_switched: whether a switch is at the other end of its links, and every device of a
-            machine is as near as any other; ``link`` is then that of all of them together.
+            domain is as near as any other; ``link`` is then that of all of them together.
+        network: bytes per second in one direction from one device to other domains.
+        hosts: how many hosts are a domain, of chips that are switched.
     """
 
     name: str
@@ -35,7 +37,20 @@ class Chip:
     link: float
     devices: int
     source: str
+    peaks: tuple[tuple[str, float], ...] = ()
     is_switched: bool = False
+    network: float = 0.0
+    hosts: int = 1
+
+    def seconds(self, operations: dict[str, float]) -> float:
+        """How long operations take at the least on one of its devices.
+
+        Args:
+            operations: how many, by what is multiplied.
+        """
+        peaks = dict(self.peaks)
+        total = sum(count / peaks.get(kind, self.flops) for kind, count in operations.items())
+        return total * self.devices
 
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
@@ -47,119 +62,152 @@ _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 197 * TERA, 15.75 * GIB, 819 * GIGA, 400 * GIGA / 8, 1, f"{_CLOUD}v5e"),
-        Chip("v5p", 459 * TERA, 95.73 * GIB, 2765 * GIGA, 1200 * GIGA / 12, 1, f"{_CLOUD}v5p"),
-        Chip("v6e", 918 * TERA, 31.24 * GIB, 1638 * GIGA, 800 * GIGA / 8, 1, f"{_CLOUD}v6e"),
         Chip(
-            "tpu7x", 2307 * TERA, 189.48 * GIB, 7380 * GIGA, 1200 * GIGA / 12, 2, f"{_CLOUD}tpu7x"
+            *("v5e", 197 * TERA, 15.75 * GIB, 819 * GIGA, 400 * GIGA / 8, 1, f"{_CLOUD}v5e"),
+            (("int8", 394 * TERA),),
+        ),
+        Chip(
+            *("v5p", 459 * TERA, 95.73 * GIB, 2765 * GIGA, 1200 * GIGA / 12, 1, f"{_CLOUD}v5p"),
+            (("int8", 918 * TERA),),
+        ),
+        Chip(
+            *("v6e", 918 * TERA, 31.24 * GIB, 1638 * GIGA, 800 * GIGA / 8, 1, f"{_CLOUD}v6e"),
+            (("int8", 1836 * TERA),),
+        ),
+        Chip(
+            *("tpu7x", 2307 * TERA, 189.48 * GIB, 7380 * GIGA, 1200 * GIGA / 12, 2),
+            *(f"{_CLOUD}tpu7x", (("fp8", 4614 * TERA),)),
         ),
     )
 }
 
-_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_NVIDIA = "https://www.nvidia.com/en-us/"
 
-# NVIDIA's tables have bfloat16 with sparsity, twice what dense products get, and NVLink in both
-# directions together. By what JAX's ``device_kind`` has in it.
+
+def _gpu(
+    name: str,
+    memory: int,
+    bandwidth: float,
+    peaks: tuple[float, float, float, float, float, float],
+    link: float,
+    network: float,
+    page: str,
+    hosts: int = 1,
+) -> Chip:
+    """A GPU, of figures in T and G per second; ``peaks`` for fp8, int8, bf16, tf32, fp32, fp64."""
+    kinds = ("fp8", "int8", "bf16", "tf32", "fp32", "fp64")
+    by_kind = tuple((kind, peak * TERA) for kind, peak in zip(kinds, peaks, strict=True) if peak)
+    return Chip(
+        *(name, peaks[2] * TERA, memory, bandwidth * GIGA, link * GIGA, 1, _NVIDIA + page),
+        *(by_kind, True, network * GIGA, hosts),
+    )
+
+
+# NVIDIA's tables have what tensor cores do with sparsity, twice what dense products get, and NVLink
+# in both directions together. float32 is that of the other cores (products in float32 as it is),
+# float64 that of tensor cores. ``memory`` is what the driver says that there is (XLA's descriptions
+# of these GPUs, xla/backends/gpu/target_config/specs, have it so). ``network`` is the network card
+# that NVIDIA's own machines have for each GPU: DGX A100 200 Gb/s, DGX H100, H200, B200 and GB200
+# NVL72 400 Gb/s, DGX B300 and GB300 NVL72 800 Gb/s. Cards without NVLink's switch have the PCIe bus
+# for both, 16 lanes of the fifth generation: that is as fast as what they reach can be.
 GPUS = {
     chip.name: chip
     for chip in (
-        Chip(
-            "A100-SXM4-40GB", 312 * TERA, 40e9, 1555 * GIGA, 300 * GIGA, 1, f"{_NVIDIA}a100", True
+        _gpu(
+            *("a100_40", 42_331_013_120, 1555, (0, 624, 312, 156, 19.5, 19.5), 300, 25),
+            "data-center/a100",
         ),
-        Chip(
-            "A100-SXM4-80GB", 312 * TERA, 80e9, 2039 * GIGA, 300 * GIGA, 1, f"{_NVIDIA}a100", True
+        _gpu(
+            *("a100", 85_100_068_864, 2039, (0, 624, 312, 156, 19.5, 19.5), 300, 25),
+            "data-center/a100",
         ),
-        Chip(
-            "H100 80GB HBM3", 989 * TERA, 80e9, 3350 * GIGA, 450 * GIGA, 1, f"{_NVIDIA}h100", True
+        _gpu(
+            *("a100_pcie", 79_050_250_240, 1935, (0, 624, 312, 156, 19.5, 19.5), 32, 32),
+            "data-center/a100",
         ),
-        Chip("H200", 989 * TERA, 141e9, 4800 * GIGA, 450 * GIGA, 1, f"{_NVIDIA}h200", True),
+        _gpu(
+            *("h100", 84_942_979_072, 3350, (1979, 1979, 989.5, 494.5, 67, 67), 450, 50),
+            "data-center/h100",
+        ),
+        _gpu(
+            *("h100_pcie", 84_942_979_072, 2039, (1513, 1513, 756.5, 378, 51, 51), 64, 64),
+            "data-center/h100",
+        ),
+        _gpu(
+            *("h200", 151_397_597_184, 4800, (1979, 1979, 989.5, 494.5, 67, 67), 450, 50),
+            "data-center/h200",
+        ),
+        _gpu(
+            *("b200", 191_514_411_008, 8000, (4500, 4500, 2250, 1125, 80, 40), 900, 50),
+            "data-center/hgx",
+        ),
+        _gpu(
+            *("b300", 297_021_865_984, 8000, (4500, 4500, 2250, 1125, 80, 1.3), 900, 100),
+            "data-center/hgx",
+        ),
+        _gpu(
+            *("gb200", 197_897_748_480, 8000, (5000, 5000, 2500, 1250, 90, 45), 900, 50),
+            *("data-center/gb200-nvl72", 18),
+        ),
+        _gpu(
+            *("gb300", 297_021_079_552, 8000, (5000, 5000, 2500, 1250, 90, 1.4), 900, 100),
+            *("data-center/gb300-nvl72", 18),
+        ),
+        _gpu(
+            *("rtx6000pro", 103_079_215_104, 1792, (1008, 1008, 504, 252, 126, 2), 64, 64),
+            "products/workstations/professional-desktop-gpus/rtx-pro-6000",
+        ),
     )
 }
 
+# By what JAX's ``device_kind`` has in it, of GPUs that are here.
+_DEVICE_KINDS = {
+    "A100-SXM4-40GB": "a100_40",
+    "A100-SXM4-80GB": "a100",
+    "A100 80GB": "a100_pcie",
+    "H100 80GB HBM3": "h100",
+    "H100 PCIe": "h100_pcie",
+    "H200": "h200",
+    "B200": "b200",
+    "B300": "b300",
+    "GB200": "gb200",
+    "GB300": "gb300",
+    "RTX PRO 6000 Blackwell": "rtx6000pro",
+}
+
+
+def fraction() -> float:
+    """The part of a GPU's memory that JAX's allocator takes, and programs have: three quarters,
+    unless the environment has JAX's XLA_CLIENT_MEM_FRACTION (or its older name)
+    (https://docs.jax.dev/en/latest/gpu_memory_allocation.html)."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    said = next((os.environ[name] for name in names if os.environ.get(name)), "0.75")
+    return float(said)
+
 
 def chip_of(kind: str, device: Any) -> Chip | None:
-    """What a topology's devices are; None where no table has them.
+    """What a topology's devices are, with the memory that programs have; None where no table has
+    them.
 
     Args:
         kind: the topology's.
-        device: one of them, JAX's. Of a GPU it says itself how much memory programs can have.
+        device: one of them, JAX's. Of a GPU that is here it says itself how much memory there is.
     """
+    if kind in GPUS:
+        return replace(GPUS[kind], memory=GPUS[kind].memory * fraction())
     if kind != "gpu":
         return CHIPS.get(kind)
-    chip = next((chip for name, chip in GPUS.items() if name in device.device_kind), None)
-    limit = _limit(device)
+    found = (
+        GPUS[name]
+        for words, name in _DEVICE_KINDS.items()
+        if re.search(rf"\b{re.escape(words)}\b", device.device_kind)
+    )
+    chip, limit = next(found, None), limit_of(device)
     return chip if chip is None or limit is None else replace(chip, memory=limit)
 
 
-def _limit(device: Any) -> float | None:
+def limit_of(device: Any) -> float | None:
+    """The bytes of memory that JAX's allocator gives programs on a device that is here; None where
+    it doesn't say."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return None if limit is None else float(limit)
-
-
-def memory_of(device: Any) -> float | None:
-    """The bytes of a device's memory that a program may have: what ``xd.config.device_memory``
-    says, else what there are; None if nobody knows, and of simulated devices.
-
-    Args:
-        device: JAX's, here or in the current ``xd.abstract`` block.
-    """
-    if config.device_memory is not None:
-        return config.device_memory
-    topology = abstract.current()
-    if topology is not None:
-        chip = chip_of(topology.kind, device)
-        return None if chip is None else chip.memory / chip.devices
-    if device.platform == "cpu":
-        return None
-    limit = _limit(device)
-    # To two digits: devices of one kind differ by what else is on them, and processes that compute
-    # together have to choose alike.
-    return None if limit is None else float(f"{limit:.1e}")
-
-
-@dataclass(frozen=True)
-class Lane:
-    """The links that a mesh dim's devices talk over.
-
-    Attributes:
-        axes: for each axis of the torus that the dim extends along whether it closes to a ring. A
-            ring is used in both directions by every device; at the end of a line a device has one
-            link.
-        chip: what the links are of.
-    """
-
-    axes: tuple[bool, ...]
-    chip: Chip
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second that come in at the device that has the fewest links."""
-        return self.chip.link * sum(2 if ring else 1 for ring in self.axes)
-
-
-def seconds(kind: str, result_bytes: int, size: int, lanes: Sequence[Lane]) -> float:
-    """How long a collective takes at the least, if nothing else uses its links.
-
-    Each device has to get what it doesn't have over the links of the mesh dims that the collective
-    lies along. That is the usual lower bound of rings
-    (https://jax-ml.github.io/scaling-book/sharding/); latencies are left out.
-
-    Args:
-        kind: of the collective.
-        result_bytes: of its result on a device.
-        size: devices in a group.
-        lanes: of its mesh dims.
-    """
-    bandwidth = sum(lane.bandwidth for lane in lanes)
-    if size < 2 or not bandwidth:
-        return 0.0
-    others = (size - 1) / size
-    if kind == "all-gather":
-        return result_bytes * others / bandwidth
-    if kind == "reduce-scatter":
-        return result_bytes * size * others / bandwidth
-    if kind == "all-reduce":
-        return 2 * result_bytes * others / bandwidth
-    if kind in ("all-to-all", "ragged-all-to-all"):
-        return result_bytes * size / 4 / bandwidth
-    return result_bytes / lanes[0].chip.link

@@ -15,7 +15,9 @@ import weakref
 from typing import Any
 
 from xla_dtensor.base import assertions, events, executor
-from xla_dtensor.runtime import jax_runtime
+from xla_dtensor.base.config import config
+from xla_dtensor.runtime import abstract, jax_runtime
+from xla_dtensor.runtime.chips import limit_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,26 @@ class _Peak:
 
 
 _peak = _Peak()
+
+
+def memory_of(device: Any) -> float | None:
+    """The bytes of a device's memory that a program may have: what ``xd.config.device_memory``
+    says, else what there are; None if nobody knows, and of simulated devices.
+
+    Args:
+        device: JAX's, here or in the current ``xd.abstract`` block.
+    """
+    if config.device_memory is not None:
+        return config.device_memory
+    topology = abstract.current()
+    if topology is not None:
+        return None if topology.chip is None else topology.chip.memory / topology.chip.devices
+    if device.platform == "cpu":
+        return None
+    limit = limit_of(device)
+    # To two digits: devices of one kind differ by what else is on them, and processes that compute
+    # together have to choose alike.
+    return None if limit is None else float(f"{limit:.1e}")
 
 
 def device_name() -> str:

@@ -1,7 +1,8 @@
-"""Devices by the name of what they are part of: ``"v5p:4x4x4"``, ``"cpu:64"``.
+"""Devices by the name of what they are part of: ``"v5p:4x4x4"``, ``"h100:8x8"``, ``"cpu:64"``.
 
-A TPU's are described by its compiler, libtpu, which needs no TPU. Those of CPUs (simulated ones, of
-any number) and GPUs are JAX's own.
+A TPU's are described by its compiler, libtpu, which needs no TPU, and those of named GPUs to XLA's
+GPU compiler, which needs no GPU. Those of CPUs (simulated ones, of any number) and the GPUs of this
+machine are JAX's own.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 
 from xla_dtensor.base import jax_private
 from xla_dtensor.errors import TopologyError
+from xla_dtensor.runtime import gpus
+from xla_dtensor.runtime.chips import CHIPS, GPUS, Chip, chip_of
 
-TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 HERE = ("cpu", "gpu")
+KINDS = (*CHIPS, *GPUS, *HERE)
 
-_NAME = re.compile(r"(?P<kind>[a-z0-9]+):(?P<shape>\d+(x\d+)*)")
+_NAME = re.compile(r"(?P<kind>[a-z0-9_]+):(?P<shape>\d+(x\d+)*)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,22 @@ class Topology:
         """Whether the devices exist."""
         return self.kind in HERE
 
+    @property
+    def is_of_gpus(self) -> bool:
+        """Whether the devices are GPUs that aren't here."""
+        return self.kind in GPUS
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options that XLA wants for these devices: for absent GPUs not to run variants of kernels
+        to see which is fastest."""
+        return {"xla_gpu_autotune_level": 0} if self.is_of_gpus else {}
+
+    @functools.cached_property
+    def chip(self) -> Chip | None:
+        """What the devices are; None where no table has them."""
+        return chip_of(self.kind, self.devices[0])
+
     def of(self, numbers: list[int]) -> list[Any]:
         """The devices at these positions.
 
@@ -64,23 +83,32 @@ def topology(name: str) -> Topology:
 
     Args:
         name: a kind and a shape in chips: ``"v5e:16x16"``, ``"v5p:4x4x4"``, ``"v6e:8x8"``,
-            ``"tpu7x:2x2x1"``; ``"cpu:64"`` are so many simulated devices, ``"gpu:8"`` the first
-            GPUs of this machine.
+            ``"tpu7x:2x2x1"``; ``"h100:8x8"``, hosts and the GPUs of each; ``"cpu:64"`` are so many
+            simulated devices, ``"gpu:8"`` the first GPUs of this machine.
 
     Raises:
-        TopologyError: there is no such kind, it has no such shape, or libtpu isn't installed.
+        TopologyError: there is no such kind, it has no such shape, or its compiler isn't installed.
     """
     match = _NAME.fullmatch(name)
-    if match is None or match["kind"] not in (*TPUS, *HERE):
+    if match is None or match["kind"] not in KINDS:
         raise TopologyError(
             f"topology {name!r}: name a kind and a shape, as in 'v5e:16x16', 'v5p:4x4x4', "
-            f"'cpu:64'; kinds are {', '.join((*TPUS, *HERE))}"
+            f"'h100:8x8', 'cpu:64'; kinds are {', '.join(KINDS)}"
         )
     shape = tuple(map(int, match["shape"].split("x")))
     if 0 in shape:
         raise TopologyError(f"topology {name!r}: each of its axes has one chip or more")
     kind = match["kind"]
-    devices = _here(name, kind, shape) if kind in HERE else _of_tpu(name)
+    if kind in HERE:
+        devices = _here(name, kind, shape)
+    elif kind in CHIPS:
+        devices = _of_tpu(name)
+    elif len(shape) == 2:
+        devices = gpus.devices(name, kind, *shape)
+    else:
+        raise TopologyError(
+            f"topology {name!r}: give hosts and the GPUs of each, as in '{kind}:8x8'"
+        )
     return Topology(name, kind, math.prod(shape), tuple(devices))
 
 
@@ -96,7 +124,7 @@ def _here(name: str, kind: str, shape: tuple[int, ...]) -> list[Any]:
     except RuntimeError as error:
         raise TopologyError(
             f"topology {name!r}: JAX has no {kind} here ({error}); plan for a TPU "
-            "('v5e:4x4'), or for CPUs ('cpu:8')"
+            "('v5e:4x4'), for GPUs that aren't here ('h100:1x8') or for CPUs ('cpu:8')"
         ) from error
     if len(from_jax) < count:
         why = (
@@ -138,5 +166,5 @@ def _of_tpu(name: str) -> list[Any]:
     except Exception as error:
         raise TopologyError(
             f"topology {name!r}: libtpu doesn't know it ({str(error).splitlines()[0]}); kinds are "
-            f"{', '.join(TPUS)}, v5e and v6e have two axes, up to 16x16, the others three"
+            f"{', '.join(CHIPS)}, v5e and v6e have two axes, up to 16x16, the others three"
         ) from error

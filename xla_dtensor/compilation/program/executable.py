@@ -23,7 +23,7 @@ from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
 from xla_dtensor.layouts import Choice, constrained, kept_apart
 from xla_dtensor.runtime import agreement
-from xla_dtensor.runtime.chips import memory_of
+from xla_dtensor.runtime.memory import memory_of
 
 
 class Executable:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_dtensor.base import jax_private
+from xla_dtensor.runtime import abstract
 
 _DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 _AMPERE, _HOPPER = (8, 0), (9, 0)
@@ -35,16 +38,57 @@ def takes(
     if is_causal and not whole:
         return False
     found, width = generation(), query.shape[-1]
-    widest = 256 if found >= _HOPPER else 128
+    # JAX's binding asks the process's own GPUs for these, whatever a program is for.
+    wide = found >= _HOPPER and jax_private.fused_attention.check_compute_capability("9.0")
+    widest = 256 if wide else 128
     return found >= _AMPERE and width == value.shape[-1] and width % 8 == 0 and width <= widest
 
 
+def operations(equation: Any) -> int | None:
+    """The floating-point operations of an equation that calls it, of those pairs of queries and
+    keys that a causal mask leaves; None of others. Forward it is two products, backward five: the
+    scores once more, and the gradients of these, of query, key and value."""
+    products = _PRODUCTS.get(equation.primitive.name)
+    if products is None:
+        return None
+    query, key = (variable.aval.shape for variable in equation.invars[:2])
+    rows = -2 if equation.params["layout"] == _HEADS_FIRST else -3
+    length, keys = query[rows], key[rows]
+    pairs = length * keys
+    if equation.params["mask_type"] == jax_private.fused_attention.MaskType.CAUSAL:
+        pairs = length * (length + 1) // 2
+    return products * 2 * math.prod(query) // length * pairs
+
+
+def found_again(jaxpr: Any) -> set[int]:
+    """The equations, by ``id``, that are there for `cudnn_backward` alone: XLA sees that they are
+    those of the forward pass."""
+    calls = [e for e in jaxpr.eqns if e.primitive.name in _PRODUCTS]
+    backward = [e for e in calls if _PRODUCTS[e.primitive.name] == _BACKWARD]
+    used = Counter(id(v) for e in jaxpr.eqns for v in e.invars)
+    used.update(map(id, jaxpr.outvars))
+    given = Counter(id(v) for e in backward for v in e.invars)
+    return {id(e) for e in calls if (out := id(e.outvars[0])) in given and given[out] == used[out]}
+
+
+_FORWARD, _BACKWARD = 2, 5
+_PRODUCTS = {
+    "dot_product_attention_fwd_wrapper": _FORWARD,
+    "dot_product_attention_bwd_wrapper": _BACKWARD,
+}
+_HEADS_FIRST = 1
+"""JAX's number of the layout ``[batch, heads, positions, width]``; the other one has heads behind
+positions."""
+
+
 def generation() -> tuple[int, int]:
-    """The compute capability of the process's GPUs; (0, 0) where they aren't NVIDIA's, or cuDNN
-    isn't there."""
+    """The compute capability of the GPUs that programs are for, the process's own or those of
+    ``xd.abstract``; (0, 0) where they aren't NVIDIA's, or cuDNN isn't there."""
+    topology = abstract.current()
     try:
         jax_private.fused_attention.check_cudnn_version()
-        major, _, minor = str(jax.devices("gpu")[0].compute_capability).partition(".")
+        devices = jax.devices("gpu") if topology is None else topology.devices
+        major, _, minor = str(devices[0].compute_capability).partition(".")
     except RuntimeError:  # JAX's, of both
         return _NONE
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else _NONE

@@ -1,4 +1,4 @@
-"""Entries through a compiler, without being run; the TPU's where libtpu is there."""
+"""Entries through a compiler, without being run; the TPU's and the GPU's where they are there."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance import entries, tpu, tpu_report
+from tests.conformance import compiled as programs
+from tests.conformance import compiled_report, entries
 from tests.conformance.check import check_entry
-from tests.conformance.tpu import EAGER, ERROR, NAMED, PASS, compile_entry
+from tests.conformance.compiled import EAGER, ERROR, NAMED, PASS, compile_entry
 from tests.conftest import make_mesh
+from tests.planning.gpus import needs_gpu_compiler
 from tests.planning.tpus import needs_libtpu
 from xla_dtensor.base.tables import cache
 from xla_dtensor.lowering import workarounds
@@ -46,12 +48,12 @@ def test_a_refusal_of_the_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         for error in refusals:
             raise error
 
-    monkeypatch.setattr(tpu, "_compiled", refuse_one)
+    monkeypatch.setattr(programs, "_compiled", refuse_one)
     found = compiled("mm", "cpu:8")
     assert found.forms == {"forward": PASS, "backward": ERROR}
     about = {"topology": "v5e:2x4", "mesh": "2x4", "dtype": "float32", "limit": 1}
     record = {**vars(found), **about, "commit": "abc", "seconds": 60}
-    table = tpu_report.render([record])
+    table = compiled_report.render([record])
     assert "| forward | 1 | 1 | 100.0 % | 1 | 0 | 0 | 0 |" in table
     assert "| backward | 1 | 0 | 0.0 % | 0 | 0 | 0 | 1 |" in table
     assert "| mm | backward | [5, 10]" in table and "INTERNAL: no" in table
@@ -78,6 +80,12 @@ def test_what_tpus_have_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", FOR_TPUS)
 def test_for_tpus(name: str) -> None:
     assert set(compiled(name, "v5e:2x4").forms.values()) == {PASS}
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", ["linalg.svdvals", "sort", "fft.rfft2", "multinomial", "mm"])
+def test_for_gpus(name: str) -> None:
+    assert set(compiled(name, "h100:2x4").forms.values()) == {PASS}
 
 
 @needs_libtpu

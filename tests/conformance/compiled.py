@@ -1,4 +1,4 @@
-"""An entry of ``op_db`` through the TPU's compiler: its program for chips that aren't here.
+"""An entry of ``op_db`` through the compiler of TPUs or GPUs: its program for absent chips.
 
 Nothing is computed. Samples are laid out as in `check`, forward and backward are one program.
 """
@@ -16,13 +16,14 @@ import xla_dtensor as xd
 from tests.conformance import entries
 from tests.conformance.check import Result, describe
 from tests.conformance.compare import ERROR, PASS
+from tests.conformance.compiled_eager import compile_launches
 from tests.conformance.expected import reason
 from tests.conformance.layouts import Distributor, fresh, map_leaves, tensors
-from tests.conformance.tpu_eager import compile_launches
 from tests.conftest import make_mesh
 from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.errors import DataDependentError, XlaDTensorError
 from xla_dtensor.planning.planner import not_kept
+from xla_dtensor.runtime import abstract
 
 FORMS = ("forward", "backward")
 EAGER, NAMED = "eager", "named"
@@ -181,4 +182,6 @@ class _Sample:
 
 
 def _compiled(program: Any) -> None:
-    program.lowered.compile(QUICK)
+    topology = abstract.current()
+    assert topology is not None
+    program.lowered.compile({**QUICK, **topology.compiler_options})

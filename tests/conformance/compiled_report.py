@@ -1,4 +1,4 @@
-"""``python -m tests.conformance.tpu_report tpu.jsonl > TPU.md``: a run of ``--compile-for``."""
+"""``python -m tests.conformance.compiled_report run.jsonl > TPU.md``: of ``--compile-for``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from tests.conformance.compiled import CLASSES, EAGER, ERROR, FORMS, NAMED, PASS
 from tests.conformance.report import cell, read
-from tests.conformance.tpu import CLASSES, EAGER, ERROR, FORMS, NAMED, PASS
+from xla_dtensor.runtime.chips import GPUS
 
 MEANING = {
     PASS: "compiles",
@@ -29,11 +30,12 @@ def _head(records: list[dict[str, Any]]) -> Iterator[str]:
     commits = Counter(r["commit"] for r in records).most_common()
     samples = sum(r["samples"] for r in records)
     minutes = sum(r["seconds"] for r in records) / 60
-    yield "# op_db through the TPU's compiler\n"
+    which = "GPU" if records[0]["topology"].partition(":")[0] in GPUS else "TPU"
+    yield f"# op_db through the {which}'s compiler\n"
     yield (
         f"{len(records)} entries that CPU torch runs, {samples} samples, compiled and not run: "
         f"{'; '.join(sorted(about))}; layouts as in REPORT.md. Forward and backward are one "
-        f"program. Made in {minutes:.0f} minutes by `make conformance-tpu`, at "
+        f"program. Made in {minutes:.0f} minutes by `make conformance-{which.lower()}`, at "
         f"{', '.join(f'{commit} ({n})' for commit, n in commits)}.\n"
     )
 
