@@ -224,8 +224,8 @@ def _paired(of_indices: Sequence[int], of_operand: Sequence[int]) -> dict[int, d
 
 @_of("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max")
 def _scatter(equation: Any) -> list[Factor]:
-    """Whole dims of what is written to; and the rows that are added, of which each device may add
-    its own, to zeros on all devices but one."""
+    """Whole dims of what is written to; the rows that are added, of which each device may add its
+    own, to zeros on all devices but one; and those that they are added to."""
     numbers = equation.params["dimension_numbers"]
     operand, _, updates = map(shape_of, equation.invars)
     rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
@@ -242,6 +242,10 @@ def _scatter(equation: Any) -> list[Factor]:
     for d, own in zip(windows, numbers.update_window_dims, strict=True):
         if updates[own] == operand[d]:
             found.append(Factor({0: d, 2: own}, {0: d}))
+    places = numbers.scatter_dims_to_operand_dims
+    if adds and len(places) == 1 and places[0] in numbers.inserted_window_dims and not together:
+        # Each device adds to the rows that it has.
+        found.append(Factor({0: places[0]}, {0: places[0]}))
     return found
 
 

@@ -145,6 +145,7 @@ def _of_node(node: Node) -> Hashable:
         node.required,
         node.times,
         node.work,
+        node.fills,
         tuple(map(_of_factor, node.factors)),
         tuple(0 if v is None else nbytes_of(v.aval) for v in node.results),
     )

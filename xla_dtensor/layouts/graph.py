@@ -136,7 +136,8 @@ class Graph:
         work: float = 0.0,
         required: DimAxes | None = None,
     ) -> None:
-        node = Node(equation, operands, results, [*found], work, required, self._times)
+        fills = equation is not None and equation.primitive.name == "scatter-add"
+        node = Node(equation, operands, results, [*found], work, required, self._times, fills)
         self.nodes.append(node)
 
     def _operand(self, atom: Any) -> Any:

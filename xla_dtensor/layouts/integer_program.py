@@ -31,6 +31,7 @@ from xla_dtensor.layouts.highs import Program
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
 from xla_dtensor.layouts.parts import Group, Node
 from xla_dtensor.layouts.prices import (
+    FILLED_PER_BYTE,
     STARTUP_BYTES,
     WORK_PER_BYTE,
     State,
@@ -212,6 +213,13 @@ class AxisChoice:
         if node.work and results[0] is not None and self._counts_work:
             share = node.work * self._local_bytes(results[0]) / results[0].nbytes / WORK_PER_BYTE
             costs = [share / (1 if option is _NOTHING else self._size) for option in options]
+        if node.fills and results[0] is not None:
+            filled = self._local_bytes(results[0]) / FILLED_PER_BYTE
+            are_cut = [option.results.get(0) not in (None, SUM) for option in options]
+            costs = [
+                c + filled / (self._size if cut else 1)
+                for c, cut in zip(costs, are_cut, strict=True)
+            ]
         for i, option in enumerate(options):
             if option.exchanges and results[0] is not None:
                 nbytes = self._local_bytes(results[0])

@@ -69,6 +69,7 @@ class Node:
         work: its floating-point operations.
         required: how its operand has to lie, of a result of the program.
         times: how often it runs in the program.
+        fills: whether it writes all of its result, however little it is given: a table's gradient.
     """
 
     equation: Any
@@ -78,6 +79,7 @@ class Node:
     work: float = 0.0
     required: DimAxes | None = None
     times: int = 1
+    fills: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ WORK_PER_BYTE = 100.0
 """How many floating-point operations cost as much as a byte that is moved. Accelerators do ten
 times as many, but what is computed on all devices is kept on all of them, too."""
 
+FILLED_PER_BYTE = 1000.0
+"""How many bytes of a device's memory that are filled cost as much as a byte that is moved."""
+
 
 def collective(before: State, after: State, nbytes: float, size: int) -> tuple[str, float] | None:
     """The collective that takes a value from one state to another along an axis of ``size``, and

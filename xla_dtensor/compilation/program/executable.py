@@ -20,6 +20,7 @@ from xla_dtensor.compilation.program.input_layouts import (
 )
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.forms.form import Form
 from xla_dtensor.layouts import Choice, constrained, kept_apart
 from xla_dtensor.runtime import agreement
@@ -69,6 +70,8 @@ class Executable:
     ) -> None:
         self.lowering = Pinning()
         frame = traced.frame
+        with jax.enable_x64(True):
+            jaxpr = casts_outside(jaxpr)
         shardings = [sharding_of(outputs.forms[i], frame) for i in outputs.order]
         shardings += [None] * residuals
         are_any = any(s is not None for s in shardings)

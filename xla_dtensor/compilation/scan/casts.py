@@ -1,0 +1,161 @@
+"""Casts of what a loop takes and gives slice by slice, moved out of it.
+
+A layer that computes in bfloat16 with parameters in float32 casts each of them, and its gradient
+back, in each round. The loop then takes the stack of its layers' parameters in float32, and gives
+that of their gradients. Cast before and behind it, they take half the memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Var
+
+
+def casts_outside(jaxpr: Any) -> Any:
+    """``jaxpr`` with slices of its loops cast outside of them, to what has fewer bits. The values
+    are the same: a cast is one of each element, and one to more bits and back changes nothing.
+
+    Args:
+        jaxpr: of a step.
+    """
+    equations: list[Any] = []
+    for equation in jaxpr.eqns:
+        is_loop = equation.primitive.name == "scan"
+        equations += _Loop(equation).with_casts_outside() if is_loop else [equation]
+    return jaxpr.replace(eqns=equations)
+
+
+class _Loop:
+    """A ``scan`` equation.
+
+    Args:
+        equation: it.
+    """
+
+    def __init__(self, equation: Any) -> None:
+        self._equation = equation
+        self._body = equation.params["jaxpr"].jaxpr
+        self._users: dict[Any, list[Any]] = {}
+        self._makers: dict[Any, Any] = {}
+        for each in self._body.eqns:
+            for atom in {id(a): a for a in each.invars if isinstance(a, Var)}.values():
+                self._users.setdefault(atom, []).append(each)
+            self._makers.update(dict.fromkeys(each.outvars, each))
+        self._given = Counter(a for a in self._body.outvars if isinstance(a, Var))
+        # Variables of the body that have fewer bits, and of casts that do nothing any more.
+        self._narrow: dict[Any, Any] = {}
+        self._instead: dict[Any, Any] = {}
+
+    def with_casts_outside(self) -> list[Any]:
+        """The equation and the casts before and behind it."""
+        equation, params = self._equation, self._equation.params
+        slices = params["num_consts"] + params["num_carry"]
+        operands, results = list(equation.invars), list(equation.outvars)
+        before, behind = [], []
+        for i in range(slices, len(operands)):
+            dtype = self._take_cast(self._body.invars[i])
+            if dtype is not None:
+                before.append(_cast(operands[i], dtype))
+                (operands[i],) = before[-1].outvars
+        for i in range(params["num_carry"], len(results)):
+            dtype = self._give_uncast(self._body.outvars[i])
+            if dtype is not None:
+                narrow = Var(results[i].aval.update(dtype=dtype))
+                behind.append(_cast(narrow, results[i].aval.dtype, results[i]))
+                results[i] = narrow
+        if not before and not behind:
+            return [equation]
+        consts = params["jaxpr"].consts
+        params = {**params, "jaxpr": ClosedJaxpr(self._rewritten(), consts)}
+        made = equation.replace(invars=operands, outvars=results, params=params)
+        return [*before, made, *behind]
+
+    def _take_cast(self, variable: Any) -> Any:
+        """Let an input be what it is cast to; the dtype of that. None where it is used in another
+        way, too."""
+        users = self._users.get(variable, [])
+        if len(users) != 1 or self._given[variable]:
+            return None
+        (user,) = users
+        if user.primitive.name == "optimization_barrier":
+            places = [i for i, atom in enumerate(user.invars) if atom is variable]
+            dtype = self._take_cast(user.outvars[places[0]]) if len(places) == 1 else None
+        elif _bits(user) < 0:
+            dtype = user.params["new_dtype"]
+            self._instead[user.outvars[0]] = variable
+        else:
+            return None
+        if dtype is not None:
+            self._narrow[variable] = Var(variable.aval.update(dtype=dtype))
+        return dtype
+
+    def _give_uncast(self, variable: Any) -> Any:
+        """Let a result be what it was cast from, before it was laid out; the dtype of that. None
+        where it is something else, or used elsewhere."""
+        maker = self._makers.get(variable) if isinstance(variable, Var) else None
+        if maker is None or self._users.get(variable, []) or self._given[variable] > 1:
+            return None
+        return self._uncast(variable, maker)
+
+    def _uncast(self, variable: Any, maker: Any) -> Any:
+        if _bits(maker) > 0:
+            self._instead[variable] = maker.invars[0]
+            return maker.invars[0].aval.dtype
+        (source,) = maker.invars if maker.primitive.name == "sharding_constraint" else (None,)
+        before = self._makers.get(source)
+        if before is None or len(self._users[source]) > 1 or self._given[source]:
+            return None
+        dtype = self._uncast(source, before)
+        if dtype is not None:
+            self._narrow[variable] = Var(variable.aval.update(dtype=dtype))
+        return dtype
+
+    def _rewritten(self) -> Any:
+        def now(atom: Any) -> Any:
+            while isinstance(atom, Var) and atom in self._instead:
+                atom = self._instead[atom]
+            return self._narrow.get(atom, atom) if isinstance(atom, Var) else atom
+
+        equations = [
+            each.replace(
+                invars=[*map(now, each.invars)],
+                outvars=[self._narrow.get(v, v) for v in each.outvars],
+            )
+            for each in self._body.eqns
+            if not {*each.outvars} & self._instead.keys()
+        ]
+        inputs = [self._narrow.get(v, v) for v in self._body.invars]
+        results = [*map(now, self._body.outvars)]
+        return self._body.replace(invars=inputs, eqns=equations, outvars=results)
+
+
+def _bits(equation: Any) -> int:
+    """How many bits a cast of floating-point numbers adds, so that nothing is lost one way round;
+    0 of other equations."""
+    if equation.primitive.name != "convert_element_type":
+        return 0
+    before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    widens = _EXACT.get((str(before), str(after)))
+    narrows = _EXACT.get((str(after), str(before)))
+    return widens or -(narrows or 0)
+
+
+_EXACT = {
+    ("bfloat16", "float32"): 16,
+    ("float16", "float32"): 16,
+    ("float32", "float64"): 32,
+}
+"""Casts that lose nothing, by the bits that they add."""
+
+
+def _cast(variable: Any, dtype: Any, result: Any = None) -> Any:
+    """An equation that casts an array, to ``result`` if that is given."""
+    shape = jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
+    closed = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(shape)
+    (equation,) = closed.jaxpr.eqns
+    made = Var(variable.aval.update(dtype=np.dtype(dtype))) if result is None else result
+    return equation.replace(invars=[variable], outvars=[made])
