@@ -82,7 +82,10 @@ def compile_launches(function: Callable[[], Any], topology: str) -> int:
 
 
 def _compile(jitted: Any, args: tuple[Any, ...], devices: Any) -> None:
-    exported = jax.export.export(jitted, platforms=[devices[0].platform])(*args)
+    platform = devices[0].platform
+    # Of JAX's names of a platform lowering wants the one by maker, which there may be none of here.
+    platform = "cuda" if platform == "gpu" else platform
+    exported = jax.export.export(jitted, platforms=[platform])(*args)
     count = exported.nr_devices
     on_mesh = [
         leaf.sharding

@@ -83,3 +83,11 @@ def test_several_axes_cut_slices_in_the_order_in_which_they_cut_the_whole() -> N
     choice = Choice(jaxpr, known, [None], SIZES)
     (body,) = choice.graph.bodies.values()
     assert choice.graph.group(body.inputs[1]).orders == {0: ("tp", "dp")}
+
+
+def test_numbers_that_a_loop_takes_one_by_one_lie_nowhere() -> None:
+    numbers = jnp.arange(4.0)
+    loop = lambda x: lax.scan(lambda y, n: (y * n, n + 1), x, numbers)
+    found, (last, after) = graph(loop, X)
+    assert found.group(last) is not None and found.group(after) is not None
+    assert all(found.group(v) is not None for node in found.nodes for v in node.operands)

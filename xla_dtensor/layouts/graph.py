@@ -247,8 +247,9 @@ class Graph:
         self.bodies[id(equation)] = Body(equation, inputs, constants, equations, made)
 
     def _slices(self, equation: Any, operand: Any, result: Any, leading: tuple[int, int]) -> None:
-        """One is made of slices of the other; which of them has a dim in front of a slice's."""
-        if operand is None or result is None:
+        """One is made of slices of the other; which of them has a dim in front of a slice's. Slices
+        of one dim are numbers, which lie nowhere."""
+        if self.group(operand) is None or self.group(result) is None:
             return
         dims = range(min(len(operand.aval.shape), len(result.aval.shape)))
         same = [Factor({0: d + leading[0]}, {0: d + leading[1]}) for d in dims]

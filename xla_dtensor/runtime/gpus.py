@@ -3,8 +3,10 @@ CUDA plugin, and needs neither a GPU nor a driver."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,8 +128,7 @@ def _start_compiler(name: str) -> None:
     is told to compute on something else."""
     import jax
 
-    plugins = [f"xla_cuda{version}" for version in (13, 12)]
-    installed = [p for p in plugins if _is_there(p)]
+    installed = _installed()
     wants = f"topology {name!r} needs XLA's GPU compiler, which needs no GPU"
     if not installed:
         raise TopologyError(
@@ -149,8 +150,28 @@ def _start_compiler(name: str) -> None:
         )
 
 
-def _is_there(plugin: str) -> bool:
-    return (
-        importlib.util.find_spec("jax_plugins") is not None
-        and importlib.util.find_spec(f"jax_plugins.{plugin}") is not None
-    )
+def compute_elsewhere() -> None:
+    """Where the compiler is installed and there is no GPU, let JAX compute on CPUs without a try at
+    CUDA, of which it logs that it has failed, in thirty lines; unless somebody has said what to
+    compute on, or there is something else."""
+    import jax
+
+    if jax.config.jax_platforms is not None or not _installed():
+        return
+    import jax_plugins
+
+    others = {module.name for module in pkgutil.iter_modules(jax_plugins.__path__)}
+    others |= {entry.name for entry in importlib.metadata.entry_points(group="jax_plugins")}
+    chips, _ = jax_private.tpu_chips()
+    if not (others - {*_PLUGINS}) and not chips and not jax_private.has_visible_nvidia_gpu():
+        jax.config.update("jax_platforms", "cpu")
+
+
+_PLUGINS = ("xla_cuda13", "xla_cuda12")
+
+
+def _installed() -> list[str]:
+    """The names of JAX's CUDA plugins that are there."""
+    if importlib.util.find_spec("jax_plugins") is None:
+        return []
+    return [p for p in _PLUGINS if importlib.util.find_spec(f"jax_plugins.{p}") is not None]

@@ -16,7 +16,14 @@ from typing import Any
 from xla_dtensor.base import forked, jax_private
 from xla_dtensor.base.config import fix
 from xla_dtensor.errors import DeviceCountError
-from xla_dtensor.runtime import abstract, agreement, distributed, processes, program_cache
+from xla_dtensor.runtime import (
+    abstract,
+    agreement,
+    distributed,
+    gpus,
+    processes,
+    program_cache,
+)
 
 logger = logging.getLogger("xla_dtensor")
 _start_lock = threading.Lock()
@@ -67,6 +74,7 @@ def start(min_cpu_devices: int = 1) -> None:
         forced_by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
         if configured < min_cpu_devices and min_cpu_devices > 1 and not forced_by_flag:
             jax.config.update("jax_num_cpu_devices", min_cpu_devices)
+        gpus.compute_elsewhere()
         devices = jax.devices()
         forked.watch()
         if processes.several():
