@@ -1,12 +1,14 @@
-"""Llama 3 on TPU pods that aren't here: `xd.plan` of a training step next to a hand-written JAX
-step of the same, both compiled by the TPU's own compiler. Nothing is run.
+"""Llama 3 on pods that aren't here: `xd.plan` of a training step next to a hand-written JAX step of
+the same, both compiled by the compiler of TPUs or GPUs. Nothing is run.
 
     python benchmarks/pod_llama.py --topology v5e:16x16 --mesh dp=32,tp=8     # --side, --layers
     python benchmarks/pod_llama.py --model 70b --topology v5p:8x8x8 --mesh dp=64,tp=8
+    python benchmarks/pod_llama.py --model 70b --topology h100:32x8 --mesh dp=32,tp=8
 
 FSDP x tensor parallelism: batch over dp, heads and feed-forward over tp, each weight's other dim
 over dp. Float32 parameters and AdamW state, bfloat16 computation, S = 8192, one sequence per dp
-device; the layers are a scan, each computed again in backward. Needs libtpu (docs/pods.md).
+device; the layers are a scan, each computed again in backward. Needs libtpu, or XLA's GPU compiler
+and cuDNN (docs/pods.md).
 
 The JAX step is what is read here: `jax.checkpoint` as it is (``--no-barrier`` for
 ``prevent_cse=False``), the residual stream laid out once. ``--sequence-parallel`` shards the stream
@@ -55,10 +57,12 @@ class Sizes:
     vocab: int = 128256
     layers: int = 32
     seq: int = 8192
+    batch: int = 1
     sequence_parallel: bool = False
     loop: bool = False
     fully_shard: bool = False
     barrier: bool = True
+    keep: bool = False
 
     head = property(lambda self: self.dim // self.heads)
 
@@ -176,7 +180,7 @@ def ours(
                 for layer in model["layers"]:
                     x = checkpoint(layer, x, cos, sin, use_reentrant=False)
             else:
-                x = xd.scan_layers(model["layers"])(x, cos, sin)
+                x = xd.scan_layers(model["layers"], recompute=not sizes.keep)(x, cos, sin)
             logits = model["output"](model["norm"](x)).float()
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
@@ -184,7 +188,7 @@ def ours(
             optimizer.zero_grad()
             return loss.detach()
 
-        batch = torch.zeros(mesh_sizes["dp"], sizes.seq, dtype=torch.int32)
+        batch = torch.zeros(sizes.batch * mesh_sizes["dp"], sizes.seq, dtype=torch.int32)
         tokens = xd.distribute_tensor(batch, mesh, rows)
         targets = xd.distribute_tensor(batch.long(), mesh, rows)
         report = xd.plan(step, tokens, targets)
@@ -239,7 +243,8 @@ def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str,
         for name, (shape, s) in shapes.items()
     }
     state = (params, params, jax.ShapeDtypeStruct((), jnp.float32, sharding=placed()))
-    batch = jax.ShapeDtypeStruct((mesh_sizes["dp"], sizes.seq), jnp.int32, sharding=placed(dp))
+    rows = sizes.batch * mesh_sizes["dp"], sizes.seq
+    batch = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=placed(dp))
     cos, sin = (jnp.asarray(t.float().numpy(), jnp.bfloat16) for t in rope_angles(sizes))
     wide, narrow = jnp.float32, jnp.bfloat16
 
@@ -303,7 +308,7 @@ def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str,
         x = params["embedding"].astype(narrow)[tokens]
         x = jax.lax.with_sharding_constraint(x, placed(dp))
         x = laid_out(x)
-        layer = jax.checkpoint(block, prevent_cse=sizes.barrier)
+        layer = block if sizes.keep else jax.checkpoint(block, prevent_cse=sizes.barrier)
         if sizes.loop:
             for i in range(n):
                 x = layer(x, {name: value[i] for name, value in of_layer.items()})
@@ -351,19 +356,23 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--seq", type=int, default=Sizes.seq)
+    parser.add_argument("--batch", type=int, default=1, help="sequences per dp device")
     parser.add_argument("--sequence-parallel", action="store_true", help="the stream over tp, too")
     parser.add_argument("--fully-shard", action="store_true", help="columns over tp and dp")
     parser.add_argument("--loop", action="store_true", help="no scan")
+    parser.add_argument("--keep", action="store_true", help="keep what backward needs, in both")
     parser.add_argument("--no-barrier", action="store_true", help="JAX with prevent_cse=False")
     parser.add_argument("--report", help="where to save our report: .json, .txt or .png")
     given = parser.parse_args()
     sizes = Sizes(
         **MODELS[given.model],
         seq=given.seq,
+        batch=given.batch,
         sequence_parallel=given.sequence_parallel,
         loop=given.loop,
         fully_shard=given.fully_shard,
         barrier=not given.no_barrier,
+        keep=given.keep,
     )
     if given.layers is not None:
         sizes = dataclasses.replace(sizes, layers=given.layers)

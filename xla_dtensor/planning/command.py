@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "own arguments come behind --",
     )
     parser.add_argument("script", nargs="?", help="a training script, run until it calls its step")
-    parser.add_argument("--topology", help="v5e:16x16, v5p:4x4x4, v6e:8x8, tpu7x:2x2x1, cpu:64")
+    parser.add_argument("--topology", help="v5e:16x16, v5p:4x4x4, h100:8x8 (hosts x GPUs), cpu:64")
     parser.add_argument("--mesh", help="dp=32,tp=8: other sizes for the dims of the script's mesh")
     parser.add_argument("--step", help="the name of the step; by default the first one called")
     parser.add_argument("--tokens", type=int, help="what a step computes, if it isn't found")
