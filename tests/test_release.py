@@ -19,7 +19,7 @@ def test_the_version_has_one_place() -> None:
 
 def test_extras() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {"gpu", "gpu13", "tpu", "ray", "docs", "examples", "dev"}
+    wanted = {"gpu", "gpu13", "gpu-plan", "gpu-plan12", "tpu", "ray", "docs", "examples", "dev"}
     assert set(project["optional-dependencies"]) == wanted
 
 
