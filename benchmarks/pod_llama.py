@@ -63,6 +63,7 @@ class Sizes:
     fully_shard: bool = False
     barrier: bool = True
     keep: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
 
     head = property(lambda self: self.dim // self.heads)
 
@@ -191,7 +192,7 @@ def ours(
         batch = torch.zeros(sizes.batch * mesh_sizes["dp"], sizes.seq, dtype=torch.int32)
         tokens = xd.distribute_tensor(batch, mesh, rows)
         targets = xd.distribute_tensor(batch.long(), mesh, rows)
-        report = xd.plan(step, tokens, targets)
+        report = xd.plan(step, tokens, targets, compiler_options=dict(sizes.options))
     if save:
         report.save(save)
     print(report)
@@ -336,7 +337,7 @@ def in_jax(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str,
     traced = jitted.trace(params, state, batch, batch)
     jax.config.update("jax_enable_compilation_cache", False)  # it can't read what is for others
     platform = mesh.devices.flat[0].platform
-    compiled = traced.lower().compile(chips.compiler_options)
+    compiled = traced.lower().compile({**chips.compiler_options, **dict(sizes.options)})
     memory = of_compiled(compiled, None)
     moved = collective_traffic(compiled.as_text())
     return {
@@ -361,6 +362,7 @@ def main() -> None:
     parser.add_argument("--fully-shard", action="store_true", help="columns over tp and dp")
     parser.add_argument("--loop", action="store_true", help="no scan")
     parser.add_argument("--keep", action="store_true", help="keep what backward needs, in both")
+    parser.add_argument("--option", action="append", default=[], help="of XLA's: NAME=VALUE")
     parser.add_argument("--no-barrier", action="store_true", help="JAX with prevent_cse=False")
     parser.add_argument("--report", help="where to save our report: .json, .txt or .png")
     given = parser.parse_args()
@@ -373,6 +375,9 @@ def main() -> None:
         fully_shard=given.fully_shard,
         barrier=not given.no_barrier,
         keep=given.keep,
+        options=tuple(
+            (name, json.loads(value)) for name, value in (one.split("=", 1) for one in given.option)
+        ),
     )
     if given.layers is not None:
         sizes = dataclasses.replace(sizes, layers=given.layers)

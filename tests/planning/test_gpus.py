@@ -163,6 +163,22 @@ def test_attention_is_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.flops == 2 * 2 * 8 * 512 * 512 * 3 * 512 + 7 * 2 * pairs * 64
 
 
+@needs_gpu_compiler
+def test_what_is_waited_for(tmp_path: Path) -> None:
+    with xd.abstract("h100:2x4"):
+        model, x = by_hand()
+        report = xd.plan(step_of(model), x)
+    assert report.scheduled is not None and report.bound is not None and report.stretches
+    for dim, waited in report.exposed.items():
+        assert 0 <= waited <= report.seconds[f"network {dim}"] * 1.001
+    assert report.scheduled >= max(*report.exposed.values(), report.seconds["compute"])
+    assert Report.from_json(report.as_json()) == report
+    assert "in XLA's order of instructions" in str(report)
+    pytest.importorskip("matplotlib")
+    report.save(tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").stat().st_size > 10_000
+
+
 @needs_libtpu
 @needs_gpu_compiler
 def test_beside_tpus() -> None:

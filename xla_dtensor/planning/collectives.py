@@ -61,6 +61,7 @@ class Collective:
         size: devices in a group.
         groups: their positions; of a permutation the pairs, from and to. () for all devices where
             the program doesn't say which.
+        name: of the instruction.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class Collective:
     dims: tuple[str, ...]
     size: int
     groups: tuple[tuple[int, ...], ...]
+    name: str = ""
 
     @property
     def bytes(self) -> int:
@@ -114,7 +116,7 @@ def collectives(
             size = int(np.prod([shape[list(names).index(d)] for d in dims]))
         parts = tuple(_parts(fused or instruction, results, program))
         members = tuple(map(tuple, groups))
-        found.append(Collective(kind, times, parts, dims, size, members))
+        found.append(Collective(kind, times, parts, dims, size, members, instruction.name))
     return found
 
 
@@ -132,14 +134,14 @@ def _parts(instruction: Instruction, results: list[Shaped], program: Program) ->
     if len(results) > 1:
         for one in members.values():
             if one.op == "get-tuple-element" and one.operands.strip("%") == instruction.name:
-                index = re.search(r"\bindex=(\d+)", one.attributes)
-                assert index is not None
-                taken[int(index[1])] = one.op_name
+                taken[_index(one)] = one.op_name
     for i, shape in enumerate(results):
         names = [taken.get(i, "") if len(results) > 1 else instruction.op_name]
         if len(operands) == len(results):
             names += _made_by(operands[i], members, program)
-        yield Part(shape, tuple(filter(None, (*names, instruction.op_name))))
+        index = i if len(results) > 1 else None
+        names += [instruction.op_name, *_used_by(instruction, index, program)]
+        yield Part(shape, tuple(filter(None, names)))
 
 
 def _joined(name: str, members: dict[str, Instruction], program: Program) -> Iterator[Part]:
@@ -193,6 +195,40 @@ def _made_by(name: str, members: dict[str, Instruction], program: Program) -> It
             return
         # What is written into a piece of memory comes second.
         name = operands[1] if one.op == "dynamic-update-slice" else operands[0]
+
+
+def _used_by(instruction: Instruction, index: int | None, program: Program) -> Iterator[str]:
+    """The names of what a result is for, behind what only moves it: a parameter that a loop has
+    gathered is known by the product that it goes into.
+
+    Args:
+        index: which of several results.
+    """
+    users = program.users(instruction.computation)
+    found = [(instruction.name, index)]
+    for _ in range(_STEPS):
+        following: list[tuple[str, int | None]] = []
+        for name, element in found:
+            for user in users.get(name, ()):
+                if user.op == "tuple":
+                    following.append((user.name, user.operand_names().index(name)))
+                elif user.op.endswith("-done") or user.op == "opt-barrier":
+                    following.append((user.name, element))
+                elif user.op == "get-tuple-element":
+                    if element in (None, _index(user)):
+                        following.append((user.name, None))
+                elif user.op in ("bitcast", "reshape", "copy", "transpose"):
+                    following.append((user.name, None))
+                else:
+                    yield user.op_name
+        found = following
+
+
+def _index(instruction: Instruction) -> int:
+    """Which element of a tuple a ``get-tuple-element`` takes."""
+    found = re.search(r"\bindex=(\d+)", instruction.attributes)
+    assert found is not None
+    return int(found[1])
 
 
 def _kind(instruction: Instruction) -> str | None:

@@ -1,4 +1,4 @@
-"""A report as a picture: memory, times and collectives as bars."""
+"""A report as a picture: memory, times and collectives as bars, and the schedule as a timeline."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ def picture(report: Any, path: Path) -> None:
         raise ImportError(
             "a report as a picture needs matplotlib: pip install matplotlib, or save it as .json"
         ) from error
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    strips = _strips(report)
+    figure = Figure(figsize=(11, 7 + len(strips)), layout="constrained")
     mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items())
     figure.suptitle(", ".join(filter(None, (report.step, report.topology, mesh))))
-    parts: Any = figure.subfigures(2, 1, height_ratios=(1, 2))
-    top, bottom = parts
+    heights = (1, 2, *[0.45] * len(strips))
+    parts: Any = figure.subfigures(2 + len(strips), 1, height_ratios=heights)
+    top, bottom, *others = parts
+    for part, stretch in zip(others, strips, strict=True):
+        _timeline(part.subplots(), stretch, list(report.mesh))
     left, *more = top.subplots(1, 1 + bool(report.seconds), squeeze=False)[0]
     _memory(left, report)
     for right in more:  # of chips whose speed is known
@@ -46,6 +50,38 @@ def picture(report: Any, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("MB on one device (red: activations along the batch)")
     figure.savefig(path)
+
+
+MOST_STRETCHES = 4
+
+
+def _strips(report: Any) -> list[Any]:
+    """The parts of the schedule that take longest, a loop's body as often as it runs."""
+    by_time = sorted(report.stretches, key=lambda s: -s.seconds * s.times)
+    return by_time[:MOST_STRETCHES]
+
+
+def _timeline(axes: Any, stretch: Any, dims: list[str]) -> None:
+    """What a device computes, and what is communicated meanwhile, in time. What it waits
+    for is red."""
+    lanes = ["compute", *dims]
+    for event in stretch.events:
+        start, seconds = 1e3 * event.start, 1e3 * event.seconds
+        if event.what == "compute":
+            axes.broken_barh([(start, seconds)], (0, 0.8), color="tab:gray")
+            continue
+        for dim in event.dims:
+            place = lanes.index(dim) if dim in lanes else 0
+            axes.broken_barh([(start, seconds)], (place, 0.8), color="tab:blue")
+            waited = 1e3 * event.exposed
+            if waited:
+                span = [(start + seconds - waited, waited)]
+                axes.broken_barh(span, (place, 0.8), facecolor="tab:red")
+    axes.set_yticks([i + 0.4 for i in range(len(lanes))], lanes, fontsize=8)
+    axes.invert_yaxis()
+    times = f" x {stretch.times}" if stretch.times > 1 else ""
+    axes.set_title(f"{stretch.name}{times} (red: waited for)", fontsize=8, loc="left")
+    axes.set_xlabel("ms", fontsize=8)
 
 
 def _memory(axes: Any, report: Any) -> None:

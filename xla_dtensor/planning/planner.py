@@ -22,8 +22,10 @@ from xla_dtensor.planning import memory as memory_of
 from xla_dtensor.planning.collectives import collectives
 from xla_dtensor.planning.flops import flops
 from xla_dtensor.planning.inputs import inputs
+from xla_dtensor.planning.links import links
 from xla_dtensor.planning.report import Report
-from xla_dtensor.planning.rows import rows, seconds_per_dim
+from xla_dtensor.planning.rows import exposed_per_dim, rows, seconds_per_dim
+from xla_dtensor.planning.schedule import Schedule, schedule
 from xla_dtensor.plans.shard_map_call import platform_of
 from xla_dtensor.runtime import abstract, topologies
 from xla_dtensor.runtime.chips import fraction
@@ -172,7 +174,11 @@ def _report(
                 )
     all_inputs = seen["inputs"]
     moved = collectives(text, devices.shape, tuple(sizes))
-    table = rows(moved, all_inputs, chip, devices, tuple(sizes))
+    over = None if chip is None else links(chip, devices, tuple(sizes))
+    in_time = Schedule()
+    if chip is not None and over is not None and text:
+        in_time = schedule(text, moved, over, chip)
+    table = rows(moved, all_inputs, over, in_time.exposed)
     hops: dict[str, float] = {}
     if chip is not None and not chip.is_switched:
         hops = dict(zip(sizes, device_order.mean_hops(devices), strict=True))
@@ -202,6 +208,9 @@ def _report(
         flops_per_device=per_device,
         peak=None if chip is None else chip.flops,
         seconds=seconds,
+        scheduled=in_time.seconds or None,
+        exposed=exposed_per_dim(table) if in_time.seconds else {},
+        stretches=tuple(in_time.stretches),
         tokens=tokens,
         notes=notes,
         source="" if chip is None else chip.source,

@@ -123,6 +123,7 @@ class Program:
                 if instruction is not None:
                     current.append(instruction)
         self._by_name: dict[str, dict[str, Instruction]] = {}
+        self._users: dict[str, dict[str, list[Instruction]]] = {}
         self.runs: dict[str, int] = defaultdict(int)
         self.unknown_loops: list[str] = []
         if self.entry:
@@ -168,6 +169,15 @@ class Program:
             members = self.computations.get(computation, ())
             self._by_name[computation] = {one.name: one for one in members}
         return self._by_name[computation]
+
+    def users(self, computation: str) -> dict[str, list[Instruction]]:
+        """By the name of an instruction of a computation, those that take its result."""
+        if computation not in self._users:
+            found = self._users[computation] = defaultdict(list)
+            for one in self.computations.get(computation, ()):
+                for name in one.operand_names():
+                    found[name].append(one)
+        return self._users[computation]
 
     def instructions(self) -> Iterator[tuple[Instruction, int]]:
         """All that run, each with how often."""

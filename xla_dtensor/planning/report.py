@@ -13,6 +13,7 @@ from xla_dtensor.planning.inputs import Input
 from xla_dtensor.planning.memory import Memory
 from xla_dtensor.planning.picture import picture
 from xla_dtensor.planning.rows import Row
+from xla_dtensor.planning.schedule import Event, Stretch
 from xla_dtensor.planning.text import as_text
 
 # Of the inputs of a step a replicated one is worth a line from this part of them on.
@@ -35,6 +36,10 @@ class Report:
         collectives: what moves between devices, each kind with its mesh dims, module, count, bytes.
         replicated: large parameters and states that no mesh dim shards.
         flops: of the step's matrix products and convolutions, on all chips together.
+        scheduled: how long the step takes by XLA's order of instructions, if each took what it has
+            to at the least, with collectives alone beside them; None where nobody knows.
+        exposed: per mesh dim how long of that a device waits for collectives.
+        stretches: those parts of the schedule that communicate (`schedule.Stretch`).
         flops_by_kind: the same by what is multiplied: ``"bf16"``, ``"tf32"`` and the like.
         flops_per_device: what XLA counts in the program of one device; a loop's body counts once.
         seconds: at the least: ``compute``, ``memory``, ``network DIM``; {} where the chip is none
@@ -77,6 +82,9 @@ class Report:
     notes: tuple[str, ...]
     source: str
     flops_by_kind: dict[str, int] = field(default_factory=dict)
+    scheduled: float | None = None
+    exposed: dict[str, float] = field(default_factory=dict)
+    stretches: tuple[Stretch, ...] = ()
 
     @classmethod
     def made(
@@ -162,6 +170,7 @@ class Report:
                 replicated=tuple(_of(Input, one) for one in lists["replicated"]),
                 collectives=tuple(_of(Row, one) for one in lists["collectives"]),
                 notes=tuple(found.pop("notes")),
+                stretches=tuple(map(_stretch, found.pop("stretches", ()))),
                 **found,
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -188,6 +197,11 @@ class Report:
 
     def __str__(self) -> str:
         return as_text(self)
+
+
+def _stretch(values: dict[str, Any]) -> Stretch:
+    events = tuple(_of(Event, one) for one in values["events"])
+    return Stretch(**{**values, "events": events})
 
 
 def _of(cls: Any, values: dict[str, Any]) -> Any:

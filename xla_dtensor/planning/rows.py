@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from xla_dtensor.planning.collectives import Collective
 from xla_dtensor.planning.inputs import Input
-from xla_dtensor.planning.links import links
-from xla_dtensor.runtime.chips import Chip
+from xla_dtensor.planning.links import Links
 
 _MODULE = re.compile(r"nn(?P<backward>_backward)?:(?P<name>[^/\"]+)")
 _INPUT = re.compile(r"\b(?:donated|kept)\[\d+\]")
@@ -33,6 +30,7 @@ class Row:
             has it.
         bytes: of their results on one device, in a step.
         seconds: that they take at the least.
+        exposed: how long of these a device waits for them (`schedule.py`).
         of_parameters: whether what they give is shaped like a parameter, or its gradient.
         activations: whether they move something else along a dim that the batch is sharded along.
     """
@@ -46,29 +44,28 @@ class Row:
     seconds: float
     of_parameters: bool
     activations: bool
+    exposed: float = 0.0
 
 
 def rows(
     found: Sequence[Collective],
     inputs: Sequence[Input],
-    chip: Chip | None,
-    devices: np.ndarray,
-    names: Sequence[str],
+    over: Links | None,
+    exposed: Mapping[str, float],
 ) -> list[Row]:
     """The rows, those with the most bytes first.
 
     Args:
         found: the collectives of a program.
         inputs: the arrays that it is given.
-        chip: what it is compiled for.
-        devices, names: the mesh.
+        over: the links that they go over; None where nobody knows how fast these are.
+        exposed: how long a device waits for each, by its name.
     """
     by_label = {one.label: one.name for one in inputs}
     named = {one.name for one in inputs if one.kind in ("parameter", "gradient")}
     shapes = [one.shape for one in inputs if one.kind in ("parameter", "gradient")]
     batch = {dim for one in inputs if one.kind == "argument" for dim in one.batch}
-    over = None if chip is None else links(chip, devices, names)
-    groups: dict[Any, list[tuple[int, int, float]]] = defaultdict(list)
+    groups: dict[Any, list[tuple[int, int, float, float]]] = defaultdict(list)
     for one in found:
         taken = 0.0 if over is None else over.seconds(one)
         largest = max(one.parts, key=lambda part: part.shape.bytes)
@@ -78,18 +75,21 @@ def rows(
             like = module in named or _is_part_of_any(part.shape.dims, shapes)
             key = one.kind, one.dims, module, part_of, like
             counted = one.times if part is largest else 0
-            groups[key].append((counted, one.times * part.shape.bytes, one.times * taken * share))
+            waited = exposed.get(one.name, 0.0) * share
+            nbytes = one.times * part.shape.bytes
+            groups[key].append((counted, nbytes, one.times * taken * share, waited))
     made = [
         Row(
             kind,
             dims,
             module,
             part_of,
-            sum(count for count, _, _ in members),
-            sum(size for _, size, _ in members),
-            sum(time for _, _, time in members),
+            sum(count for count, *_ in members),
+            sum(size for _, size, *_ in members),
+            sum(time for _, _, time, _ in members),
             like,
             bool(batch & set(dims)) and not like,
+            sum(waited for *_, waited in members),
         )
         for (kind, dims, module, part_of, like), members in groups.items()
     ]
@@ -127,8 +127,17 @@ def _is_part_of_any(dims: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> b
 def seconds_per_dim(table: Sequence[Row]) -> dict[str, float]:
     """The time that the links of each mesh dim are busy at the least. A collective along several
     dims uses the links of all of them."""
+    return _per_dim(table, lambda row: row.seconds)
+
+
+def exposed_per_dim(table: Sequence[Row]) -> dict[str, float]:
+    """How long of that a device waits. Of a collective along several dims, all of it for each."""
+    return _per_dim(table, lambda row: row.exposed)
+
+
+def _per_dim(table: Sequence[Row], of: Callable[[Row], float]) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for row in table:
         for dim in row.dims:
-            found[dim] += row.seconds
+            found[dim] += of(row)
     return dict(found)

@@ -68,6 +68,10 @@ def _times(report: Any) -> Iterator[str]:
     for name, value in report.seconds.items():
         mark = "  <- the bound" if value == report.bound else ""
         yield f"  {milliseconds(value):>10}  {name}{mark}"
+    if report.scheduled is not None:
+        waits = [f"{dim} {milliseconds(t)}" for dim, t in report.exposed.items() if t]
+        waited = f", waiting for {', '.join(waits)}" if waits else ""
+        yield f"  {milliseconds(report.scheduled):>10}  in XLA's order of instructions{waited}"
     if report.tokens_per_second is not None:
         yield f"  at most {report.tokens_per_second:,.0f} tokens/s"
     if report.mfu is not None:
@@ -82,14 +86,15 @@ def _collectives(report: Any) -> Iterator[str]:
     )
     table = alike(report.collectives)
     if table:
-        yield f"  {'bytes':>10} {'count':>6} {'at least':>10}  kind, mesh dims, for what"
+        head = f"{'bytes':>10} {'count':>6} {'at least':>10} {'exposed':>10}"
+        yield f"  {head}  kind, mesh dims, for what"
     for row in table[:MOST]:
         what = f"{row.kind} {'+'.join(row.dims) or '?'}"
         where = " ".join(filter(None, (row.module or "?", row.part)))
         mark = "  activations along the batch" if row.activations else ""
         yield (
-            f"  {size(row.bytes):>10} {row.count or '':>6} {milliseconds(row.seconds):>10}  "
-            f"{what:<24} {where}{mark}"
+            f"  {size(row.bytes):>10} {row.count or '':>6} {milliseconds(row.seconds):>10} "
+            f"{milliseconds(row.exposed):>10}  {what:<24} {where}{mark}"
         )
     if len(table) > MOST:
         left = sum(row.bytes for row in table[MOST:])
@@ -110,6 +115,7 @@ def alike(table: Iterable[Row]) -> list[Row]:
             count=sum(row.count for row in members),
             bytes=sum(row.bytes for row in members),
             seconds=sum(row.seconds for row in members),
+            exposed=sum(row.exposed for row in members),
         )
         for key, members in groups.items()
     ]
@@ -141,6 +147,9 @@ def compared(a: Any, b: Any) -> str:
     line("operations", float(a.flops), float(b.flops), "{:.4g}".format)
     for name in dict.fromkeys((*a.seconds, *b.seconds)):
         line(f"time, {name}", a.seconds.get(name), b.seconds.get(name), milliseconds)
+    line("time, scheduled", a.scheduled, b.scheduled, milliseconds)
+    for name in dict.fromkeys((*a.exposed, *b.exposed)):
+        line(f"  waiting for {name}", a.exposed.get(name), b.exposed.get(name), milliseconds)
     line("time, bound", a.bound, b.bound, milliseconds)
     line("tokens/s at most", a.tokens_per_second, b.tokens_per_second, "{:,.0f}".format)
     line("MFU at most", a.mfu, b.mfu, "{:.3f}".format)
