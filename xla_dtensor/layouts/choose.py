@@ -15,6 +15,7 @@ from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Alive, Point
 from xla_dtensor.layouts.moves import Move, Unit, state_of, units_of
 from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes, nbytes_of
 from xla_dtensor.layouts.prices import (
+    SCATTERED_ON_GPUS,
     STARTUP_BYTES,
     WORK_PER_BYTE,
     State,
@@ -46,6 +47,7 @@ class Choice:
         elsewhere: constants and results that lie on another mesh of the same devices.
         memory: bytes of a device that the program may take, if layouts can see to that; None if
             nobody knows how many it has.
+        scattered: what a reduce-scatter costs, of the bytes of a sum.
 
     Attributes:
         graph: of the jaxpr.
@@ -65,7 +67,9 @@ class Choice:
         arguments: Sequence[Any] = (),
         elsewhere: Sequence[Any] = (),
         memory: float | None = None,
+        scattered: float = 1.0,
     ) -> None:
+        self._scattered = scattered
         self.graph = Graph(jaxpr, known, required, sizes, elsewhere)
         self._batches = {
             axis
@@ -150,7 +154,9 @@ class Choice:
         given = [
             v for v, is_argument in zip(jaxpr.constvars, arguments, strict=True) if is_argument
         ]
-        return cls(jaxpr, known, required, frame.sizes, given, elsewhere, memory)
+        on_gpus = frame.jax_mesh.devices.flat[0].platform == "gpu"
+        scattered = SCATTERED_ON_GPUS if on_gpus else 1.0
+        return cls(jaxpr, known, required, frame.sizes, given, elsewhere, memory, scattered)
 
     def of(self, variable: Any) -> DimAxes | None:
         """How a value lies; None where XLA is to choose."""
@@ -359,6 +365,7 @@ class Choice:
             lambda kind, i: self._moves_beside(self._some[kind], unit, i),
             always,
             unit[0] in self._used,
+            self._scattered,
             self._points,
         )
         if not found.found:

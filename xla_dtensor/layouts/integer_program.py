@@ -115,6 +115,7 @@ class AxisChoice:
         others: how such a result moves along other axes.
         always: whether what takes long has to be cut, where it can be.
         counts_work: whether it is worth something that devices share what takes long.
+        scattered: what a reduce-scatter costs, of the bytes of a sum.
         points: at which memory is short, and how much there is of it.
 
     Attributes:
@@ -133,8 +134,10 @@ class AxisChoice:
         others: Callable[[int, int], list[Other]],
         always: bool,
         counts_work: bool,
+        scattered: float,
         points: Sequence[Point] = (),
     ) -> None:
+        self._scattered = scattered
         self._graph, self._size = graph, size
         self._always, self._counts_work = always, counts_work
         self._own, self._free_dims, self._fits = own, free_dims, fits
@@ -283,7 +286,7 @@ class AxisChoice:
             state = before if beside.is_first else after
             nbytes = beside.nbytes / (1 if state is None or state == SUM else self._size)
             moves.append(collective(beside.before, beside.after, nbytes, beside.size))
-        return sum(map(paid, moves)) * end.times
+        return sum(paid(move, self._scattered) for move in moves) * end.times
 
     # --- what is left of it -------------------------------------------------------------------
 

@@ -32,13 +32,24 @@ def collective(before: State, after: State, nbytes: float, size: int) -> tuple[s
     return ("all-gather", nbytes) if after is None else ("all-to-all", nbytes / size)
 
 
-def paid(move: tuple[str, float] | None) -> float:
-    """What a collective of so many bytes costs. A reduce-scatter a little less than the sum that
-    XLA's CPU compiler makes of it: others' don't, so a sum is cut where it is made, not later."""
+SCATTERED_ON_GPUS = 0.99
+"""What a reduce-scatter costs on GPUs, of what the sum costs that XLA's CPU compiler makes of it: a
+little less, so that a sum is cut where it is made, and no cast is between the two, behind which the
+GPU's compiler sees no reduce-scatter. The TPU's sees it there too. Of a product whose result is cut
+it makes a ring of pieces instead, which moves a sum's bytes."""
+
+
+def paid(move: tuple[str, float] | None, scattered: float) -> float:
+    """What a collective of so many bytes costs.
+
+    Args:
+        move: its kind and bytes; None if there is none.
+        scattered: what a reduce-scatter costs, of its bytes.
+    """
     if move is None:
         return 0.0
     kind, nbytes = move
-    return STARTUP_BYTES + nbytes * (0.99 if kind == "reduce-scatter" else 1.0)
+    return STARTUP_BYTES + nbytes * (scattered if kind == "reduce-scatter" else 1.0)
 
 
 def exchanged(factor: Factor, result: Group, nbytes: float, size: int) -> float:
