@@ -78,7 +78,7 @@ def test_what_is_moved(name: str) -> None:
     body, taken, given = CASES[name]
     weights = jnp.asarray(np.random.default_rng(0).normal(size=(N, WIDTH, WIDTH)), jnp.float32)
     start = jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, WIDTH)), BF16)
-    closed = jax.make_jaxpr(lambda c, w: jax.lax.scan(body, c, w))(start, weights)
+    closed = jax.make_jaxpr(lambda c, w: jax.lax.scan(body, c, w + 0))(start, weights)
     moved = casts_outside(closed.jaxpr)
     (loop,) = [e for e in moved.eqns if e.primitive.name == "scan"]
     assert str(loop.invars[-1].aval.dtype) == taken
@@ -91,6 +91,13 @@ def test_what_is_moved(name: str) -> None:
         # XLA needn't round what is cast to bfloat16 and back in one program. Between two it has to.
         one, other = (np.asarray(x, np.float32) for x in (one, other))
         np.testing.assert_allclose(one, other, rtol=2**-7)
+
+
+def test_what_the_step_is_given_is_not_there_twice() -> None:
+    weights, start = jnp.zeros((N, WIDTH, WIDTH)), jnp.zeros((WIDTH, WIDTH), BF16)
+    closed = jax.make_jaxpr(lambda c, w: jax.lax.scan(product, c, w))(start, weights)
+    (loop,) = casts_outside(closed.jaxpr).eqns
+    assert loop.invars[-1].aval.dtype == jnp.float32
 
 
 class Layer(nn.Module):

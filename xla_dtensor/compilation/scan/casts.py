@@ -23,9 +23,11 @@ def casts_outside(jaxpr: Any) -> Any:
         jaxpr: of a step.
     """
     equations: list[Any] = []
+    made: set[Any] = set()
     for equation in jaxpr.eqns:
         is_loop = equation.primitive.name == "scan"
-        equations += _Loop(equation).with_casts_outside() if is_loop else [equation]
+        equations += _Loop(equation).with_casts_outside(made) if is_loop else [equation]
+        made.update(equation.outvars)
     return jaxpr.replace(eqns=equations)
 
 
@@ -50,14 +52,20 @@ class _Loop:
         self._narrow: dict[Any, Any] = {}
         self._instead: dict[Any, Any] = {}
 
-    def with_casts_outside(self) -> list[Any]:
-        """The equation and the casts before and behind it."""
+    def with_casts_outside(self, made: set[Any]) -> list[Any]:
+        """The equation and the casts before and behind it.
+
+        Args:
+            made: the values that the step has made before. What it was given is there anyway, and
+                cast it would be there twice.
+        """
         equation, params = self._equation, self._equation.params
         slices = params["num_consts"] + params["num_carry"]
         operands, results = list(equation.invars), list(equation.outvars)
         before, behind = [], []
         for i in range(slices, len(operands)):
-            dtype = self._take_cast(self._body.invars[i])
+            is_made = isinstance(operands[i], Var) and operands[i] in made
+            dtype = self._take_cast(self._body.invars[i]) if is_made else None
             if dtype is not None:
                 before.append(_cast(operands[i], dtype))
                 (operands[i],) = before[-1].outvars
@@ -71,8 +79,8 @@ class _Loop:
             return [equation]
         consts = params["jaxpr"].consts
         params = {**params, "jaxpr": ClosedJaxpr(self._rewritten(), consts)}
-        made = equation.replace(invars=operands, outvars=results, params=params)
-        return [*before, made, *behind]
+        loop = equation.replace(invars=operands, outvars=results, params=params)
+        return [*before, loop, *behind]
 
     def _take_cast(self, variable: Any) -> Any:
         """Let an input be what it is cast to; the dtype of that. None where it is used in another
