@@ -54,7 +54,7 @@ def blocks(page: str) -> list[str]:
         ("horovod.md", 2, ["the loss of 8 ranks is "]),
         ("context_parallel.md", 2, []),
         ("pipeline.md", 3, ["forward of microbatch 0 in stage 0"]),
-        ("pods.md", 1, ["step on cpu:8"]),
+        ("pods.md", 2, ["step on cpu:8"]),
         ("checkpoints.md", 3, []),
         ("config.md", 1, ["switch             value"]),
         ("several_processes.md", 1, ["1 processes, the sum is 128.0"]),

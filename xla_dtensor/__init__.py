@@ -16,6 +16,7 @@ ecosystem.install()
 
 from xla_dtensor.errors import (  # noqa: E402  (the device must exist first)
     CheckpointError,
+    CompiledFileError,
     DataDependentError,
     DeviceCountError,
     DistributedError,
@@ -60,6 +61,7 @@ _LAZY = {
     "fully_shard": "xla_dtensor.parallel",
     "get_mesh": "xla_dtensor.mesh",
     "jax_function": "xla_dtensor.custom_ops",
+    "load_compiled": "xla_dtensor.compilation",
     "plan": "xla_dtensor.planning",
     "register_rule": "xla_dtensor.rules",
     "replicate": "xla_dtensor.parallel",
@@ -99,6 +101,7 @@ _RENAMED = {
 __all__ = [
     "Buckets",
     "CheckpointError",
+    "CompiledFileError",
     "CompiledStep",
     "DFunction",
     "DataDependentError",
@@ -146,6 +149,7 @@ __all__ = [
     "get_mesh",
     "init_device_mesh",
     "jax_function",
+    "load_compiled",
     "parallel",
     "pipeline",
     "plan",

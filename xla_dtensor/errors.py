@@ -215,6 +215,19 @@ class CheckpointError(XlaDTensorError, RuntimeError):
     """
 
 
+class CompiledFileError(XlaDTensorError, RuntimeError):
+    """Raised for a file of compiled programs (``step.save_compiled``) that is damaged, or was made
+    for other devices, versions or options than there are: the message names the file and the
+    difference. Write it once more.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.load_compiled("no/such/file", xd.compile(lambda x: x), trusted=True)
+    """
+
+
 class HorovodInternalError(XlaDTensorError, RuntimeError):
     """Raised for a collective of `xla_dtensor.horovod` that can't be: the ranks differ in its
     shape, dtype, reduction or root, wait for different ones, or one has ended. All ranks that take

@@ -20,9 +20,8 @@ from sweep.layouts import OnMesh
 from sweep.models import MODELS
 from sweep.sides import case
 from xla_dtensor.planning.collectives import Collective, collectives
-from xla_dtensor.planning.planner import not_kept
 from xla_dtensor.rules import cost
-from xla_dtensor.runtime import topologies
+from xla_dtensor.runtime.program_cache import not_kept
 
 SIDES = ("step", "torch", "alone", "expert")
 OURS = SIDES[:2]  # by how `xd.compile` lays out what is inside of the step
@@ -113,7 +112,6 @@ def _compiled_for(
     topology: str, cases: dict[str, Case], batch: Batch, on: OnMesh
 ) -> dict[str, Any]:
     """The figures of programs for devices that aren't here."""
-    place = topologies.topology(topology)
     found = {}
     of = cases[OURS[0]]
     with xd.abstract(topology):
@@ -128,10 +126,10 @@ def _compiled_for(
             lowered, options = step.looked_at(
                 sharded, {}, lambda made: (made.lowered, made.options)
             )
-            with jax.enable_x64(True), not_kept(place):
+            with jax.enable_x64(True), not_kept():
                 found[name] = figures(lowered.compile(options), on)
     for name in ("alone", "expert"):
-        with not_kept(place):
+        with not_kept():
             found[name] = figures(_twin(cases[name], jax_mesh, batch), on)
     return found
 

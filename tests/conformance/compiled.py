@@ -22,8 +22,8 @@ from tests.conformance.layouts import Distributor, fresh, map_leaves, tensors
 from tests.conftest import make_mesh
 from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.errors import DataDependentError, XlaDTensorError
-from xla_dtensor.planning.planner import not_kept
 from xla_dtensor.runtime import abstract
+from xla_dtensor.runtime.program_cache import not_kept
 
 FORMS = ("forward", "backward")
 EAGER, NAMED = "eager", "named"
@@ -89,7 +89,7 @@ class _Sample:
             self._failed("forward", error)
 
     def _step_compiles(self, topology: str, mesh: str, whole: bool) -> None:
-        with xd.abstract(topology) as there, not_kept(there.topology), jax.enable_x64(True):
+        with xd.abstract(topology), not_kept(), jax.enable_x64(True):
             self._lay_out(make_mesh(mesh), whole)
             look = lambda form: CompiledStep(self._step(form)).looked_at(self.given, {}, _compiled)
             if not self.grad:

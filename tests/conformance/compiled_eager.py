@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import xla_dtensor as xd
 from xla_dtensor.base.tables import cache
 from xla_dtensor.execution import lazy
-from xla_dtensor.planning.planner import not_kept
 from xla_dtensor.plans.computation import Computation
+from xla_dtensor.runtime.program_cache import not_kept
 
 Launch = tuple[Any, tuple[Any, ...]]
 
@@ -75,7 +75,7 @@ def compile_launches(function: Callable[[], Any], topology: str) -> int:
     with _recorded() as launches:
         function()
         lazy.flush_all()
-    with xd.abstract(topology) as there, not_kept(there.topology), jax.enable_x64(True):
+    with xd.abstract(topology) as there, not_kept(), jax.enable_x64(True):
         for jitted, args in launches:
             _compile(jitted, args, there.topology.devices)
     return len(launches)

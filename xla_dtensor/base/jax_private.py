@@ -32,6 +32,8 @@ NAMES = {
     "persistent_cache_min_compile_time_secs": (
         "jax._src.config:persistent_cache_min_compile_time_secs"
     ),
+    # What else is part of a program's key in the cache on disk.
+    "cache_key_hook": "jax._src.cache_key:custom_hook",
     # cuDNN's attention with the rows' sums, and whether cuDNN is there. It could be public
     # jax.nn.dot_product_attention(implementation="cudnn", return_residual=True), which wants heads
     # behind positions.

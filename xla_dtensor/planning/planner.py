@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import torch
 
-from xla_dtensor.base.jax_private import persistent_cache_min_compile_time_secs
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation import CompiledStep, compile
 from xla_dtensor.compilation.trace.module_scopes import naming_modules
@@ -30,6 +28,7 @@ from xla_dtensor.plans.shard_map_call import platform_of
 from xla_dtensor.runtime import abstract, topologies
 from xla_dtensor.runtime.chips import fraction
 from xla_dtensor.runtime.memory import memory_of as granted_memory
+from xla_dtensor.runtime.program_cache import not_kept
 
 
 def plan(
@@ -152,7 +151,8 @@ def _report(
         if topology is not None and topology.is_of_gpus:
             notes.append(_GRANTED.format(fraction()))
         try:
-            with not_kept(topology):
+            is_here = topology is None or topology.is_here
+            with contextlib.nullcontext() if is_here else not_kept():
                 compiled = seen["lowered"].compile(options)
         except Exception as error:
             if not memory_of.is_refusal(error):
@@ -231,18 +231,6 @@ def _dumped(folder: str) -> str:
     """The text of the program that XLA has written to ``folder``; "" if there is none."""
     found = sorted(Path(folder).glob("*.after_optimizations.txt"))
     return found[-1].read_text() if found else ""
-
-
-@contextlib.contextmanager
-def not_kept(topology: topologies.Topology | None) -> Iterator[None]:
-    """Compile without JAX's cache on disk, which can't read programs for devices that aren't here,
-    but keeps them."""
-    if topology is None or topology.is_here:
-        yield
-        return
-    with persistent_cache_min_compile_time_secs(1e9), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
-        yield
 
 
 def _cost(compiled: Any) -> dict[str, float]:

@@ -6,12 +6,18 @@ have. ``xd.config.cache`` says where.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
 import platform
+import threading
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.base.config import config
 
 MAX_BYTES = 2**31  # what was not used for longest goes
@@ -31,10 +37,11 @@ def folder(asked: str) -> Path | None:
     if asked != "user":
         return Path(asked).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "xla_dtensor" / "programs" / _machine()
+    return Path(base).expanduser() / "xla_dtensor" / "programs" / machine()
 
 
-def _machine() -> str:
+def machine() -> str:
+    """This processor and the instructions that it has, which XLA's CPU compiler may use all of."""
     try:
         text = Path("/proc/cpuinfo").read_text()
         flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
@@ -75,3 +82,33 @@ def _forget_halves(where: Path) -> None:
                 program.unlink()
         except OSError:  # another process has removed it
             continue
+
+
+@contextlib.contextmanager
+def not_kept() -> Iterator[None]:
+    """Compile without JAX's cache on disk, in this thread: programs for devices that aren't here it
+    keeps and can't read back, and what it has read back it can't write down once more (JAX 0.10's
+    CPU executables lack their functions then)."""
+    _ask_for_a_key()
+    before, _unused.key = _unused.key, uuid.uuid4().hex
+    try:
+        with jax_private.persistent_cache_min_compile_time_secs(1e9):
+            yield
+    finally:
+        _unused.key = before
+
+
+class _Unused(threading.local):
+    """Part of the keys of the cache: another one each time, and nothing is found."""
+
+    key = ""
+
+
+_unused = _Unused()
+
+
+@functools.cache
+def _ask_for_a_key() -> None:
+    """Have JAX ask for that part."""
+    original = jax_private.cache_key_hook
+    jax_private.replace("cache_key_hook", lambda: original() + _unused.key)

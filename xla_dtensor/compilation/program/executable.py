@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from xla_dtensor.compilation.program.input_layouts import (
     shardings_of,
 )
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
+from xla_dtensor.compilation.program.saved import text_of
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.forms.form import Form
@@ -41,6 +42,7 @@ class Executable:
 
     Attributes:
         lowered: the ``jax.stages.Lowered``, without ``executables``.
+        compile: compiles that, given options for XLA.
         compiled: the ``jax.stages.Compiled``, with them.
         is_new: whether XLA had to compile it.
         digest: of its text.
@@ -50,6 +52,7 @@ class Executable:
 
     compiled: Any
     lowered: Any = None
+    compile: Any = None
     layouts: Choice | None = None
     is_new = True
     digest = ""
@@ -113,11 +116,12 @@ class Executable:
             lowered = lower()
             if executables is None:
                 self.lowered = lowered
+                self.compile = functools.partial(self._compile, lowered, lower)
                 return
             # A trace that came to the same program (the step's Python found state in place that an
             # earlier trace made) costs no compilation. The text doesn't say on which devices.
             devices = None if frame is None else tuple(frame.device_ids)
-            text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            text = text_of(lowered)
             key = text, devices, lowered.in_tree, layouts(groups)
             known = executables.get(key)
             self.digest, self.is_new = text[:16], known is None
@@ -129,9 +133,12 @@ class Executable:
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {frame}{seed}"
                     )
-                known = compile_somehow(lambda: lowered, lower, options, self.lowering)
+                known = self._compile(lowered, lower, options)
                 executables.put(key, known)
             self.compiled = known
+
+    def _compile(self, lowered: Any, lower: Callable[[], Any], options: Any) -> Any:
+        return compile_somehow(lambda: lowered, lower, options, self.lowering)
 
 
 def sharding_of(form: Form, frame: Any) -> Any:

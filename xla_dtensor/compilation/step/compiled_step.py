@@ -6,6 +6,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from xla_dtensor.base import assertions, events, executor, interrupts, thread_state
@@ -16,14 +17,17 @@ from xla_dtensor.compilation.call.decided import ManyTraces
 from xla_dtensor.compilation.call.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.program.program import Program
+from xla_dtensor.compilation.program.saved import Executables, compiled_for_file, read, write
 from xla_dtensor.compilation.step.audit import compare
 from xla_dtensor.compilation.step.family import KINDS, Family
 from xla_dtensor.compilation.step.lower_only import called_without_data
 from xla_dtensor.compilation.step.step_traces import StepTraces
+from xla_dtensor.errors import CompiledFileError
 from xla_dtensor.execution import lazy
 from xla_dtensor.layouts import report
 from xla_dtensor.runtime import abstract
 from xla_dtensor.runtime.jax_runtime import code_bytes
+from xla_dtensor.runtime.program_cache import not_kept
 
 PROGRAMS = 256
 
@@ -66,7 +70,7 @@ class CompiledStep(StepTraces):
         self._lock = threading.RLock()
         name = f"compiled step {self._name()}"
         self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS)
-        self._executables: Cache[Any, Any] = Cache(f"{name}: programs", PROGRAMS, size=code_bytes)
+        self._executables = Executables(f"{name}: programs", PROGRAMS, size=code_bytes)
         self._last: tuple[Arguments, Program] | None = None
         # What it keeps outside of itself and replaces in each call, by name in messages; numbers.
         self._carried: frozenset[str] = frozenset()
@@ -235,6 +239,57 @@ class CompiledStep(StepTraces):
             assert "f32[4]" in step.compiled_programs()[-1].as_text()
         """
         return list(self._executables.values())
+
+    def save_compiled(self, path: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Compile the program that a call with these arguments would run, and write it to a file,
+        from which `xla_dtensor.load_compiled` takes it in another process; nothing runs. In an
+        ``xd.abstract`` block it is compiled for the devices of that block.
+
+        Args:
+            path: where it goes.
+            args, kwargs: as of a call.
+
+        Raises:
+            CompiledFileError: JAX can't write down what these devices run.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            step.save_compiled("/tmp/step.xla", torch.ones(4, device="xla"))
+            assert step.traces == 0 and step.load_compiled("/tmp/step.xla", trusted=True) == 1
+        """
+        topology = abstract.current()
+        options = {**(topology.compiler_options if topology else {}), **(self._options or {})}
+        look = functools.partial(compiled_for_file, options=options)
+        with not_kept():
+            program = self.looked_at(args, kwargs, look)
+        write(path, self._name(), self._options, [program])
+
+    def load_compiled(self, path: str | Path, *, trusted: bool = False) -> int:
+        """What `xla_dtensor.load_compiled` does, which see.
+
+        Args:
+            path: of the file.
+            trusted: whether you know who has written it.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step, x = xd.compile(lambda x: x * 3), torch.ones(4, device="xla")
+            step.save_compiled("/tmp/thrice.xla", x)
+            assert step.load_compiled("/tmp/thrice.xla", trusted=True) == 1
+            step(x)
+            assert step.compilations == 0
+        """
+        if not trusted:
+            raise CompiledFileError(
+                f"{path} holds compiled code, and a pickle of JAX's: whoever wrote it can run what "
+                "they like here. If that is you, say trusted=True"
+            )
+        found = read(path, self._name(), self._options)
+        self._executables.add(found)
+        return len(found)
 
     # --- internals ---------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from xla_dtensor.base import assertions
@@ -135,3 +136,38 @@ def compile(
         raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
     checks = config.checks in assertions.COMPILED if checks is None else checks
     return CompiledStep(function, compiler_options, audit, checks, buckets, layouts or "step")
+
+
+def load_compiled(path: str | Path, step: CompiledStep, *, trusted: bool = False) -> int:
+    """Let a step find programs that `CompiledStep.save_compiled` has written, perhaps on another
+    machine. Its calls trace and lower the step as ever; what they come to then isn't compiled if it
+    is among them, and is if it isn't.
+
+    Args:
+        path: of the file.
+        step: what `compile` has made of the same function, with the same compiler options.
+        trusted: whether you know who has written it. The file has compiled code in it, and a
+            pickle: who has made it can run anything here.
+
+    Returns:
+        how many programs it has.
+
+    Raises:
+        CompiledFileError: you don't say that it can be trusted; it is damaged; or it is of another
+            step, or of other devices, versions or options.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+        x = torch.ones(4, device="xla")
+        double = lambda x: x * 2
+        xd.compile(double).save_compiled("/tmp/double.xla", x)
+        step = xd.compile(double)
+        xd.load_compiled("/tmp/double.xla", step, trusted=True)
+        assert step(x)[0] == 2 and step.compilations == 0
+    """
+    if not isinstance(step, CompiledStep):
+        raise TypeError(
+            f"xd.load_compiled(path, step) takes what xd.compile makes, not {type(step).__name__}"
+        )
+    return step.load_compiled(path, trusted=trusted)

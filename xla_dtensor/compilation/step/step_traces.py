@@ -23,6 +23,7 @@ from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.program.guards import Mismatch
 from xla_dtensor.compilation.program.program import Program
+from xla_dtensor.compilation.program.saved import Executables
 from xla_dtensor.compilation.recorded.attempts import Attempt, trace
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.step.base_step import BaseStep
@@ -44,7 +45,7 @@ class StepTraces(BaseStep):
     _checks: Any
     _buckets: BucketedArguments | None
     _families: Cache[Any, Family]
-    _executables: Cache[Any, Any]
+    _executables: Executables
     _last: tuple[Arguments, Program] | None
     _carried: frozenset[str]
     _counted: frozenset[str]
