@@ -668,3 +668,28 @@ def test_what_is_kept_rests_in_the_hosts_memory() -> None:
     assert (plain.memory.host, offloaded.memory.host) == (0, inputs)
     # Two products forward, four backward, and one of the two once more.
     assert kept.flops / plain.flops == pytest.approx(6 / 7)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_hook_of_a_parameter_is_its_layers_alone(which: int, recompute: bool) -> None:
+    """The body of the loop is the first layer's code, on all layers."""
+    grads = []
+    for device in ("cpu", "xla"):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).to(device)
+        layers[which].weight.register_hook(lambda grad: grad * 3)
+        x = torch.ones(2, 8, device=device)
+
+        def step(x: Any, layers: Any = layers, device: str = device) -> None:
+            if device == "xla":
+                y = xd.scan_layers(layers, recompute=recompute)(x)
+            else:
+                y = nn.Sequential(*layers)(x)
+            y.square().sum().backward()
+
+        run = xd.compile(step) if device == "xla" else step
+        run(x), run(x)
+        grads.append([p.grad.cpu() for p in layers.parameters()])
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -169,6 +169,11 @@ FUSED = """
             0.04,
         ),
         ("%f = f32[1000,100] bitcast(%big)", 0.0),
+        (  # the memory that a library works in is none that it writes
+            "%f = (c64[10,10], s8[33554432]) custom-call(%c3, %d3), "
+            'custom_call_target="__cublas$lt$matmul"',
+            8 * 10 * 10 * 5 * 4e-6,
+        ),
         (
             '%f = bf16[1,2,8,4] custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", '
             'backend_config={"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": '
@@ -181,6 +186,7 @@ def test_how_long_an_instruction_takes(line: str, seconds: float) -> None:
     given = [
         *("%big = f32[1000,100] parameter(0)", "%n = s32[] parameter(1)"),
         *("%row = f32[1,100] parameter(2)", "%l3 = f32[10,50] parameter(3)"),
+        *("%c3 = c64[10,5] parameter(6)", "%d3 = c64[5,10] parameter(7)"),
         *("%r3 = f32[50,10] parameter(4)", "%q = bf16[1,2,8,4] parameter(5)"),
     ]
     assert of([*given, line], 1, FUSED).seconds == pytest.approx(seconds)

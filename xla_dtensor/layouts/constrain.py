@@ -174,12 +174,20 @@ class _Constrain:
 
     def _cut_first(self, value: Any, before: DimAxes, after: DimAxes) -> list[NamedSharding]:
         """Where a value lies on its way if some axes begin to cut it and others cease to: as much
-        smaller as the first make it is what moves for the others. XLA may take it whole between."""
-        had, has = ({axis for names in axes for axis in names} for axes in (before, after))
-        if not has - had or not had - has:
+        smaller as the first make it is what moves for the others. Likewise if some go to another
+        dim and others cease to cut it. XLA may take it whole between."""
+        had, has = (
+            {axis: d for d, names in enumerate(axes) for axis in names} for axes in (before, after)
+        )
+        if not had.keys() - has.keys():
             return []
         both = zip(before, after, strict=True)
-        between = tuple((*old, *(axis for axis in new if axis not in had)) for old, new in both)
+        if has.keys() - had.keys():
+            between = tuple((*old, *(axis for axis in new if axis not in had)) for old, new in both)
+        elif any(has.get(axis, d) != d for axis, d in had.items()):
+            between = tuple((*(axis for axis in old if axis not in has), *new) for old, new in both)
+        else:
+            return []
         devices = [math.prod(self._frame.sizes[axis] for axis in names) for names in between]
         even = all(n % k == 0 for n, k in zip(value.aval.shape, devices, strict=True))
         return [self._sharding(between)] if even else []

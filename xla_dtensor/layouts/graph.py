@@ -248,7 +248,7 @@ class Graph:
 
     def _slices(self, equation: Any, operand: Any, result: Any, leading: tuple[int, int]) -> None:
         """One is made of slices of the other; which of them has a dim in front of a slice's. Slices
-        of one dim are numbers, which lie nowhere."""
+        of what has one dim are numbers, which have no layout."""
         if self.group(operand) is None or self.group(result) is None:
             return
         dims = range(min(len(operand.aval.shape), len(result.aval.shape)))

@@ -48,9 +48,9 @@ def _flops(jaxpr: Any, platform: str) -> Counter[str]:
         is_jit = name in ("jit", "pjit")
         of_groups = is_jit and megablox.is_product(equation.params["name"])
         if name in ("dot_general", "ragged_dot", "ragged_dot_general") or of_groups:
-            total[_kind(equation)] += _product(equation)
+            total[_kind(equation)] += _product(equation) * _times(equation)
         elif name == "conv_general_dilated":
-            total[_kind(equation)] += _convolution(equation)
+            total[_kind(equation)] += _convolution(equation) * _times(equation)
         elif (of_attention := cudnn.operations(equation)) is not None:
             total[_kind(equation)] += of_attention
         else:
@@ -77,6 +77,11 @@ def _flops(jaxpr: Any, platform: str) -> Counter[str]:
             for part in parts:
                 total.update({kind: round(times * count) for kind, count in part.items()})
     return total
+
+
+def _times(equation: Any) -> int:
+    """How many times the operations of real numbers: of complex ones four."""
+    return 4 if np.issubdtype(equation.outvars[0].aval.dtype, np.complexfloating) else 1
 
 
 def _kind(equation: Any) -> str:

@@ -40,7 +40,7 @@ class Report:
             to at the least, with collectives alone beside them; None where nobody knows.
         exposed: per mesh dim how long of that a device waits for collectives.
         stretches: those parts of the schedule that communicate (`schedule.Stretch`).
-        flops_by_kind: the same by what is multiplied: ``"bf16"``, ``"tf32"`` and the like.
+        flops_by_kind: ``flops`` by what is multiplied: ``"bf16"``, ``"tf32"`` and the like.
         flops_per_device: what XLA counts in the program of one device; a loop's body counts once.
         seconds: at the least: ``compute``, ``memory``, ``network DIM``; {} where the chip is none
             that is known.

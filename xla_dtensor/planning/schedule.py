@@ -204,7 +204,11 @@ class _Walk:
     def _work(self, instruction: Instruction) -> tuple[dict[str, float], float]:
         """The operations of an instruction, and the bytes that it reads and writes."""
         around = self.program.by_name(instruction.computation)
-        written = float(sum(result.bytes for result in instruction.results))
+        # A library's call gives the memory that it works in as bytes, behind its results.
+        is_call = instruction.op == "custom-call"
+        written = float(
+            sum(r.bytes for r in instruction.results if not (is_call and r.dtype in ("s8", "u8")))
+        )
         given = [_whole(around.get(name)) for name in instruction.operand_names()]
         if instruction.op != "fusion":
             return _operations(instruction, around), written + sum(given)
@@ -265,7 +269,8 @@ def _operations(instruction: Instruction, around: Mapping[str, Instruction]) -> 
     if instruction.op == "dot":
         match = _CONTRACTED.search(instruction.attributes)
         dims = [int(d) for d in match[1].split(",") if d] if match else []
-        return {_kind(left, instruction): 2.0 * elements * math.prod(left.dims[d] for d in dims)}
+        terms = math.prod(left.dims[d] for d in dims)
+        return {_kind(left, instruction): _each(left) * elements * terms}
     is_library = instruction.op == "custom-call" and "__cudnn$conv" in instruction.attributes
     if instruction.op == "convolution" or is_library:
         labels, kernel = (
@@ -280,11 +285,16 @@ def _operations(instruction: Instruction, around: Mapping[str, Instruction]) -> 
         return {_kind(left, instruction): 2.0 * elements * window}
     if instruction.op == "custom-call" and "__cudnn$fmha" in instruction.attributes:
         return _of_attention(instruction, left)
-    if instruction.op == "custom-call" and "__cublas$gemm" in instruction.attributes:
-        terms = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', instruction.attributes)
-        size = left.dims[int(terms[1])] if terms else left.dims[-1]
-        return {_kind(left, instruction): 2.0 * elements * size}
+    if instruction.op == "custom-call" and "__cublas$" in instruction.attributes:
+        found = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', instruction.attributes)
+        size = left.dims[int(found[1])] if found else left.dims[-1]
+        return {_kind(left, instruction): _each(left) * elements * size}
     return {}
+
+
+def _each(left: Shaped) -> float:
+    """The operations of a multiplication and an addition: of complex numbers four of each."""
+    return 8.0 if left.dtype.startswith("c") else 2.0
 
 
 def _of_attention(instruction: Instruction, query: Shaped) -> dict[str, float]:
@@ -306,6 +316,12 @@ def _kind(left: Shaped, instruction: Instruction) -> str:
         return "fp32" if "operand_precision={highest" in instruction.attributes else "tf32"
     if left.dtype.startswith("f8"):
         return "fp8"
-    return {"f64": "fp64", "bf16": "bf16", "f16": "bf16", "s8": "int8", "u8": "int8"}.get(
-        left.dtype, left.dtype
-    )
+    return {
+        "f64": "fp64",
+        "c64": "fp32",
+        "c128": "fp64",
+        "bf16": "bf16",
+        "f16": "bf16",
+        "s8": "int8",
+        "u8": "int8",
+    }.get(left.dtype, left.dtype)

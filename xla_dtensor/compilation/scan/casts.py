@@ -48,8 +48,9 @@ class _Loop:
                 self._users.setdefault(atom, []).append(each)
             self._makers.update(dict.fromkeys(each.outvars, each))
         self._given = Counter(a for a in self._body.outvars if isinstance(a, Var))
-        # Variables of the body that have fewer bits, and of casts that do nothing any more.
+        # By a variable of the body the one with fewer bits that stands for it.
         self._narrow: dict[Any, Any] = {}
+        # By the result of a cast that does nothing any more what it was cast from.
         self._instead: dict[Any, Any] = {}
 
     def with_casts_outside(self, made: set[Any]) -> list[Any]:
@@ -142,8 +143,8 @@ class _Loop:
 
 
 def _bits(equation: Any) -> int:
-    """How many bits a cast of floating-point numbers adds, so that nothing is lost one way round;
-    0 of other equations."""
+    """How many bits a cast of floating-point numbers adds; less than 0 where it takes some. 0 of
+    other equations, and of casts of which neither they nor their opposite keep the value."""
     if equation.primitive.name != "convert_element_type":
         return 0
     before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -283,6 +283,7 @@ class _Scan(torch.autograd.Function):
                 _check_leaves(y, leaves)
                 like = whole_sums(fresh(y._form))
                 given = new_tensor(of_form(dy, form, like), like)
+                inside.enter_context(_unhooked(own))
                 grads = list(torch.autograd.grad(y, leaves, given, allow_unused=True))
                 arrays = []
                 for i, (leaf, g) in enumerate(zip(leaves, grads, strict=True)):
@@ -330,6 +331,21 @@ class _Scan(torch.autograd.Function):
         of_x = new_tensor(dx, form) if needs_x and 0 not in unused else None
         ctx.stacked = ctx.kept = None
         return (None, of_x, *of_others, *of_own)
+
+
+@contextlib.contextmanager
+def _unhooked(tensors: list[Any]) -> Iterator[None]:
+    """Let the hooks of parameters not run in a block. Those of the first layer would, in the body
+    of the loop, which is for all layers; each layer's own run where it gets its gradient."""
+    hooks = [t._backward_hooks for t in tensors if t._backward_hooks]
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, before, strict=True):
+            each.update(own)
 
 
 def _check_leaves(result: torch.Tensor, known: list[Any]) -> None:
