@@ -10,6 +10,7 @@ import pytest
 
 import xla_dtensor as xd
 from xla_dtensor.planning.collectives import Collective, Part
+from xla_dtensor.planning.links import links
 from xla_dtensor.planning.program_text import Shaped
 from xla_dtensor.planning.rows import rows
 from xla_dtensor.runtime.chips import CHIPS, GPUS, chip_of
@@ -37,7 +38,8 @@ def test_gpus_are_known_by_what_jax_calls_them() -> None:
         4,
         ((0, 1, 2, 3), (4, 5, 6, 7)),
     )
-    (row,) = rows([gather], [], chip, np.array([h200] * 8).reshape(2, 4), ("dp", "tp"))
+    over = links(chip, np.array([h200] * 8).reshape(2, 4), ("dp", "tp"))
+    (row,) = rows([gather], [], over, {})
     assert row.seconds == pytest.approx(0.75 * 4 * MB / 450e9)
 
 

@@ -68,6 +68,7 @@ class _Colours:
             if v is not None
         }
         self._times = {v: n.times for n in nodes for v in n.operands if v is not None}
+        # What a move of a value costs hangs on its own bytes: a group may be of several dtypes.
         self._moved = {v: (times, nbytes_of(v.aval)) for v, times in self._times.items()}
         self._of_group = _numbers([_of_group(group) for group in self._groups])
         self._of_node = _numbers([_of_node(node) for node in nodes])
