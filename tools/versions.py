@@ -38,6 +38,8 @@ TESTS = (
     "tests/dispatch/test_batch.py",
     "tests/dispatch/test_optimizers.py",
     "tests/compilation/test_failures.py",
+    "tests/compilation/test_scan_layers.py",
+    "tests/layouts/test_graph.py",
     "tests/compilation/test_history.py",
     "tests/compilation/test_state.py",
     "tests/custom_ops/test_dfunction.py",

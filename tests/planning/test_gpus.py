@@ -216,4 +216,4 @@ def test_in_a_process_of_its_own(first: str, tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert "computes 4.0" in found.stdout
     if "jax.devices" not in first:  # JAX by itself says that there is no CUDA
-        assert "Traceback" not in found.stderr and len(found.stderr.splitlines()) <= 2
+        assert "Traceback" not in found.stderr

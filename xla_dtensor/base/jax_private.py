@@ -82,6 +82,17 @@ def manual_axes(equation: Any) -> frozenset[str]:
     return found
 
 
+def loop_parts(equation: Any) -> tuple[int, int]:
+    """How many of the operands of a ``scan`` equation are the same in each round, and how many it
+    carries from one to the next; what is behind these is taken slice by slice."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # Since 0.11 the structure of its operands says it.
+    constants, carried, _ = params["ft_in"].update(list(equation.invars)).unpack()
+    return len(list(constants)), len(list(carried))
+
+
 @functools.cache
 def let_empty_results_be_sharded() -> None:
     """XLA calls an empty result replicated, whatever was asked for. JAX before 0.10 takes that for

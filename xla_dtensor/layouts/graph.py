@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.layouts.calls import CALLS, called, inlined
 from xla_dtensor.layouts.factors import Factor, factors, is_elementwise, of_broadcast
 from xla_dtensor.layouts.folding import fold
@@ -218,7 +219,7 @@ class Graph:
         """What a loop carries lies alike in each round, before and after. Of what it takes and
         gives slice by slice, a slice is cut as the whole is."""
         params, inner = equation.params, equation.params["jaxpr"].jaxpr
-        consts, carried = params["num_consts"], params["num_carry"]
+        consts, carried = jax_private.loop_parts(equation)
         own = {v: Var(v.aval) for v in (*inner.constvars, *inner.invars)}
         inputs = [own[v] for v in inner.invars]
         for i, (variable, atom) in enumerate(zip(inputs, equation.invars, strict=True)):

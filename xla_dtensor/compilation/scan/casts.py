@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Var
 
+from xla_dtensor.base import jax_private
+
 
 def casts_outside(jaxpr: Any) -> Any:
     """``jaxpr`` with slices of its loops cast outside of them, to what has fewer bits. The values
@@ -61,16 +63,16 @@ class _Loop:
                 cast it would be there twice.
         """
         equation, params = self._equation, self._equation.params
-        slices = params["num_consts"] + params["num_carry"]
+        constants, carried = jax_private.loop_parts(equation)
         operands, results = list(equation.invars), list(equation.outvars)
         before, behind = [], []
-        for i in range(slices, len(operands)):
+        for i in range(constants + carried, len(operands)):
             is_made = isinstance(operands[i], Var) and operands[i] in made
             dtype = self._take_cast(self._body.invars[i]) if is_made else None
             if dtype is not None:
                 before.append(_cast(operands[i], dtype))
                 (operands[i],) = before[-1].outvars
-        for i in range(params["num_carry"], len(results)):
+        for i in range(carried, len(results)):
             dtype = self._give_uncast(self._body.outvars[i])
             if dtype is not None:
                 narrow = Var(results[i].aval.update(dtype=dtype))
