@@ -1,5 +1,5 @@
 """Whether XLA's GPU compiler is there: ``pip install 'xla_dtensor[gpu-plan]'``, or JAX's two wheels
-in a folder of PYTHONPATH (``make gpu-compiler``)."""
+in a folder of PYTHONPATH (``make test-gpu-plans`` puts them there)."""
 
 from __future__ import annotations
 
