@@ -16,6 +16,7 @@ from torch import nn
 import xla_dtensor as xd
 from tests.conftest import make_mesh
 from tests.planning.gpus import needs_gpu_compiler
+from tests.planning.test_plan import step_of
 from xla_dtensor.errors import CompiledFileError
 
 
@@ -27,17 +28,8 @@ def training(
     on = make_mesh(mesh)
     model = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 8))
     xd.distribute_module(model, on)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
     batch = xd.distribute_tensor(torch.randn(8, 16), on, [xd.Shard(0), xd.Replicate()])
-    return xd.compile(step, compiler_options=options), batch
+    return xd.compile(step_of(model), compiler_options=options), batch
 
 
 def losses(step: Any, batch: Any) -> list[str]:
@@ -159,3 +151,26 @@ def test_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     step, _ = training()
     with pytest.raises(CompiledFileError, match="compiled with device 'NVIDIA H100"):
         xd.load_compiled(tmp_path / "h100.xla", step, trusted=True)
+
+
+def test_an_interrupt_leaves_the_file_that_was_there(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "step.xla"
+    there.write_bytes(path.read_bytes())
+    write = zipfile.ZipFile.writestr
+
+    def interrupted(self: Any, name: str, data: Any) -> None:
+        if name == "0.bin":
+            raise KeyboardInterrupt
+        write(self, name, data)
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", interrupted)
+    step, batch = training()
+    with pytest.raises(KeyboardInterrupt):
+        step.save_compiled(there, batch)
+    monkeypatch.undo()
+    assert there.read_bytes() == path.read_bytes() and [*tmp_path.iterdir()] == [there]
+    assert xd.load_compiled(there, step, trusted=True) == 1
+    step(batch)
+    assert step.compilations == 0

@@ -182,6 +182,4 @@ class _Sample:
 
 
 def _compiled(program: Any) -> None:
-    topology = abstract.current()
-    assert topology is not None
-    program.lowered.compile({**QUICK, **topology.compiler_options})
+    program.lowered.compile(abstract.compiler_options(QUICK))

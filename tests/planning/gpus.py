@@ -7,15 +7,9 @@ import importlib.util
 
 import pytest
 
+from xla_dtensor.runtime.gpus import installed
 
-def _is_there(plugin: str) -> bool:
-    return (
-        importlib.util.find_spec("jax_plugins") is not None
-        and importlib.util.find_spec(f"jax_plugins.{plugin}") is not None
-    )
-
-
-HAS_COMPILER = _is_there("xla_cuda13") or _is_there("xla_cuda12")
+HAS_COMPILER = bool(installed())
 HAS_CUDNN = HAS_COMPILER and importlib.util.find_spec("nvidia") is not None
 
 needs_gpu_compiler = pytest.mark.skipif(

@@ -40,7 +40,7 @@ def test_names_that_are_none(name: str, words: str) -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_installed", list)
+    monkeypatch.setattr(gpus, "installed", list)
     with pytest.raises(TopologyError, match=r"pip install 'xla_dtensor\[gpu-plan\]'"):
         gpus.devices("h100:1x8", "h100", 1, 8)
 
@@ -150,13 +150,13 @@ def test_attention_is_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
     from xla_dtensor.planning import planner
 
     texts: list[str] = []
-    read = planner.collectives
+    read = planner.Program
 
-    def keep(text: str, *args: Any) -> Any:
+    def keep(text: str) -> Any:
         texts.append(text)
-        return read(text, *args)
+        return read(text)
 
-    monkeypatch.setattr(planner, "collectives", keep)
+    monkeypatch.setattr(planner, "Program", keep)
     report = of_attention()
     assert "__cudnn$fmhaSoftmax" in texts[0] and "__cudnn$fmhaSoftmaxBackward" in texts[0]
     pairs = 8 * 8 * 512 * 513 // 2

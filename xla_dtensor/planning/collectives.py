@@ -33,7 +33,6 @@ _AXES = re.compile(
 # The order of the mesh's devices: numbers transposed, or a list.
 _ORDER = re.compile(r"\(\[(?P<dims>[\d,]+)\]T\((?P<t>[\d,]+)\)\)|\((?P<list>[\d,]+)\)")
 _PAIRS = re.compile(r"source_target_pairs=\{(?P<pairs>(?:\{\d+,\d+\},?)*)\}")
-_CHAIN = re.compile(r'\bchain_id="(-?\d+)"')
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,16 @@ class Collective:
 
 
 def collectives(
-    text: str, shape: Sequence[int] = (), names: Sequence[str] = ()
+    text: str | Program, shape: Sequence[int] = (), names: Sequence[str] = ()
 ) -> list[Collective]:
     """The collectives that a program runs.
 
     Args:
-        text: ``jax.stages.Compiled.as_text()``.
+        text: ``jax.stages.Compiled.as_text()``, or what was read of it.
         shape: of the mesh that it was compiled for, which says along which dims groups lie.
         names: of its dims.
     """
-    program = Program(text)
+    program = text if isinstance(text, Program) else Program(text)
     found: list[Collective] = []
     chains: set[tuple[str, str]] = set()
     scattering = _scattering(program)
@@ -99,9 +98,8 @@ def collectives(
         # The TPU's compiler writes a collective that runs beside others' work down twice: once in
         # what starts it, once in what ends it. Only the chain's number tells that they are one; the
         # channel's may be that of others, too.
-        chain = _CHAIN.search(instruction.attributes)
-        if chain is not None:
-            key = kind, chain[1]
+        if instruction.chain is not None:
+            key = kind, instruction.chain
             if key in chains:
                 continue
             chains.add(key)

@@ -21,6 +21,7 @@ from xla_dtensor.planning.collectives import collectives
 from xla_dtensor.planning.flops import flops
 from xla_dtensor.planning.inputs import inputs
 from xla_dtensor.planning.links import links
+from xla_dtensor.planning.program_text import Program
 from xla_dtensor.planning.report import Report
 from xla_dtensor.planning.rows import exposed_per_dim, rows, seconds_per_dim
 from xla_dtensor.planning.schedule import Schedule, schedule
@@ -142,10 +143,7 @@ def _report(
     available = granted_memory(devices.flat[0])
     text, cost, notes = "", {}, []
     with jax.enable_x64(True), tempfile.TemporaryDirectory() as dump:
-        options = {
-            **({} if topology is None else topology.compiler_options),
-            **(seen["options"] or {}),
-        }
+        options = abstract.compiler_options(seen["options"])
         if topology is not None and topology.kind in _UNREADABLE:
             options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
         if topology is not None and topology.is_of_gpus:
@@ -173,11 +171,12 @@ def _report(
                     f"what this jaxlib doesn't know ({str(error).splitlines()[0]})"
                 )
     all_inputs = seen["inputs"]
-    moved = collectives(text, devices.shape, tuple(sizes))
+    program = Program(text)
+    moved = collectives(program, devices.shape, tuple(sizes))
     over = None if chip is None else links(chip, devices, tuple(sizes))
     in_time = Schedule()
     if chip is not None and over is not None and text:
-        in_time = schedule(text, moved, over, chip)
+        in_time = schedule(program, moved, over, chip)
     table = rows(moved, all_inputs, over, in_time.exposed)
     hops: dict[str, float] = {}
     if chip is not None and not chip.is_switched:

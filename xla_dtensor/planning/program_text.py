@@ -14,6 +14,7 @@ _CALLS = re.compile(
     r"true_computation|false_computation)=(?P<what>\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CHAIN = re.compile(r'\bchain_id="(-?\d+)"')
 _OP_NAME = re.compile(r'metadata=\{[^}]*?\bop_name="(?P<name>(?:[^"\\]|\\.)*)"')
 
 
@@ -66,6 +67,12 @@ class Instruction:
     def operand_names(self) -> list[str]:
         """The instructions whose results it is given."""
         return re.findall(r"%([\w.\-]+)", self.operands)
+
+    @property
+    def chain(self) -> str | None:
+        """The number that what starts a collective of a TPU's program and what ends it share."""
+        match = _CHAIN.search(self.attributes)
+        return match[1] if match else None
 
     def calls(self) -> Iterator[tuple[str, str]]:
         """The computations that it runs, each as (how, its name)."""

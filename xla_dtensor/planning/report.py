@@ -36,11 +36,11 @@ class Report:
         collectives: what moves between devices, each kind with its mesh dims, module, count, bytes.
         replicated: large parameters and states that no mesh dim shards.
         flops: of the step's matrix products and convolutions, on all chips together.
+        flops_by_kind: ``flops`` by what is multiplied: ``"bf16"``, ``"tf32"`` and the like.
         scheduled: how long the step takes by XLA's order of instructions, if each took what it has
             to at the least, with collectives alone beside them; None where nobody knows.
         exposed: per mesh dim how long of that a device waits for collectives.
         stretches: those parts of the schedule that communicate (`schedule.Stretch`).
-        flops_by_kind: ``flops`` by what is multiplied: ``"bf16"``, ``"tf32"`` and the like.
         flops_per_device: what XLA counts in the program of one device; a loop's body counts once.
         seconds: at the least: ``compute``, ``memory``, ``network DIM``; {} where the chip is none
             that is known.

@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from xla_dtensor.planning.collectives import Collective
 from xla_dtensor.planning.links import Links
@@ -24,7 +23,6 @@ from xla_dtensor.runtime.chips import Chip
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=(\S+?)_(?P<kernel>\S+?)->")
 _SCORES = re.compile(r'"intermediate_tensor_shape": \{[^}]*?"dimensions": \[([^\]]*)\]')
-_CHAIN = re.compile(r'\bchain_id="(-?\d+)"')
 
 # What moves or names values without computing, and takes no time by itself.
 _FREE = frozenset(
@@ -85,16 +83,16 @@ class Schedule:
     stretches: list[Stretch] = field(default_factory=list)
 
 
-def schedule(text: str, found: Sequence[Collective], over: Links, chip: Chip) -> Schedule:
+def schedule(program: Program, found: Sequence[Collective], over: Links, chip: Chip) -> Schedule:
     """The schedule of a program.
 
     Args:
-        text: ``jax.stages.Compiled.as_text()``.
+        program: what was read of its text.
         found: its collectives.
         over: the links that they go over.
         chip: what runs it.
     """
-    walk = _Walk(Program(text), {one.name: one for one in found}, over, chip)
+    walk = _Walk(program, {one.name: one for one in found}, over, chip)
     walk.made.seconds = walk.run(walk.program.entry)
     return walk.made
 
@@ -177,11 +175,8 @@ class _Walk:
         return one, chain or one.name, chain is None
 
     def _chain(self, computation: str) -> str | None:
-        for member in self.program.computations.get(computation, ()):
-            match = _CHAIN.search(member.attributes)
-            if match is not None:
-                return match[1]
-        return None
+        members = self.program.computations.get(computation, ())
+        return next(filter(None, (member.chain for member in members)), None)
 
     # --- what isn't a collective ----------------------------------------------------------------
 
@@ -213,23 +208,17 @@ class _Walk:
         if instruction.op != "fusion":
             return _operations(instruction, around), written + sum(given)
         operations: dict[str, float] = {}
-        inside: dict[str, Instruction] = {}
-        for how, name in instruction.calls():
-            if how == "calls":
-                inside = self.program.by_name(name)
+        called = next((name for how, name in instruction.calls() if how == "calls"), "")
+        inside, users = self.program.by_name(called), self.program.users(called)
         for member in inside.values():
             for kind, count in _operations(member, inside).items():
                 operations[kind] = operations.get(kind, 0.0) + count
-        users: dict[str, list[Instruction]] = {}
-        for member in inside.values():
-            for name in member.operand_names():
-                users.setdefault(name, []).append(member)
         read = 0.0
         for member in inside.values():
             if member.op == "parameter" and member.operands.isdigit():
                 place = int(member.operands)
                 whole = given[place] if place < len(given) else 0.0
-                read += _read(member.name, users, inside, whole)
+                read += _read(member.name, users, whole)
         for member in inside.values():
             if member.op == "dynamic-update-slice":  # in place: what is written is the update
                 written -= _whole(member) - _whole(inside.get(member.operand_names()[1]))
@@ -240,14 +229,12 @@ def _whole(instruction: Instruction | None) -> float:
     return 0.0 if instruction is None else float(sum(r.bytes for r in instruction.results))
 
 
-def _read(
-    name: str, users: Mapping[str, list[Instruction]], inside: Mapping[str, Any], whole: float
-) -> float:
+def _read(name: str, users: Mapping[str, list[Instruction]], whole: float) -> float:
     """The bytes that a fusion reads of a parameter: of one that it takes slices of, these."""
     read = 0.0
     for user in users.get(name, []):
         if user.op in ("bitcast", "reshape"):
-            read += _read(user.name, users, inside, whole)
+            read += _read(user.name, users, whole)
         elif user.op in ("dynamic-slice", "slice", "gather"):
             read += _whole(user) if user.operand_names()[0] == name else whole
         elif user.op == "dynamic-update-slice" and user.operand_names()[0] == name:

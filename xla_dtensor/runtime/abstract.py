@@ -5,6 +5,8 @@ While there is a topology, meshes are of its devices, and new tensors have layou
 
 from __future__ import annotations
 
+from typing import Any
+
 from xla_dtensor.base import executor
 from xla_dtensor.runtime.topologies import Topology
 
@@ -19,6 +21,11 @@ _state = _State()
 def current() -> Topology | None:
     """The topology that tensors are laid out for; None where they have data."""
     return _state.topology
+
+
+def compiler_options(given: dict[str, Any] | None) -> dict[str, Any]:
+    """XLA's options for a program: the user's, and what the current topology wants besides."""
+    return {**(_state.topology.compiler_options if _state.topology else {}), **(given or {})}
 
 
 def enter(topology: Topology | None) -> Topology | None:

@@ -128,9 +128,9 @@ def _start_compiler(name: str) -> None:
     is told to compute on something else."""
     import jax
 
-    installed = _installed()
+    there = installed()
     wants = f"topology {name!r} needs XLA's GPU compiler, which needs no GPU"
-    if not installed:
+    if not there:
         raise TopologyError(
             f"{wants}: pip install 'xla_dtensor[gpu-plan]' (JAX's own wheels jax-cuda13-plugin and "
             "jax-cuda13-pjrt of JAX's version, 140 MB; with CUDA 12 jax-cuda12-plugin)"
@@ -142,10 +142,10 @@ def _start_compiler(name: str) -> None:
     jax_private.discover_plugins()
     if "cuda" not in jax_private.topology_factories:
         # JAX has looked for plugins already, and this one has refused.
-        importlib.import_module(f"jax_plugins.{installed[0]}").initialize()
+        importlib.import_module(f"jax_plugins.{there[0]}").initialize()
     if "cuda" not in jax_private.topology_factories:
         raise TopologyError(
-            f"{wants}: jax_plugins.{installed[0]} is there, and JAX {jax.__version__} doesn't take "
+            f"{wants}: jax_plugins.{there[0]} is there, and JAX {jax.__version__} doesn't take "
             "it; its version has to be JAX's: pip install 'xla_dtensor[gpu-plan]'"
         )
 
@@ -156,7 +156,7 @@ def compute_elsewhere() -> None:
     compute on, or there is something else."""
     import jax
 
-    if jax.config.jax_platforms is not None or not _installed():
+    if jax.config.jax_platforms is not None or not installed():
         return
     import jax_plugins
 
@@ -170,7 +170,7 @@ def compute_elsewhere() -> None:
 _PLUGINS = ("xla_cuda13", "xla_cuda12")
 
 
-def _installed() -> list[str]:
+def installed() -> list[str]:
     """The names of JAX's CUDA plugins that are there."""
     if importlib.util.find_spec("jax_plugins") is None:
         return []

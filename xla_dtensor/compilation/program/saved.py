@@ -133,10 +133,15 @@ def write(path: str | Path, step: str, options: Any, programs: Sequence[tuple[An
             }
         )
     about = {**_here(device), "step": step, "options": _in_words(options), "programs": listed}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-        file.writestr(_ABOUT, json.dumps(about, indent=1))
-        for number, payload in enumerate(payloads):
-            file.writestr(f"{number}.bin", payload)
+    unfinished = path.with_name(f".{path.name}.unfinished")  # an interrupt leaves what was there
+    try:
+        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+            file.writestr(_ABOUT, json.dumps(about, indent=1))
+            for number, payload in enumerate(payloads):
+                file.writestr(f"{number}.bin", payload)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read(path: str | Path, step: str, options: Any) -> list[Saved]:

@@ -259,8 +259,7 @@ class CompiledStep(StepTraces):
             step.save_compiled("/tmp/step.xla", torch.ones(4, device="xla"))
             assert step.traces == 0 and step.load_compiled("/tmp/step.xla", trusted=True) == 1
         """
-        topology = abstract.current()
-        options = {**(topology.compiler_options if topology else {}), **(self._options or {})}
+        options = abstract.compiler_options(self._options)
         look = functools.partial(compiled_for_file, options=options)
         with not_kept():
             program = self.looked_at(args, kwargs, look)
