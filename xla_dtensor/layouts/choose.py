@@ -80,7 +80,7 @@ class Choice:
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
         given = [axes for axes in (*known.values(), *required) if axes is not None]
         given += [group.known for group in self.graph.groups() if group.known is not None]
-        self._units = units_of(self._sizes, given)
+        self._units = tuple(units_of(self._sizes, given))
         # Pairs of axes that one of the layouts has on one dim.
         self._together = {
             pair for axes in given for names in axes for pair in itertools.permutations(names, 2)
@@ -93,7 +93,7 @@ class Choice:
         self._some = {kind: number for number, kind in enumerate(self.graph.folds.kind_of_node)}
         self._used = {axis for axes in given for names in axes for axis in names}
         self._points: list[Point] = []
-        self._settle()
+        self._settle(self._start())
         if memory is not None:
             self._fit(memory, Alive(jaxpr, self.graph))
 
@@ -110,14 +110,52 @@ class Choice:
             self._points.append((memory - (needed - here), groups))
             self._settle()
 
-    def _settle(self) -> None:
-        """Choose how all axes cut."""
-        stale = {*self._units}  # chosen before others were as they are now
+    def _start(self) -> Unit:
+        """Choose how each axis cuts, once, and give that which was chosen last.
+
+        What comes first is chosen as if all others cut inputs and results alone, and may take a dim
+        that a later one needed more: where experts are over "ep", and "dp" comes first, it may take
+        them for itself. So it is done in both orders, and the cheaper one is taken.
+        """
+        best: tuple[float, Unit, Any] | None = None
+        for units in dict.fromkeys((self._units, self._units[::-1])):
+            self._take((True, {}, {}, [{} for _ in self.graph.nodes]))
+            for unit in units:
+                self.found = self.found and self._choose(unit)
+            price = self.price()
+            if best is None or price < best[0]:
+                best = price, units[-1] if units else (), self._taken()
+        assert best is not None
+        _, last, ways = best
+        self._take(ways)
+        return last
+
+    def _settle(self, fresh: Unit | None = None) -> None:
+        """Choose anew how axes cut, but for one that was chosen just now, as long as that is
+        cheaper: an axis is chosen by what it costs with the others as they are, and that is nearly,
+        but not quite, the price of all of them."""
+        stale = {*self._units} - {fresh}  # chosen before others were as they are now
+        price = self.price()
         for unit in [*self._units] * ROUNDS:
             if unit in stale and self.found:
-                changed = self._choose(unit)
-                stale = {*stale, *self._units} if changed else stale
                 stale.discard(unit)
+                before = self._taken()
+                self.found = self._choose(unit)
+                new = self.price()
+                # What memory is short of isn't in the price of what is chosen for that.
+                if new < price or (self._points and before[1] != self._states):
+                    price, stale = new, {*self._units} - {unit}
+                else:
+                    self._take(before)
+
+    def _taken(self) -> Any:
+        """How all axes cut, to come back to it (`_take`)."""
+        states = {group: {**of_units} for group, of_units in self._states.items()}
+        return self.found, states, {**self._options}, [{**factors} for factors in self._factors]
+
+    def _take(self, ways: Any) -> None:
+        self.found, self._states, self._options, self._factors = ways
+        self._chosen.clear()
 
     @classmethod
     def of_program(
@@ -338,7 +376,7 @@ class Choice:
         return math.prod(self._sizes[axis] for axis in unit)
 
     def _choose(self, unit: Unit) -> bool:
-        """Choose how some axes cut; whether that is otherwise than before."""
+        """Choose how some axes cut; whether there is a way."""
         size = self._size(unit)
         possible: dict[Group, list[int]] = {}
 
@@ -369,16 +407,14 @@ class Choice:
             self._points,
         )
         if not found.found:
-            self.found = False
             return False
-        before = [{**self._states.get(group, {})} for group in self.graph.groups()]
         self._chosen.clear()
         for group in self.graph.groups():
             self._states.setdefault(group, {})[unit] = found.state(group)
         for number, factors in enumerate(self._factors):
             factors[unit] = found.factor(number)
         self._options[unit] = found.options
-        return before != [self._states[group] for group in self.graph.groups()]
+        return True
 
     def _may_cut(self, group: Group, dim: int, unit: Unit, size: int) -> bool:
         """A dim is cut by several axes only where an input or a result is, or a rule has it so:

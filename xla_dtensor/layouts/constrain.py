@@ -77,7 +77,7 @@ class _Constrain:
             if name == "sharding_constraint":  # the user's
                 before, after = choice.of(equation.invars[0]), choice.of(equation.outvars[0])
                 if before is not None and after is not None:
-                    way = self._cut_first(equation.invars[0], before, after)
+                    way = self._way(equation.invars[0], before, after)
                     operands = [ask(*operands, *way, of=equation)]
                 made.append(equation.replace(invars=operands))
                 continue
@@ -93,9 +93,10 @@ class _Constrain:
                     # Else XLA may gather an operand in place of what is made of it; and cut each of
                     # the equations that a running sum is written out to.
                     is_many = name == "prefix_scan" and given != axes
-                    if given is not None and (is_many or _communicates(given, axes)):
-                        way = self._cut_first(result, given, axes)
-                        ways = [self._sharding(given), *way, *ways]
+                    if given is not None:
+                        ways = [*self._way(result, given, axes), *ways]
+                        if is_many or _communicates(given, axes):
+                            ways = [self._sharding(given), *ways]
                     renamed[result] = ask(result, *ways, of=equation)
         return made, [current(atom) for atom in results]
 
@@ -147,8 +148,7 @@ class _Constrain:
                     continue
                 for j, atom in enumerate(equation.invars):
                     if not isinstance(atom, Literal) and graph.value(atom) is value:
-                        way = waypoints(self._frame, before, wanted)
-                        way = way or self._cut_first(value, before, wanted)
+                        way = self._way(value, before, wanted)
                         yield j, [*way, self._sharding(wanted)]
 
     def _inside(self, equation: Any, numbers: Sequence[int]) -> Any:
@@ -171,6 +171,25 @@ class _Constrain:
         """Whether the program says anyway how a result lies, and that is how it was chosen."""
         value = self._choice.graph.value(result)
         return value in self._required and self._required[value] == self._choice.of(value)
+
+    def _way(self, value: Any, before: DimAxes, after: DimAxes) -> list[NamedSharding]:
+        """Where a value lies on its way from one layout to another; mostly nowhere else."""
+        way = waypoints(self._frame, before, after) or self._cut_first(value, before, after)
+        return way or self._turned(before, after)
+
+    def _turned(self, before: DimAxes, after: DimAxes) -> list[NamedSharding]:
+        """Where a value lies on its way if axes begin or cease to cut a dim whose other axes come
+        after them: with these first, in whose parts the value is whole along the others. XLA finds
+        no such way for a sum, and takes what is summed whole."""
+        between: DimAxes = ()
+        for old, new in zip(before, after, strict=True):
+            few, many = sorted((old, new), key=len)
+            is_turned = {*few} < {*many} and many[: len(few)] != few
+            turned = (*few, *(axis for axis in many if axis not in few))
+            between = (*between, turned if is_turned else new)
+        names = [axis for dim in between for axis in dim]
+        is_way = between != after and len({*names}) == len(names)
+        return [self._sharding(between)] if is_way else []
 
     def _cut_first(self, value: Any, before: DimAxes, after: DimAxes) -> list[NamedSharding]:
         """Where a value lies on its way if some axes begin to cut it and others cease to: as much

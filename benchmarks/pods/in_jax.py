@@ -1,0 +1,194 @@
+"""The same step as an expert writes it in JAX, compiled for the same devices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import xla_dtensor as xd
+from pods.sizes import Sizes, rope_angles
+from xla_dtensor.planning.collectives import collective_traffic
+from xla_dtensor.planning.flops import flops
+from xla_dtensor.planning.memory import of_compiled
+
+
+def planned(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str, Any]:
+    with xd.abstract(topology) as block:  # the same chips in the same order
+        mesh = xd.init_device_mesh(
+            "xla", tuple(mesh_sizes.values()), mesh_dim_names=tuple(mesh_sizes)
+        )
+        one = xd.distribute_tensor(torch.zeros(8), mesh, [xd.Replicate()] * 2)
+        mesh, chips = one._form.frame.jax_mesh, block.topology
+    dp, tp = mesh.axis_names
+    spec = jax.sharding.PartitionSpec
+    placed = lambda *s: jax.sharding.NamedSharding(mesh, spec(*s))
+    d, n, kv = sizes.dim, sizes.layers, sizes.kv_heads * sizes.head
+    head, row = (dp, tp), (tp, dp)  # of [in, out]
+    column = (None, (tp, dp)) if sizes.fully_shard else head
+    shapes = {
+        "embedding": ((sizes.vocab, d), (tp, dp)),
+        "output": ((d, sizes.vocab), head),
+        "norm": ((d,), ()),
+        "wq": ((n, d, d), (None, *column)),
+        "wk": ((n, d, kv), (None, *column)),
+        "wv": ((n, d, kv), (None, *column)),
+        "wo": ((n, d, d), (None, *row)),
+        "w1": ((n, d, sizes.hidden), (None, *column)),
+        "w3": ((n, d, sizes.hidden), (None, *column)),
+        "w2": ((n, sizes.hidden, d), (None, *row)),
+        "attention_norm": ((n, d), ()),
+        "ffn_norm": ((n, d), ()),
+    }
+    if sizes.experts:
+        # Experts over the second dim of the mesh, all else as FSDP has it.
+        dense = {name: s for name, s in shapes.items() if name not in ("w1", "w2", "w3")}
+        everywhere = lambda shape: (
+            (None,) * (len(shape) - 2) + ((dp, tp),) if len(shape) > 1 else ()
+        )
+        shapes = {
+            name: (shape, () if "norm" in name else everywhere(shape))
+            for name, (shape, _) in dense.items()
+        } | {
+            "router": ((n, d, sizes.experts), (None, (dp, tp))),
+            "w1": ((n, sizes.experts, d, sizes.hidden), (None, tp, dp)),
+            "w3": ((n, sizes.experts, d, sizes.hidden), (None, tp, dp)),
+            "w2": ((n, sizes.experts, sizes.hidden, d), (None, tp, None, dp)),
+        }
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placed(*s))
+        for name, (shape, s) in shapes.items()
+    }
+    state = (params, params, jax.ShapeDtypeStruct((), jnp.float32, sharding=placed()))
+    by = (dp, tp) if sizes.experts else dp  # of the batch
+    rows = sizes.rows(mesh_sizes), sizes.seq
+    batch = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=placed(by))
+    cos, sin = (jnp.asarray(t.float().numpy(), jnp.bfloat16) for t in rope_angles(sizes))
+    wide, narrow = jnp.float32, jnp.bfloat16
+
+    def norm(x: Any, weight: Any) -> Any:
+        y = x.astype(wide)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
+        return (y * weight).astype(x.dtype)
+
+    def rotate(x: Any, cos: Any, sin: Any) -> Any:  # [b, s, heads, head]
+        first, second = jnp.split(x, 2, axis=-1)
+        c, s = cos[:, None, :], sin[:, None, :]
+        return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        kernel = {"gpu": "cudnn", "cpu": "xla"}.get(mesh.devices.flat[0].platform)
+        if kernel is not None:
+            turned = (t.transpose(0, 2, 1, 3) for t in (q, k, v))  # [b, s, heads, head]
+            out = jax.nn.dot_product_attention(*turned, is_causal=True, implementation=kernel)
+            return out.transpose(0, 2, 1, 3)
+        from jax.experimental.pallas.ops.tpu.splash_attention import (
+            splash_attention_kernel as splash,
+        )
+        from jax.experimental.pallas.ops.tpu.splash_attention import (
+            splash_attention_mask as masks,
+        )
+
+        size = 512
+        kernel = splash.make_splash_mha(
+            masks.MultiHeadMask([masks.CausalMask((sizes.seq, sizes.seq))] * q.shape[1]),
+            block_sizes=splash.BlockSizes(
+                block_q=size, block_kv=size, block_kv_compute=size, block_q_dkv=size,
+                block_kv_dkv=size, block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size,
+            ),
+            head_shards=1, q_seq_shards=1,
+        )  # fmt: skip
+        return jax.vmap(kernel)((q / math.sqrt(sizes.head)).astype(q.dtype), k, v)
+
+    heads = spec(by) if sizes.experts else spec(dp, tp)
+    attention = jax.shard_map(
+        attend, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False
+    )
+
+    def block(x: Any, p: Any) -> Any:
+        w = {name: value.astype(narrow) for name, value in p.items()}
+        h = norm(x, p["attention_norm"])
+        split = lambda t: t.reshape(*t.shape[:2], -1, sizes.head)
+        q, k, v = (split(h @ w[name]) for name in ("wq", "wk", "wv"))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = attention(*(t.transpose(0, 2, 1, 3) for t in (q, k, v)))
+        x = laid_out(x + out.transpose(0, 2, 1, 3).reshape(x.shape) @ w["wo"])
+        h = norm(x, p["ffn_norm"])
+        return laid_out(x + (experts(h, p, w) if sizes.experts else feed_forward(h, w)))
+
+    def feed_forward(h: Any, w: Any) -> Any:
+        return (jax.nn.silu(h @ w["w1"]) * (h @ w["w3"])) @ w["w2"]
+
+    def experts(x_BSD: Any, p: Any, w: Any) -> Any:  # the letters are `in_torch.Experts`'
+        B, E, C = len(x_BSD), sizes.experts, sizes.capacity
+        said = jax.lax.with_sharding_constraint
+        scores_BSE = x_BSD.astype(wide) @ p["router"]
+        weight_BSK, expert_BSK = jax.lax.top_k(scores_BSE, sizes.taken)
+        chosen_BKSE = jax.nn.one_hot(expert_BSK, E, dtype=jnp.int32).swapaxes(1, 2)
+        queued = jnp.cumsum(chosen_BKSE.reshape(B, -1, E), 1).reshape(chosen_BKSE.shape)
+        place_BKS = jnp.sum((queued - 1) * chosen_BKSE, -1)
+        slot_BKSC = jax.nn.one_hot(place_BKS, C, dtype=narrow)  # none where there is no place
+        gate_BKS = jax.nn.softmax(weight_BSK, -1).swapaxes(1, 2).astype(narrow)
+        chosen = chosen_BKSE.astype(narrow)
+        dispatch = jnp.einsum("bkse,bksc->bsec", chosen, slot_BKSC)
+        combine = jnp.einsum("bkse,bksc->bsec", chosen * gate_BKS[..., None], slot_BKSC)
+        # Made where the tokens are, then sent to where the experts are; and back.
+        taken = said(jnp.einsum("bsec,bsd->ebcd", dispatch, x_BSD), placed(None, by))
+        taken = said(taken, placed(tp, dp))
+        hidden = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", taken, w["w1"]))
+        hidden *= jnp.einsum("ebcd,edf->ebcf", taken, w["w3"])
+        given = said(jnp.einsum("ebcf,efd->ebcd", hidden, w["w2"]), placed(tp, dp))
+        return jnp.einsum("bsec,ebcd->bsd", combine, said(given, placed(None, by)))
+
+    def laid_out(x: Any) -> Any:
+        if not (sizes.sequence_parallel or sizes.loop or sizes.experts):
+            return x
+        where = placed(dp, tp) if sizes.sequence_parallel else placed(by)
+        return jax.lax.with_sharding_constraint(x, where)
+
+    def loss_of(params: Any, tokens: Any, targets: Any) -> Any:
+        of_layer = {k: v for k, v in params.items() if k not in ("embedding", "output", "norm")}
+        x = params["embedding"].astype(narrow)[tokens]
+        x = jax.lax.with_sharding_constraint(x, placed(by))
+        x = laid_out(x)
+        layer = block if sizes.keep else jax.checkpoint(block, prevent_cse=sizes.barrier)
+        if sizes.loop:
+            for i in range(n):
+                x = layer(x, {name: value[i] for name, value in of_layer.items()})
+        else:
+            x = jax.lax.scan(lambda x, p: (layer(x, p), None), x, of_layer)[0]
+        logits = (norm(x, params["norm"]) @ params["output"].astype(narrow)).astype(wide)
+        logs = jax.nn.log_softmax(logits)
+        return -jnp.mean(jnp.take_along_axis(logs, targets[..., None], axis=-1))
+
+    def step(params: Any, state: Any, tokens: Any, targets: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(params, tokens, targets)
+        first, second, count = state
+        count = count + 1
+        one, two = 1 - 0.9**count, 1 - 0.999**count
+        first = jax.tree.map(lambda m, g: m + 0.1 * (g - m), first, grads)
+        second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, second, grads)
+
+        def updated(p: Any, m: Any, v: Any) -> Any:
+            return p * (1 - 3e-4 * 0.01) - 3e-4 * (m / one) / (jnp.sqrt(v / two) + 1e-8)
+
+        return loss, jax.tree.map(updated, params, first, second), (first, second, count)
+
+    kept = jax.tree.map(lambda x: x.sharding, (params, state))
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(None, *kept))
+    traced = jitted.trace(params, state, batch, batch)
+    jax.config.update("jax_enable_compilation_cache", False)  # it can't read what is for others
+    platform = mesh.devices.flat[0].platform
+    compiled = traced.lower().compile({**chips.compiler_options, **dict(sizes.options)})
+    memory = of_compiled(compiled, None)
+    moved = collective_traffic(compiled.as_text())
+    return {
+        "memory": memory.needed,
+        "temporaries": memory.temporaries,
+        "flops": flops(traced.jaxpr.jaxpr, platform).total(),
+        "bytes": dict(moved.bytes),
+        "counts": dict(moved.counts),
+    }
