@@ -119,6 +119,19 @@ class UnsupportedOpError(XlaDTensorError, NotImplementedError):
     """
 
 
+class RandomNumbersError(XlaDTensorError, RuntimeError):
+    """Raised for random numbers, also those of dropout, on a platform whose compiler gets them
+    wrong: make them on the CPU (``torch.rand(..., device="cpu")``) and distribute them.
+
+    Example::
+
+        import numpy as np
+        from xla_dtensor.base.random import threefry
+
+        threefry.check("npu", lambda: (np.zeros(2, int), np.ones(2, int)))  # got, right
+    """
+
+
 class DataDependentError(XlaDTensorError, RuntimeError):
     """Raised for Python that needs a tensor's value inside a compiled step, where there is none
     yet: compute with tensors (``torch.where``), or return the tensor and look at it outside.

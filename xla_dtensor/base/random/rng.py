@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import thread_state
+from xla_dtensor.base.random import threefry
 from xla_dtensor.base.torch_private import disable_current_modes
 
 DEFAULT_SEED = 67280421310721  # torch's own default generator seed
@@ -170,10 +171,15 @@ def position_in(state: torch.Tensor) -> tuple[int, int]:
 
 
 def key_of(state: Any, offset: int = 0) -> Any:
-    """The JAX key of the random operation ``offset`` operations after ``state`` (see `words`)."""
+    """The JAX key of the random operation ``offset`` operations after ``state`` (see `words`).
+
+    Raises:
+        RandomNumbersError: the platform isn't known to compute them right, and doesn't.
+    """
     import jax
     import jax.numpy as jnp
 
+    threefry.check_platform()
     state = jnp.asarray(state, dtype=jnp.uint32)
     key = jax.random.wrap_key_data(state[:2], impl="threefry2x32")
     low = state[2] + jnp.uint32(offset)
