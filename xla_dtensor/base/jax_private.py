@@ -34,6 +34,11 @@ NAMES = {
     ),
     # What else is part of a program's key in the cache on disk.
     "cache_key_hook": "jax._src.cache_key:custom_hook",
+    # A block whose programs' keys leave out the addresses of functions that XLA calls back when it
+    # partitions them, and those functions by address.
+    "without_addresses": "jax._src.config:remove_custom_partitioning_ptr_from_cache_key",
+    "partitioning_callbacks": "jax._src.custom_partitioning:_sharding_callbacks",
+    "PartitioningCallback": "jax._src.custom_partitioning:_ShardingCallbackInfo",
     # cuDNN's attention with the rows' sums, and whether cuDNN is there. It could be public
     # jax.nn.dot_product_attention(implementation="cudnn", return_residual=True), which wants heads
     # behind positions.
@@ -91,6 +96,16 @@ def loop_parts(equation: Any) -> tuple[int, int]:
     # Since 0.11 the structure of its operands says it.
     constants, carried, _ = params["ft_in"].update(list(equation.invars)).unpack()
     return len(list(constants)), len(list(carried))
+
+
+def forget_partitioning(compiled: Any) -> None:
+    """Let go of the functions that XLA has called back to partition a program, so that pickle can
+    write it down: JAX keeps them with what was compiled, which needs them no longer."""
+    unloaded = getattr(compiled._executable, "_unloaded_executable", None)
+    if unloaded is not None and unloaded.keepalive:
+        partitioning = find("PartitioningCallback")
+        kept = [one for one in unloaded.keepalive if not isinstance(one, partitioning)]
+        unloaded.keepalive = type(unloaded.keepalive)(kept)
 
 
 @functools.cache

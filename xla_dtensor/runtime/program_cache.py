@@ -14,7 +14,7 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from xla_dtensor.base import jax_private
@@ -89,26 +89,46 @@ def not_kept() -> Iterator[None]:
     """Compile without JAX's cache on disk, in this thread: programs for devices that aren't here it
     keeps and can't read back, and what it has read back it can't write down once more (JAX 0.10's
     CPU executables lack their functions then)."""
-    _ask_for_a_key()
-    before, _unused.key = _unused.key, uuid.uuid4().hex
-    try:
-        with jax_private.persistent_cache_min_compile_time_secs(1e9):
-            yield
-    finally:
-        _unused.key = before
+    with (
+        _also_known_by(uuid.uuid4().hex),  # nothing is found
+        jax_private.persistent_cache_min_compile_time_secs(1e9),
+    ):
+        yield
 
 
-class _Unused(threading.local):
-    """Part of the keys of the cache: another one each time, and nothing is found."""
+@contextlib.contextmanager
+def kept_by_names(names: Sequence[str] | None) -> Iterator[None]:
+    """Compile, in this thread, a program whose functions that XLA calls back are known by ``names``
+    (`lowering/partitioned/named.py`), not by their addresses, by which no other process finds it;
+    None if they aren't known."""
+    if not names:
+        yield
+        return
+    with _also_known_by(" ".join(names)), jax_private.without_addresses(True):
+        yield
+
+
+class _Part(threading.local):
+    """A part of the keys of the cache, of this thread."""
 
     key = ""
 
 
-_unused = _Unused()
+_part = _Part()
+
+
+@contextlib.contextmanager
+def _also_known_by(key: str) -> Iterator[None]:
+    _ask_for_a_part()
+    before, _part.key = _part.key, f"{_part.key} {key}"
+    try:
+        yield
+    finally:
+        _part.key = before
 
 
 @functools.cache
-def _ask_for_a_key() -> None:
+def _ask_for_a_part() -> None:
     """Have JAX ask for that part."""
     original = jax_private.cache_key_hook
-    jax_private.replace("cache_key_hook", lambda: original() + _unused.key)
+    jax_private.replace("cache_key_hook", lambda: original() + _part.key)

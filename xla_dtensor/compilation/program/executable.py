@@ -26,6 +26,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.layouts import Choice, constrained, kept_apart
 from xla_dtensor.runtime import agreement
 from xla_dtensor.runtime.memory import memory_of
+from xla_dtensor.runtime.program_cache import kept_by_names
 
 
 class Executable:
@@ -121,7 +122,7 @@ class Executable:
             # A trace that came to the same program (the step's Python found state in place that an
             # earlier trace made) costs no compilation. The text doesn't say on which devices.
             devices = None if frame is None else tuple(frame.device_ids)
-            text = text_of(lowered)
+            text, names = text_of(lowered)
             key = text, devices, lowered.in_tree, layouts(groups)
             known = executables.get(key)
             self.digest, self.is_new = text[:16], known is None
@@ -133,7 +134,8 @@ class Executable:
                         f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
                         f"on {frame}{seed}"
                     )
-                known = self._compile(lowered, lower, options)
+                with kept_by_names(names):
+                    known = self._compile(lowered, lower, options)
                 executables.put(key, known)
             self.compiled = known
 

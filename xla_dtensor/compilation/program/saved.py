@@ -18,9 +18,11 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.errors import CompiledFileError
 from xla_dtensor.layouts import report
+from xla_dtensor.lowering.partitioned.named import with_names
 from xla_dtensor.runtime import jax_runtime
 from xla_dtensor.runtime.program_cache import machine
 from xla_dtensor.version import VERSION
@@ -89,12 +91,15 @@ def compiled_for_file(program: Any, options: dict[str, Any]) -> tuple[Any, ...]:
     devices = None if frame is None else tuple(frame.device_ids)
     first = jax_runtime.devices([0])[0] if frame is None else frame.jax_mesh.devices.flat[0]
     words = "" if executable.layouts is None else report(executable.layouts)
-    return text_of(executable.lowered), devices, first, compiled, words
+    text, _ = text_of(executable.lowered)
+    return text, devices, first, compiled, words
 
 
-def text_of(lowered: Any) -> str:
-    """What a program is known by: a hash of its text, which doesn't say on which devices."""
-    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+def text_of(lowered: Any) -> tuple[str, Sequence[str] | None]:
+    """What a program is known by: a hash of its text, which doesn't say on which devices; and the
+    names of the functions in it that XLA calls back (`lowering/partitioned/named.py`)."""
+    text, names = with_names(lowered.as_text())
+    return hashlib.sha256(text.encode()).hexdigest(), names
 
 
 def write(path: str | Path, step: str, options: Any, programs: Sequence[tuple[Any, ...]]) -> None:
@@ -116,6 +121,7 @@ def write(path: str | Path, step: str, options: Any, programs: Sequence[tuple[An
     device: Any = None
     for text, devices, device, compiled, layouts in programs:
         try:
+            jax_private.forget_partitioning(compiled)
             payload, _, out_tree = serialize_executable.serialize(compiled)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             raise CompiledFileError(

@@ -24,6 +24,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
 from xla_dtensor.lowering.context import here
+from xla_dtensor.lowering.partitioned.named import Partition
 from xla_dtensor.lowering.partitioned.scatter import is_inside
 from xla_dtensor.lowering.workarounds import NOT_PARTITIONABLE
 
@@ -102,9 +103,10 @@ def _partitioned(function: Function, lead: int, operands: Sequence[jax.Array]) -
 
     names = [dims(i) for i in range(len(operands) + len(results))]
     rule = f"{', '.join(names[: len(operands)])} -> {', '.join(names[len(operands) :])}"
+    arrays = [_of_rank(x, rank) for x in operands]
     call = custom_partitioning(on_shards)
     call.def_partition(
-        partition,
+        Partition(partition, on_shards, arrays, f"{lead} of {rule}"),
         sharding_rule=rule,
         need_replication_factors=tuple(
             f"d{i}of{array}" for array in range(len(names)) for i in range(lead, rank)
@@ -112,7 +114,7 @@ def _partitioned(function: Function, lead: int, operands: Sequence[jax.Array]) -
         # Where XLA cuts a mesh dim apart, the mesh has no names for a sharding.
         decode_shardings=False,
     )
-    found = call(*(_of_rank(x, rank) for x in operands))
+    found = call(*arrays)
     return tree.unflatten([x.reshape(like.shape) for x, like in zip(found, results, strict=True)])
 
 
