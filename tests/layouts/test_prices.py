@@ -7,8 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 
+import xla_dtensor as xd
+from tests.conftest import make_mesh
 from xla_dtensor.layouts.choose import Choice
+from xla_dtensor.planning.collectives import collective_traffic
 
 SIZES = {"dp": 2, "tp": 4}
 ROWS, IN, OUT = 512, 32, 64
@@ -118,3 +122,23 @@ def test_a_dim_is_left_to_the_axis_that_needs_it_most(experts: int) -> None:
         *[("all-gather", ("dp",), weight)] * 2,
         *[("all-to-all", ("tp",), activation)] * 2,
     ]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_causal_attention_is_cut_by_heads(is_causal: bool) -> None:
+    """Of queries that are cut all see all keys, for all that a program of all devices knows; heads
+    move a little more. What isn't causal loses nothing."""
+    mesh = make_mesh("2x4")
+    torch.manual_seed(0)
+    values = [torch.randn(2, heads, 512, 8) for heads in (16, 4, 4)]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(q * 2, k, v, is_causal=is_causal, enable_gqa=True) * 2
+
+    by_position = [xd.Shard(0), xd.Shard(2)]
+    step = xd.compile(lambda *given: attend(*given).redistribute(placements=by_position))
+    given = [xd.distribute_tensor(x, mesh, by_position) for x in values]
+    torch.testing.assert_close(step(*given).full_tensor().cpu(), attend(*values))
+    counts = collective_traffic(step.compiled_programs()[-1].as_text()).counts
+    assert {*counts} == ({"all-to-all"} if is_causal else {"all-gather"})

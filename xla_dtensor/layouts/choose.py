@@ -259,7 +259,8 @@ class Choice:
                 if (factor.operands or factor.results) and unit[0] in self._used
             ]
             devices = math.prod(map(self._size, cut))
-            price += node.work * node.times / devices / WORK_PER_BYTE
+            work = node.work * math.prod(factor.work for factor in factors.values())
+            price += work * node.times / devices / WORK_PER_BYTE
         return price + PER_BYTE_TOO_MANY * self._too_many
 
     def second_best(self, number: int) -> float | None:
@@ -277,7 +278,8 @@ class Choice:
                 if factor != chosen:
                     own = [move.nbytes for _, move in self._moves_of(number, unit, factor)]
                     size = self._size(unit) if factor.operands or factor.results else 1
-                    price = sum(own) + STARTUP_BYTES * len(own) + node.work / size / WORK_PER_BYTE
+                    work = node.work * factor.work / size
+                    price = sum(own) + STARTUP_BYTES * len(own) + work / WORK_PER_BYTE
                     ways.append((price, sum(own) + sum(others)))
         return min(ways)[1] if ways else None
 

@@ -29,6 +29,7 @@ class Factor:
         behind_operand, behind_result: of a reshape of several dims to one, or of one to several,
             which of the several have to be cut, each to length 1 and by axes before this one, so
             that this one may cut the next.
+        work: how many times as much all devices together compute then.
     """
 
     operands: Mapping[int, int] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class Factor:
     exchanges: float = 0.0
     behind_operand: tuple[int, ...] = ()
     behind_result: tuple[int, ...] = ()
+    work: float = 1.0
 
 
 Factors = Callable[[Any], "list[Factor]"]
@@ -366,6 +368,12 @@ def _stack(equation: Any) -> list[Factor]:
     return [Factor(dict.fromkeys(operands, i), {0: d}) for i, d in enumerate(dims)]
 
 
+_CAUSAL_QUERIES = 2.0
+"""What causal attention computes if its queries are cut, of what it does if heads or the batch are:
+a program is one for all devices, and leaves out no keys that the last device's queries see. (And no
+kernel takes such queries, neither cuDNN's nor the TPU's, but that isn't counted.)"""
+
+
 @_of("cut")
 def _cut(equation: Any) -> list[Factor]:
     """As the operation's layout rule has it (`plans/shard_map_call.py`)."""
@@ -380,7 +388,9 @@ def _cut(equation: Any) -> list[Factor]:
             for i, (p,) in enumerate(merged.outputs)
             if p.is_partial() or p.is_shard()
         }
-        found.append(Factor(operands, results))
+        of_queries = results.get(0) == len(shape_of(equation.outvars[0])) - 2
+        wasted = _CAUSAL_QUERIES if of_queries and call.argument("is_causal") else 1.0
+        found.append(Factor(operands, results, work=wasted))
     return found
 
 

@@ -215,7 +215,7 @@ class AxisChoice:
         costs = [0.0 if option is _NOTHING else taken for option in options]
         if node.work and results[0] is not None and self._counts_work:
             share = node.work * self._local_bytes(results[0]) / results[0].nbytes / WORK_PER_BYTE
-            costs = [share / (1 if option is _NOTHING else self._size) for option in options]
+            costs = [share * o.work / (1 if o is _NOTHING else self._size) for o in options]
         if node.fills and results[0] is not None:
             filled = self._local_bytes(results[0]) / FILLED_PER_BYTE
             are_cut = [option.results.get(0) not in (None, SUM) for option in options]

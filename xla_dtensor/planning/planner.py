@@ -116,7 +116,7 @@ def _look(program: Any) -> dict[str, Any]:
         "options": program.options,
         "frame": program.frame,
         "inputs": inputs(program),
-        "flops": flops(program.jaxpr, platform_of(program.frame)),
+        "flops": flops(program.executable.jaxpr, platform_of(program.frame)),
     }
 
 

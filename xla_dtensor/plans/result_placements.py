@@ -211,6 +211,15 @@ class Query:
         pairs = zip(self._leaves, self._is_tensor, strict=True)
         return [leaf[0] for leaf, is_tensor in pairs if is_tensor]
 
+    def argument(self, name: str) -> Any:
+        """What the operation is given by that name, or its default; None if it takes none."""
+        args = fill(list(self._args), self._leaves)
+        kwargs = {key: fill(value, self._leaves) for key, value in self._kwargs.items()}
+        for i, own in enumerate(self._func._schema.arguments):
+            if own.name == name:
+                return args[i] if i < len(args) else kwargs.get(name, own.default_value)
+        return None
+
     def ask(
         self,
         placements: Sequence[tuple[Placement, ...]],

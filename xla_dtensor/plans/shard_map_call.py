@@ -149,6 +149,10 @@ class ShardMapCall:
                     found.append(merged)
         return list(dict.fromkeys(found))
 
+    def argument(self, name: str) -> Any:
+        """What the operation is given by that name; None if it takes none."""
+        return self._query.argument(name)
+
     def tensors_among(self, numbers: Sequence[Any], keyed: bool) -> list[int]:
         """Which operands of the primitive are tensors: others are a PRNG key, and numbers that are
         inputs of the program."""

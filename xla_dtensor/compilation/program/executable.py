@@ -42,7 +42,8 @@ class Executable:
         lays_out: whether its values lie where it communicates least (`layouts/`).
 
     Attributes:
-        lowered: the ``jax.stages.Lowered``, without ``executables``.
+        jaxpr: what is computed, laid out as was chosen, without ``executables``.
+        lowered: the ``jax.stages.Lowered``, likewise.
         compile: compiles that, given options for XLA.
         compiled: the ``jax.stages.Compiled``, with them.
         is_new: whether XLA had to compile it.
@@ -52,6 +53,7 @@ class Executable:
     """
 
     compiled: Any
+    jaxpr: Any = None
     lowered: Any = None
     compile: Any = None
     layouts: Choice | None = None
@@ -116,7 +118,7 @@ class Executable:
             self.lowering.loosen(jaxpr, frame, groups, wanted)
             lowered = lower()
             if executables is None:
-                self.lowered = lowered
+                self.jaxpr, self.lowered = jaxpr, lowered
                 self.compile = functools.partial(self._compile, lowered, lower)
                 return
             # A trace that came to the same program (the step's Python found state in place that an
