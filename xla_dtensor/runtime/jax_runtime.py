@@ -138,6 +138,17 @@ def devices(ids: Sequence[int]) -> list[Any]:
     return [available[i] for i in ids]
 
 
+def own_device() -> Any:
+    """The JAX device of tensors that are on no mesh: the process's first."""
+    topology = abstract.current()
+    if topology is not None:
+        return topology.of([0])[0]
+    start()
+    import jax
+
+    return jax.local_devices()[0]
+
+
 def device_count() -> int:
     """How many devices JAX has; 1 (without starting JAX) if no backend runs yet."""
     topology = abstract.current()

@@ -44,6 +44,7 @@ class Executable:
     Attributes:
         jaxpr: what is computed, laid out as was chosen, without ``executables``.
         lowered: the ``jax.stages.Lowered``, likewise.
+        inputs: what goes in (`input_layouts.layouts`), likewise.
         compile: compiles that, given options for XLA.
         compiled: the ``jax.stages.Compiled``, with them.
         is_new: whether XLA had to compile it.
@@ -55,6 +56,7 @@ class Executable:
     compiled: Any
     jaxpr: Any = None
     lowered: Any = None
+    inputs: Any = None
     compile: Any = None
     layouts: Choice | None = None
     is_new = True
@@ -119,6 +121,7 @@ class Executable:
             lowered = lower()
             if executables is None:
                 self.jaxpr, self.lowered = jaxpr, lowered
+                self.inputs = layouts(groups)
                 self.compile = functools.partial(self._compile, lowered, lower)
                 return
             # A trace that came to the same program (the step's Python found state in place that an

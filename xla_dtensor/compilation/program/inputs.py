@@ -51,7 +51,11 @@ class Inputs:
         self._sources, self._numbers = traced.inputs.sources, traced.trace.numbers.inputs
         self._host_program = traced.host.program if traced.host.program.depends else None
         self._frame, self.random_operations = traced.frame, traced.outputs.random_operations
-        used = [*dict.fromkeys(traced.inputs.sources)]
+        # As the step has come to its storages. The jaxpr's constants are in another order where
+        # tensors have no data, and a program that is compiled there has to be the same one here.
+        met: dict[Source, int] = {source: i for i, source in enumerate(traced.inputs.slots)}
+        found = dict.fromkeys(traced.inputs.sources)
+        used = sorted(found, key=lambda source: met.get(source, len(met)))
         of_storages = [s for s in used if isinstance(s, ArraySource)]
         # Not the scalars: they are four bytes, and storages that this program doesn't use may have
         # their array, too (step counts of frozen parameters).

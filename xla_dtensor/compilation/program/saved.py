@@ -7,10 +7,16 @@ a step another program than its own. What JAX writes of an executable is a pickl
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import os
+import pickle
+import threading
+import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +29,41 @@ from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.errors import CompiledFileError
 from xla_dtensor.layouts import report
 from xla_dtensor.lowering.partitioned.named import with_names
-from xla_dtensor.runtime import jax_runtime
+from xla_dtensor.runtime import agreement, jax_runtime, processes
 from xla_dtensor.runtime.program_cache import machine
 from xla_dtensor.version import VERSION
 
-FORMAT = 1
-_ABOUT = "about.json"
+FORMAT = 2
+_ABOUT, _SEAL = "about.json", "about.sha256"
+_LEFT = 3600.0  # seconds, after which what is unfinished was left by a process that was killed
+# Flags that change nothing in what XLA compiles, by how they begin.
+_NO_CODE = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_gpu_cuda_data_dir")
+# Also pickle's, of functions of Python that the program calls while it runs.
+_NOT_WRITTEN = (
+    *(ValueError, NotImplementedError, jax.errors.JaxRuntimeError),
+    *(AttributeError, TypeError, pickle.PicklingError),
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A program to be written.
+
+    Attributes:
+        text: the hash of what was compiled (`text_of`).
+        inputs: the hash of what goes in (`inputs_of`).
+        devices: of JAX, in the mesh's order.
+        mesh: whether they are a mesh's, which processes share, or one of this process's own.
+        compiled: the ``jax.stages.Compiled``.
+        layouts: those that were chosen, in words.
+    """
+
+    text: str
+    inputs: str
+    devices: list[Any]
+    mesh: bool
+    compiled: Any
+    layouts: str
 
 
 @dataclass(frozen=True)
@@ -36,24 +71,38 @@ class Saved:
     """A program that is in a file.
 
     Attributes:
-        text: the hash of what was compiled (`executable.py`).
-        devices: their positions; None for the default one.
+        path: the file.
+        text, inputs, mesh: as of `Written`.
+        topology: its devices (`_topology`).
         outputs: how many arrays it gives.
         payload: what JAX has written of it.
     """
 
+    path: Path
     text: str
-    devices: tuple[int, ...] | None
+    inputs: str
+    mesh: bool
+    topology: tuple[tuple[int, ...], ...]
     outputs: int
     payload: bytes
 
-    def loaded(self, in_tree: Any) -> Any:
-        """The ``jax.stages.Compiled``."""
-        devices = jax_runtime.devices(self.devices or [0])
+    def loaded(self, in_tree: Any, devices: list[Any]) -> Any:
+        """The ``jax.stages.Compiled``.
+
+        Raises:
+            CompiledFileError: JAX can't read what it has written.
+        """
         out_tree = jax.tree.structure([0] * self.outputs)
-        return serialize_executable.deserialize_and_load(
-            self.payload, in_tree, out_tree, devices[0].client, devices
-        )
+        try:
+            return serialize_executable.deserialize_and_load(
+                self.payload, in_tree, out_tree, devices[0].client, devices
+            )
+        except Exception as error:  # of the pickle, of JAX, of the backend
+            raise CompiledFileError(
+                f"{self.path}: JAX can't load the program {self.text[:16]} here ({error!r}): "
+                "write it where it runs, step.save_compiled(path, ...), or call the step without "
+                "xd.load_compiled, which compiles it"
+            ) from error
 
 
 class Executables(Cache[Any, Any]):
@@ -66,15 +115,16 @@ class Executables(Cache[Any, Any]):
 
     def add(self, programs: Sequence[Saved]) -> None:
         """Let these be found."""
-        self._saved.update({(one.text, one.devices): one for one in programs})
+        self._saved.update({(one.text, one.topology, one.inputs): one for one in programs})
 
     def get(self, key: Any) -> Any:
         """The executable, or None."""
         found = super().get(key)
         if found is None and self._saved:
-            text, devices, in_tree, *_ = key
-            saved = self._saved.get((text, devices))
-            found = None if saved is None else self.put(key, saved.loaded(in_tree))
+            text, positions, in_tree, inputs = key
+            devices = _devices(positions)
+            saved = self._saved.get((text, _topology(devices), inputs_of(inputs)))
+            found = None if saved is None else self.put(key, saved.loaded(in_tree, devices))
         return found
 
     def clear(self) -> None:
@@ -83,16 +133,18 @@ class Executables(Cache[Any, Any]):
         super().clear()
 
 
-def compiled_for_file(program: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+def compiled_for_file(program: Any, options: dict[str, Any]) -> Written:
     """A program that was lowered alone (`StepTraces.looked_at`), compiled, as `write` takes it."""
     frame, executable = program.frame, program.executable
+    text, _ = text_of(executable.lowered)
+    if frame is not None:
+        agreement.agree(f"saves a compiled step (digest {text[:16]}) on {frame}")
     with jax.enable_x64(True):
         compiled = executable.compile(options)
-    devices = None if frame is None else tuple(frame.device_ids)
-    first = jax_runtime.devices([0])[0] if frame is None else frame.jax_mesh.devices.flat[0]
+    devices = _devices(None if frame is None else frame.device_ids)
     words = "" if executable.layouts is None else report(executable.layouts)
-    text, _ = text_of(executable.lowered)
-    return text, devices, first, compiled, words
+    inputs = inputs_of(executable.inputs)
+    return Written(text, inputs, devices, frame is not None, compiled, words)
 
 
 def text_of(lowered: Any) -> tuple[str, Sequence[str] | None]:
@@ -102,28 +154,59 @@ def text_of(lowered: Any) -> tuple[str, Sequence[str] | None]:
     return hashlib.sha256(text.encode()).hexdigest(), names
 
 
-def write(path: str | Path, step: str, options: Any, programs: Sequence[tuple[Any, ...]]) -> None:
-    """Write programs to a file.
+def inputs_of(layouts: Sequence[tuple[Any, ...]]) -> str:
+    """A hash of the inputs' shapes and dtypes: the text lacks those that the program doesn't use.
+
+    Args:
+        layouts: as of `input_layouts.layouts`.
+    """
+    words = [f"{dtype}{list(shape)}" for shape, dtype, *_ in layouts]
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()
+
+
+def check_place(path: str | Path) -> None:
+    """See that a file can be written there, before what goes into it is compiled.
+
+    Raises:
+        CompiledFileError: it can't.
+    """
+    path = Path(path)
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        what = "is a folder" if path.is_dir() else "is in a folder that can't be written to"
+        raise CompiledFileError(f"{path} {what}: step.save_compiled takes the name of a new file")
+
+
+def write(path: str | Path, step: str, options: Any, programs: Sequence[Written]) -> None:
+    """Write programs to a file. Of several processes that share them the first one writes, and
+    the others go on when it has.
 
     Args:
         path: where it goes.
         step: the name of the step.
         options: those that XLA was given.
-        programs: each as (the hash of its text, its devices' positions, their kind of JAX device,
-            what was compiled, its layouts in words).
+        programs: they.
 
     Raises:
-        CompiledFileError: this backend's executables can't be written down.
+        CompiledFileError: this backend's executables can't be written down, or the file can't be
+            written, as on a full disk; what was there stays.
     """
-    path = Path(path)
+    shared = any(one.mesh for one in programs)
+    if not shared or processes.index() == 0:
+        _write(Path(path), step, options, programs)
+    if shared:
+        agreement.agree("has saved a compiled step, and goes on")
+
+
+def _write(path: Path, step: str, options: Any, programs: Sequence[Written]) -> None:
     listed: list[dict[str, Any]] = []
     payloads: list[bytes] = []
     device: Any = None
-    for text, devices, device, compiled, layouts in programs:
+    for one in programs:
+        device = one.devices[0]
         try:
-            jax_private.forget_partitioning(compiled)
-            payload, _, out_tree = serialize_executable.serialize(compiled)
-        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            jax_private.forget_partitioning(one.compiled)
+            payload, _, out_tree = serialize_executable.serialize(one.compiled)
+        except _NOT_WRITTEN as error:
             raise CompiledFileError(
                 f"{path}: JAX can't write down what {device.device_kind} runs ({error}); compile "
                 "where it runs"
@@ -131,21 +214,51 @@ def write(path: str | Path, step: str, options: Any, programs: Sequence[tuple[An
         payloads.append(payload)
         listed.append(
             {
-                "text": text,
-                "devices": None if devices is None else list(devices),
+                "text": one.text,
+                "inputs": one.inputs,
+                "mesh": one.mesh,
+                "topology": _topology(one.devices),
+                "processes": _processes(one.devices),
                 "outputs": out_tree.num_leaves,
                 "sha256": hashlib.sha256(payload).hexdigest(),
-                "layouts": layouts,
+                "layouts": one.layouts,
             }
         )
-    about = {**_here(device), "step": step, "options": _in_words(options), "programs": listed}
-    unfinished = path.with_name(f".{path.name}.unfinished")  # an interrupt leaves what was there
+    about = {
+        **_versions(),
+        **_machine(device),
+        **_asked(step, options),
+        "devices": jax_runtime.device_count(),
+        "programs": listed,
+    }
+    with (
+        _replaced(path) as unfinished,
+        zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file,
+    ):
+        words = json.dumps(about, indent=1).encode()
+        file.writestr(_ABOUT, words)
+        file.writestr(_SEAL, hashlib.sha256(words).hexdigest())
+        for number, payload in enumerate(payloads):
+            file.writestr(f"{number}.bin", payload)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Where to write a file that takes the place of another one when all of it is there: an
+    interrupt, or a full disk, leaves what was there. Each writer has its own."""
+    own = f"{os.getpid()}-{threading.get_ident()}"
+    unfinished = path.with_name(f".{path.name}.{own}.unfinished")
     try:
-        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-            file.writestr(_ABOUT, json.dumps(about, indent=1))
-            for number, payload in enumerate(payloads):
-                file.writestr(f"{number}.bin", payload)
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.unfinished"):
+            if time.time() - left.stat().st_mtime > _LEFT:
+                left.unlink(missing_ok=True)
+        yield unfinished
         unfinished.replace(path)
+    except OSError as error:
+        raise CompiledFileError(
+            f"{path} can't be written ({error}): save it elsewhere, or make room; a file that was "
+            "there still is"
+        ) from error
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -161,47 +274,109 @@ def read(path: str | Path, step: str, options: Any) -> list[Saved]:
     Raises:
         CompiledFileError: it is no such file, isn't what it says it is, or is of another step, of
             other devices, versions or options.
+        DivergenceError: another process reads another one.
     """
     path = Path(path)
     try:
         with zipfile.ZipFile(path) as file:
-            about = json.loads(file.read(_ABOUT))
+            words = file.read(_ABOUT)
+            about = json.loads(words)
+            _compare(path, about, {"format": FORMAT})
+            if file.read(_SEAL).decode() != hashlib.sha256(words).hexdigest():
+                raise CompiledFileError(
+                    f"{path}: what it says of itself isn't what was written; the file is damaged, "
+                    "or somebody has changed it"
+                )
+            _compare(path, about, {**_versions(), **_asked(step, options)})
             listed = about["programs"]
             payloads = [file.read(f"{number}.bin") for number in range(len(listed))]
         found = [
             Saved(
+                path,
                 one["text"],
-                None if one["devices"] is None else tuple(one["devices"]),
+                one["inputs"],
+                one["mesh"],
+                tuple(map(tuple, one["topology"])),
                 one["outputs"],
                 payload,
             )
             for one, payload in zip(listed, payloads, strict=True)
         ]
         hashes = [one["sha256"] for one in listed]
-    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+    except CompiledFileError:
+        raise
+    except Exception as error:  # whatever zipfile, zlib and json say of bytes that are no file
         raise CompiledFileError(
             f"{path} is no file of compiled programs, or part of one ({error!r}): write it with "
             "step.save_compiled(path, ...)"
         ) from error
-    jax_runtime.start()
-    wanted = {**_here(jax_runtime.all_devices()[0]), "step": step, "options": _in_words(options)}
-    for name, value in wanted.items():
-        if about.get(name) != value:
-            raise CompiledFileError(
-                f"{path} was compiled with {name} {about.get(name)!r}, and here it is {value!r}: "
-                "compile it once more for that, step.save_compiled(path, ...)"
-            )
     for one, wanted_hash in zip(found, hashes, strict=True):
         if hashlib.sha256(one.payload).hexdigest() != wanted_hash:
             raise CompiledFileError(
                 f"{path}: the program {one.text[:16]} isn't the one that was written; the file is "
                 "damaged, or somebody has changed it"
             )
+    jax_runtime.start(about["devices"])  # this may be the first to ask for devices
+    _compare(path, about, _machine(jax_runtime.all_devices()[0]))
+    for one, said in zip(found, listed, strict=True):
+        _see_devices(one, said["processes"])
+    if any(one.mesh for one in found):
+        text = hashlib.sha256("".join(hashes).encode()).hexdigest()
+        agreement.agree(
+            f"loads {len(found)} compiled programs (digest {text[:16]})",
+            "All have to load the same file, xd.load_compiled(path, step): copy it to all machines",
+        )
     return found
 
 
-def _here(device: Any) -> dict[str, Any]:
-    """What a program that was compiled for a device depends on."""
+def _compare(path: Path, about: dict[str, Any], here: dict[str, Any]) -> None:
+    """See that the file says what is wanted here."""
+    for name, value in here.items():
+        if about.get(name) != value:
+            raise CompiledFileError(
+                f"{path} was compiled with {name} {about.get(name)!r}, and here it is {value!r}: "
+                "compile it once more for that, step.save_compiled(path, ...)"
+            )
+
+
+def _see_devices(one: Saved, count: int) -> None:
+    """See that the devices of a program are here, by JAX's numbers and at the same places."""
+    devices = jax_runtime.all_devices() if one.mesh else [jax_runtime.own_device()]
+    here = _topology(devices)
+    missing = [device for device in one.topology if device not in here]
+    if missing:
+        raise CompiledFileError(
+            f"{one.path} was compiled for {len(one.topology)} device(s) of {count} process(es), of "
+            f"which JAX's device {_place(missing[0])} isn't among the {len(here)} of "
+            f"{_processes(devices)} here. Compile it in as many processes, or for the topology, on "
+            "which it runs: step.save_compiled(path, ...)"
+        )
+
+
+def _place(device: tuple[int, ...]) -> str:
+    """A device in words."""
+    number, *coords = device
+    return f"{number} at {tuple(coords)}" if coords else str(number)
+
+
+def _processes(devices: Sequence[Any]) -> int:
+    """How many processes have these devices."""
+    return len({device.process_index for device in devices})
+
+
+def _devices(positions: Sequence[int] | None) -> list[Any]:
+    """The JAX devices at these positions; for None this process's own."""
+    return [jax_runtime.own_device()] if positions is None else jax_runtime.devices(positions)
+
+
+def _topology(devices: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """The numbers by which programs know devices, and for TPUs where these are: programs know
+    their links."""
+    return tuple((each.id, *(each.coords if each.platform == "tpu" else ())) for each in devices)
+
+
+def _versions() -> dict[str, Any]:
+    """What a program depends on, wherever it runs."""
     import jaxlib
 
     return {
@@ -209,10 +384,24 @@ def _here(device: Any) -> dict[str, Any]:
         "xla_dtensor": VERSION,
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
-        "device": device.device_kind,
-        "processor": machine() if device.platform == "cpu" else "",
     }
 
 
-def _in_words(options: Any) -> dict[str, str]:
-    return {name: str(value) for name, value in sorted((options or {}).items())}
+def _machine(device: Any) -> dict[str, Any]:
+    """What a program that was compiled for a device depends on there."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    if device.platform == "tpu":
+        given += os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    return {
+        "device": device.device_kind,
+        "processor": machine() if device.platform == "cpu" else "",
+        "flags": sorted(
+            flag for flag in given if flag.startswith("--xla") and not flag.startswith(_NO_CODE)
+        ),
+    }
+
+
+def _asked(step: str, options: Any) -> dict[str, Any]:
+    """What the user has said of a program."""
+    words = {name: str(value) for name, value in sorted((options or {}).items())}
+    return {"step": step, "options": words}

@@ -17,7 +17,13 @@ from xla_dtensor.compilation.call.decided import ManyTraces
 from xla_dtensor.compilation.call.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.program.program import Program
-from xla_dtensor.compilation.program.saved import Executables, compiled_for_file, read, write
+from xla_dtensor.compilation.program.saved import (
+    Executables,
+    check_place,
+    compiled_for_file,
+    read,
+    write,
+)
 from xla_dtensor.compilation.step.audit import compare
 from xla_dtensor.compilation.step.family import KINDS, Family
 from xla_dtensor.compilation.step.lower_only import called_without_data
@@ -243,14 +249,16 @@ class CompiledStep(StepTraces):
     def save_compiled(self, path: str | Path, *args: Any, **kwargs: Any) -> None:
         """Compile the program that a call with these arguments would run, and write it to a file,
         from which `xla_dtensor.load_compiled` takes it in another process; nothing runs. In an
-        ``xd.abstract`` block it is compiled for the devices of that block.
+        ``xd.abstract`` block it is compiled for the devices of that block. Several processes all
+        call it; process 0 writes.
 
         Args:
-            path: where it goes.
+            path: where it goes. A file that is there is replaced when the new one is complete.
             args, kwargs: as of a call.
 
         Raises:
-            CompiledFileError: JAX can't write down what these devices run.
+            CompiledFileError: JAX can't write down what these devices run, or the file can't be
+                written: there is no such folder, or the disk is full. A file that was there stays.
 
         Example::
 
@@ -259,6 +267,9 @@ class CompiledStep(StepTraces):
             step.save_compiled("/tmp/step.xla", torch.ones(4, device="xla"))
             assert step.traces == 0 and step.load_compiled("/tmp/step.xla", trusted=True) == 1
         """
+        check_place(path)
+        if self._buckets is not None:
+            args, kwargs, _ = self._buckets.padded(args, kwargs)
         options = abstract.compiler_options(self._options)
         look = functools.partial(compiled_for_file, options=options)
         with not_kept():

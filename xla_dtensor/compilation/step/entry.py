@@ -154,7 +154,9 @@ def load_compiled(path: str | Path, step: CompiledStep, *, trusted: bool = False
 
     Raises:
         CompiledFileError: you don't say that it can be trusted; it is damaged; or it is of another
-            step, or of other devices, versions or options.
+            step, or of other devices, versions or options. A program that JAX can't load after all
+            raises it when the step is called.
+        DivergenceError: of several processes each one has to load the same file, and doesn't.
 
     Example::
 
@@ -168,6 +170,7 @@ def load_compiled(path: str | Path, step: CompiledStep, *, trusted: bool = False
     """
     if not isinstance(step, CompiledStep):
         raise TypeError(
-            f"xd.load_compiled(path, step) takes what xd.compile makes, not {type(step).__name__}"
+            'xd.load_compiled(path, step) takes what xd.compile makes (not watch="replay"), no '
+            f"{type(step).__name__}"
         )
     return step.load_compiled(path, trusted=trusted)
