@@ -368,28 +368,19 @@ def _stack(equation: Any) -> list[Factor]:
     return [Factor(dict.fromkeys(operands, i), {0: d}) for i, d in enumerate(dims)]
 
 
-_CAUSAL_QUERIES = 2.0
-"""What causal attention computes if its queries are cut, of what it does if heads or the batch are:
-a program is one for all devices, and leaves out no keys that the last device's queries see. (And no
-kernel takes such queries, neither cuDNN's nor the TPU's, but that isn't counted.)"""
-
-
 @_of("cut")
 def _cut(equation: Any) -> list[Factor]:
-    """As the operation's layout rule has it (`plans/shard_map_call.py`)."""
-    call = equation.params["call"]
+    """As the operation's layout rule has it (`plans/shard_map_call.py`). Causal attention of cut
+    queries leaves no keys out, for the last queries' sake: twice the work (and for no kernel)."""
+    call, found = equation.params["call"], []
     places = call.tensors_among(equation.params["numbers"], equation.params["keyed"])
-    found = []
+    queries, is_causal = len(shape_of(equation.outvars[0])) - 2, call.argument("is_causal")
     for merged in call.alternatives:
         inputs = zip(places, merged.inputs, strict=True)
         operands = {i: p.dim for i, (p,) in inputs if p.is_shard()}
-        results = {
-            i: SUM if p.is_partial() else p.dim
-            for i, (p,) in enumerate(merged.outputs)
-            if p.is_partial() or p.is_shard()
-        }
-        of_queries = results.get(0) == len(shape_of(equation.outvars[0])) - 2
-        wasted = _CAUSAL_QUERIES if of_queries and call.argument("is_causal") else 1.0
+        given = {i: p for i, (p,) in enumerate(merged.outputs) if p.is_partial() or p.is_shard()}
+        results = {i: SUM if p.is_partial() else p.dim for i, p in given.items()}
+        wasted = 2.0 if is_causal and results.get(0) == queries else 1.0
         found.append(Factor(operands, results, work=wasted))
     return found
 

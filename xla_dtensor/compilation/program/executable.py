@@ -19,7 +19,7 @@ from xla_dtensor.compilation.program.input_layouts import (
     shardings_of,
 )
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
-from xla_dtensor.compilation.program.saved import text_of
+from xla_dtensor.compilation.program.known_by import text_of
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.forms.form import Form

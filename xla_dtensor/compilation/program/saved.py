@@ -26,9 +26,9 @@ from jax.experimental import serialize_executable
 
 from xla_dtensor.base import jax_private
 from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.compilation.program.known_by import inputs_of, text_of
 from xla_dtensor.errors import CompiledFileError
 from xla_dtensor.layouts import report
-from xla_dtensor.lowering.partitioned.named import with_names
 from xla_dtensor.runtime import agreement, jax_runtime, processes
 from xla_dtensor.runtime.program_cache import machine
 from xla_dtensor.version import VERSION
@@ -145,23 +145,6 @@ def compiled_for_file(program: Any, options: dict[str, Any]) -> Written:
     words = "" if executable.layouts is None else report(executable.layouts)
     inputs = inputs_of(executable.inputs)
     return Written(text, inputs, devices, frame is not None, compiled, words)
-
-
-def text_of(lowered: Any) -> tuple[str, Sequence[str] | None]:
-    """What a program is known by: a hash of its text, which doesn't say on which devices; and the
-    names of the functions in it that XLA calls back (`lowering/partitioned/named.py`)."""
-    text, names = with_names(lowered.as_text())
-    return hashlib.sha256(text.encode()).hexdigest(), names
-
-
-def inputs_of(layouts: Sequence[tuple[Any, ...]]) -> str:
-    """A hash of the inputs' shapes and dtypes: the text lacks those that the program doesn't use.
-
-    Args:
-        layouts: as of `input_layouts.layouts`.
-    """
-    words = [f"{dtype}{list(shape)}" for shape, dtype, *_ in layouts]
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()
 
 
 def check_place(path: str | Path) -> None:
