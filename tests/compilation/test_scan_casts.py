@@ -110,10 +110,17 @@ class Layer(nn.Module):
         return (x @ self.weight.bfloat16()).tanh()
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11, 0),
-    reason="since JAX 0.11 what a loop's body does is in calls, which aren't entered",
-)
+def test_a_step_casts_its_layers_before_their_loop() -> None:
+    """What its operations do in the loop's body is seen: they are equations there, not calls."""
+    layers = nn.ModuleList(Layer(WIDTH) for _ in range(N)).to("xla").requires_grad_(False)
+    x = torch.randn(WIDTH, WIDTH).bfloat16().to("xla")
+    step = xd.compile(lambda x: xd.scan_layers(layers)(x))
+    jaxpr = casts_outside(step.looked_at((x,), {}, lambda program: program.jaxpr))
+    (loop,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    stacked = [v.aval.dtype for v in loop.invars if v.aval.shape == (N, WIDTH, WIDTH)]
+    assert stacked == [BF16]
+
+
 @needs_gpu_compiler  # XLA's CPU compiler has no bfloat16, and computes with float32
 def test_a_loop_needs_its_layers_once_more_in_bfloat16_alone() -> None:
     """Parameters and gradients of 8 layers, each of 128 x 1024 on a device: stacked for the loops,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from xla_dtensor.layouts.factors import SUM, Factor, factors, reshaped_dims
+from xla_dtensor.layouts.factors import SUM, Factor, factors, is_elementwise, reshaped_dims
 from xla_dtensor.lowering.partitioned.per_slice import per_slice
 
 X = jnp.arange(4 * 6 * 8, dtype=jnp.float32).reshape(4, 6, 8) % 7 - 3
@@ -196,6 +197,41 @@ def test_a_second_axis_cuts_the_next_dim(before: Any, after: Any) -> None:
                 np.asarray(result), factor.results[0], factor.behind_result, first, half
             )
             np.testing.assert_array_equal(of_operand, of_result)
+
+
+RARE = {
+    *("bessel_i0e", "bessel_i1e", "clz", "igamma", "igamma_grad_a", "igammac", "mulhi"),
+    *("polygamma", "population_count", "regularized_incomplete_beta", "zeta"),
+}
+"""Elementwise primitives that are left to XLA."""
+
+
+def test_what_is_elementwise_is_known() -> None:
+    """Of the functions of `jax.lax` that take arrays alone: versions of JAX make other primitives
+    of the same functions (1 - tanh(x)**2 is one since 0.11)."""
+    shape = (4, 6)
+    known: set[str] = set()
+    unknown: set[str] = set()
+    for function in filter(callable, vars(lax).values()):
+        for dtype, count in itertools.product((jnp.float32, jnp.int32), (1, 2, 3)):
+            try:
+                made = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(shape, dtype)] * count)
+            except Exception:
+                continue  # it takes something else
+            for each in made.jaxpr.eqns:
+                shapes = {getattr(v.aval, "shape", None) for v in (*each.invars, *each.outvars)}
+                if each.outvars and shapes == {shape}:
+                    is_known = is_elementwise(each) or factors(each) is not None
+                    (known if is_known else unknown).add(each.primitive.name)
+    assert {"add", "select_n", "tanh"} <= known
+    # Barriers are `graph.py`'s, and loops with a condition aren't looked into.
+    assert unknown - {"optimization_barrier", "while"} <= RARE
+
+
+@pytest.mark.skipif(not hasattr(lax, "polynomial"), reason="JAX has it since 0.12")
+def test_a_polynomial_is_elementwise() -> None:
+    ((equation, _, _),) = equations(lambda x, a: lax.polynomial(x, [1.0, a, 2.0]), (X, X[:, :1]))
+    assert is_elementwise(equation)
 
 
 def test_a_function_of_each_slice() -> None:

@@ -91,8 +91,8 @@ def test_what_is_alive() -> None:
         b = a @ x
         return a.sum() + (b + jnp.zeros((8, 8))).sum()
 
-    closed = jax.make_jaxpr(function)(jnp.ones((8, 8), jnp.float32))
-    jaxpr = closed.jaxpr.replace(constvars=closed.jaxpr.invars, invars=[])
+    ones = jnp.ones((8, 8), jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda: function(ones))().jaxpr
     (x,) = jaxpr.constvars
     graph = Graph(jaxpr, {x: (("a",), ())}, [None], {"a": 4})
     alive = Alive(jaxpr, graph)

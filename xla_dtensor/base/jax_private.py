@@ -108,6 +108,23 @@ def forget_partitioning(compiled: Any) -> None:
         unloaded.keepalive = type(unloaded.keepalive)(kept)
 
 
+def inlined() -> Any:
+    """What ``jax.jit(inline=...)`` takes for a function whose equations go into the jaxprs of its
+    callers, not a call of it. Until 0.10 that is ``True``, which since 0.11 keeps the call until
+    the jaxpr is lowered."""
+    import jax
+
+    kinds = getattr(jax, "Inline", None)
+    return True if kinds is None else kinds.JAX_EARLY
+
+
+def jaxpr_of(closed: Any) -> Any:
+    """The jaxpr of a ``ClosedJaxpr``, without the values of its constants, which it would keep
+    alive. Since 0.11 the two are one class, where a variable is a constant if there is a value."""
+    found = closed.jaxpr
+    return type(closed)(closed, [None] * len(closed.consts)) if found is closed else found
+
+
 @functools.cache
 def let_empty_results_be_sharded() -> None:
     """XLA calls an empty result replicated, whatever was asked for. JAX before 0.10 takes that for

@@ -72,10 +72,10 @@ def shape_of(variable: Any) -> tuple[int, ...]:
 _NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
     complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp
-    exp2 expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p logistic lt
-    lt_to max min mul ne neg nextafter not or pin pow real reduce_precision rem reshard round rsqrt
-    scattered select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square stop_gradient sub tan tanh xor
+    exp2 expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt
+    lt_to max min mul ne neg nextafter not one_minus_square or pin polynomial pow real
+    reduce_precision rem reshard round rsqrt scattered select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
 """
 _ELEMENTWISE = frozenset(_NAMES.split())
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.base.random import rng
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
@@ -111,9 +112,9 @@ class Computation:
         ):
             return self(trace.random_key, leaves, base_arrays, False)
         if self._known is None:
-            # inline: its equations, not a call of it, go into each trace, so that the program is
-            # the same with and without.
-            self._known = jax.jit(self._of_arrays, inline=True)
+            # Its equations, not a call of it, go into each trace, so that the program is the same
+            # with and without.
+            self._known = jax.jit(self._of_arrays, inline=jax_private.inlined())
         found: list[Any] = self._known(leaves)
         return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import torch
 
-from xla_dtensor.base import executor, interrupts, torch_private
+from xla_dtensor.base import executor, interrupts, jax_private, torch_private
 from xla_dtensor.base.numbers.math_of_numbers import MathOfNumbers
 from xla_dtensor.base.numbers.python_numbers import like_a_number
 from xla_dtensor.compilation.call.arguments import Arguments
@@ -225,7 +225,7 @@ class Traced:
             objects = call.objects()
             self.asked = [(i, objects[i]) for i in sorted(ids.found)]
             self.frame = trace.frame
-            self.jaxpr = closed.jaxpr
+            self.jaxpr = jax_private.jaxpr_of(closed)
             self.inputs = TracedInputs(self.outputs, arguments, self.watch, closed.consts)
             self._cut = []
         except BaseException:
