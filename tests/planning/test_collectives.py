@@ -69,6 +69,12 @@ def test_a_permutation_goes_along_the_dims_of_its_pairs() -> None:
             64,
         ),
         ("%s = f32[8]{0} all-reduce-start(%p), replica_groups=[2,4]<=[8]", "all-reduce", 32),
+        (  # jaxlib 0.12
+            "%s = ((f32[8]{0}, f32[2]{0}), f32[8]{0}, f32[2]{0}) all-reduce-start(%p, %q), "
+            "replica_groups=[2,4]<=[8]",
+            "all-reduce",
+            40,
+        ),
         (
             "%s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), "
             "source_target_pairs={{0,1}}",

@@ -248,9 +248,11 @@ def _scattering(program: Program) -> dict[str, Instruction]:
 
 def _results(instruction: Instruction, kind: str) -> list[Shaped]:
     """The arrays that a collective gives. What starts one returns (operands, results, context...),
-    of which the context is one or two scalars; an all-reduce's start returns the results."""
+    of which the context is one or two scalars; an all-reduce's start returned the results alone
+    until jaxlib 0.10, and ((operands), results) later."""
     found = instruction.results
-    if not instruction.op.endswith("-start") or kind == "all-reduce":
+    is_alone = kind == "all-reduce" and not instruction.type.startswith("((")
+    if not instruction.op.endswith("-start") or is_alone:
         return found
     if kind == "collective-permute":
         return found[1:2]
