@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import partial_eval
 
+from xla_dtensor.base import jax_private
 from xla_dtensor.lowering.attention import cudnn
 from xla_dtensor.lowering.attention.splash import share_of_blocks
 from xla_dtensor.lowering.linalg import megablox
@@ -64,8 +65,7 @@ def _flops(jaxpr: Any, platform: str) -> Counter[str]:
             elif is_jit:
                 times = share_of_blocks(equation.params["name"])
             elif name == "shard_map":
-                # JAX 0.9 calls them otherwise.
-                manual = equation.params.get("newly_manual_axes") or equation.params["manual_axes"]
+                manual = jax_private.manual_axes(equation)
                 times = math.prod(equation.params["mesh"].shape[axis] for axis in manual)
             if name == "cut":  # attention, which is called on shards when it is lowered
                 inside: Any = [shard_map_call.inside(equation)]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import xla_dtensor as xd
+from tests.planning.test_plan import step_of
 
 STEPS = 3
 
@@ -24,17 +25,8 @@ def training(hidden: int = 32) -> tuple[Any, Any]:
     mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(16, hidden), nn.Dropout(0.1), nn.GELU(), nn.Linear(hidden, 8))
     xd.distribute_module(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     batch = xd.distribute_tensor(torch.randn(8, 16), mesh, [xd.Shard(0), xd.Replicate()])
-
-    def train(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return xd.compile(train), batch
+    return xd.compile(step_of(model)), batch
 
 
 def losses(step: Any, batch: Any) -> list[str]:
@@ -59,7 +51,7 @@ def own_step(path: str) -> None:
 def main() -> None:
     what, path = sys.argv[1:]
     if what == "load first":  # nothing has asked for devices yet
-        unwatched.__qualname__ = "training.<locals>.train"
+        unwatched.__qualname__ = "step_of.<locals>.train"
         xd.load_compiled(path, xd.compile(unwatched), trusted=True)
     step, batch = training()
     if what == "wait":
