@@ -202,6 +202,8 @@ def waiting(path: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str],
     """A command whose child hangs, and the child."""
     pids = tmp_path / "pids"
     pids.mkdir()
+    # A shell's background jobs ignore Ctrl-C, and so would what they start: not with a handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command("--platform", "cpu", "--only", "hangs", path=path),
         cwd=ROOT,
@@ -210,6 +212,7 @@ def waiting(path: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str],
         stderr=subprocess.PIPE,
         text=True,
     )
+    signal.signal(signal.SIGINT, before)
     try:
         (child,) = eventually(lambda: [int(x.name) for x in pids.iterdir()])
         assert lives(child)

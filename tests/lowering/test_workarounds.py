@@ -127,13 +127,19 @@ def test_what_tpus_lack_is_refused_by_name() -> None:
 
 
 def test_workarounds_are_in_one_place() -> None:
-    """Nothing else asks what backend a program is for, but what looks for a kernel of its own."""
+    """Nothing else asks what backend a program is for, but what looks for a kernel of its own and
+    what refuses random numbers on a platform that computes them wrong."""
     root = Path(xla_dtensor.__file__).parent
     asks = re.compile(r"platform_dependent|lowering_platforms|default_backend\(")
     found = {
         str(path.relative_to(root)) for path in root.rglob("*.py") if asks.search(path.read_text())
     }
-    assert found == {"lowering/workarounds.py", "lowering/context.py", "plans/shard_map_call.py"}
+    assert found == {
+        "base/random/threefry.py",
+        "lowering/context.py",
+        "lowering/workarounds.py",
+        "plans/shard_map_call.py",
+    }
     every = [one for one in vars(workarounds).values() if isinstance(one, Workaround)]
     assert len(every) == 11
     for one in every:
