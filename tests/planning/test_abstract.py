@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -182,6 +183,22 @@ def test_an_exception_leaves_the_block_too() -> None:
         raise KeyError
     assert torch.zeros(2).device.type == "cpu"
     assert torch.ones(2, device="xla").tolist() == [1.0, 1.0]
+
+
+def test_a_second_thread_is_refused() -> None:
+    """A block is the process's: two that overlap would leave one of their topologies behind."""
+    with ThreadPoolExecutor(1, "planner") as pool:
+        with xd.abstract("cpu:8"):
+            with xd.abstract("cpu:4"):  # blocks of one thread may be in each other
+                with pytest.raises(TopologyError, match="'planner_0' while .* 'MainThread' is in"):
+                    pool.submit(xd.abstract("cpu:8").__enter__).result()
+                assert xd.init_device_mesh("xla", (4,)).size() == 4
+            assert xd.init_device_mesh("xla", (8,)).size() == 8
+        inner = xd.abstract("cpu:8")
+        pool.submit(inner.__enter__).result()
+        pool.submit(inner.__exit__, None, None, None).result()
+    x = xd.distribute_tensor(torch.arange(8.0), xd.init_device_mesh("xla", (8,)), [xd.Shard(0)])
+    assert x.full_tensor().tolist() == list(range(8))
 
 
 @pytest.mark.parametrize(

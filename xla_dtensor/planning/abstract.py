@@ -13,7 +13,7 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import device_mode
 from xla_dtensor.execution import lazy
 from xla_dtensor.runtime import topologies
-from xla_dtensor.runtime.abstract import enter
+from xla_dtensor.runtime.abstract import enter, leave
 
 
 class abstract:
@@ -34,7 +34,8 @@ class abstract:
             devices, ``"gpu:8"`` for this machine's.
 
     Raises:
-        TopologyError: there is no such topology here; or, in the block, a mesh doesn't fit into it.
+        TopologyError: there is no such topology here; another thread is in such a block; or, in the
+            block, a mesh doesn't fit into it.
         DataDependentError: in the block, Python wants the value of such a tensor.
 
     Example::
@@ -54,25 +55,22 @@ class abstract:
 
     def __enter__(self) -> abstract:
         lazy.flush_all()
-        flags = None if self.topology.is_here else _take_flags()
+        runtime.start()  # JAX reads XLA's flags when it starts
+        before = enter(self.topology)
+        # Hidden from libtpu, which ends the process at a flag that it doesn't know. It has
+        # LIBTPU_INIT_ARGS.
+        flags = None if self.topology.is_here else os.environ.pop("XLA_FLAGS", None)
         mode = _OnDevices()
         mode.__enter__()
-        self._before.append((enter(self.topology), mode, flags))
+        self._before.append((before, mode, flags))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         before, mode, flags = self._before.pop()
-        enter(before)
+        leave(before)
         mode.__exit__(*exc_info)
         if flags is not None:
             os.environ["XLA_FLAGS"] = flags
-
-
-def _take_flags() -> str | None:
-    """Hide XLA's flags, which are JAX's: libtpu ends the process at one that it doesn't know. It
-    has LIBTPU_INIT_ARGS."""
-    runtime.start()  # JAX reads them when it starts
-    return os.environ.pop("XLA_FLAGS", None)
 
 
 # What makes a tensor without being given its values.
