@@ -100,7 +100,7 @@ def test_everything_is_drawn() -> None:
     wanted = "redistribute to_local from_local all_reduce all_gather topk sort scatter gather where"
     wanted += " cat split conv scaled_dot_product_attention layer_norm softmax einsum bmm linear"
     wanted += " cumsum logsumexp var vector_norm index_put index_select bfloat16 complex64 int64"
-    wanted += " bool dropout rand as_strided unfold"
+    wanted += " bool dropout rand as_strided unfold fft rfft irfft rfftn"
     missing = [word for word in wanted.split() if not re.search(rf"\b{word}|_{word}", text)]
     assert not missing
     for layout in ("[P", "[S0/", "[R]", "[Pmax]"):

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
@@ -102,3 +103,32 @@ def test_all_ways_of_a_value(mesh: str) -> None:
 
     for i, found in enumerate(step(*given)):
         torch.testing.assert_close(found.full_tensor().cpu(), (values + i).sin() * 2)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, w, again: again((x @ w).sin().sum()).clone().sum() + (x @ w).sum(),
+        lambda x, w, again: again((x @ w).amax()).clone() + again(w.norm()),
+        lambda x, w, again: checkpoint(
+            lambda y: again((y @ w).sin().sum()), x, use_reentrant=False
+        ).sum(),
+    ],
+    ids=["two", "of a weight", "recomputed"],
+)
+def test_a_loss_that_is_laid_out_again(loss: Callable[..., Tensor]) -> None:
+    """Its own gradient is a number in the program, and no value of it."""
+    mesh = make_mesh("2x4")
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 16), torch.randn(16, 8, requires_grad=True)
+    wanted = loss(x, w, lambda t: t)
+    of_w = torch.autograd.grad(wanted, w)
+    own = xd.distribute_tensor(w.detach(), mesh, [R, S(0)]).requires_grad_()
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        found = loss(x, own, lambda t: t.redistribute(placements=[R, R]))
+        return found, *torch.autograd.grad(found, own)
+
+    got = xd.compile(step)(xd.distribute_tensor(x, mesh, [S(0), R]))
+    for one, other in zip(got, (wanted, *of_w), strict=True):
+        torch.testing.assert_close(one.full_tensor().detach().cpu(), other.detach())

@@ -190,7 +190,7 @@ def test_a_second_thread_is_refused() -> None:
     with ThreadPoolExecutor(1, "planner") as pool:
         with xd.abstract("cpu:8"):
             with xd.abstract("cpu:4"):  # blocks of one thread may be in each other
-                with pytest.raises(TopologyError, match="'planner_0' while .* 'MainThread' is in"):
+                with pytest.raises(TopologyError, match=r"'planner_0' while .* 'MainThread' is in"):
                     pool.submit(xd.abstract("cpu:8").__enter__).result()
                 assert xd.init_device_mesh("xla", (4,)).size() == 4
             assert xd.init_device_mesh("xla", (8,)).size() == 8

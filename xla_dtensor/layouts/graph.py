@@ -85,7 +85,10 @@ class Graph:
         return found
 
     def group(self, variable: Any) -> Group | None:
-        """The group of a variable's value; None of what has no dims or was never met."""
+        """The group of a variable's value; None of what has no dims or was never met, and of a
+        number, as which JAX keeps a loss's own gradient."""
+        if isinstance(variable, Literal):
+            return None
         found = self._groups.get(self.value(variable))
         return None if found is None else found.whole
 
