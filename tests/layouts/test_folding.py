@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from xla_dtensor.layouts import folding
-from xla_dtensor.layouts.choose import Choice
+from xla_dtensor.layouts.choice import Choice
+from xla_dtensor.layouts.choose import choose
 
 SIZES = {"dp": 2, "tp": 4}
 DIM = 16
@@ -34,7 +35,7 @@ def choice(hidden: Sequence[int], rows: int = 256) -> Choice:
     known = {v: shapes.get(v.aval.shape) for v in jaxpr.constvars}
     required = [shapes[v.aval.shape] for v in jaxpr.outvars]
     arguments = [v for v in jaxpr.constvars if v.aval.shape == (rows, DIM)]
-    return Choice(jaxpr, known, required, SIZES, arguments)
+    return choose(jaxpr, known, required, SIZES, arguments)
 
 
 def moves(found: Choice) -> list[tuple[Any, ...]]:
@@ -80,6 +81,6 @@ def test_a_long_chain_stays_small() -> None:
             return y
 
         jaxpr = jax.make_jaxpr(run)().jaxpr
-        return len(Choice(jaxpr, {}, [None], SIZES).graph.folds.nodes)
+        return len(choose(jaxpr, {}, [None], SIZES).graph.folds.nodes)
 
     assert kinds(80) == kinds(40)

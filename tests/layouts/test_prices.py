@@ -11,7 +11,8 @@ import torch
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
-from xla_dtensor.layouts.choose import Choice
+from xla_dtensor.layouts.choice import Choice
+from xla_dtensor.layouts.choose import choose
 from xla_dtensor.planning.collectives import collective_traffic
 
 SIZES = {"dp": 2, "tp": 4}
@@ -29,7 +30,7 @@ def choice(
     variables = dict(zip(numbers, closed.jaxpr.constvars, strict=True))
     known = {variable: given[i][1] for i, variable in variables.items()}
     of = [variables[i] for i in arguments]
-    return Choice(closed.jaxpr, known, [required], SIZES, of, **options)
+    return choose(closed.jaxpr, known, [required], SIZES, of, **options)
 
 
 def moves(found: Choice) -> list[tuple[str, tuple[str, ...], float]]:

@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 from jax.sharding import NamedSharding
 
-from xla_dtensor.layouts.choose import Choice
+from xla_dtensor.layouts.choice import Choice
 from xla_dtensor.layouts.factors import is_elementwise
 from xla_dtensor.layouts.parts import DimAxes
 from xla_dtensor.mesh import Frame

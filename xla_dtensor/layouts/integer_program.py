@@ -15,12 +15,11 @@ nearly whole: HiGHS rarely has to branch).
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.graph import Graph
 from xla_dtensor.layouts.highs import Program
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
-from xla_dtensor.layouts.parts import Group, Node
+from xla_dtensor.layouts.parts import DimAxes, Group, Node
 from xla_dtensor.layouts.prices import (
     FILLED_PER_BYTE,
     STARTUP_BYTES,
@@ -99,50 +98,55 @@ class _Ways:
     ends: list[_End]
 
 
+class Axis(Protocol):
+    """An axis, with all others as they are.
+
+    Attributes:
+        size: the number of devices along it.
+        always: whether what takes long has to be cut, where it can be.
+        counts_work: whether it is worth something that devices share what takes long.
+        scattered: what a reduce-scatter costs, of the bytes of a sum.
+    """
+
+    size: int
+    always: bool
+    counts_work: bool
+    scattered: float
+
+    def own(self, axes: DimAxes, /) -> State:
+        """The state of a group whose layout is known."""
+
+    def free_dims(self, group: Group, /) -> list[int]:
+        """The dims of a group that the axis may shard, were it not known how it lies."""
+
+    def fits(self, factor: Factor, operands: Sequence[Any], results: Sequence[Any], /) -> bool:
+        """Whether it may cut so, given groups of operands and of results."""
+
+    def local_bytes(self, group: Group, /) -> float:
+        """What a device has of a group, whole along this axis."""
+
+    def moved_bytes(self, kind: int, is_result: bool, i: int, /) -> float:
+        """The same of a node's operand or result when it moves along this axis, given the number
+        of the node's kind, and its own."""
+
+    def others(self, kind: int, i: int, /) -> list[Other]:
+        """How such a result moves along other axes."""
+
+
 class AxisChoice:
     """How an axis cuts a graph, with all other axes as they are.
 
     Args:
         graph: what is to be laid out.
-        size: the number of devices along the axis.
-        own: the state of a group whose layout is known.
-        free_dims: the dims of a group that the axis may shard, were it not known how it lies.
-        fits: whether the axis may cut so, with the others as they are, given groups of operands and
-            of results.
-        local_bytes: what a device has of a group, whole along this axis.
-        moved_bytes: the same of an operand or result of a node when it moves along this axis. Given
-            is the number of the node's kind, whether it is a result, and its number.
-        others: how such a result moves along other axes.
-        always: whether what takes long has to be cut, where it can be.
-        counts_work: whether it is worth something that devices share what takes long.
-        scattered: what a reduce-scatter costs, of the bytes of a sum.
+        axis: that cuts it.
         points: at which memory is short, and how much there is of it.
 
     Attributes:
         found: whether there is a solution.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        size: int,
-        own: Callable[[Any], State],
-        free_dims: Callable[[Group], list[int]],
-        fits: Callable[[Factor, Sequence[Any], Sequence[Any]], bool],
-        local_bytes: Callable[[Group], float],
-        moved_bytes: Callable[[int, bool, int], float],
-        others: Callable[[int, int], list[Other]],
-        always: bool,
-        counts_work: bool,
-        scattered: float,
-        points: Sequence[Point] = (),
-    ) -> None:
-        self._scattered = scattered
-        self._graph, self._size = graph, size
-        self._always, self._counts_work = always, counts_work
-        self._own, self._free_dims, self._fits = own, free_dims, fits
-        self._local_bytes = functools.cache(local_bytes)
-        self._moved_bytes, self._others = moved_bytes, others
+    def __init__(self, graph: Graph, axis: Axis, points: Sequence[Point] = ()) -> None:
+        self._graph, self._axis = graph, axis
         self._states: dict[Group, list[State]] = {}
         self._sum: Sum[Group] = Sum()
         of_kinds = enumerate(graph.folds.nodes)
@@ -190,9 +194,9 @@ class AxisChoice:
     def _add(self, group: Group) -> None:
         if group in self._states:
             return
-        states: list[State] = [None, *self._free_dims(group)]
+        states: list[State] = [None, *self._axis.free_dims(group)]
         if group.known is not None:
-            states = [self._own(group.known)]
+            states = [self._axis.own(group.known)]
         self._states[group] = states
         if len(states) > 1:
             self._sum.variable(group, [_PREFERENCE * (state is not None) for state in states])
@@ -205,38 +209,40 @@ class AxisChoice:
         if self._graph.is_left(node):
             return _Ways(options, [0.0], [])
         if node.required is not None:
-            wanted = self._own(node.required)
+            wanted = self._axis.own(node.required)
             options = [Factor({} if wanted is None else {0: wanted})]
         options += [f for f in node.factors if self._is_possible(f, operands, results)]
-        if self._always and node.work and len(options) > 1:
+        if self._axis.always and node.work and len(options) > 1:
             del options[0]
         # An axis that nobody uses isn't taken for nothing: collectives have more devices then.
-        taken = 0.0 if self._counts_work else _PREFERENCE
+        taken = 0.0 if self._axis.counts_work else _PREFERENCE
         costs = [0.0 if option is _NOTHING else taken for option in options]
-        if node.work and results[0] is not None and self._counts_work:
-            share = node.work * self._local_bytes(results[0]) / results[0].nbytes / WORK_PER_BYTE
-            costs = [share * o.work / (1 if o is _NOTHING else self._size) for o in options]
+        if node.work and results[0] is not None and self._axis.counts_work:
+            share = (
+                node.work * self._axis.local_bytes(results[0]) / results[0].nbytes / WORK_PER_BYTE
+            )
+            costs = [share * o.work / (1 if o is _NOTHING else self._axis.size) for o in options]
         if node.fills and results[0] is not None:
-            filled = self._local_bytes(results[0]) / FILLED_PER_BYTE
+            filled = self._axis.local_bytes(results[0]) / FILLED_PER_BYTE
             are_cut = [option.results.get(0) not in (None, SUM) for option in options]
             costs = [
-                c + filled / (self._size if cut else 1)
+                c + filled / (self._axis.size if cut else 1)
                 for c, cut in zip(costs, are_cut, strict=True)
             ]
         for i, option in enumerate(options):
             if option.exchanges and results[0] is not None:
-                nbytes = self._local_bytes(results[0])
-                costs[i] += STARTUP_BYTES + exchanged(option, results[0], nbytes, self._size)
+                nbytes = self._axis.local_bytes(results[0])
+                costs[i] += STARTUP_BYTES + exchanged(option, results[0], nbytes, self._axis.size)
         folds, ends = self._graph.folds, []
         for i, group in enumerate(operands):
             if group is not None:
                 value = folds.kind_of_value[node.operands[i]]
                 states = [option.operands.get(i) for option in options]
-                nbytes = self._moved_bytes(kind, False, i)
+                nbytes = self._axis.moved_bytes(kind, False, i)
                 ends.append(_End(group, states, nbytes, folds.values[value], value))
         for i, group in enumerate(results):
             if group is not None:
-                nbytes, others = self._moved_bytes(kind, True, i), self._others(kind, i)
+                nbytes, others = self._axis.moved_bytes(kind, True, i), self._axis.others(kind, i)
                 summed = [other.factor.operands for other in others if other.before == SUM]
                 given = [(option.results.get(i), option.operands) for option in options]
                 states = [_SUM_TOO if s == SUM and of in summed else s for s, of in given]
@@ -250,10 +256,10 @@ class AxisChoice:
             *((operands[i], d) for i, d in factor.operands.items()),
             *((results[i], d) for i, d in factor.results.items() if d != SUM),
         ]
-        return self._fits(factor, operands, results) and all(
+        return self._axis.fits(factor, operands, results) and all(
             group is None
-            or d in self._free_dims(group)
-            or (group.known is not None and self._own(group.known) == d)
+            or d in self._axis.free_dims(group)
+            or (group.known is not None and self._axis.own(group.known) == d)
             for group, d in places
         )
 
@@ -279,14 +285,14 @@ class AxisChoice:
         before, after = (other, own) if end.value is None else (own, other)
         too = before == _SUM_TOO
         before = SUM if too else before
-        moves = [collective(before, after, end.nbytes, self._size)]
+        moves = [collective(before, after, end.nbytes, self._axis.size)]
         for beside in end.others:
             if too and is_all_reduce(before, after) and is_all_reduce(beside.before, beside.after):
                 continue  # one sum along all of them
             state = before if beside.is_first else after
-            nbytes = beside.nbytes / (1 if state is None or state == SUM else self._size)
+            nbytes = beside.nbytes / (1 if state is None or state == SUM else self._axis.size)
             moves.append(collective(beside.before, beside.after, nbytes, beside.size))
-        return sum(paid(move, self._scattered) for move in moves) * end.times
+        return sum(paid(move, self._axis.scattered) for move in moves) * end.times
 
     # --- what is left of it -------------------------------------------------------------------
 
@@ -368,8 +374,8 @@ class AxisChoice:
         too_many = program.variable(PER_BYTE_TOO_MANY * total)
         weights, fixed = {too_many: -1.0}, 0.0
         for group, nbytes in groups.items():
-            share = nbytes / total * self._local_bytes(group) / group.nbytes
-            shares = [share / (1 if s is None else self._size) for s in self._states[group]]
+            share = nbytes / total * self._axis.local_bytes(group) / group.nbytes
+            shares = [share / (1 if s is None else self._axis.size) for s in self._states[group]]
             if group in variables:
                 weights.update(zip(variables[group], shares, strict=True))
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.parts import Group
@@ -68,6 +68,6 @@ def is_all_reduce(before: State, after: State) -> bool:
     return before == SUM and after is None
 
 
-def local_bytes(group: Group, axes: Sequence[Sequence[str]], sizes: dict[str, int]) -> float:
+def local_bytes(group: Group, axes: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> float:
     """What a device has of a group whose dims are sharded by ``axes``."""
     return group.nbytes / math.prod(sizes[axis] for names in axes for axis in names)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from xla_dtensor.base.source_line import is_users, short_path
-from xla_dtensor.layouts.choose import Choice
+from xla_dtensor.layouts.choice import Choice
 from xla_dtensor.layouts.highs import SECONDS
 from xla_dtensor.layouts.parts import DimAxes
 

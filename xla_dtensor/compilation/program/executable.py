@@ -23,7 +23,7 @@ from xla_dtensor.compilation.program.known_by import text_of
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.forms.form import Form
-from xla_dtensor.layouts import Choice, constrained, kept_apart
+from xla_dtensor.layouts import Choice, choose_for, constrained, kept_apart
 from xla_dtensor.runtime import agreement
 from xla_dtensor.runtime.memory import memory_of
 from xla_dtensor.runtime.program_cache import kept_by_names
@@ -94,7 +94,7 @@ class Executable:
                 memory = memory_of(frame.jax_mesh.devices.flat[0])
                 given = inputs.shardings(groups), shardings, inputs.are_arguments, frame, memory
                 choices = [
-                    (Choice.of_program(each, *given), each)
+                    (choose_for(each, *given), each)
                     for each in kept_apart(jaxpr, [*frame.sizes.values()])
                 ]
                 self.layouts, jaxpr = min(choices, key=lambda found: found[0].price())

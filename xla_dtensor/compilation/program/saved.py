@@ -28,7 +28,7 @@ from xla_dtensor.base import jax_private
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.program.known_by import inputs_of, text_of
 from xla_dtensor.errors import CompiledFileError
-from xla_dtensor.layouts import report
+from xla_dtensor.layouts.report import report
 from xla_dtensor.runtime import agreement, jax_runtime, processes
 from xla_dtensor.runtime.program_cache import machine
 from xla_dtensor.version import VERSION

@@ -30,7 +30,7 @@ from xla_dtensor.compilation.step.lower_only import called_without_data
 from xla_dtensor.compilation.step.step_traces import StepTraces
 from xla_dtensor.errors import CompiledFileError
 from xla_dtensor.execution import lazy
-from xla_dtensor.layouts import report
+from xla_dtensor.layouts.report import report
 from xla_dtensor.runtime import abstract
 from xla_dtensor.runtime.jax_runtime import code_bytes
 from xla_dtensor.runtime.program_cache import not_kept

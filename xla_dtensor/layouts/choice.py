@@ -1,0 +1,312 @@
+"""The layouts chosen for a jaxpr: how mesh axes cut its values and nodes, and what that moves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xla_dtensor.layouts.factors import SUM, Factor
+from xla_dtensor.layouts.graph import Graph
+from xla_dtensor.layouts.integer_program import AxisChoice
+from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY
+from xla_dtensor.layouts.parts import DimAxes, Group, nbytes_of
+from xla_dtensor.layouts.prices import (
+    STARTUP_BYTES,
+    WORK_PER_BYTE,
+    State,
+    collective,
+    exchanged,
+    is_all_reduce,
+    local_bytes,
+)
+
+Unit = tuple[str, ...]
+"""Mesh axes that shard the same dims wherever one of them does: one axis to the step."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective that layouts take.
+
+    Attributes:
+        kind: of collective.
+        nbytes: of its result on a device.
+        axes: the mesh axes that it runs along.
+        shape: of the value.
+        node: the number of the node that wants or gives it.
+        times: how often, in loops.
+    """
+
+    kind: str
+    nbytes: float
+    axes: Unit
+    shape: tuple[int, ...]
+    node: int
+    times: int = 1
+
+
+def state_of(axes: DimAxes, unit: Unit) -> State:
+    """The dim that the axes of a unit shard."""
+    return next((d for d, names in enumerate(axes) if unit[0] in names), None)
+
+
+def units_of(sizes: Mapping[str, int], given: Sequence[DimAxes]) -> list[Unit]:
+    """The axes, neighbours joined that are always together, in this order, where one of them is."""
+    units: list[Unit] = []
+    for axis in sizes:
+        before = units[-1][-1] if units else None
+        if before is not None and all(_agree(names, before, axis) for d in given for names in d):
+            units[-1] = (*units[-1], axis)
+        else:
+            units.append((axis,))
+    return units
+
+
+def _agree(names: Sequence[str], first: str, second: str) -> bool:
+    if first not in names and second not in names:
+        return True
+    return (first, second) in itertools.pairwise(names)
+
+
+class Choice:
+    """How axes cut a graph.
+
+    Args:
+        graph: of a jaxpr.
+        sizes: the number of devices along each mesh axis, in the mesh's order.
+        units: these axes, those joined that always go together.
+        used: axes that cut an input or a result.
+
+    Attributes:
+        found: whether there are layouts, found in the time that this may take.
+        too_many: bytes of a device more than there are, by an estimate (`memory.py`).
+        states: the dim that each unit shards of a group.
+        factors: of each node, by what each unit cuts it.
+        options: by what each unit could cut nodes, by their kinds.
+    """
+
+    def __init__(
+        self, graph: Graph, sizes: Mapping[str, int], units: Sequence[Unit], used: set[str]
+    ) -> None:
+        self.graph, self.sizes, self.units, self.used = graph, sizes, units, used
+        self.found, self.too_many = True, 0.0
+        self.states: dict[Group, dict[Unit, State]] = {}
+        self.factors: list[dict[Unit, Factor]] = [{} for _ in graph.nodes]
+        self.options: dict[Unit, list[list[Factor]]] = {}
+        self._known: dict[Group, DimAxes] = {}  # what the states say, as far as was asked
+
+    def copy(self) -> Choice:
+        """The same, to be changed."""
+        other = Choice(self.graph, self.sizes, self.units, self.used)
+        other.found, other.too_many = self.found, self.too_many
+        other.states = {group: {**of_units} for group, of_units in self.states.items()}
+        other.factors = [{**of_units} for of_units in self.factors]
+        other.options = {**self.options}
+        return other
+
+    def cut(self, unit: Unit, found: AxisChoice) -> None:
+        """Cut as was chosen for a unit."""
+        self._known.clear()
+        for group in self.graph.groups():
+            self.states.setdefault(group, {})[unit] = found.state(group)
+        for number, factors in enumerate(self.factors):
+            factors[unit] = found.factor(number)
+        self.options[unit] = found.options
+
+    def of(self, variable: Any) -> DimAxes | None:
+        """How a value lies; None where XLA is to choose."""
+        group = self.graph.group(variable)
+        return None if group is None or group.is_free else self.axes(group)
+
+    def operand(self, node: int, number: int) -> DimAxes | None:
+        """How a node wants an operand; None where XLA is to choose."""
+        group = self.graph.group(self.graph.nodes[node].operands[number])
+        if group is None or self.graph.is_left(self.graph.nodes[node]):
+            return None
+        states = {unit: f.operands.get(number) for unit, f in self.factors[node].items()}
+        return self._dim_axes(group, states)
+
+    def result(self, node: int, number: int) -> tuple[DimAxes, tuple[str, ...]] | None:
+        """How a node gives a result, and the axes along which devices have parts of a sum."""
+        group = self.graph.group(self.graph.nodes[node].results[number])
+        if group is None or self.graph.is_left(self.graph.nodes[node]):
+            return None
+        states = {unit: f.results.get(number) for unit, f in self.factors[node].items()}
+        sums = tuple(axis for unit, state in states.items() if state == SUM for axis in unit)
+        return self._dim_axes(group, states), sums
+
+    def given(self, nodes: Sequence[int], result: Any) -> DimAxes | None:
+        """How a result lies as it is made by the one of an equation's nodes that makes it."""
+        value = self.graph.value(result)
+        for number in nodes:
+            results = self.graph.nodes[number].results
+            for i, each in enumerate(results):
+                if each is value:
+                    found = self.result(number, i)
+                    return None if found is None else found[0]
+        return None
+
+    def is_of_operands(self, node: int) -> bool:
+        """Whether each axis that cuts a result of a node cuts one of its operands."""
+        return all(
+            factor.operands and not factor.behind_operand and not factor.behind_result
+            for factor in self.factors[node].values()
+            if any(dim != SUM for dim in factor.results.values())
+        )
+
+    def moves(self) -> list[Move]:
+        """What is communicated by these layouts, as far as is known here; of moves that several
+        nodes want of one value the first."""
+        found: dict[Any, Move] = {}
+        for number in range(len(self.graph.nodes)):
+            for unit, factor in self.factors[number].items():
+                for key, move in self._moves_of(number, unit, factor):
+                    found.setdefault(key, move)
+        return sorted(found.values(), key=lambda move: -move.nbytes * move.times)
+
+    def price(self) -> float:
+        """What it costs by this estimate, in bytes; infinite if none were found."""
+        if not self.found:
+            return math.inf
+        price = sum((move.nbytes + STARTUP_BYTES) * move.times for move in self.moves())
+        for node, factors in zip(self.graph.nodes, self.factors, strict=True):
+            cut = [
+                unit
+                for unit, factor in factors.items()
+                if (factor.operands or factor.results) and unit[0] in self.used
+            ]
+            devices = math.prod(map(self.size, cut))
+            work = node.work * math.prod(factor.work for factor in factors.values())
+            price += work * node.times / devices / WORK_PER_BYTE
+        return price + PER_BYTE_TOO_MANY * self.too_many
+
+    def second_best(self, number: int) -> float | None:
+        """The bytes that a node would move, each time, in the next best of the ways that it could
+        be cut along one axis, with all others as they are; None if there is no other."""
+        node, ways = self.graph.nodes[number], []
+        for unit, chosen in self.factors[number].items():
+            others = [
+                move.nbytes
+                for other, factor in self.factors[number].items()
+                if other != unit
+                for _, move in self._moves_of(number, other, factor)
+            ]
+            for factor in self.options[unit][self.graph.folds.kind_of_node[number]]:
+                if factor != chosen:
+                    own = [move.nbytes for _, move in self._moves_of(number, unit, factor)]
+                    size = self.size(unit) if factor.operands or factor.results else 1
+                    work = node.work * factor.work / size
+                    price = sum(own) + STARTUP_BYTES * len(own) + work / WORK_PER_BYTE
+                    ways.append((price, sum(own) + sum(others)))
+        return min(ways)[1] if ways else None
+
+    def _moves_of(self, number: int, unit: Unit, factor: Factor) -> Iterator[tuple[Any, Move]]:
+        """What a node moves along some axes, if these cut it so, by what identifies it."""
+        node = self.graph.nodes[number]
+        if self.graph.is_left(node):
+            return
+        for i, value in enumerate(node.operands):
+            axes = self.of(value)
+            if axes is not None:
+                pair = state_of(axes, unit), factor.operands.get(i)
+                nbytes = self.moved_bytes(number, unit, False, i)
+                made = collective(*pair, nbytes, self.size(unit))
+                if made is not None:
+                    move = Move(*made, unit, tuple(value.aval.shape), number, node.times)
+                    yield (value, unit, pair, nbytes), move
+        for i, value in enumerate(node.results):
+            axes = self.of(value)
+            if axes is not None:
+                before, after = factor.results.get(i), state_of(axes, unit)
+                nbytes = self.moved_bytes(number, unit, True, i)
+                made = collective(before, after, nbytes, self.size(unit))
+                along = (
+                    self._summed_with(number, unit, i) if is_all_reduce(before, after) else [unit]
+                )
+                if made is not None and along[0] == unit:
+                    names = tuple(axis for each in along for axis in each)
+                    move = Move(*made, names, tuple(value.aval.shape), number, node.times)
+                    yield (number, i, unit), move
+        group = self.graph.group(node.results[0]) if factor.exchanges else None
+        if group is not None:
+            nbytes = local_bytes(group, self.others(group, unit), self.sizes)
+            nbytes = exchanged(factor, group, nbytes, self.size(unit))
+            move = Move("collective-permute", nbytes, unit, group.shape, number, node.times)
+            yield (number, "exchange", unit), move
+
+    def _summed_with(self, number: int, unit: Unit, i: int) -> list[Unit]:
+        """The axes along which a result is summed at once, these among them: those that cut the
+        same dims. Of others XLA makes a sum each."""
+        axes = self.of(self.graph.nodes[number].results[i])
+        assert axes is not None
+        of = self.factors[number]
+        return [
+            other
+            for other in self.units
+            if other == unit
+            or (
+                other in of
+                and of[other].operands == of[unit].operands
+                and is_all_reduce(of[other].results.get(i), state_of(axes, other))
+            )
+        ]
+
+    def moved_bytes(
+        self, number: int, unit: Unit, is_result: bool, i: int, but: Unit | None = None
+    ) -> float:
+        """What a device has of an operand or result of a node when it moves along some axes, whole
+        along these and ``but``: what moves along several does so in the order of the axes. A group
+        may be of several dtypes: a weight and what it was cast to.
+        """
+        node = self.graph.nodes[number]
+        value = (node.results if is_result else node.operands)[i]
+        group = self.graph.group(value)
+        assert group is not None
+        home, own, devices = self.axes(group), self.units.index(unit), 1
+        for place, other in enumerate(self.units):
+            if other in (unit, but):
+                continue
+            factor = self.factors[number].get(other)
+            has_moved = place < own
+            is_at_home = has_moved if is_result else not has_moved  # a result moves to its group's
+            if factor is None or is_at_home:
+                state = state_of(home, other)
+            else:
+                state = (factor.results if is_result else factor.operands).get(i)
+            devices *= 1 if state is None or state == SUM else self.size(other)
+        return nbytes_of(value.aval) / devices
+
+    def size(self, unit: Unit) -> int:
+        """How many devices there are along a unit."""
+        return math.prod(self.sizes[axis] for axis in unit)
+
+    def axes(self, group: Group) -> DimAxes:
+        """How a group lies."""
+        found = group.known or self._known.get(group)
+        if found is None:
+            found = self._known[group] = self._dim_axes(group, self.states.get(group, {}))
+        return found
+
+    def share(self, group: Group) -> float:
+        """What a device has of a group."""
+        return local_bytes(group, self.axes(group), self.sizes) / group.nbytes
+
+    def others(self, group: Group, unit: Unit) -> DimAxes:
+        """How other axes than these cut a group."""
+        axes = self.axes(group)
+        return tuple(tuple(name for name in names if name not in unit) for names in axes)
+
+    def _dim_axes(self, group: Group, states: Mapping[Unit, State]) -> DimAxes:
+        found = []
+        for d in range(len(group.shape)):
+            axes = [axis for unit in self.units if states.get(unit) == d for axis in unit]
+            found.append(tuple(sorted(axes, key=self.order(group, d).index)))
+        return tuple(found)
+
+    def order(self, group: Group, dim: int) -> list[str]:
+        """The axes, in the order in which they cut a dim."""
+        own = group.orders.get(dim, ())
+        return [*own, *(axis for axis in self.sizes if axis not in own)]
