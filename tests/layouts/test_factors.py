@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from xla_dtensor.layouts.factors import SUM, Factor, factors, is_elementwise, reshaped_dims
+from xla_dtensor.lowering.linalg.fft import fft_r2c
 from xla_dtensor.lowering.partitioned.per_slice import per_slice
 
 X = jnp.arange(4 * 6 * 8, dtype=jnp.float32).reshape(4, 6, 8) % 7 - 3
@@ -45,6 +46,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "slice": (lambda x: x[:, 2:4], (X,)),
     "pad": (lambda x: lax.pad(x, jnp.float32(0), ((0, 0, 0), (1, 2, 0), (0, 0, 0))), (X,)),
     "cumsum": (lambda x: lax.cumsum(x, 1), (X,)),
+    "transform": (lambda x: fft_r2c(x, [1, 2], 0, True), (X,)),
     "sort": (lambda x: lax.sort(x, dimension=2), (X,)),
     "iota": (lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), ()),
     "convolution": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 import xla_dtensor as xd
 from tests.conftest import make_mesh
 from xla_dtensor.planning.collectives import collective_traffic
+from xla_dtensor.plans.shard_map_call import ShardMapCall
 
 R, S = xd.Replicate(), xd.Shard
 
@@ -90,6 +92,33 @@ def test_no_more_than_operation_by_operation(name: str) -> None:
         *(x if isinstance(x, tuple) else (x,) for x in (results, expected)), strict=True
     ):
         torch.testing.assert_close(found.full_tensor().cpu(), wanted, rtol=1e-4, atol=1e-3)
+
+
+def attended(*given: Tensor) -> Tensor:
+    q, k, v = (x * 2 for x in given)
+    return F.scaled_dot_product_attention(q, k, v) * 2
+
+
+@pytest.mark.parametrize("batch, heads", [(5, 8), (4, 6)])
+def test_attention_is_not_cut_unevenly(batch: int, heads: int) -> None:
+    """It isn't called on uneven shards: cut so, all of its operands were gathered for it."""
+    mesh = make_mesh("2x4")
+    torch.manual_seed(0)
+    values = [torch.randn(batch, heads, 24, 8) for _ in range(3)]
+    given = [xd.distribute_tensor(x, mesh, [S(0), S(1)]) for x in values]
+    wanted: set[bool] = set()
+    laid_out = ShardMapCall.laid_out
+
+    def spy(call: Any, tensors: Any, results: Any, sums: Any) -> Any:
+        found = laid_out(call, tensors, results, sums)
+        wanted.add([*found._results] == [*results])
+        return found
+
+    with patch.object(ShardMapCall, "laid_out", spy):
+        before, _ = moved(attended, "torch", *given)
+        after, found = moved(attended, "step", *given)
+    torch.testing.assert_close(found.full_tensor().cpu(), attended(*values))
+    assert wanted == {True} and after <= 1.05 * before + 1000
 
 
 def test_two_meshes() -> None:

@@ -251,3 +251,19 @@ def test_what_xla_lays_out_is_given_its_operands_as_their_rule_has_it(length: in
 
     found = xd.compile(step)(xd.distribute_tensor(x, mesh, [xd.Shard(2)]))
     torch.testing.assert_close(found.full_tensor().cpu(), step(x))
+
+
+def test_transforms_of_several_dims_keep_each_whole() -> None:
+    """XLA ended the process: what came after the second transform had its dim cut."""
+    mesh = make_mesh("2x4")
+    x = torch.arange(48.0).reshape(8, 3, 2).sin()
+    index = torch.zeros(8, 2, 1, 2, dtype=torch.int64)
+
+    def step(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        found = torch.view_as_real(torch.fft.rfftn(x, dim=[0, 1], norm="ortho"))
+        return found.scatter(2, index, 1.25)
+
+    given = xd.distribute_tensor(x, mesh, [xd.Shard(0), xd.Shard(2)])
+    cut = xd.distribute_tensor(index, mesh, [xd.Shard(3), xd.Shard(3)])
+    found = xd.compile(step)(given, cut)
+    torch.testing.assert_close(found.full_tensor().cpu(), step(x, index))

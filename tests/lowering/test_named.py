@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
-from xla_dtensor.lowering.partitioned.named import with_names
+from xla_dtensor.lowering.partitioned.named import Partition, with_names
 from xla_dtensor.lowering.partitioned.per_slice import per_slice
 
 BY_ROW = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x"))
@@ -57,6 +58,26 @@ def test_equal_functions_share_a_name() -> None:
 )
 def test_others_have_another_name(other: Callable[[], Any]) -> None:
     assert other() != names(times(2.0))
+
+
+def test_names_are_in_texts() -> None:
+    """Addresses come again: an eager operation's program in JAX's cache was another function's."""
+
+    def text(function: Callable[..., Any]) -> str:
+        x = jax.ShapeDtypeStruct((8, 4), np.float32, sharding=BY_ROW)
+        lowered = jax.jit(lambda x: per_slice(function, 1, x)).lower(x)
+        return re.sub(r'backend_config = "\d+"', "", lowered.as_text())
+
+    assert text(times(2.0)) == text(times(2.0)) != text(times(3.0))
+
+
+def test_names_do_not_depend_on_who_asks_first() -> None:
+    """With 64-bit types off, as where programs are saved."""
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((8, 4), np.float64)
+        one, two = (Partition(lambda: None, times(2.0), [x], "") for _ in range(2))
+        name = one.name
+    assert two.name == name
 
 
 def test_somebody_elses_function_has_none() -> None:

@@ -90,9 +90,10 @@ class _Constrain:
                 if axes is not None:
                     given = choice.given(numbers, result)
                     ways = [self._sharding(axes)]
-                    # Else XLA may gather an operand in place of what is made of it; and cut each of
-                    # the equations that a running sum is written out to.
-                    is_many = name == "prefix_scan" and given != axes
+                    # Else XLA may gather an operand in place of what is made of it; and cut what
+                    # an equation is written out to: a running sum's many steps, or a transform
+                    # along its own dim, at which XLA may end the process.
+                    is_many = name in ("prefix_scan", "transform") and given != axes
                     if given is not None:
                         ways = [*self._way(result, given, axes), *ways]
                         if is_many or _communicates(given, axes):

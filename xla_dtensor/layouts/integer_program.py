@@ -119,8 +119,11 @@ class Axis(Protocol):
     def free_dims(self, group: Group, /) -> list[int]:
         """The dims of a group that the axis may shard, were it not known how it lies."""
 
-    def fits(self, factor: Factor, operands: Sequence[Any], results: Sequence[Any], /) -> bool:
-        """Whether it may cut so, given groups of operands and of results."""
+    def fits(
+        self, kind: int, factor: Factor, operands: Sequence[Any], results: Sequence[Any], /
+    ) -> bool:
+        """Whether it may cut a node so, given the number of the node's kind, and groups of operands
+        and of results."""
 
     def local_bytes(self, group: Group, /) -> float:
         """What a device has of a group, whole along this axis."""
@@ -211,7 +214,7 @@ class AxisChoice:
         if node.required is not None:
             wanted = self._axis.own(node.required)
             options = [Factor({} if wanted is None else {0: wanted})]
-        options += [f for f in node.factors if self._is_possible(f, operands, results)]
+        options += [f for f in node.factors if self._is_possible(kind, f, operands, results)]
         if self._axis.always and node.work and len(options) > 1:
             del options[0]
         # An axis that nobody uses isn't taken for nothing: collectives have more devices then.
@@ -251,12 +254,14 @@ class AxisChoice:
             self._add(end.group)
         return _Ways(options, [count * cost for cost in costs], ends)
 
-    def _is_possible(self, factor: Factor, operands: Sequence[Any], results: Sequence[Any]) -> bool:
+    def _is_possible(
+        self, kind: int, factor: Factor, operands: Sequence[Any], results: Sequence[Any]
+    ) -> bool:
         places = [
             *((operands[i], d) for i, d in factor.operands.items()),
             *((results[i], d) for i, d in factor.results.items() if d != SUM),
         ]
-        return self._axis.fits(factor, operands, results) and all(
+        return self._axis.fits(kind, factor, operands, results) and all(
             group is None
             or d in self._axis.free_dims(group)
             or (group.known is not None and self._axis.own(group.known) == d)

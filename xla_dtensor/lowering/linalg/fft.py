@@ -1,19 +1,24 @@
 """Fourier transforms, dim by dim: XLA's own take three dims at most.
 
-Each transform has its dim last, and on CPUs asks for row-major layouts around it
-(`workarounds.ROW_MAJOR_TRANSFORMS`). The dispatcher keeps the transformed dims whole
-(`plans/result_placements.py`).
+One is an equation of its own until it is lowered, so that layouts over a step keep its dim whole
+(`layouts/factors.py`): XLA ends the process where that is short and sharded. Lowered, it has its
+dim last, and on CPUs asks for row-major layouts around it (`workarounds.ROW_MAJOR_TRANSFORMS`). The
+dispatcher keeps the transformed dims whole (`plans/result_placements.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.partitioned.padding import padded
@@ -22,16 +27,49 @@ from xla_dtensor.lowering.registry import lowers
 from xla_dtensor.lowering.workarounds import ROW_MAJOR_TRANSFORMS
 
 
-def _row_major(x: jax.Array) -> jax.Array:
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+def _plain(x: jax.Array, *, kind: lax.FftType, axis: int, length: int) -> jax.Array:
+    return jnp.moveaxis(lax.fft(jnp.moveaxis(x, axis, -1), kind, (length,)), -1, axis)
 
 
-def _of_last_dim(x: jax.Array, kind: lax.FftType, length: int) -> jax.Array:
-    plain = lambda x: lax.fft(x, kind, (length,))
-    out: jax.Array = ROW_MAJOR_TRANSFORMS.choose(
-        lambda x: _row_major(plain(_row_major(x))), plain, x
+def _row_major(x: jax.Array, *, kind: lax.FftType, axis: int, length: int) -> jax.Array:
+    layout = Layout(major_to_minor=tuple(range(x.ndim)))
+    last = with_layout_constraint(jnp.moveaxis(x, axis, -1), layout)
+    out = with_layout_constraint(lax.fft(last, kind, (length,)), layout)
+    return jnp.moveaxis(out, -1, axis)
+
+
+_primitive = Primitive("transform")
+_run = jax.jit(
+    lambda x, kind, axis, length: _primitive.bind(x, kind=kind, axis=axis, length=length),
+    static_argnames=("kind", "axis", "length"),
+)
+_primitive.def_impl(_run)
+
+
+@_primitive.def_abstract_eval
+def _like(x: Any, **params: Any) -> Any:
+    like = jax.eval_shape(functools.partial(_plain, **params), x)
+    return x.update(shape=like.shape, dtype=like.dtype)
+
+
+def _transpose(cotangent: Any, x: Any, **params: Any) -> Any:
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval)]
+    return jax.linear_transpose(functools.partial(_plain, **params), x.aval)(cotangent)
+
+
+def _batch(values: Any, dims: Any, *, axis: int, **params: Any) -> Any:
+    (x,), (lead,) = values, dims
+    return _primitive.bind(x, axis=axis + (lead <= axis), **params), lead
+
+
+ad.deflinear2(_primitive, _transpose)
+batching.primitive_batchers[_primitive] = _batch
+mlir.register_lowering(_primitive, mlir.lower_fun(_plain, multiple_results=False))
+for _platform in ROW_MAJOR_TRANSFORMS.platforms:
+    mlir.register_lowering(
+        _primitive, mlir.lower_fun(_row_major, multiple_results=False), platform=_platform
     )
-    return out
 
 
 def _transform(x: jax.Array, kind: lax.FftType, dim: int, length: int) -> jax.Array:
@@ -44,11 +82,9 @@ def _transform(x: jax.Array, kind: lax.FftType, dim: int, length: int) -> jax.Ar
         if kind is lax.FftType.IRFFT:
             dtype = jnp.finfo(x.dtype).dtype
         return jnp.zeros(shape, dtype)
-    out = _of_last_dim(jnp.moveaxis(x, dim, -1), kind, length)
+    out: jax.Array = _primitive.bind(x, kind=kind, axis=dim % x.ndim, length=length)
     # XLA's inverse transforms divide by the length.
-    if kind in (lax.FftType.IFFT, lax.FftType.IRFFT):
-        out = out * length
-    return jnp.moveaxis(out, -1, dim)
+    return out * length if kind in (lax.FftType.IFFT, lax.FftType.IRFFT) else out
 
 
 def _complex(x: jax.Array, dims: Sequence[int], forward: bool) -> jax.Array:

@@ -44,8 +44,10 @@ class Partition:
     def name(self) -> str:
         """A digest of what the function computes: equal functions of equal arrays share it."""
         if not self._name:
-            # It says all: JAX takes no function with constants other than numbers.
-            text = str(jax.make_jaxpr(self._function)(*self._operands))
+            # It says all: JAX takes no function with constants other than numbers. Whoever asks
+            # first may do so where 64-bit types are off, and the name would be another one.
+            with jax.enable_x64(True):
+                text = str(jax.make_jaxpr(self._function)(*self._operands))
             text = f"{self._more}\n{_ADDRESS.sub('', text)}"
             self._name = hashlib.sha256(text.encode()).hexdigest()
         return self._name

@@ -105,8 +105,9 @@ def _partitioned(function: Function, lead: int, operands: Sequence[jax.Array]) -
     rule = f"{', '.join(names[: len(operands)])} -> {', '.join(names[len(operands) :])}"
     arrays = [_of_rank(x, rank) for x in operands]
     call = custom_partitioning(on_shards)
+    named = Partition(partition, on_shards, arrays, f"{lead} of {rule}")
     call.def_partition(
-        Partition(partition, on_shards, arrays, f"{lead} of {rule}"),
+        named,
         sharding_rule=rule,
         need_replication_factors=tuple(
             f"d{i}of{array}" for array in range(len(names)) for i in range(lead, rank)
@@ -114,7 +115,14 @@ def _partitioned(function: Function, lead: int, operands: Sequence[jax.Array]) -
         # Where XLA cuts a mesh dim apart, the mesh has no names for a sharding.
         decode_shardings=False,
     )
-    found = call(*arrays)
+
+    def called(*arrays: jax.Array) -> Any:
+        return call(*arrays)
+
+    # Programs' texts have the address alone, which a later function may have again: JAX's cache on
+    # disk would give an eager operation the program of another one.
+    called.__name__ = f"partitioned_{named.name}"
+    found = jax.jit(called)(*arrays)
     return tree.unflatten([x.reshape(like.shape) for x, like in zip(found, results, strict=True)])
 
 
