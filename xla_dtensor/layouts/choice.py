@@ -71,6 +71,10 @@ def _agree(names: Sequence[str], first: str, second: str) -> bool:
     return (first, second) in itertools.pairwise(names)
 
 
+Ways = Mapping[Unit, Factor]
+"""By what each unit cuts a node."""
+
+
 class Choice:
     """How axes cut a graph.
 
@@ -121,22 +125,41 @@ class Choice:
         group = self.graph.group(variable)
         return None if group is None or group.is_free else self.axes(group)
 
-    def operand(self, node: int, number: int) -> DimAxes | None:
-        """How a node wants an operand; None where XLA is to choose."""
+    def operand(self, node: int, number: int, ways: Ways | None = None) -> DimAxes | None:
+        """How a node wants an operand, if it is cut as it is or in these ways; None where XLA is to
+        choose."""
         group = self.graph.group(self.graph.nodes[node].operands[number])
         if group is None or self.graph.is_left(self.graph.nodes[node]):
             return None
-        states = {unit: f.operands.get(number) for unit, f in self.factors[node].items()}
-        return self._dim_axes(group, states)
+        ways = self.factors[node] if ways is None else ways
+        return self._dim_axes(group, {unit: f.operands.get(number) for unit, f in ways.items()})
 
-    def result(self, node: int, number: int) -> tuple[DimAxes, tuple[str, ...]] | None:
-        """How a node gives a result, and the axes along which devices have parts of a sum."""
+    def result(
+        self, node: int, number: int, ways: Ways | None = None
+    ) -> tuple[DimAxes, tuple[str, ...]] | None:
+        """How a node gives a result then, and the axes along which devices have parts of a sum."""
         group = self.graph.group(self.graph.nodes[node].results[number])
         if group is None or self.graph.is_left(self.graph.nodes[node]):
             return None
-        states = {unit: f.results.get(number) for unit, f in self.factors[node].items()}
+        ways = self.factors[node] if ways is None else ways
+        states = {unit: f.results.get(number) for unit, f in ways.items()}
         sums = tuple(axis for unit, state in states.items() if state == SUM for axis in unit)
         return self._dim_axes(group, states), sums
+
+    def call(self, node: int, ways: Ways | None = None) -> Any:
+        """How an operation is called on shards then, a `ShardMapCall`; None if it isn't, because
+        its rule refuses these axes together, shards are uneven, or XLA is to choose how its tensors
+        lie."""
+        params = self.graph.nodes[node].equation.params
+        call = params["call"]
+        if self.graph.is_left(self.graph.nodes[node]):
+            return None
+        places = call.tensors_among(params["numbers"], params["keyed"])
+        tensors = [self.operand(node, i, ways) or () for i in places]
+        count = len(self.graph.nodes[node].results)
+        results = [self.result(node, i, ways) or ((), ()) for i in range(count)]
+        laid_out = call.laid_out(tensors, [axes for axes, _ in results], [s for _, s in results])
+        return None if laid_out is call else laid_out
 
     def given(self, nodes: Sequence[int], result: Any) -> DimAxes | None:
         """How a result lies as it is made by the one of an equation's nodes that makes it."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xla_dtensor.layouts.choice import Choice, Unit, state_of, units_of
-from xla_dtensor.layouts.factors import SUM, Factor
+from xla_dtensor.layouts.factors import Factor
 from xla_dtensor.layouts.graph import Graph
 from xla_dtensor.layouts.integer_program import AxisChoice, Other
 from xla_dtensor.layouts.memory import Alive, Point
@@ -266,23 +265,19 @@ class _Axis:
     def fits(
         self, kind: int, factor: Factor, operands: Sequence[Any], results: Sequence[Any]
     ) -> bool:
-        is_even = not factor.is_even or self._is_even(self._some[kind], factor)
-        return is_even and self._is_behind(factor, operands, results)
+        return self._is_taken(self._some[kind], factor) and self._is_behind(
+            factor, operands, results
+        )
 
-    def _is_even(self, number: int, factor: Factor) -> bool:
-        """Whether all shards of a node have one length, if this axis cuts it so, and the others as
-        they do by now."""
-        choice = self._choice
-        node, ways = choice.graph.nodes[number], {**choice.factors[number], self._unit: factor}
-        for values, of in ((node.operands, "operands"), (node.results, "results")):
-            devices: Counter[tuple[int, int]] = Counter()
-            for unit, way in ways.items():
-                for i, d in getattr(way, of).items():
-                    devices[i, d] = max(devices[i, d], 1) * choice.size(unit)
-            for (i, d), count in devices.items():
-                if d != SUM and values[i] is not None and values[i].aval.shape[d] % count:
-                    return False
-        return True
+    def _is_taken(self, number: int, factor: Factor) -> bool:
+        """Whether an operation that is called on shards takes its tensors so, if this axis cuts it
+        so and the others as they do by now: its rule may refuse axes together, and shards have to
+        be even. Else its operands would be gathered."""
+        equation = self._choice.graph.nodes[number].equation
+        if equation is None or equation.primitive.name != "cut":
+            return True
+        ways = {**self._choice.factors[number], self._unit: factor}
+        return self._choice.call(number, ways) is not None
 
     def _is_behind(self, factor: Factor, operands: Sequence[Any], results: Sequence[Any]) -> bool:
         """Whether what has to be cut to length 1 is, and by axes that come before these."""

@@ -156,7 +156,8 @@ class _Constrain:
         """The equation, with what is asked for inside of it."""
         if equation.primitive.name == "cut":
             (number,) = numbers
-            return _cut_anew(equation, self._choice, number)
+            call = self._choice.call(number) or equation.params["call"]
+            return equation.replace(params={**equation.params, "call": call})
         body = self._choice.graph.bodies.get(id(equation))
         if body is None:
             return equation
@@ -256,19 +257,6 @@ def _asked_for_otherwise(equations: Sequence[Any]) -> set[Any]:
         if equation.primitive.name in names:
             found |= {atom for atom in equation.invars if uses[atom] == 1}
     return found
-
-
-def _cut_anew(equation: Any, choice: Choice, number: int) -> Any:
-    """The equation of an operation on shards, with those that were chosen; as it is, if XLA is to
-    choose how some of its tensors lie."""
-    node, call = choice.graph.nodes[number], equation.params["call"]
-    if choice.graph.is_left(node):
-        return equation
-    places = call.tensors_among(equation.params["numbers"], equation.params["keyed"])
-    tensors = [choice.operand(number, i) or () for i in places]
-    results = [choice.result(number, i) or ((), ()) for i in range(len(node.results))]
-    laid_out = call.laid_out(tensors, [axes for axes, _ in results], [sums for _, sums in results])
-    return equation.replace(params={**equation.params, "call": laid_out})
 
 
 def _constraint(variable: Any, sharding: NamedSharding, of: Any) -> Any:

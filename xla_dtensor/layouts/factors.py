@@ -30,7 +30,6 @@ class Factor:
             which of the several have to be cut, each to length 1 and by axes before this one, so
             that this one may cut the next.
         work: how many times as much all devices together compute then.
-        is_even: whether it is for shards of one length alone.
     """
 
     operands: Mapping[int, int] = field(default_factory=dict)
@@ -39,7 +38,6 @@ class Factor:
     behind_operand: tuple[int, ...] = ()
     behind_result: tuple[int, ...] = ()
     work: float = 1.0
-    is_even: bool = False
 
 
 Factors = Callable[[Any], "list[Factor]"]
@@ -363,8 +361,7 @@ def _stack(equation: Any) -> list[Factor]:
 @_of("cut")
 def _cut(equation: Any) -> list[Factor]:
     """As the operation's layout rule has it (`plans/shard_map_call.py`). Causal attention of cut
-    queries leaves no keys out, for the last queries' sake: twice the work (and for no kernel).
-    Of uneven shards it isn't called (`ShardMapCall.laid_out`): its operands would be gathered."""
+    queries leaves no keys out, for the last queries' sake: twice the work (and for no kernel)."""
     call, found = equation.params["call"], []
     places = call.tensors_among(equation.params["numbers"], equation.params["keyed"])
     queries, is_causal = len(shape_of(equation.outvars[0])) - 2, call.argument("is_causal")
@@ -373,10 +370,8 @@ def _cut(equation: Any) -> list[Factor]:
         operands = {i: p.dim for i, (p,) in inputs if p.is_shard()}
         given = {i: p for i, (p,) in enumerate(merged.outputs) if p.is_partial() or p.is_shard()}
         results = {i: SUM if p.is_partial() else p.dim for i, p in given.items()}
-        if not operands and not results:
-            continue  # the rule gathers the one tensor that was cut: not a way to cut the operation
         wasted = 2.0 if is_causal and results.get(0) == queries else 1.0
-        found.append(Factor(operands, results, work=wasted, is_even=True))
+        found.append(Factor(operands, results, work=wasted))
     return found
 
 
