@@ -55,11 +55,13 @@ class abstract:
 
     def __enter__(self) -> abstract:
         lazy.flush_all()
-        runtime.start()  # JAX reads XLA's flags when it starts
+        elsewhere = not self.topology.is_here
+        if elsewhere:
+            runtime.start()  # JAX reads XLA's flags when it starts
         before = enter(self.topology)
         # Hidden from libtpu, which ends the process at a flag that it doesn't know. It has
         # LIBTPU_INIT_ARGS.
-        flags = None if self.topology.is_here else os.environ.pop("XLA_FLAGS", None)
+        flags = os.environ.pop("XLA_FLAGS", None) if elsewhere else None
         mode = _OnDevices()
         mode.__enter__()
         self._before.append((before, mode, flags))
