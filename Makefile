@@ -29,7 +29,7 @@ quick: env ## one test in fifty, a first signal in 90 seconds
 	$(RUN) quick -- $(ARGS)
 
 PROCESSOR ?=
-test: env ## all tests but the slow ones (14 minutes on two cores); PROCESSOR=1..4 rounds as another
+test: env ## all tests but the slow ones (ten minutes on two cores); PROCESSOR=1..4 rounds as another
 	$(RUN) $(if $(PROCESSOR),processor $(PROCESSOR),fast) -- $(ARGS)
 
 test-slow: env ## the slow tests
@@ -41,7 +41,7 @@ test-processors: env ## the tests as four other processors round (two hours)
 test-audit: env ## the tests of compiled steps, each call audited (about twelve minutes)
 	$(RUN) audit -- $(ARGS)
 
-test-all: check test test-slow test-audit rules-check suites fuzz-short ## everything there is (about two hours on two cores)
+test-all: check test test-slow test-audit rules-check suites fuzz-short ## everything there is (about three hours on two cores)
 
 # torchtitan's own pins differ from ours, so it has an environment of its own.
 TITAN_VENV ?= .venv-torchtitan

@@ -370,6 +370,7 @@ def _train(*arguments: str) -> str:
 VARIANTS = [pytest.param([], id="eager"), pytest.param(["--compiled"], id="compiled")]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", VARIANTS)
 def test_training_goes_on(options: list[str]) -> None:
     said = _train("sgd", "adamw", "fused", "--outside", "--interrupts", "8", *options)

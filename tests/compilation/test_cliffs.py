@@ -121,6 +121,7 @@ OTHERWISE: dict[str, Function] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [*INDEXED, *OTHERWISE])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_position_is_what_torch_makes_of_it(mesh_2x4: DeviceMesh, name: str, seed: int) -> None:

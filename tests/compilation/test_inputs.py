@@ -143,6 +143,7 @@ READS_OF_SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scheduler", ["step", "user's"])
 @pytest.mark.parametrize("read", READS_OF_SCHEDULES)
 def test_schedules_read_in_the_step_that_moves_them(

@@ -181,6 +181,7 @@ class Experiment:
         return memory_of([*self.model.parameters(), *states])
 
 
+@pytest.mark.slow
 def test_a_model_that_is_replaced_goes(mesh_2x4: DeviceMesh) -> None:
     holder: dict[str, Experiment] = {}
 
@@ -203,6 +204,7 @@ def test_a_model_that_is_replaced_goes(mesh_2x4: DeviceMesh) -> None:
     assert step.compilations == 1
 
 
+@pytest.mark.slow
 def test_a_model_given_as_an_argument_goes(mesh_2x4: DeviceMesh) -> None:
     step = xd.compile(lambda model, x: model(x).sum())
     memory = []
@@ -214,7 +216,7 @@ def test_a_model_given_as_an_argument_goes(mesh_2x4: DeviceMesh) -> None:
     assert [alive(m) > 0 for m in memory] == [False, False, False, True]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("as_argument", [True, False])
 def test_programs_of_models_in_use_stay(mesh_2x4: DeviceMesh, as_argument: bool) -> None:
     models = [model_on(mesh_2x4) for _ in range(3)]
@@ -250,6 +252,7 @@ def test_programs_go_with_the_step(mesh_2x4: DeviceMesh) -> None:
     assert alive(programs) == 0
 
 
+@pytest.mark.slow
 def test_models_of_a_method_with_state_go(mesh_2x4: DeviceMesh) -> None:
     """The places that a step keeps state in don't keep the object alive, whose they are."""
 

@@ -240,6 +240,7 @@ def assert_one_program(function: Function, mesh: DeviceMesh, values: tuple, eage
     assert step.traces == 2, step.recompilations
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", list(FLOATS))
 def test_hyperparameters(mesh_2x4: DeviceMesh, name: str) -> None:
     assert_one_program(differentiated(FLOATS[name]), mesh_2x4, VALUES, X)

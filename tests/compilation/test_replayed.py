@@ -154,6 +154,7 @@ def test_a_recompilation_names_the_line(mesh_2x4: DeviceMesh) -> None:
     assert 'pow(hyper["power"])' in line
 
 
+@pytest.mark.slow
 def test_garbage_makes_few_programs(mesh_2x4: DeviceMesh) -> None:
     """What only cycles hold when the step ends is there or not as Python's collector likes."""
     x = distribute_tensor(numbers(0, 8, 4), mesh_2x4, [Shard(0), Replicate()])
@@ -336,6 +337,7 @@ LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("eager", ["lazy", "strict"])
 @pytest.mark.parametrize("watch", ["auto", "replay"])
 @pytest.mark.parametrize("look", LOOKS)

@@ -164,6 +164,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", CALLS, ids=lambda how: how.__name__)
 def test_ways_to_call_layers(how: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop where they are called one after the other; always torch's numbers."""

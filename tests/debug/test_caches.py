@@ -112,6 +112,7 @@ def test_clearing(mesh_2x4: DeviceMesh) -> None:
         xd.debug.clear_caches("plan")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("strict_eager")
 def test_clearing_frees_the_programs(mesh_2x4: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(4, 2), mesh_2x4, [Shard(0), Replicate()])
@@ -141,6 +142,7 @@ def test_what_is_in_use_stays_the_same(mesh_2x4: DeviceMesh) -> None:
     assert all(one() is known for one, known in zip(make, kept, strict=True))
 
 
+@pytest.mark.slow
 def test_forms_that_nobody_uses_go() -> None:
     xd.debug.clear_caches()
     gc.collect()

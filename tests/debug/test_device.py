@@ -130,6 +130,7 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_each_way_to_fail_is_told_and_hides_no_other(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     asked = ["--only", *re.findall(r'Probe\("(\w+)"', TABLE)]
@@ -222,6 +223,7 @@ def waiting(path: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str],
         process.communicate()
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_child(waiting: tuple[subprocess.Popen[str], int]) -> None:
     process, child = waiting
     began = time.monotonic()
@@ -443,6 +445,7 @@ def text(name: str) -> str:
         return xd.compile(function).lower(*(make() for make in makers)).as_text()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("probe", "name"),
     [(p, name) for p in PROBES if p.stands_for for name in p.needed_by],

@@ -79,6 +79,7 @@ def test_an_unknown_artifact():
         xd.debug.set_logs(recompiles=True)
 
 
+@pytest.mark.slow
 def test_the_environment_switch(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     environment = os.environ | {"XLA_DTENSOR_LOGS": "layouts", "PYTHONPATH": str(ROOT)}

@@ -146,6 +146,7 @@ def _no_collectives(sample: Sample, layout: tuple[Placement, ...], mesh: DeviceM
         assert [isinstance(p, Shard) for p in placements] == [p != R for p in layout]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ELEMENTWISE.split())
 def test_elementwise_is_silent(name: str, mesh_of: dict[int, DeviceMesh]) -> None:
     sample = BY_NAME[name if "." in name else f"{name}.default"]
@@ -171,6 +172,7 @@ SUBSET = """
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SUBSET.split())
 def test_a_rule_of_each_family_holds(name: str, mesh_of: dict[int, DeviceMesh]) -> None:
     wanted = entries.s(name).func
@@ -314,6 +316,7 @@ def test_command(tmp_path: Path) -> None:
     assert found["allowed"]
 
 
+@pytest.mark.slow
 def test_command_fails_with_a_wrong_rule() -> None:
     done = run(
         *("-c", COMMAND_WITH_A_WRONG_RULE),

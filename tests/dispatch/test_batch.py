@@ -167,6 +167,7 @@ def test_a_cpu_tensor_is_taken_as_it_is_now(x: torch.Tensor) -> None:
     torch.testing.assert_close((first * 2).cpu(), second.cpu())
 
 
+@pytest.mark.slow
 def test_batches_hold_no_arrays(x: torch.Tensor) -> None:
     import jax
 

@@ -55,6 +55,7 @@ CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 EAGER = ("one_hot", "split")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name, how",
     [*((name, "eager") for name in CALLS), *((n, "compiled") for n in CALLS if n not in EAGER)],

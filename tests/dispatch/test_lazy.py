@@ -175,6 +175,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_on_the_cpu(name: str, layout: str, mesh_2x4: DeviceMesh) -> None:
@@ -203,6 +204,7 @@ OPERATIONS: list[Callable[[random.Random, list[Any]], Any]] = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(6))
@@ -479,6 +481,7 @@ def test_shapes_are_refused_at_their_line() -> None:
 # Where batches end -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_loop_is_few_programs(compiles: Callable[[], int], mesh_2x4: DeviceMesh) -> None:
     """64 steps of a cell, each of its own position, forward and backward."""
     torch.manual_seed(0)

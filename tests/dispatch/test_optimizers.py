@@ -86,6 +86,7 @@ class Both:
             torch.testing.assert_close(ours.detach().cpu(), plain.detach())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("optimizer", "options"), CASES, ids=[f"{c.__name__}-{'-'.join(o)}" for c, o in CASES]
 )
@@ -102,9 +103,10 @@ def test_steps_are_torchs_and_one_launch_each(
         both.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "implementation",
-    [{}, {"fused": True}, pytest.param({"foreach": True}, marks=pytest.mark.slow)],
+    [{}, {"fused": True}, {"foreach": True}],
     ids=["default", "fused", "foreach"],
 )
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])

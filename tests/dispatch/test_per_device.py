@@ -44,6 +44,7 @@ def inputs(vary: str, mesh: DeviceMesh) -> tuple[xd.XLATensor, list[torch.Tensor
     return xd.from_device_values(values, mesh, VARY[vary]), values
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("vary", ["both", "dp"])
 @pytest.mark.parametrize("name", list(OPERATIONS))
 def test_on_per_device_tensors(mesh_2x4: DeviceMesh, vary: str, name: str) -> None:
@@ -59,6 +60,7 @@ def test_on_per_device_tensors(mesh_2x4: DeviceMesh, vary: str, name: str) -> No
         assert communication(compiled) == []
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list(OPERATIONS))
 def test_on_sharded_tensors_that_vary(mesh_2x4: DeviceMesh, name: str) -> None:
     """Sharded along tp and another tensor along dp: nothing is to be communicated."""

@@ -62,6 +62,7 @@ VIEWS: list[Any] = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["sharded", "replicated", "per device"])
 def test_views_that_differ_in_little(layout: str, mesh_2x4: DeviceMesh) -> None:
     """Each is what it is on the CPU, whatever came before it: also of views, in inference mode and
@@ -108,6 +109,7 @@ def loop_with_state(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.slow
 def test_many_operations_hold_no_memory(mesh_2x4: DeviceMesh) -> None:
     x, w = sharded(torch.randn(8, 6), mesh_2x4), sharded(torch.randn(6, 4), mesh_2x4)
     loop(x, w, 0)

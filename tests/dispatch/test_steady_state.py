@@ -87,7 +87,8 @@ def shard_rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(key, nn.Parameter(sharded))
 
 
-@pytest.mark.parametrize("steps", [300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [300, 1000])
 def test_training_steps(small_mesh: DeviceMesh, compilations: list[str], steps: int) -> None:
     model = distribute_module(Model(), small_mesh, shard_rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
@@ -150,6 +151,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_10000_mixed_operations_hold_no_memory(
     small_mesh: DeviceMesh, compilations: list[str]
 ) -> None:
@@ -172,6 +174,7 @@ def test_10000_mixed_operations_hold_no_memory(
     assert resident_bytes() - resident < 20 * 2**20
 
 
+@pytest.mark.slow
 def test_a_new_lowering_clears_what_was_made_with_the_old_ones(small_mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 4), small_mesh, [Shard(0)])
 

@@ -40,6 +40,7 @@ def moved_to(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_growing_while_others_share_the_memory(mesh_2x4: DeviceMesh, name: str) -> None:
     x = make(mesh_2x4)
@@ -102,7 +103,8 @@ def test_views_that_are_gone_leave_nothing(mesh_2x4: DeviceMesh) -> None:
     assert x._storage_.is_shared(x) and len(kept) == 4
 
 
-@pytest.mark.parametrize("times", [8, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [8, 20])
 def test_views_made_by_several_threads(mesh_2x4: DeviceMesh, times: int) -> None:
     """Each of them is known, whoever makes the first."""
     before = sys.getswitchinterval()

@@ -83,6 +83,7 @@ def test_ranks_are_processes(
     assert found == ["ok"] * count, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_some_in_two_processes() -> None:
     some = [
         "horovod_allreduce_error", "ranks_that_wait_for_different_names", "force_allreduce",

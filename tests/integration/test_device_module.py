@@ -30,6 +30,7 @@ def nothing_else():
     gc.collect()
 
 
+@pytest.mark.one_in(2)
 def test_memory_is_that_of_the_fullest_device(module, mesh_2x4):
     torch.xla.synchronize()  # what waits keeps its inputs alive
     gc.collect()
@@ -51,6 +52,7 @@ def test_memory_is_that_of_the_fullest_device(module, mesh_2x4):
     assert len(torch.xla.memory_stats()["devices"]) == len(jax.devices())
 
 
+@pytest.mark.one_in(2)
 def test_the_peak_stays_until_it_is_reset(module):
     gc.collect()
     module.reset_peak_memory_stats()
@@ -183,6 +185,7 @@ def test_seeds():
     assert torch.rand(3, device="xla").tolist() == drawn
 
 
+@pytest.mark.slow
 def test_the_method_named_like_the_device():
     x = torch.arange(3.0)
     assert x.xla().device == x.xla(0).device == x.xla("xla").device == torch.device("xla:0")
@@ -241,7 +244,7 @@ USES = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_workers_that_use_the_device_raise_and_do_not_hang(use):
     loader = DataLoader(OnDevice(USES[use]), batch_size=4, num_workers=1, timeout=60)

@@ -43,6 +43,7 @@ def test_import_starts_no_jax() -> None:
     assert out == "xla xla True []"
 
 
+@pytest.mark.slow
 def test_import_time() -> None:
     """Under 0.3 s beyond importing torch."""
     code = (
@@ -109,7 +110,7 @@ START = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("start", START)
 def test_too_late(start: str) -> None:
     had = 2 if start == "a smaller mesh" else 1
@@ -123,6 +124,7 @@ def test_too_late(start: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_impossible() -> None:
     """XLA's own flag fixes the number of devices."""
     result = run(MAKE, XLA_FLAGS="--xla_force_host_platform_device_count=2")
@@ -134,6 +136,7 @@ def test_impossible() -> None:
     )
 
 
+@pytest.mark.slow
 def test_more_threads_than_devices_whoever_starts_jax_first() -> None:
     """With fewer threads than devices XLA's CPU collectives can wait for each other forever."""
     out = output(
@@ -173,6 +176,7 @@ def test_a_rule_by_an_ops_name_before_the_first_mesh() -> None:
     assert output(code) == "True"
 
 
+@pytest.mark.slow
 def test_optimizers_update_lists_before_there_is_a_mesh() -> None:
     code = (
         "import torch, xla_dtensor\n"

@@ -118,6 +118,7 @@ def check(model: str, layout: str, mesh: str, layouts: str = "step") -> None:
     assert step.compilations == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_as_on_a_cpu(layout: str) -> None:
     check("plain", layout, "2x4")

@@ -129,6 +129,7 @@ print(compiled.compilations, len([*pathlib.Path(sys.argv[1]).glob("jit_step*-cac
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_saved", [False, True], ids=["cache", "file"])
 def test_another_process_finds_the_program(is_saved: bool, tmp_path: Path) -> None:
     compiled, x, _ = step()

@@ -63,6 +63,7 @@ def same_as_cpu(function: Callable[..., Any], wanted_of: Any, actual_of: Any) ->
     close(actual.detach().cpu(), wanted)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", list(OPERATORS))
 def test_numbers(mesh_2x4: DeviceMesh, name: str) -> None:
     function = OPERATORS[name]
@@ -77,6 +78,7 @@ def test_numbers(mesh_2x4: DeviceMesh, name: str) -> None:
                 same_as_cpu(function, (number, x), (number, sharded))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero_dim_dtype", DTYPES, ids=str)
 def test_0d_tensors_promote_by_category(mesh_2x4: DeviceMesh, zero_dim_dtype: torch.dtype) -> None:
     scalar = sample(zero_dim_dtype)

@@ -25,6 +25,7 @@ PARAMETERS = [
 ]
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("case", "mesh_name"), PARAMETERS)
 def test_op(case: Case, mesh_name: str) -> None:
     check_case(case, make_mesh(mesh_name))

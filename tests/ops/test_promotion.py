@@ -33,6 +33,7 @@ def values(dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 5, (6, 5)).to(dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
 @pytest.mark.parametrize("name", list(REDUCTIONS))
 def test_reductions_in_another_dtype(mesh_2x4: DeviceMesh, name: str) -> None:

@@ -63,7 +63,7 @@ def compare(ours: Any, theirs: Any, x: Any, reference_x: Any, model: Any, refere
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", MODULES)

@@ -76,6 +76,7 @@ def compare(module: nn.Module, kind: str, where: str, mesh: Any, mode: Any, **op
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", ["device", "sharded"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", MASKS)
@@ -89,6 +90,7 @@ def test_multi_head_attention(kind: str, mode: Any, where: str, mesh_2x4: Any) -
         compare(module, kind, where, mesh_2x4, mode, **options)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("where", ["device", "sharded"])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -102,6 +104,7 @@ def test_encoder_layer(
     compare(module, kind, where, mesh_2x4, torch.no_grad)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", ["device", "sharded"])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -121,7 +121,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", list(VIEWS))
 def test_views_alias_both_ways(name: str) -> None:
     view_of = VIEWS[name]
@@ -144,7 +144,7 @@ def test_views_alias_both_ways(name: str) -> None:
 ONE_OF_SEVERAL = ("part", "sized_part", "chunk", "unbound")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", [n for n in VIEWS if n not in ("detached", "data")])
 def test_gradients_through_in_place_on_views(name: str) -> None:
     view_of = VIEWS[name]

@@ -35,13 +35,9 @@ LAUNCH_TIMEOUT = 900  # seconds
 
 # One scenario for each thing that torch's API does; the others are variants of them.
 FAST = (
-    "collective_all_reduce",
     "collective_gather_scatter",
-    "ddp_accumulation",
     "fsdp_tp",
-    "local_map_attention",
     "loss_parallel",
-    "tp_sp_transformer",
     "uneven_nested",
 )
 

@@ -99,6 +99,7 @@ def test_accumulation_in_one_step(mesh8: DeviceMesh) -> None:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh_name", ["8", "2x4"])
 @pytest.mark.parametrize("global_view", [False, True])
 def test_finalize_backward(mesh_name: str, global_view: bool) -> None:

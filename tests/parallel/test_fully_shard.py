@@ -154,6 +154,7 @@ def test_gradients_eager() -> None:
     check_gradients(model, expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "reshard"),
     [

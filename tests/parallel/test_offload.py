@@ -74,6 +74,7 @@ def expected() -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("parameters", [False, True])
 def test_training_is_torchs(

@@ -60,7 +60,7 @@ def on_cpu(
     return out.detach(), loss.detach()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_losses_and_gradients(name: str) -> None:
     schedule, count, style = SCHEDULES[name]
@@ -97,6 +97,7 @@ def test_microbatches_of_a_batch_on_the_cpu_are_its_rows() -> None:
     torch.testing.assert_close([whole(one) for one in losses], expected)
 
 
+@pytest.mark.slow
 def test_without_other_dims() -> None:
     """A stage on one device."""
     modules = parts(4)

@@ -45,9 +45,8 @@ def ended(results: list[launch.Result], index: int) -> str:
     return results[index].output
 
 
-@pytest.mark.parametrize(
-    "victim", [1, pytest.param(0, marks=pytest.mark.slow, id="the one that coordinates")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, pytest.param(0, id="the one that coordinates")])
 def test_a_killed_process_is_named_by_the_others(victim: int) -> None:
     began = time.monotonic()
     variables = HEARTBEAT | {"XLA_DTENSOR_TEST_VICTIM": str(victim)}

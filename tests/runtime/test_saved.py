@@ -56,12 +56,14 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return path, losses
 
 
+@pytest.mark.slow
 def test_two_processes(of_two: tuple[Path, list[str]]) -> None:
     path, losses = of_two
     for output in launch.succeeded(two("load", path)):
         assert said(output) == (losses, "0")
 
 
+@pytest.mark.slow
 def test_as_many_processes_are_wanted(
     of_one: tuple[Path, list[str]], of_two: tuple[Path, list[str]]
 ) -> None:
@@ -92,6 +94,7 @@ def test_processes_that_load_different_files(
             assert f"loads {count} compiled programs (digest " in result.output
 
 
+@pytest.mark.slow
 def test_devices_are_not_asked_for_before(of_one: tuple[Path, list[str]]) -> None:
     """Loading starts as many simulated devices as the program wants."""
     path, losses = of_one

@@ -48,7 +48,8 @@ def is_one_tensor(case: str, values: dict[int, torch.Tensor]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
 def test_as_under_torch(count: int, tmp_path: Path) -> None:
     wanted, ours = found(tmp_path, "cpu", count, DEVICES), found(tmp_path, "xla", count, count)
     assert wanted.keys() == ours.keys()

@@ -26,7 +26,8 @@ def reference() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("how", ["compiled", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compiled", "eager"])
 def test_two_processes_of_four_devices(how: str) -> None:
     run = launch.run(["-m", "tests.runtime.programs.training", how], 2, 240)
     outputs = launch.succeeded(run)

@@ -113,6 +113,7 @@ def test_full_tensor(
     torch.testing.assert_close(second.full_tensor().cpu(), 6 * value)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("source", [(S(0), R), (R, R), (R, S(0))], ids=str)
 @pytest.mark.parametrize(
