@@ -64,8 +64,8 @@ def test_a_refusal_of_the_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 def test_what_tpus_have_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without calls that compute each shard by itself the partitioner has them, the same for all
     backends: CPU torch's numbers in sharded layouts."""
-    nowhere = dataclasses.replace(workarounds.NOT_PARTITIONABLE, platforms=())
-    monkeypatch.setattr(per_slice, "NOT_PARTITIONABLE", nowhere)
+    nowhere = dataclasses.replace(workarounds.CALLS_PER_SHARD, platforms=())
+    monkeypatch.setattr(per_slice, "CALLS_PER_SHARD", nowhere)
     cache.clear()
     try:
         (entry,) = entries.select(name)

@@ -16,7 +16,7 @@ import xla_dtensor
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.lowering import families, workarounds  # noqa: F401  (registers lowerings)
 from xla_dtensor.lowering.registry import find_lowering
-from xla_dtensor.lowering.workarounds import Workaround
+from xla_dtensor.lowering.workarounds import Feature, Workaround
 
 Shape = tuple[tuple[int, ...], Any]
 KEY: Shape = ((2,), np.uint32)
@@ -140,7 +140,7 @@ def test_workarounds_are_in_one_place() -> None:
         "lowering/workarounds.py",
         "plans/shard_map_call.py",
     }
-    every = [one for one in vars(workarounds).values() if isinstance(one, Workaround)]
+    every = [one for one in vars(workarounds).values() if isinstance(one, Workaround | Feature)]
     assert len(every) == 11
     for one in every:
         assert one.why and set(one.platforms) <= {"cpu", "tpu", "cuda", "rocm"}

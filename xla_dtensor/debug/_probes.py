@@ -10,7 +10,7 @@ from jax import lax
 
 from xla_dtensor.debug import _probe_programs as programs
 from xla_dtensor.debug._probe_programs import AXIS, dot, on_each, same
-from xla_dtensor.lowering.workarounds import EIGENVALUES, NOT_PARTITIONABLE
+from xla_dtensor.lowering.workarounds import CALLS_PER_SHARD, EIGENVALUES
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ PROBES = (
         programs.custom_partitioned,
         "@CustomSPMDPartitioning",
         ("torch.special.zeta", "torch.special.gammainc", "the gradient of F.max_pool2d"),
-        platforms=NOT_PARTITIONABLE.platforms,
+        platforms=CALLS_PER_SHARD.platforms,
     ),
     # --- memory, the host, files ---
     Probe(

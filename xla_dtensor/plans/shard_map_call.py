@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.context import Axes, Place, at
 from xla_dtensor.lowering.kinds import Kind, is_
-from xla_dtensor.lowering.workarounds import NOT_PARTITIONABLE
+from xla_dtensor.lowering.workarounds import CALLS_PER_SHARD
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
 from xla_dtensor.plans.result_placements import Answer, Query, has_users_rule, representable
 from xla_dtensor.rules import Merged
@@ -239,7 +239,7 @@ def cut_of(answer: Answer | None) -> ShardMapCall | None:
         return None
     call, mesh = answer.call, answer.mesh
     sliced = is_(Kind.SLICED, call.info.name)
-    if sliced and NOT_PARTITIONABLE.concerns(platform_of(frame_of(mesh))):
+    if sliced and CALLS_PER_SHARD.concerns(platform_of(frame_of(mesh))):
         return None  # the lowering does it by itself, with uneven shards, too
     if not sliced and not is_(Kind.CUT, call.info.name):
         return None

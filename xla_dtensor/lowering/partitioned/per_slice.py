@@ -6,7 +6,7 @@
   it gathers what is scattered. Each device can as well scatter the batches that it has.
 
 So the function becomes a call that XLA cuts into one call per device (`custom_partitioning`). Where
-the compiler has no such calls (TPUs, `workarounds.NOT_PARTITIONABLE`) an operation of `Kind.SLICED`
+the compiler has no such calls (TPUs, `workarounds.CALLS_PER_SHARD`) an operation of `Kind.SLICED`
 is called with shards (`plans/shard_map_call.py`). Of uneven shards, or others' layouts, it stays as
 it is: right, with the communication that XLA finds necessary.
 """
@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from xla_dtensor.lowering.context import here
 from xla_dtensor.lowering.partitioned.named import Partition
 from xla_dtensor.lowering.partitioned.scatter import is_inside
-from xla_dtensor.lowering.workarounds import NOT_PARTITIONABLE
+from xla_dtensor.lowering.workarounds import CALLS_PER_SHARD
 
 Function = Callable[..., Any]
 
@@ -64,7 +64,7 @@ def per_slice(function: Function, lead: int, *operands: jax.Array) -> Any:
         for x in operands
     ]
     call = custom_vmap(
-        lambda *arrays: NOT_PARTITIONABLE.choose(
+        lambda *arrays: CALLS_PER_SHARD.choose(
             lambda *arrays: _partitioned(function, lead, arrays), function, *arrays
         )
     )
