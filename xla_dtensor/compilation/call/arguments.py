@@ -71,7 +71,6 @@ class Arguments:
 
     # Of most calls.
     carried: tuple[Any, ...] = ()
-    padding: Padding | None = None
     lengths: frozenset[int] = frozenset()
     fields: frozenset[int] = frozenset()
     _inputs, _all_inputs, _in_record = True, False, False
@@ -85,8 +84,9 @@ class Arguments:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         reads: frozenset[str] | None = frozenset(),
+        padding: Padding | None = None,
     ) -> None:
-        self.args, self.kwargs, self._reads = args, kwargs, reads
+        self.args, self.kwargs, self._reads, self.padding = args, kwargs, reads, padding
         self._asked = _ASKED & (reads or frozenset())
         self.values: list[Any] = []
         self.tensors: list[torch.Tensor] = []

@@ -15,6 +15,7 @@ from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.mesh import Frame
 
 _value = operator.attrgetter("value")
+_storage = operator.attrgetter("_storage_")
 
 
 class Arrays:
@@ -29,9 +30,9 @@ class Arrays:
         # Of arguments and gradients each call has its own; the others tell when they change.
         self._storages: list[Any] = [s.storages[0] if s.storages else None for s in sources]
         self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.is_fixed]
-        self._of_arguments = [
-            (i, s.index) for i, s in enumerate(sources) if isinstance(s, ArgumentSource)
-        ]
+        of_arguments = [(i, s) for i, s in enumerate(sources) if isinstance(s, ArgumentSource)]
+        self._of_arguments = [i for i, _ in of_arguments]
+        self._arguments = [s.index for _, s in of_arguments]
         self._of_gradients = [
             (i, s) for i, s in enumerate(sources) if isinstance(s, GradientSource)
         ]
@@ -42,8 +43,10 @@ class Arrays:
 
     def _of_this_call(self, arguments: Arguments) -> list[tuple[int, Any]]:
         """The storages that are others in each call, with their positions."""
-        tensors: Any = arguments.tensors
-        found = [(i, tensors[index]._storage_) for i, index in self._of_arguments]
+        tensors = map(arguments.tensors.__getitem__, self._arguments)
+        found: list[tuple[int, Any]] = list(
+            zip(self._of_arguments, map(_storage, tensors), strict=True)
+        )
         if self._of_gradients:
             found += [(i, source.storage(arguments)) for i, source in self._of_gradients]
         return found

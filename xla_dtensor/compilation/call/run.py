@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from xla_dtensor.compilation.call.arguments import Arguments
@@ -76,10 +76,12 @@ class Run:
             return False
         return True
 
-    def insist(self, piece: Callable[..., Any], *args: Any) -> None:
-        """Do a piece that may be done twice, again if it fails (for want of memory, say)."""
-        try:
-            piece(*args, self)
-        except BaseException as error:
-            self.error = self.error or error
-            self.succeeds(piece, *args)
+    def insist(self, pieces: Iterable[Callable[[Any, Run], Any]], owner: Any) -> None:
+        """Do pieces that may be done twice, ``piece(owner, run)``, one that fails again (for want
+        of memory, say), and the others all the same."""
+        for piece in pieces:
+            try:
+                piece(owner, self)
+            except BaseException as error:
+                self.error = self.error or error
+                self.succeeds(piece, owner)

@@ -117,7 +117,9 @@ class Guards:
             prepared = self.prepared = self._inputs.prepare(arguments)
         except (NumberChanged, HostChanged) as changed:
             return Mismatch(str(changed))
-        return self._decisions_differ(arguments, prepared)
+        if self._decisions or self._looked_at:
+            return self._decisions_differ(arguments, prepared)
+        return None
 
     def decides_otherwise(self, arguments: Arguments) -> bool:
         """Whether the numbers alone say that the program can't run, which is quickly asked where

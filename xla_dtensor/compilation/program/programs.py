@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Iterator
 
@@ -34,10 +35,7 @@ class Programs:
         self._told = False
 
     def __iter__(self) -> Iterator[Program]:
-        for reference in self._held:
-            program = reference()
-            if program is not None:
-                yield program
+        return filter(None, map(operator.call, self._held))
 
     def first(self, program: Program) -> None:
         """``program`` has run; it may be a new one."""
@@ -73,14 +71,6 @@ class Programs:
         for other in list(self._own.values()):
             if other is not program and other.anchored(program):
                 del self._own[id(other)]
-
-    def latest(self) -> Program | None:
-        """The one used last."""
-        for reference in self._held:
-            program = reference()
-            if program is not None:
-                return program
-        return None
 
     def clear(self) -> None:
         """Let go of all."""

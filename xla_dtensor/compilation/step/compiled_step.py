@@ -110,9 +110,9 @@ class CompiledStep(StepTraces):
         lazy.flush_all()
         with self._lock:
             if has_streams(args, kwargs):
-                made = functools.partial(self._arguments, padding=padding)
+                made = functools.partial(Arguments, reads=self._reads, padding=padding)
                 return call_with_streams(self._call, args, kwargs, made, self._streams)
-            return self._call(self._arguments(args, kwargs, padding))
+            return self._call(Arguments(args, kwargs, self._reads, padding))
 
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
@@ -219,7 +219,7 @@ class CompiledStep(StepTraces):
         """
         if self._buckets is not None:
             args, kwargs, _ = self._buckets.padded(args, kwargs)
-        arguments = self._arguments(args, kwargs)
+        arguments = Arguments(args, kwargs, self._reads)
         with self._lock:
             family = self._families.get(arguments.key) or Family()
             candidates = family.candidates(arguments)

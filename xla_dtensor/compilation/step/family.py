@@ -110,7 +110,7 @@ class Family:
         of the latest first. Programs alone refer to them: to a place belongs an object."""
         found: dict[Any, list[Carried]] = {}
         for (_, where, _), programs in reversed(self.programs.items()):
-            program = programs.latest()
+            program = next(iter(programs), None)
             if program is not None:
                 found.setdefault(where, program.traced.carried)
         return found or {(): []}
@@ -133,7 +133,7 @@ class Family:
         programs = self.programs.pop(key, None) or Programs()
         self.programs[key] = programs
         programs.first(program)
-        for other in [key for key, held in self.programs.items() if held.latest() is None]:
+        for other in [key for key, held in self.programs.items() if not any(held)]:
             del self.programs[other]
         while len(self.programs) > KINDS:
             del self.programs[next(iter(self.programs))]

@@ -78,7 +78,8 @@ class StepTraces(BaseStep):
                 traced = self._traced_with_cuts(arguments, family, missed)
             except ReadsMore as more:
                 self._read(more.reads)
-                again = self._arguments(arguments.args, arguments.kwargs, arguments.padding)
+                given = arguments.args, arguments.kwargs
+                again = Arguments(*given, self._reads, arguments.padding)
                 return self._call(again)
             self._read(traced.watch.names.reads)
         self._compare_what_it_assigns(traced, changed)
@@ -129,7 +130,7 @@ class StepTraces(BaseStep):
             assert "mul" in str(jaxpr) and step.traces == 0
         """
         lazy.flush_all()
-        arguments = self._arguments(args, kwargs)
+        arguments = Arguments(args, kwargs, self._reads)
         with self._lock, tracing, self._checks, Seldom():
             known = self._carried, self._counted, self._not_carried, self._left_alone, self._reads
             self._not_carried, self._left_alone = dict(known[2]), set(known[3])
@@ -138,7 +139,7 @@ class StepTraces(BaseStep):
                     traced = self._as_called(arguments)
                 except ReadsMore as more:
                     self._read(more.reads)
-                    arguments = self._arguments(args, kwargs)
+                    arguments = Arguments(args, kwargs, self._reads)
                     traced = self._as_called(arguments)
                 try:
                     return look(self._program(traced, traced.take_call(), None))
@@ -185,13 +186,6 @@ class StepTraces(BaseStep):
         known = self._reads
         self._reads = None if names is None or known is None else names | known
 
-    def _arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], padding: Padding | None = None
-    ) -> Arguments:
-        arguments = Arguments(args, kwargs, self._reads)
-        arguments.padding = padding
-        return arguments
-
     def _keep(self, program: Program, call: Arguments, family: Family) -> None:
         family.keep(program, call)
         for other in self._families.values():
@@ -224,7 +218,7 @@ class StepTraces(BaseStep):
         """The shapes of the results for other sizes of the same buckets."""
         assert self._buckets is not None
         args, kwargs, _ = self._buckets.padded(*padding.given, other=True)
-        other = self._arguments(args, kwargs)
+        other = Arguments(args, kwargs, self._reads)
         traced, _ = trace(self._function, other, other.lengths, self._carried)
         traced.undo()
         return shapes_of(traced, other)
