@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("movement",),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data"),
     ("horovod", "compat", "pipeline", "planning"),
-    ("debug",),
+    ("debug", "tuning"),
     ("integration",),
     ("ecosystem",),
     ("torchtitan",),
@@ -73,7 +73,7 @@ LATE = frozenset({"", "integration", "ecosystem", "torchtitan"})
 
 # Names that 0.1.0 had. They only pass on what has moved, so they may import anything, and nothing
 # in the package imports them.
-DOORS = frozenset({"sharded_tensor", "factories", "dfunction", "_pickling", "plan"})
+DOORS = frozenset({"sharded_tensor", "factories", "dfunction", "_pickling", "plan", "tune"})
 
 
 @dataclass(frozen=True)

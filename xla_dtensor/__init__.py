@@ -69,6 +69,7 @@ _LAZY = {
     "scan_layers": "xla_dtensor.compilation",
     "set_mesh": "xla_dtensor.mesh",
     "to_jax": "xla_dtensor.movement.jax_arrays",
+    "tune": "xla_dtensor.tuning",
 }
 _MODULES = {
     "checkpoint": "xla_dtensor.checkpoint",
@@ -161,6 +162,7 @@ __all__ = [
     "scan_layers",
     "set_mesh",
     "to_jax",
+    "tune",
 ]
 
 

@@ -67,6 +67,7 @@ def choose(
     elsewhere: Sequence[Any] = (),
     memory: float | None = None,
     scattered: float = 1.0,
+    sought: Sequence[Sequence[Any]] | None = None,
 ) -> Choice:
     """The layouts of a jaxpr.
 
@@ -82,8 +83,10 @@ def choose(
         memory: bytes of a device that the program may take, if layouts can see to that; None if
             nobody knows how many it has.
         scattered: what a reduce-scatter costs, of the bytes of a sum.
+        sought: constants of which it is asked how they should lie (`xla_dtensor.tune`), in rows of
+            those that are to lie alike; every axis is to be used then.
     """
-    graph = Graph(jaxpr, known, required, sizes, elsewhere)
+    graph = Graph(jaxpr, known, required, sizes, elsewhere, sought)
     batches = {
         axis
         for layout in graph.layouts_of([v for v in arguments if known.get(v) is not None])
@@ -92,7 +95,11 @@ def choose(
     }
     given = [axes for axes in (*known.values(), *required) if axes is not None]
     given += [group.known for group in graph.groups() if group.known is not None]
-    chooser = _Chooser(graph, sizes, given, batches, scattered)
+    used = {axis for axes in given for names in axes for axis in names}
+    units = units_of({axis: size for axis, size in sizes.items() if size > 1}, given)
+    if sought is not None:  # an axis may shard what another that shards the batch, too, doesn't
+        used, units = {*sizes}, [(axis,) for axis, size in sizes.items() if size > 1]
+    chooser = _Chooser(graph, sizes, given, units, batches, used, scattered)
     chooser.settle(chooser.start())
     if memory is not None:
         chooser.fit(memory, Alive(jaxpr, graph))
@@ -106,7 +113,9 @@ class _Chooser:
         graph: what is to be laid out.
         sizes: the number of devices along each mesh axis, in the mesh's order.
         given: the layouts that are known.
+        units: the axes, those joined that are one to the step.
         batches: the axes that cut the step's arguments.
+        used: those that it is worth something to use.
         scattered: what a reduce-scatter costs, of the bytes of a sum.
     """
 
@@ -115,17 +124,19 @@ class _Chooser:
         graph: Graph,
         sizes: Mapping[str, int],
         given: Sequence[DimAxes],
+        units: Sequence[Unit],
         batches: set[str],
+        used: set[str],
         scattered: float,
     ) -> None:
         self._graph, self._batches, self._scattered = graph, batches, scattered
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        self._units = tuple(units_of(self._sizes, given))
+        self._units = tuple(units)
         # Pairs of axes that one of the layouts has on one dim.
         self._together = {
             pair for axes in given for names in axes for pair in itertools.permutations(names, 2)
         }
-        self._used = {axis for axes in given for names in axes for axis in names}
+        self._used = used
         self._points: list[Point] = []
         self.choice = self._nothing()
 

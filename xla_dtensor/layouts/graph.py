@@ -34,6 +34,9 @@ class Graph:
         required: how results have to lie; None where that is open.
         sizes: the number of devices along each mesh axis.
         elsewhere: constants and results that lie on another mesh of the same devices.
+        sought: constants of which it is asked how they should lie, in rows of those that are to lie
+            alike. Then the program's sharding constraints don't bind: they are those of how it lay
+            when it was traced.
 
     Attributes:
         nodes: in order.
@@ -49,8 +52,9 @@ class Graph:
         required: Sequence[DimAxes | None],
         sizes: Mapping[str, int],
         elsewhere: Sequence[Any] = (),
+        sought: Sequence[Sequence[Any]] | None = None,
     ) -> None:
-        self._sizes = sizes
+        self._sizes, self._binds = sizes, sought is None
         self._times = 1
         self.nodes: list[Node] = []
         self.bodies: dict[int, Body] = {}
@@ -61,6 +65,9 @@ class Graph:
         self._outermost: Any = None  # of the calls that the equations stand in
         for constant in jaxpr.constvars:
             self._group(constant, known.get(constant))
+        for first, *others in sought or ():
+            for other in others:
+                self._join(None, other, first)
         self._leave(elsewhere)
         self._walk(jaxpr.eqns)
         for result, wanted in zip(jaxpr.outvars, required, strict=True):
@@ -330,6 +337,9 @@ class Graph:
         (result,) = equation.outvars
         group = self.group(result)
         if group is None or operand is None:
+            return
+        if not self._binds:
+            self._same[result] = self.value(operand)
             return
         known = dim_axes(equation.params["sharding"], len(group.shape), self._sizes)
         if known is None:

@@ -28,6 +28,16 @@ from xla_dtensor.planning.report import Report
 from xla_dtensor.planning.text import compared
 
 
+class NamesOfMesh(dict[str, int]):
+    """In place of a mesh's sizes: the script ends where it makes a mesh, with its dims' names."""
+
+    class Found(BaseException):
+        """The script's mesh has these dims."""
+
+        def __init__(self, names: Sequence[str]) -> None:
+            self.names = tuple(names)
+
+
 class _Planned(BaseException):
     """The script has called the step, and need not go on."""
 
@@ -50,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.script is None or given.topology is None:
         parser.error("name a script and a --topology, or two reports to --compare")
     try:
-        sizes = _sizes(given.mesh)
+        sizes = mesh_sizes(given.mesh)
         report = planned(given.script, script, given.topology, sizes, given.step, given.tokens)
     except XlaDTensorError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -83,7 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sizes(text: str | None) -> dict[str, int]:
+def mesh_sizes(text: str | None) -> dict[str, int]:
+    """The sizes in ``"dp=32,tp=8"``, by name.
+
+    Raises:
+        TopologyError: it is something else.
+    """
     found = {}
     for part in filter(None, (text or "").split(",")):
         name, equals, size = part.partition("=")
@@ -153,6 +168,13 @@ def _mesh_sizes(sizes: dict[str, int]) -> Iterator[None]:
         device_type: str, mesh_shape: Any, *args: Any, mesh_dim_names: Any = None, **kwargs: Any
     ) -> Any:
         names = tuple(mesh_dim_names or ())
+        if isinstance(sizes, NamesOfMesh) and device_type == "xla":
+            if not names:
+                raise TopologyError(
+                    "the script's mesh has no names: give it mesh_dim_names=, by which its dims "
+                    "are given other sizes"
+                )
+            raise NamesOfMesh.Found(names)
         if sizes and device_type == "xla":
             if set(names) != set(sizes):
                 raise TopologyError(

@@ -49,11 +49,11 @@ def _flops(jaxpr: Any, platform: str) -> Counter[str]:
         is_jit = name in ("jit", "pjit")
         of_groups = is_jit and megablox.is_product(equation.params["name"])
         if name in ("dot_general", "ragged_dot", "ragged_dot_general") or of_groups:
-            total[_kind(equation)] += _product(equation) * _times(equation)
+            total[kind_of(equation)] += _product(equation) * _times(equation)
         elif name == "conv_general_dilated":
-            total[_kind(equation)] += _convolution(equation) * _times(equation)
+            total[kind_of(equation)] += _convolution(equation) * _times(equation)
         elif (of_attention := cudnn.operations(equation)) is not None:
-            total[_kind(equation)] += of_attention
+            total[kind_of(equation)] += of_attention
         else:
             times: float = 1
             if name == "scan":
@@ -84,8 +84,12 @@ def _times(equation: Any) -> int:
     return 4 if np.issubdtype(equation.outvars[0].aval.dtype, np.complexfloating) else 1
 
 
-def _kind(equation: Any) -> str:
-    """What a product's factors are, by the kinds of `flops`."""
+def kind_of(equation: Any) -> str:
+    """What a product's factors are, by the names that `flops` has.
+
+    Args:
+        equation: the product, or what else multiplies its first two operands.
+    """
     dtype = max((v.aval.dtype for v in equation.invars[:2]), key=lambda dtype: dtype.itemsize)
     if dtype in (np.float32, np.complex64):
         asked = equation.params.get("precision")

@@ -1,0 +1,78 @@
+"""``python -m xla_dtensor.tune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from xla_dtensor.tuning import Tuned
+from xla_dtensor.tuning.command import main
+
+SCRIPT = """
+import torch, xla_dtensor as xd
+mesh = xd.init_device_mesh("xla", (1, 1), mesh_dim_names=("dp", "tp"))
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+plan = {"0": xd.Shard(0), "2": xd.Shard(1)}
+def shard(name, module, mesh):
+    if name in plan:
+        for key in ("weight",):
+            p = xd.distribute_tensor(module.weight.detach(), mesh, [xd.Replicate(), plan[name]])
+            module.register_parameter(key, torch.nn.Parameter(p))
+xd.distribute_module(model, mesh, shard)
+x = xd.distribute_tensor(torch.randn(256, 64), mesh, [xd.Shard(0), xd.Replicate()])
+@xd.compile
+def train(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+train(x)
+raise SystemExit("it went on")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_the_sizes_of_a_scripts_mesh(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "found.json"
+    assert main([str(script), "--topology", "cpu:8", "--save", str(saved)]) == 0
+    found = Tuned.from_json(saved.read_text())
+    meshes = [t.configuration.mesh for t in found.trials]
+    assert sorted(m["dp"] for m in meshes) == [1, 2, 4, 8]
+    moved = [t.report.collective_bytes for t in found.trials if t.report is not None]
+    assert moved == sorted(moved) and len(moved) == 4
+    best = meshes[0]
+    assert f"best: --mesh dp={best['dp']},tp={best['tp']}" in capsys.readouterr().out
+
+
+def test_sizes_that_are_given(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(script), "--topology", "cpu:8", "--mesh", "tp=4"]) == 0
+    assert "best: --mesh dp=2,tp=4" in capsys.readouterr().out
+    assert main([str(script), "--topology", "cpu:8", "--mesh", "pp=4"]) == 2
+    assert "the script's mesh has the dims dp, tp" in capsys.readouterr().err
+
+
+def test_the_time_is_over(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(script), "--topology", "cpu:8", "--minutes", "0"]) == 0
+    assert "3 of 4 meshes were not looked at" in capsys.readouterr().out
+
+
+def test_a_script_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace(', mesh_dim_names=("dp", "tp")', ""))
+    assert main([str(path), "--topology", "cpu:8"]) == 2
+    assert "mesh_dim_names=" in capsys.readouterr().err
+
+
+def test_a_script_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("print('nothing')")
+    assert main([str(path), "--topology", "cpu:8"]) == 2
+    assert "has called no compiled step" in capsys.readouterr().err

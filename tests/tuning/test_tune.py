@@ -1,0 +1,152 @@
+"""`xd.tune`: what it finds where the answer is known, and that what it finds trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xla_dtensor as xd
+from tests.tuning.programs import batch, build
+from xla_dtensor.errors import TopologyError
+from xla_dtensor.tuning import Configuration, Tuned, tuner
+from xla_dtensor.tuning.picture import pareto
+
+
+def cut(own: Configuration, name: str) -> tuple[int | None, ...]:
+    return tuple(own.parameters[name])
+
+
+def test_many_rows_keep_parameters_whole() -> None:
+    """A step of few parameters and much data moves gradients alone."""
+    found = xd.tune(build(), batch(4096), topology="cpu:8", top=1)
+    assert found.best.mesh == {"dp": 8} and found.best.batch == (0,)
+    assert {d for dims in found.best.parameters.values() for d in dims} == {None}
+    report = found.trials[0].report
+    assert report is not None
+    assert {(row.kind, row.dims) for row in report.collectives} == {("all-reduce", ("dp",))}
+
+
+def test_few_rows_cut_products() -> None:
+    """Of much more parameters than data the data move, as under tensor parallelism: a column of
+    one product and the rows of the next are on one device."""
+    found = xd.tune(build(256), batch(8, 256), topology="cpu:8", mesh={"tp": 8}, top=1)
+    own = found.best
+    assert own.mesh == {"tp": 8} and own.batch == (None,)
+    assert cut(own, "layers.0.up.weight") == (0,) and cut(own, "layers.0.down.weight") == (1,)
+    assert cut(own, "layers.0.up.bias") == (0,) and cut(own, "layers.0.down.bias") == (None,)
+
+
+def test_what_does_not_fit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallelism becomes FSDP where a device has no memory for the whole."""
+    whole = xd.tune(build(256), batch(4096, 256), topology="cpu:8", dims=("dp",), top=1)
+    needed = whole.trials[0].estimate.memory
+    search = tuner._Search.__init__
+
+    def short(self: Any, *args: Any) -> None:
+        search(self, *args)
+        self._memory = 0.8 * needed
+
+    monkeypatch.setattr(tuner._Search, "__init__", short)
+    found = xd.tune(build(256), batch(4096, 256), topology="cpu:8", dims=("dp",), top=1)
+    own = found.best
+    assert any(cut(own, f"layers.0.{part}.weight") != (None,) for part in ("up", "down"))
+    assert found.trials[0].estimate.memory <= 0.8 * needed
+    # Equal layers lie alike.
+    for name, dims in own.parameters.items():
+        assert own.parameters[name.replace("layers.1", "layers.0")] == dims
+    recomputed = {t.configuration.recompute for t in found.trials}
+    assert recomputed == {"nothing", "layers"}  # it was short of memory
+
+
+def test_the_best_trains_as_torch() -> None:
+    data = batch(32)
+    found = xd.tune(build(), data, topology="cpu:8", top=2, run=True)
+    assert found.trials[0].known_by == "measured"
+    measured = [t.measured for t in found.trials if t.measured is not None]
+    assert measured == sorted(measured) and len(measured) == 2
+    expected = build()(lambda model: model)
+    step = xd.compile(build()(found.best.apply))
+    placed = found.best.place(*data)
+    for _ in range(3):
+        loss = step(*placed).full_tensor().cpu()
+        torch.testing.assert_close(loss, expected(*data), rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_that_are_pinned() -> None:
+    pinned = {"layers.*.up.weight": {"dp": 1}, "head.*": {}}
+    found = xd.tune(build(), batch(4096), topology="cpu:8", top=1, pinned=pinned)
+    for trial in found.trials:
+        own = trial.configuration
+        axes = [*own.mesh]
+        wanted = tuple(1 if axis == "dp" else None for axis in axes)
+        assert all(cut(own, f"layers.{i}.up.weight") == wanted for i in range(3))
+
+
+def test_it_says_what_it_left_out() -> None:
+    found = xd.tune(build(), batch(64), topology="cpu:8", minutes=0.0)
+    assert any("of 4 meshes were not looked at" in note for note in found.notes)
+    assert found.trials[0].report is not None  # the best so far is compiled all the same
+    assert "were not looked at" in str(found)
+
+
+def test_the_same_twice() -> None:
+    one, two = (xd.tune(build(), batch(64), topology="cpu:8", top=2) for _ in range(2))
+    assert one.as_json() == two.as_json()
+
+
+def test_json_and_files(tmp_path: Any) -> None:
+    found = xd.tune(build(), batch(64), topology="cpu:8", top=2)
+    again = Tuned.from_json(found.as_json())
+    assert str(again) == str(found) and again.as_json() == found.as_json()
+    for ending in (".json", ".txt", ".py"):
+        found.save(tmp_path / f"a{ending}")
+    assert (tmp_path / "a.py").read_text() == found.best.as_code()
+    with pytest.raises(ValueError, match=r"write \.json, \.txt"):
+        found.save(tmp_path / "a.doc")
+    with pytest.raises(ValueError, match="nobody knows how long a step takes on cpu:8"):
+        found.save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="no result of"):
+        Tuned.from_json("{}")
+
+
+def test_nothing_fits() -> None:
+    found = xd.tune(build(), batch(64), topology="cpu:8", top=1)
+    from dataclasses import replace
+
+    none = Tuned("cpu:8", tuple(replace(t, available=1024.0, report=None) for t in found.trials))
+    assert not none.fits and "doesn't fit" in str(none)
+    with pytest.raises(RuntimeError, match=r"nothing fits on cpu:8: dp=8 .* needs .* of 1\.0 KiB"):
+        none.best  # noqa: B018
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match='has "nothing" and "layers"'):
+        xd.tune(build(), batch(8), topology="cpu:8", recompute=("all",))
+    with pytest.raises(ValueError, match="reserve=2"):
+        xd.tune(build(), batch(8), topology="cpu:8", reserve=2)
+    with pytest.raises(TopologyError, match="name a kind and a shape"):
+        xd.tune(build(), batch(8), topology="v5e")
+    with pytest.raises(TopologyError, match="no mesh of 8 devices"):
+        xd.tune(build(), batch(8), topology="cpu:8", mesh={"tp": 3})
+    with pytest.raises(ValueError, match=r"hasn't called parallelize\(model\)"):
+        xd.tune(lambda parallelize: lambda x, y: x, batch(8), topology="cpu:8")
+
+
+def test_a_model_without_layers_is_not_computed_again() -> None:
+    def alone(parallelize: Any) -> Any:
+        model = parallelize(nn.Linear(64, 1))
+        return lambda x, y: (model(x) - y).square().mean().backward()
+
+    found = xd.tune(alone, batch(64), topology="cpu:8", recompute=("layers", "nothing"), top=1)
+    assert {t.configuration.recompute for t in found.trials} == {"nothing"}
+    with pytest.raises(ValueError, match="layers to compute again, which recompute"):
+        ValueError, match="no list of equal layers to compute again, which recompute"
+    ):
+        xd.tune(alone, batch(64), topology="cpu:8", recompute=("layers",))
+
+
+def test_the_front() -> None:
+    assert pareto([(3, 1), (1, 5), (2, 2), (2, 7), (4, 1)]) == [(1, 5), (2, 2), (3, 1)]

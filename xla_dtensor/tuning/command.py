@@ -1,0 +1,130 @@
+"""``python -m xla_dtensor.tune``: the mesh for a script that lays its model out by itself."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from xla_dtensor.errors import TopologyError, XlaDTensorError
+from xla_dtensor.planning.command import NamesOfMesh, mesh_sizes, planned
+from xla_dtensor.runtime import topologies
+from xla_dtensor.tuning.configuration import Configuration
+from xla_dtensor.tuning.estimate import Estimate
+from xla_dtensor.tuning.result import Tuned
+from xla_dtensor.tuning.trial import Trial
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status: 1 where nothing fits into the memory."""
+    own, script = list(arguments), []
+    if "--" in own:
+        at = own.index("--")
+        own, script = own[:at], own[at + 1 :]
+    given = _parser().parse_args(own)
+    try:
+        found = tuned(
+            given.script, script, given.topology, mesh_sizes(given.mesh), given.minutes, given.step
+        )
+    except XlaDTensorError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(found)
+    for path in given.save:
+        found.save(path)
+    if not found.fits:
+        print(f"nothing fits: {found.lacks()}")
+        return 1
+    sizes = ",".join(f"{name}={size}" for name, size in found.best.mesh.items())
+    print(f"best: --mesh {sizes}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_dtensor.tune",
+        description="the sizes of a script's mesh with which its compiled step is fastest on "
+        "devices that needn't be here; the script's own arguments come behind --",
+    )
+    parser.add_argument("script", help="a training script, run until it calls its step, each time")
+    parser.add_argument(
+        "--topology", required=True, help="v5e:16x16, v5p:4x4x4, h100:8x8 (hosts x GPUs), cpu:64"
+    )
+    parser.add_argument("--mesh", help="tp=8: sizes that are given")
+    parser.add_argument("--step", help="the name of the step; by default the first one called")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it (10)")
+    parser.add_argument(
+        "--save", action="append", default=[], metavar="FILE", help="as .json, .txt, .png or .svg"
+    )
+    return parser
+
+
+def tuned(
+    script: str,
+    arguments: Sequence[str],
+    topology: str,
+    fixed: dict[str, int],
+    minutes: float = 10.0,
+    step: str | None = None,
+) -> Tuned:
+    """All meshes of a topology's devices with the dims that a script's mesh has, as XLA judges the
+    script's step on each.
+
+    Args:
+        script, arguments: a path, and what the script is given.
+        topology: of the devices.
+        fixed: sizes of mesh dims that are given.
+        minutes: for all of it.
+        step: the name of the step, if it isn't the first that is called.
+
+    Raises:
+        TopologyError: the script makes no mesh with names, calls no step, or has no such dims.
+    """
+    deadline = time.monotonic() + 60 * minutes
+    try:
+        planned(script, arguments, topology, NamesOfMesh(), step)
+    except NamesOfMesh.Found as found:
+        names = found.names
+    wanting = set(fixed) - set(names)
+    if wanting:
+        raise TopologyError(f"--mesh: the script's mesh has the dims {', '.join(names)}")
+    kind = topologies.topology(topology)
+    wanted = [*_meshes(len(kind.devices), names, fixed)]
+    trials: list[Trial] = []
+    notes = []
+    for number, sizes in enumerate(wanted):
+        if number and time.monotonic() > deadline:
+            notes.append(
+                f"{len(wanted) - number} of {len(wanted)} meshes were not looked at: the time was "
+                f"over (--minutes {minutes:g})"
+            )
+            break
+        own = Configuration(sizes, (None,) * len(sizes))
+        trials.append(_trial(script, arguments, topology, own, step))
+    return Tuned(topology, tuple(sorted(trials, key=Trial.rank)), tuple(notes))
+
+
+def _meshes(count: int, names: Sequence[str], fixed: dict[str, int]) -> Iterator[dict[str, int]]:
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    choices = [[fixed[name]] if name in fixed else divisors for name in names]
+    for sizes in reversed([*itertools.product(*choices)]):
+        if math.prod(sizes) == count:
+            yield dict(zip(names, sizes, strict=True))
+
+
+def _trial(
+    script: str, arguments: Sequence[str], topology: str, own: Configuration, step: str | None
+) -> Trial:
+    try:
+        report = planned(script, arguments, topology, dict(own.mesh), step)
+    except (XlaDTensorError, RuntimeError, ValueError) as error:
+        nothing = Estimate(math.inf, math.inf, 0.0, None, {})
+        return Trial(own, nothing, error=f"{type(error).__name__}: {error}")
+    needed: Any = report.memory.needed
+    moved = float(report.collective_bytes)
+    estimate = Estimate(moved, float(needed or 0), moved, report.seconds.get("compute"), {})
+    return Trial(own, estimate, report, available=report.memory.available)

@@ -1,0 +1,214 @@
+"""A mesh, layouts of parameters and batch, and what is computed again: what `xd.tune` looks for."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from xla_dtensor.movement.factories import distribute_module
+
+Dims = tuple[int | None, ...]
+"""For each mesh dim the dim of a tensor that it shards, or None."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to lay a training step out.
+
+    Attributes:
+        mesh: the sizes of the mesh's dims, by name, in the mesh's order.
+        batch: for each of these which dim of the step's arguments it shards, or None.
+        recompute: what is computed again in backward: ``"nothing"``, or ``"layers"``, each of the
+            model's equal layers (`repeated_layers`).
+        parameters: by name for each mesh dim which dim of the parameter it shards, or None. What
+            isn't there is whole on all devices, as buffers are.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+        from xla_dtensor.tuning import Configuration
+
+        found = Configuration({"dp": 2, "tp": 4}, (0, None), "nothing", {"weight": (None, 0)})
+        model = found.apply(torch.nn.Linear(8, 8))
+        (x,) = found.place(torch.ones(4, 8))
+        assert model.weight.placements == (xd.Replicate(), xd.Shard(0))
+        assert model(x).placements == (xd.Shard(0), xd.Shard(1))
+    """
+
+    mesh: Mapping[str, int]
+    batch: Dims
+    recompute: str = "nothing"
+    parameters: Mapping[str, Dims] = field(default_factory=dict)
+
+    def device_mesh(self) -> Any:
+        """The mesh, of the devices that are here or in the current ``xd.abstract`` block."""
+        return init_device_mesh("xla", (*self.mesh.values(),), mesh_dim_names=(*self.mesh,))
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Lay a model's parameters out, and wrap the layers that are computed again. Before an
+        optimizer is made of the parameters: they are others afterwards.
+
+        Args:
+            model: changed in place.
+
+        Returns:
+            the model.
+        """
+        mesh, names = self.device_mesh(), {m: name for name, m in model.named_modules()}
+
+        def lay_out(_: str, module: nn.Module, mesh: Any) -> None:
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                path = f"{names[module]}.{key}" if names[module] else key
+                dims = self.parameters.get(path, (None,) * len(self.mesh))
+                laid_out = distribute_tensor(parameter.detach(), mesh, placements(dims))
+                made = nn.Parameter(laid_out, requires_grad=parameter.requires_grad)
+                module.register_parameter(key, made)
+
+        distribute_module(model, mesh, lay_out)
+        if self.recompute == "layers":
+            for layer in repeated_layers(model):
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        return model
+
+    def place(self, *batch: Any) -> tuple[Any, ...]:
+        """The step's arguments on the mesh: tensors laid out as ``batch`` says (a tensor that lacks
+        the dim is whole), all else as it is."""
+        mesh = self.device_mesh()
+        return tuple(
+            distribute_tensor(x, mesh, placements([_within(d, x) for d in self.batch]))
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in batch
+        )
+
+    def as_code(self) -> str:
+        """The same as a torch program's lines, with nothing of `xd.tune` in them: a mesh, a
+        function that lays a model out, and one for the batch."""
+        return _CODE.format(
+            shape=(*self.mesh.values(),),
+            names=(*self.mesh,),
+            table="".join(f'    "{p}": {_text(d)},\n' for p, d in self._patterns().items()),
+            whole=_text((None,) * len(self.mesh)),
+            batch=_text(self.batch),
+            checkpoint=_CHECKPOINT if self.recompute == "layers" else "",
+            imported=_CHECKPOINTS if self.recompute == "layers" else "",
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of what JSON has; `Configuration(**d)` is the same again."""
+        return {
+            "mesh": dict(self.mesh),
+            "batch": list(self.batch),
+            "recompute": self.recompute,
+            "parameters": {name: list(dims) for name, dims in self.parameters.items()},
+        }
+
+    def idle(self) -> list[str]:
+        """The mesh's dims that shard neither a parameter nor the batch."""
+        used = (self.batch, *self.parameters.values())
+        return [name for i, name in enumerate(self.mesh) if all(dims[i] is None for dims in used)]
+
+    def describe(self) -> str:
+        """In a line: the mesh, and what each of its dims shards."""
+        parts = []
+        for i, (name, size) in enumerate(self.mesh.items()):
+            what = [] if self.batch[i] is None else ["batch" if self.batch[i] == 0 else "sequence"]
+            cut = sum(dims[i] is not None for dims in self.parameters.values())
+            what += [f"{cut} of {len(self.parameters)} parameters"] if cut else []
+            parts.append(f"{name}={size} ({', '.join(what) or 'nothing'})")
+        again = "" if self.recompute == "nothing" else f", {self.recompute} computed again"
+        return " ".join(parts) + again
+
+    def _patterns(self) -> dict[str, Dims]:
+        """The layouts by name, with ``*`` for the number of a layer where all layers agree."""
+        by_pattern: dict[str, dict[str, Dims]] = {}
+        for name, dims in self.parameters.items():
+            by_pattern.setdefault(pattern_of(name), {})[name] = tuple(dims)
+        found: dict[str, Dims] = {}
+        for pattern, own in by_pattern.items():
+            alike = len(set(own.values())) == 1
+            found.update({pattern: next(iter(own.values()))} if alike else own)
+        return {p: dims for p, dims in found.items() if any(d is not None for d in dims)}
+
+
+def pattern_of(name: str) -> str:
+    """A parameter's name with ``*`` for numbers: equal layers' parameters have the same."""
+    return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
+
+
+def placements(dims: Iterable[int | None]) -> list[Any]:
+    """torch's placements, one for each mesh dim."""
+    return [Replicate() if d is None else Shard(d) for d in dims]
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: what its longest list of modules of one class consists of. None if it
+    has no such list."""
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+    alike = [[*m] for m in lists if len(m) > 1 and len({type(each) for each in m}) == 1]
+    with_parts = [each for each in alike if any(True for _ in each[0].children())]
+    return max(with_parts, key=len, default=[])
+
+
+def together(names: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
+    """The sizes of a mesh's dims; those of length 1 are none."""
+    return {n: s for n, s in zip(names, sizes, strict=True) if s > 1} or {names[0]: 1}
+
+
+def _within(dim: int | None, x: torch.Tensor) -> int | None:
+    return None if dim is None or dim >= x.ndim else dim
+
+
+def _text(dims: Iterable[int | None]) -> str:
+    texts = ("Replicate()" if d is None else f"Shard({d})" for d in dims)
+    return f"[{', '.join(itertools.chain(texts))}]"
+
+
+_CHECKPOINTS = "\nfrom torch.utils.checkpoint import checkpoint"
+_CHECKPOINT = """\
+    for layer in repeated_layers(model):  # your model's layers
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+"""
+_CODE = """\
+import fnmatch
+import functools
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor{imported}
+
+import xla_dtensor as xd
+
+mesh = xd.init_device_mesh("xla", {shape}, mesh_dim_names={names})
+PLACEMENTS = {{
+{table}}}
+
+
+def parallelize(model: nn.Module) -> nn.Module:
+    names = {{module: name for name, module in model.named_modules()}}
+
+    def lay_out(_, module, mesh):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            path = f"{{names[module]}}.{{key}}" if names[module] else key
+            found = [p for pattern, p in PLACEMENTS.items() if fnmatch.fnmatch(path, pattern)]
+            own = found[0] if found else {whole}
+            laid_out = distribute_tensor(parameter.detach(), mesh, own)
+            module.register_parameter(key, nn.Parameter(laid_out, parameter.requires_grad))
+
+    xd.distribute_module(model, mesh, lay_out)
+{checkpoint}    return model
+
+
+def place(x: torch.Tensor) -> torch.Tensor:
+    return distribute_tensor(x, mesh, {batch})
+"""

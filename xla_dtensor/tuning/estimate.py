@@ -1,0 +1,100 @@
+"""How long a step takes by its layouts alone, before XLA has seen it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xla_dtensor.layouts.choice import Choice, Move
+from xla_dtensor.planning.collectives import Collective, Part
+from xla_dtensor.planning.flops import kind_of
+from xla_dtensor.planning.links import Links, links
+from xla_dtensor.planning.program_text import Shaped
+from xla_dtensor.runtime.chips import Chip
+from xla_dtensor.tuning.problem import Problem, Solution
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What layouts cost.
+
+    Attributes:
+        price: what the integer program minimises, in bytes (`layouts/prices.py`).
+        memory: bytes of a device.
+        moved: bytes of collectives' results on a device.
+        compute: seconds at the chip's peak; None where the chip is none that is known.
+        network: seconds by mesh dim, those of several under the names of all.
+    """
+
+    price: float
+    memory: float
+    moved: float
+    compute: float | None
+    network: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step in which nothing is hidden behind anything: the more a configuration moves, the
+        more of it is likely to be exposed."""
+        return None if self.compute is None else self.compute + sum(self.network.values())
+
+    @property
+    def rank(self) -> float:
+        """What is smaller for what is better."""
+        return self.price if self.seconds is None else self.seconds
+
+
+def estimate(problem: Problem, solution: Solution, chip: Chip | None) -> Estimate:
+    """What a solution costs on devices of this kind."""
+    moves = solution.choice.moves()
+    network: dict[str, float] = {}
+    compute = None
+    if chip is not None:
+        over = links(chip, problem.devices, (*problem.sizes,))
+        for move in moves:
+            name = " x ".join(move.axes)
+            network[name] = network.get(name, 0.0) + _seconds(move, problem, over)
+        compute = chip.seconds(operations(solution.choice))
+    moved = sum(move.nbytes * move.times for move in moves)
+    return Estimate(solution.choice.price(), solution.memory, moved, compute, network)
+
+
+def operations(choice: Choice) -> dict[str, float]:
+    """What one device computes of all that takes long, by what is multiplied (`flops`): as much as
+    all of it where no axis cuts an operation."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for node, factors in zip(choice.graph.nodes, choice.factors, strict=True):
+        if node.work and node.equation is not None:
+            cut = [unit for unit, factor in factors.items() if factor.operands or factor.results]
+            work = node.work * node.times * math.prod(f.work for f in factors.values())
+            found[kind_of(node.equation)] += work / math.prod(map(choice.size, cut))
+    return dict(found)
+
+
+def _seconds(move: Move, problem: Problem, over: Links) -> float:
+    size = math.prod(problem.sizes[axis] for axis in move.axes)
+    # A reduce-scatter's price is that of what it takes (`prices.collective`), and what links are
+    # asked for is what a collective gives.
+    nbytes = move.nbytes / (size if move.kind == "reduce-scatter" else 1)
+    part = Part(Shaped("u8", (math.ceil(nbytes),)), ())
+    groups = _groups(problem, move.axes)
+    if move.kind == "collective-permute":
+        groups = tuple(pair for group in groups for pair in itertools.pairwise(group))
+    collective = Collective(move.kind, move.times, (part,), move.axes, size, groups)
+    return over.seconds(collective) * move.times
+
+
+def _groups(problem: Problem, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    names = [*problem.sizes]
+    numbers: Any = np.arange(math.prod(problem.sizes.values())).reshape(*problem.sizes.values())
+    own = [names.index(axis) for axis in axes]
+    others = [i for i in range(len(names)) if i not in own]
+    size = math.prod(problem.sizes[axis] for axis in axes)
+    rows = numbers.transpose(*others, *own).reshape(-1, size)
+    return tuple(tuple(map(int, row)) for row in rows)

@@ -1,0 +1,86 @@
+"""Which meshes are looked at, and what their dims may do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xla_dtensor.errors import TopologyError
+from xla_dtensor.runtime.chips import Chip
+from xla_dtensor.tuning.configuration import Dims
+
+NAMES = ("dp", "fsdp", "cp", "tp")
+"""The dims that a mesh may have, from the outside to the inside. ``dp`` and ``fsdp`` shard the
+batch, ``cp`` its second dim (sequences), ``tp`` nothing of the batch. What they shard of the
+parameters and of all that is computed is found, and not said by these names."""
+
+USUAL = ("dp", "fsdp", "tp")
+"""Those that are looked at by default. What ``cp`` does, ``tp`` may: of the batch itself it only
+leaves the tokens whole."""
+
+
+def meshes(
+    count: int,
+    domain: int,
+    batch: Sequence[Any],
+    names: Sequence[str],
+    fixed: Mapping[str, int],
+) -> Iterator[tuple[dict[str, int], Dims]]:
+    """Meshes of so many devices, each with what its dims shard of the batch.
+
+    Two dims that shard the batch are one, but where only the inner one's devices share a switch:
+    the parameters may be whole in each host then. A mesh has three dims at the most.
+
+    Args:
+        count: of devices.
+        domain: how many of them share a switch; ``count`` where all do, or none.
+        batch: the step's arguments.
+        names: those of `NAMES` that may be used.
+        fixed: sizes that are given.
+
+    Raises:
+        TopologyError: a name that isn't among them.
+    """
+    unknown = {*names, *fixed} - {*NAMES}
+    if unknown:
+        raise TopologyError(
+            f"a mesh dim called {', '.join(sorted(unknown))}: xd.tune's are {', '.join(NAMES)}"
+        )
+    used = [name for name in NAMES if name in names or name in fixed]
+    shards = {"dp": 0, "fsdp": 0, "cp": 1, "tp": None}
+    choices = [[fixed[name]] if name in fixed else _divisors(count) for name in used]
+    # Those with much of the first dims first: of equally good ones these are taken.
+    for sizes in reversed([*itertools.product(*choices)]):
+        mesh = dict(zip(used, sizes, strict=True))
+        if math.prod(sizes) != count or sum(size > 1 for size in sizes) > 3:
+            continue
+        inside = math.prod(size for name, size in mesh.items() if name != "dp")
+        is_domain = inside == domain < count
+        if mesh.get("fsdp", 1) > 1 and "fsdp" not in fixed and not is_domain:
+            continue
+        real = {name: size for name, size in mesh.items() if size > 1} or {used[0]: 1}
+        roles = tuple(shards[name] for name in real)
+        if all(_divides(roles, [*real.values()], dim, batch) for dim in (0, 1)):
+            yield real, roles
+
+
+def domain_size(chip: Chip | None, devices: Sequence[Any]) -> int:
+    """How many devices share a switch."""
+    if chip is None or not chip.is_switched:
+        return len(devices)
+    hosts = [device.process_index // chip.hosts for device in devices]
+    return hosts.count(hosts[0])
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _divides(roles: Dims, sizes: Sequence[int], dim: int, batch: Sequence[Any]) -> bool:
+    devices = math.prod(size for role, size in zip(roles, sizes, strict=True) if role == dim)
+    tensors = [x for x in batch if isinstance(x, torch.Tensor) and x.ndim > dim]
+    return devices == 1 or (bool(tensors) and all(x.shape[dim] % devices == 0 for x in tensors))

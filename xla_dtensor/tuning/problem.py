@@ -1,0 +1,130 @@
+"""A step whose parameters may lie in any way: how they should on a mesh, by the integer program
+that lays out all else (`layouts/README.md`).
+
+The step is traced with whole parameters, so that its program is the logical one. Then the
+parameters, and the optimizer's state, are values like all others: a value that several operations
+want is gathered once, a gradient is summed to where its parameter lies, and what doesn't fit into
+the memory is cut. FSDP, tensor parallelism and their mixtures are what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from torch import nn
+
+from xla_dtensor.compilation import CompiledStep
+from xla_dtensor.compilation.call.sources import ArgumentSource, StateSource
+from xla_dtensor.compilation.scan.casts import casts_outside
+from xla_dtensor.layouts.choice import Choice
+from xla_dtensor.layouts.choose import choose
+from xla_dtensor.layouts.joined import kept_apart
+from xla_dtensor.layouts.memory import Alive
+from xla_dtensor.layouts.parts import DimAxes
+from xla_dtensor.tuning.configuration import Dims, pattern_of
+
+
+class Problem:
+    """A traced step.
+
+    Args:
+        step: compiled, of a model that is whole on all devices of a mesh.
+        batch: its arguments, whole likewise.
+        model: that it trains.
+
+    Attributes:
+        sizes: the mesh's, by the names of its dims.
+        devices: JAX's, in the mesh's shape.
+    """
+
+    def __init__(self, step: CompiledStep, batch: Sequence[Any], model: nn.Module) -> None:
+        self._names: dict[int, str] = {}
+        for name, parameter in model.named_parameters():
+            laid_out: Any = parameter
+            self._names[id(laid_out._storage_)] = name
+        step.looked_at(tuple(batch), {}, self._look)
+
+    def _look(self, program: Any) -> None:
+        traced, frame = program.traced, program.frame
+        self.sizes, self.devices = dict(frame.sizes), frame.jax_mesh.devices
+        with jax.enable_x64(True):
+            jaxpr = casts_outside(traced.jaxpr)
+            self._jaxprs = kept_apart(jaxpr, [*self.sizes.values()])
+        self._sources = traced.inputs.sources
+
+    def solve(
+        self,
+        batch: Dims,
+        memory: float | None,
+        scattered: float,
+        pinned: Callable[[str], Dims | None],
+    ) -> Solution:
+        """How everything should lie.
+
+        Args:
+            batch: for each mesh dim which dim of the arguments it shards.
+            memory: bytes of a device; None if nobody knows how many it has.
+            scattered: what a reduce-scatter costs, of the bytes of a sum.
+            pinned: says of a parameter's name how it has to lie, or None.
+        """
+        found = [self._solved(each, batch, memory, scattered, pinned) for each in self._jaxprs]
+        return min(found, key=lambda each: each.choice.price())
+
+    def _solved(
+        self,
+        jaxpr: Any,
+        batch: Dims,
+        memory: float | None,
+        scattered: float,
+        pinned: Callable[[str], Dims | None],
+    ) -> Solution:
+        known: dict[Any, DimAxes | None] = {}
+        arguments, parameters = [], {}
+        for variable, source in zip(jaxpr.constvars, self._sources, strict=True):
+            known[variable] = None
+            ndim = len(variable.aval.shape)
+            if isinstance(source, ArgumentSource):
+                known[variable] = self._axes(batch, ndim)
+                arguments.append(variable)
+            elif isinstance(source, StateSource):
+                name = self._names.get(id(source.storages[0]))
+                if name is not None:
+                    parameters[name] = variable
+                    wanted = pinned(name)
+                    known[variable] = None if wanted is None else self._axes(wanted, ndim)
+        alike: dict[Any, list[Any]] = {}
+        for name, variable in parameters.items():
+            alike.setdefault((pattern_of(name), variable.aval.shape), []).append(variable)
+        required = [None] * len(jaxpr.outvars)
+        with jax.enable_x64(True):
+            choice = choose(
+                *(jaxpr, known, required, self.sizes, arguments, (), memory, scattered),
+                sought=[*alike.values()],
+            )
+            needed = Alive(jaxpr, choice.graph).most(choice.share)[0] if choice.found else 0.0
+        return Solution(
+            choice, needed, {n: self._dims(choice.of(v)) for n, v in parameters.items()}
+        )
+
+    def _axes(self, dims: Dims, ndim: int) -> DimAxes:
+        pairs = [*zip(self.sizes, dims, strict=True)]
+        return tuple(tuple(axis for axis, d in pairs if d == place) for place in range(ndim))
+
+    def _dims(self, axes: DimAxes | None) -> Dims:
+        placed = {axis: d for d, names in enumerate(axes or ()) for axis in names}
+        return tuple(placed.get(axis) for axis in self.sizes)
+
+
+class Solution:
+    """How everything lies, by a problem's integer program.
+
+    Attributes:
+        choice: all layouts.
+        memory: bytes of a device, by an estimate (`layouts/memory.py`).
+        parameters: by name for each mesh dim which of a parameter's it shards.
+    """
+
+    def __init__(self, choice: Choice, memory: float, parameters: Mapping[str, Dims]) -> None:
+        self.choice, self.memory, self.parameters = choice, memory, dict(parameters)

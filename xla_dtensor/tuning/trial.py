@@ -1,0 +1,110 @@
+"""One configuration, and what is known of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xla_dtensor.planning import Report
+from xla_dtensor.tuning.configuration import Configuration
+from xla_dtensor.tuning.estimate import Estimate
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration that was looked at.
+
+    Attributes:
+        configuration: what it is.
+        estimate: by its layouts alone.
+        report: `xd.plan`'s, of what XLA has compiled; None if it wasn't compiled.
+        measured: seconds of a step, where the devices are here; None if it wasn't run.
+        available: bytes of a device; None if nobody knows.
+        error: why it couldn't be compiled or run, or "".
+    """
+
+    configuration: Configuration
+    estimate: Estimate
+    report: Report | None = None
+    measured: float | None = None
+    available: float | None = None
+    error: str = ""
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device: XLA's, where it has compiled the step."""
+        needed = None if self.report is None else self.report.memory.needed
+        return self.estimate.memory if needed is None else float(needed)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory, as far as anybody knows; what XLA refuses doesn't."""
+        if self.error:
+            return False
+        if self.report is not None and self.report.fits is not None:
+            return self.report.fits
+        return self.available is None or self.memory <= self.available
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step: measured; else in XLA's order of instructions; else by the estimate; None
+        where the chip is none that is known, and only bytes are compared."""
+        if self.measured is not None:
+            return self.measured
+        if self.report is not None and self.report.scheduled is not None:
+            return self.report.scheduled
+        return self.estimate.seconds
+
+    @property
+    def known_by(self) -> str:
+        """Who says how long it takes: ``"measured"``, ``"compiler"`` or ``"estimate"``."""
+        if self.measured is not None:
+            return "measured"
+        return "estimate" if self.report is None else "compiler"
+
+    def rank(self) -> tuple[Any, ...]:
+        """What is smaller for what is better: first what is measured or compiled and fits, then
+        what is estimated to fit, and last what doesn't."""
+        looked_at = self.measured is not None or self.report is not None
+        if not self.fits:
+            return (2, self.memory)
+        if self.report is not None and self.measured is None and self.report.scheduled is None:
+            # XLA's bytes, where nobody knows how long anything takes.
+            return (0, float(self.report.collective_bytes), self.estimate.price)
+        return (0 if looked_at else 1, self.seconds or self.estimate.rank, self.estimate.price)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of what JSON has."""
+        found: dict[str, Any] = {
+            "configuration": self.configuration.as_dict(),
+            "estimate": dataclasses.asdict(self.estimate),
+            "measured": self.measured,
+            "available": self.available,
+            "error": self.error,
+            "fits": self.fits,
+            "report": None if self.report is None else self.report.as_dict(),
+        }
+        return found
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Trial:
+        """What `as_dict` has given."""
+        configuration = values["configuration"]
+        parameters = {name: tuple(d) for name, d in configuration["parameters"].items()}
+        report = values["report"]
+        return cls(
+            Configuration(
+                configuration["mesh"],
+                tuple(configuration["batch"]),
+                configuration["recompute"],
+                parameters,
+            ),
+            Estimate(**values["estimate"]),
+            None if report is None else Report.from_json(json.dumps(report)),
+            values["measured"],
+            values["available"],
+            values["error"],
+        )

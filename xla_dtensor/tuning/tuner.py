@@ -1,0 +1,273 @@
+"""The search: meshes, and for each the layouts that its integer program finds; XLA has the last
+word on the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from xla_dtensor.compilation import compile
+from xla_dtensor.errors import TopologyError, XlaDTensorError
+from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS
+from xla_dtensor.planning import abstract, plan
+from xla_dtensor.runtime import topologies
+from xla_dtensor.tuning.configuration import Configuration, Dims, repeated_layers
+from xla_dtensor.tuning.estimate import estimate
+from xla_dtensor.tuning.meshes import USUAL, domain_size, meshes
+from xla_dtensor.tuning.problem import Problem
+from xla_dtensor.tuning.result import Tuned
+from xla_dtensor.tuning.trial import Trial
+
+Build = Callable[[Callable[[nn.Module], nn.Module]], Callable[..., Any]]
+
+_ENOUGH = 0.5  # of the memory: a step that takes no more by the estimate fits
+_ROUNDS = 5
+"""Steps that are timed where the devices are here."""
+
+
+def tune(
+    build: Build,
+    batch: Sequence[Any],
+    *,
+    topology: str,
+    minutes: float = 10.0,
+    top: int = 10,
+    mesh: Mapping[str, int] | None = None,
+    dims: Sequence[str] = USUAL,
+    pinned: Mapping[str, Mapping[str, int | None]] | None = None,
+    recompute: Sequence[str] = ("nothing", "layers"),
+    reserve: float = 0.1,
+    run: bool = False,
+) -> Tuned:
+    """Look for the mesh, the layouts of parameters and batch, and what to compute again, with which
+    a training step is fastest on devices that needn't be here.
+
+    For each mesh the step is traced once, and an integer program says how its parameters should lie
+    (`docs/tune.md`). The best are compiled by XLA, for those devices, and ranked by what it says of
+    memory and time.
+
+    Args:
+        build: makes the step: is given a function that lays a model out, calls it with the model
+            before it makes an optimizer, and returns the function to be compiled. It is called
+            again and again.
+        batch: the arguments of a step, whole: tensors, of which only shape and dtype count, and
+            whatever else it takes.
+        topology: `xd.abstract`'s: ``"v5p:4x4x4"``, ``"h100:8x8"``, ``"cpu:8"``.
+        minutes: for all of it. When they are over the best so far is returned, and says so.
+        top: how many XLA is to compile.
+        mesh: sizes of mesh dims that are given, by name.
+        dims: the mesh dims that may be used: ``dp`` and ``fsdp`` shard the batch, ``cp`` its second
+            dim, ``tp`` none of it. What they do with all else is found.
+        pinned: parameters that have to lie as given: by a pattern of names (``"embed.*"``) for each
+            mesh dim which dim of the parameter it shards; others of its mesh dims nothing.
+        recompute: what may be computed again in backward: ``"nothing"``, ``"layers"``. The second
+            is looked at where the first takes more than half of the memory.
+        reserve: the part of a device's memory that is to stay free.
+        run: whether the best are also run, a few steps each, and ranked by how long these take; the
+            devices have to be here (``"cpu:8"``, ``"gpu:8"``).
+
+    Returns:
+        a `Tuned`, whose ``best`` is a `Configuration`.
+
+    Raises:
+        TopologyError: no such topology, or mesh dims that aren't known.
+        ValueError: an argument that can't be.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        def build(parallelize):
+            model = parallelize(torch.nn.Linear(64, 8))
+            return lambda x: model(x).square().mean().backward()
+
+        found = xd.tune(build, (torch.ones(512, 64),), topology="cpu:4", top=1)
+        assert found.best.mesh == {"dp": 4} and "all-reduce" in str(found.trials[0].report)
+        step = xd.compile(build(found.best.apply))  # on the devices that are here
+    """
+    for name in recompute:
+        if name not in ("nothing", "layers"):
+            raise ValueError(f'recompute={name!r}: it has "nothing" and "layers"')
+    if not 0 <= reserve < 1:
+        raise ValueError(f"reserve={reserve}: the part of the memory that stays free, 0.1 of it")
+    if run and not topologies.topology(topology).is_here:
+        raise ValueError(f"run=True, and the devices of {topology} aren't here")
+    deadline = time.monotonic() + 60 * minutes
+    search = _Search(build, tuple(batch), topology, pinned or {}, reserve)
+    found: list[Trial] = []
+    notes: list[str] = []
+    # What is left when the time is over has the most dims. Half of it is for estimates.
+    wanted = sorted(search.meshes(dims, mesh or {}), key=lambda each: len(each[0]))
+    if not wanted:
+        raise TopologyError(
+            f"xd.tune: no mesh of {search.count} devices has the dims {', '.join(dims)} with "
+            f"{dict(mesh or {})}, and divides the batch"
+        )
+    for done, (sizes, roles) in enumerate(wanted):
+        if found and time.monotonic() > deadline - 30 * minutes:
+            notes.append(
+                f"{len(wanted) - done} of {len(wanted)} meshes were not looked at: the time was "
+                f"over (minutes={minutes:g})"
+            )
+            break
+        for again in sorted({*recompute}, key=("nothing", "layers").index):
+            if again != "nothing" and "nothing" in recompute and not search.is_short(found[-1]):
+                continue
+            found += search.estimated(sizes, roles, again)
+    if not found:
+        raise ValueError(f"xd.tune: {'; '.join(search.notes)}, which recompute= asks for")
+    found = _apart(sorted(found, key=Trial.rank))
+    chosen = found[:top]
+    for i, trial in enumerate(chosen):
+        if i and time.monotonic() > deadline:
+            notes.append(f"{len(chosen) - i} of the best {top} were not compiled, likewise")
+            break
+        found[i] = search.compiled(trial)
+        if run and found[i].fits:
+            found[i] = search.measured(found[i])
+    notes += search.notes
+    return Tuned(topology, tuple(sorted(found, key=Trial.rank)), tuple(notes))
+
+
+def _apart(trials: Sequence[Trial]) -> list[Trial]:
+    """Without those that are others in other words: a dim that shards neither parameters nor batch
+    is idle, or shards the batch where it is used, as "dp" does; and of two that cost the same to
+    three digits the first is kept."""
+    known = [dict(trial.configuration.mesh) for trial in trials]
+    found: dict[Any, Trial] = {}
+    for trial in trials:
+        own, idle = trial.estimate, trial.configuration.idle()
+        if idle:
+            mesh = dict(trial.configuration.mesh)
+            mesh["dp"] = mesh.get("dp", 1) * math.prod(mesh.pop(name) for name in idle)
+            if mesh in known:
+                continue
+        costs = (own.rank, own.memory, own.moved)
+        key = trial.configuration.recompute, *(float(f"{cost:.2e}") for cost in costs)
+        found.setdefault(key, trial)
+    return [*found.values()]
+
+
+class _Search:
+    def __init__(
+        self,
+        build: Build,
+        batch: tuple[Any, ...],
+        topology: str,
+        pinned: Mapping[str, Mapping[str, int | None]],
+        reserve: float,
+    ) -> None:
+        self._build, self._batch, self._pinned = build, batch, pinned
+        self._topology = topologies.topology(topology)
+        self._chip = self._topology.chip
+        memory = None if self._chip is None else self._chip.memory / self._chip.devices
+        self._memory = None if memory is None else memory * (1 - reserve)
+        self._scattered = SCATTERED_ON_GPUS if self._topology.is_of_gpus else 1.0
+        self._errors: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        """How many devices there are."""
+        return len(self._topology.devices)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was met on the way."""
+        return sorted(self._errors)
+
+    def meshes(
+        self, names: Sequence[str], fixed: Mapping[str, int]
+    ) -> Iterator[tuple[dict[str, int], Dims]]:
+        devices = self._topology.devices
+        domain = domain_size(self._chip, devices)
+        return meshes(len(devices), domain, self._batch, names, fixed)
+
+    def is_short(self, trial: Trial) -> bool:
+        """Whether it may turn out to need too much memory: estimates of that are rough."""
+        return self._memory is not None and trial.memory > _ENOUGH * self._memory
+
+    def estimated(self, mesh: dict[str, int], roles: Dims, again: str) -> list[Trial]:
+        """The mesh's best layouts; where these may need too much memory also those with half of it.
+        None where nothing is computed again, because the model has no equal layers."""
+        plain = Configuration(mesh, roles, again)
+        models: list[nn.Module] = []
+
+        def parallelize(model: nn.Module) -> nn.Module:
+            models.append(model)
+            return whole.apply(model)
+
+        whole = dataclasses.replace(plain, batch=(None,) * len(mesh))
+        with abstract(self._topology.name):
+            step = self._build(parallelize)
+            if not models:
+                raise ValueError(
+                    "build(parallelize) hasn't called parallelize(model): the parameters of that "
+                    "model are what is laid out"
+                )
+            model = models[0]
+            if again == "layers" and not repeated_layers(model):
+                self._errors.add("the model has no list of equal layers to compute again")
+                return []
+            compiled = compile(step, layouts="torch")
+            problem = Problem(compiled, whole.place(*self._batch), model)
+            found: list[Trial] = []
+            for part in (1.0, 0.5):
+                memory = None if self._memory is None else part * self._memory
+                pinned = self._pinned_by(mesh)
+                solution = problem.solve(roles, memory, self._scattered, pinned)
+                cost = estimate(problem, solution, self._chip)
+                parameters = {
+                    name: solution.parameters.get(name, (None,) * len(mesh))
+                    for name, _ in model.named_parameters()
+                }
+                own = dataclasses.replace(plain, parameters=parameters)
+                found.append(Trial(own, cost, available=self._memory))
+                if not self.is_short(found[-1]):
+                    break
+        return found
+
+    def compiled(self, trial: Trial) -> Trial:
+        """The same with XLA's report."""
+        own = trial.configuration
+        with abstract(self._topology.name):
+            try:
+                report = plan(self._build(own.apply), *own.place(*self._batch))
+            except (XlaDTensorError, RuntimeError) as error:
+                return dataclasses.replace(trial, error=f"{type(error).__name__}: {error}")
+        return dataclasses.replace(trial, report=report)
+
+    def measured(self, trial: Trial) -> Trial:
+        """The same with the median of a few steps."""
+        own = trial.configuration
+        step = compile(self._build(own.apply))
+        batch = own.place(*self._batch)
+        times = []
+        for _ in range(_ROUNDS + 2):  # the first two make state, and compile
+            begin = time.perf_counter()
+            _wait(step(*batch))
+            times.append(time.perf_counter() - begin)
+        return dataclasses.replace(trial, measured=statistics.median(times[2:]))
+
+    def _pinned_by(self, mesh: Mapping[str, int]) -> Callable[[str], Dims | None]:
+        def pinned(name: str) -> Dims | None:
+            for pattern, dims in self._pinned.items():
+                if fnmatch.fnmatch(name, pattern):
+                    return tuple(dims.get(axis) for axis in mesh)
+            return None
+
+        return pinned
+
+
+def _wait(result: Any) -> None:
+    torch.xla.synchronize()
+    for each in result if isinstance(result, tuple | list) else (result,):
+        if isinstance(each, torch.Tensor):
+            each.detach().flatten()[:1].cpu()
