@@ -318,7 +318,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
         target = targets.get(source)
         if target is None or not (target.frame and target.frame.is_current):
             target = targets[source] = source.with_placements(mesh, wanted)
-        return backend().to_form(grad, target)
+        return backend().landed(grad, target)
 
     leaf._landing = leaf.register_hook(land)
     leaf._landing.layout = mesh, leaf.placements

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 from torch.distributed.tensor import Replicate
 
+from xla_dtensor.base.grips import ALWAYS
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.lowering.ops.for_each import for_each
+from xla_dtensor.plans.pin import pin
 
 
 def fresh(form: Form) -> Form:
@@ -51,7 +53,10 @@ def of_form(value: Any, source: Form, form: Form) -> Any:
         )
     if form.sharding is None or source.placements == form.placements:
         return value
-    return jax.lax.with_sharding_constraint(value, form.computed_sharding)
+    # Not a constraint: nobody has asked for this layout, it is what the first layer's rules gave.
+    # Where layouts are chosen over the step it is one way for the loop's values to lie. (A table
+    # cut by its columns gives a stream cut by its features, which each product would have to move.)
+    return pin(ALWAYS)(value, form.computed_sharding)
 
 
 @functools.partial(jax.jit, static_argnums=0)
