@@ -10,7 +10,7 @@ from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.jax_arrays import to_jax
 from xla_dtensor.movement.local_view import as_sharded, to_local
 from xla_dtensor.movement.redistribute import full_tensor, redistribute
-from xla_dtensor.movement.relayout import landed
+from xla_dtensor.movement.relayout import to_form
 
 __all__ = [
     "as_sharded",
@@ -18,10 +18,10 @@ __all__ = [
     "distribute_tensor",
     "from_host",
     "full_tensor",
-    "landed",
     "local_shards",
     "local_values",
     "redistribute",
+    "to_form",
     "to_jax",
     "to_local",
 ]

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base import events, executor
-from xla_dtensor.base.grips import ALWAYS
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.errors import MeshMismatchError
 from xla_dtensor.execution.batch_program import Conversion
@@ -23,7 +22,6 @@ from xla_dtensor.forms.sharing import launching
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh.waypoints import waypoints
 from xla_dtensor.movement.scattered import scattered
-from xla_dtensor.plans.pin import Pin, pin
 from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -62,23 +60,8 @@ def move(
     return to_form(tensor, tensor._form.with_placements(mesh, placements))
 
 
-def landed(gradient: XLAShardedTensor, target: Form) -> XLAShardedTensor:
-    """A gradient in ``target``, as its leaf lies.
-
-    Nobody has asked for this move. Where layouts are chosen over a compiled step, how the gradient
-    comes by its rule and how its leaf lies are ways for it to lie, and no more.
-    """
-    return to_form(gradient, target, pin(ALWAYS))
-
-
-def to_form(
-    tensor: XLAShardedTensor, target: Form, ask: Pin = jax.lax.with_sharding_constraint
-) -> XLAShardedTensor:
-    """The same in ``target``, its form `with_placements`.
-
-    Args:
-        ask: tells XLA so, in a compiled step.
-    """
+def to_form(tensor: XLAShardedTensor, target: Form) -> XLAShardedTensor:
+    """The same in ``target``, its form `with_placements`."""
     source = tensor._form
     observer = events.observer
     if observer is not None:
@@ -92,8 +75,8 @@ def to_form(
         with trace.scope():
             value = logical(array, source)
             if _turns(source, target):
-                value = constrain(value, source, ask)
-            value = constrain(_on_the_way(value, source, target, ask), target, ask)
+                value = constrain(value, source)
+            value = constrain(_on_the_way(value, source, target), target)
         return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
@@ -138,13 +121,11 @@ def _turns(source: Form, target: Form) -> bool:
     )
 
 
-def _on_the_way(
-    value: Any, source: Form, target: Form, ask: Pin = jax.lax.with_sharding_constraint
-) -> Any:
+def _on_the_way(value: Any, source: Form, target: Form) -> Any:
     """``value`` with what XLA must be told, or must not see, on its way to ``target``."""
     if source.frame is target.frame and source.frame is not None:
         for sharding in waypoints(source.frame, source.dim_axes, target.dim_axes):
-            value = ask(value, sharding)
+            value = jax.lax.with_sharding_constraint(value, sharding)
     return scattered(_held(value, source, target), source, target)
 
 
@@ -167,11 +148,11 @@ def _agree(what: str, source: Form, target: Form) -> None:
         agreement.agree(lambda: f"{what} {source} to {target}")
 
 
-def constrain(value: Any, form: Form, ask: Pin = jax.lax.with_sharding_constraint) -> Any:
+def constrain(value: Any, form: Form) -> Any:
     """The traced logical ``value`` with the sharding of ``form`` asked of XLA."""
     if form.sharding is None or form.unreduced:
         return value
-    return ask(value, form.computed_sharding)
+    return jax.lax.with_sharding_constraint(value, form.computed_sharding)
 
 
 def _check_same_devices(source: Form, target: Form) -> None:

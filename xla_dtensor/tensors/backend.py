@@ -38,8 +38,8 @@ class Backend(Protocol):
     ) -> Any:
         """The tensor in another layout; differentiable."""
 
-    def landed(self, gradient: Any, target: Any, /) -> Any:
-        """A gradient in the form of its leaf; below autograd."""
+    def to_form(self, tensor: Any, target: Any, /) -> Any:
+        """The same in another form `with_placements`; below autograd."""
 
     def full_tensor(self, tensor: Any, grad_placements: Sequence[Placement] | None, /) -> Any:
         """The whole logical tensor as an `XLATensor`; differentiable."""

@@ -318,10 +318,17 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
         target = targets.get(source)
         if target is None or not (target.frame and target.frame.is_current):
             target = targets[source] = source.with_placements(mesh, wanted)
-        return backend().landed(grad, target)
+        return backend().to_form(grad, target)
 
     leaf._landing = leaf.register_hook(land)
     leaf._landing.layout = mesh, leaf.placements
+
+
+def take_gradients_as_they_come(leaf: Any) -> None:
+    """Let gradients that reach a leaf lie as they do: nobody sees them there."""
+    handle = getattr(leaf, "_landing", None)
+    if handle is not None:
+        handle.remove()
 
 
 DTENSORS = (DTensor, XLAShardedTensor)

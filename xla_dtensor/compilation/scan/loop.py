@@ -47,6 +47,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.mesh.memories import check_host_memory
 from xla_dtensor.tensors.of_form import Ours, new_tensor
+from xla_dtensor.tensors.sharded_tensor import take_gradients_as_they_come
 
 
 def loop_of(layers: Iterable[nn.Module], *, recompute: bool, offload: bool) -> Callable[..., Any]:
@@ -274,6 +275,7 @@ class _Scan(torch.autograd.Function):
                 inside.enter_context(layers.inside(slices, words))
                 inside.enter_context(torch.enable_grad())
                 x = new_tensor(value, form).requires_grad_(True)
+                take_gradients_as_they_come(x)
                 others = layers.apart(needs_others)
                 if layers.residuals is not None:
                     inside.enter_context(layers.residuals.given(saved))
