@@ -38,9 +38,7 @@ def of_the_sweep(model: str) -> dict[str, float]:
     """The megabytes of each row that the table has for eight devices, by mesh and layout."""
     row = re.compile(r"\| cpu \| (\S+) \| (\S+) \| (\S+) \| ([\d.]+) \|")
     found = (row.match(line) for line in TABLE.read_text().splitlines())
-    return {
-        f"{m[3]} {m[1]}": float(m[4]) for m in found if m and m[2] == model and m[1] in MESHES
-    }
+    return {f"{m[3]} {m[1]}": float(m[4]) for m in found if m and m[2] == model and m[1] in MESHES}
 
 
 def tuned(model: str, top: int, run: bool) -> dict[str, Any]:

@@ -44,7 +44,9 @@ KNOWN = {
 
 def import_everything() -> None:
     for module in pkgutil.walk_packages(xd.__path__, "xla_dtensor."):
-        if not module.name.endswith(("__main__", "xla_dtensor.plan")):  # commands
+        if not module.name.endswith(
+            ("__main__", "xla_dtensor.plan", "xla_dtensor.tune")
+        ):  # commands
             importlib.import_module(module.name)
 
 

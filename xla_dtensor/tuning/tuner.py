@@ -29,6 +29,7 @@ from xla_dtensor.tuning.trial import Trial
 Build = Callable[[Callable[[nn.Module], nn.Module]], Callable[..., Any]]
 
 _ENOUGH = 0.5  # of the memory: a step that takes no more by the estimate fits
+_NEARLY = 0.01
 _ROUNDS = 5
 """Steps that are timed where the devices are here."""
 
@@ -124,7 +125,7 @@ def tune(
             found += search.estimated(sizes, roles, again)
     if not found:
         raise ValueError(f"xd.tune: {'; '.join(search.notes)}, which recompute= asks for")
-    found = _apart(sorted(found, key=Trial.rank))
+    found = sorted(_apart(found), key=Trial.rank)
     chosen = found[:top]
     for i, trial in enumerate(chosen):
         if i and time.monotonic() > deadline:
@@ -139,21 +140,29 @@ def tune(
 
 def _apart(trials: Sequence[Trial]) -> list[Trial]:
     """Without those that are others in other words: a dim that shards neither parameters nor batch
-    is idle, or shards the batch where it is used, as "dp" does; and of two that cost the same to
-    three digits the first is kept."""
+    is idle, or shards the batch where it is used, as "dp" does; and of two that cost nearly the
+    same the first is kept, which has more of "dp"."""
     known = [dict(trial.configuration.mesh) for trial in trials]
-    found: dict[Any, Trial] = {}
+    found: list[Trial] = []
     for trial in trials:
-        own, idle = trial.estimate, trial.configuration.idle()
+        idle = trial.configuration.idle()
         if idle:
             mesh = dict(trial.configuration.mesh)
             mesh["dp"] = mesh.get("dp", 1) * math.prod(mesh.pop(name) for name in idle)
             if mesh in known:
                 continue
-        costs = (own.rank, own.memory, own.moved)
-        key = trial.configuration.recompute, *(float(f"{cost:.2e}") for cost in costs)
-        found.setdefault(key, trial)
-    return [*found.values()]
+        if not any(_is_like(trial, other) for other in found):
+            found.append(trial)
+    return found
+
+
+def _is_like(one: Trial, other: Trial) -> bool:
+    def costs(trial: Trial) -> tuple[float, ...]:
+        return trial.estimate.rank, trial.estimate.memory, trial.estimate.moved
+
+    return one.configuration.recompute == other.configuration.recompute and all(
+        math.isclose(a, b, rel_tol=_NEARLY) for a, b in zip(costs(one), costs(other), strict=True)
+    )
 
 
 class _Search:
