@@ -146,5 +146,80 @@ def test_a_model_without_layers_is_not_computed_again() -> None:
         xd.tune(alone, batch(64), topology="cpu:8", recompute=("layers",))
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(512, 32), nn.Linear(32, 512, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens))
+
+
+def test_tied_weights_lie_alike() -> None:
+    tokens = torch.arange(32).reshape(4, 8)
+
+    def tied(parallelize: Any) -> Any:
+        torch.manual_seed(0)
+        model = parallelize(Tied())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    pinned = {"table.weight": {"tp": 0}}
+    found = xd.tune(tied, (tokens,), topology="cpu:8", mesh={"tp": 8}, pinned=pinned, top=1)
+    assert cut(found.best, "table.weight") == cut(found.best, "head.weight") == (0,)
+    expected, step = tied(lambda model: model), xd.compile(tied(found.best.apply))
+    for _ in range(2):
+        loss = step(*found.best.place(tokens)).full_tensor().cpu()
+        torch.testing.assert_close(loss, expected(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_a_small_argument_stays_whole() -> None:
+    data = (*batch(4096), torch.ones(1))
+
+    def weighted(parallelize: Any) -> Any:
+        step = build()(parallelize)
+        return lambda x, y, weight: step(x * weight, y)
+
+    found = xd.tune(weighted, data, topology="cpu:8", top=1)
+    assert found.best.mesh == {"dp": 8}
+    assert found.best.place(*data)[2].placements == (xd.Replicate(),)
+
+
+def test_one_device() -> None:
+    found = xd.tune(build(), batch(64), topology="cpu:1", top=1)
+    assert found.best.mesh == {"dp": 1}
+
+
+def test_two_models_are_refused() -> None:
+    def two(parallelize: Any) -> Any:
+        first, second = parallelize(nn.Linear(64, 64)), parallelize(nn.Linear(64, 1))
+        return lambda x, y: (second(first(x)) - y).square().mean().backward()
+
+    with pytest.raises(ValueError, match="more than once"):
+        xd.tune(two, batch(64), topology="cpu:8")
+
+
+@pytest.mark.parametrize(
+    ("pinned", "message"),
+    [
+        ({"no.such": {"tp": 0}}, "no parameter is called no.such"),
+        ({"head.*": {"xp": 0}}, "by the names of mesh dims"),
+        ({"head.*": {"tp": -1}}, "counted from 0"),
+    ],
+)
+def test_pins_that_cannot_be(pinned: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        xd.tune(build(), batch(64), topology="cpu:8", pinned=pinned, top=1)
+
+
 def test_the_front() -> None:
     assert pareto([(3, 1), (1, 5), (2, 2), (2, 7), (4, 1)]) == [(1, 5), (2, 2), (3, 1)]

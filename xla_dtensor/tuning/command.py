@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xla_dtensor.errors import TopologyError, XlaDTensorError
+from xla_dtensor.layouts.prices import WORK_PER_BYTE
 from xla_dtensor.planning.command import NamesOfMesh, mesh_sizes, planned
 from xla_dtensor.runtime import topologies
 from xla_dtensor.tuning.configuration import Configuration
@@ -26,6 +27,10 @@ def main(arguments: Sequence[str]) -> int:
         at = own.index("--")
         own, script = own[:at], own[at + 1 :]
     given = _parser().parse_args(own)
+    for path in given.save:
+        if not path.endswith((".json", ".txt", ".png", ".svg")):
+            print(f"--save {path}: write .json, .txt, .png or .svg", file=sys.stderr)
+            return 2
     try:
         found = tuned(
             given.script, script, given.topology, mesh_sizes(given.mesh), given.minutes, given.step
@@ -94,6 +99,11 @@ def tuned(
         raise TopologyError(f"--mesh: the script's mesh has the dims {', '.join(names)}")
     kind = topologies.topology(topology)
     wanted = [*_meshes(len(kind.devices), names, fixed)]
+    if not wanted:
+        raise TopologyError(
+            f"--mesh: no mesh of {len(kind.devices)} devices has the dims {', '.join(names)} with "
+            f"{fixed}"
+        )
     trials: list[Trial] = []
     notes = []
     for number, sizes in enumerate(wanted):
@@ -126,5 +136,6 @@ def _trial(
         return Trial(own, nothing, error=f"{type(error).__name__}: {error}")
     needed: Any = report.memory.needed
     moved = float(report.collective_bytes)
-    estimate = Estimate(moved, float(needed or 0), moved, report.seconds.get("compute"), {})
+    price = moved + report.flops_per_device / WORK_PER_BYTE
+    estimate = Estimate(price, float(needed or 0), moved, report.seconds.get("compute"), {})
     return Trial(own, estimate, report, available=report.memory.available)

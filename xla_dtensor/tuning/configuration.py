@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.movement.factories import distribute_module
 
 Dims = tuple[int | None, ...]
@@ -50,6 +52,11 @@ class Configuration:
     recompute: str = "nothing"
     parameters: Mapping[str, Dims] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        parameters = {name: tuple(dims) for name, dims in self.parameters.items()}
+        object.__setattr__(self, "batch", tuple(self.batch))
+        object.__setattr__(self, "parameters", parameters)
+
     def device_mesh(self) -> Any:
         """The mesh, of the devices that are here or in the current ``xd.abstract`` block."""
         return init_device_mesh("xla", (*self.mesh.values(),), mesh_dim_names=(*self.mesh,))
@@ -81,15 +88,17 @@ class Configuration:
         return model
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
-        """The step's arguments on the mesh: tensors laid out as ``batch`` says (a tensor that lacks
-        the dim is whole), all else as it is."""
-        mesh = self.device_mesh()
-        return tuple(
-            distribute_tensor(x, mesh, placements([_within(d, x) for d in self.batch]))
-            if isinstance(x, torch.Tensor)
-            else x
-            for x in batch
-        )
+        """The step's arguments on the mesh: tensors, in containers, too, as ``batch`` says. One
+        that lacks the dim, or whose dim the devices don't divide, is whole; all else stays."""
+        mesh, sizes = self.device_mesh(), [*self.mesh.values()]
+
+        def placed(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            return distribute_tensor(x, mesh, placements(divided(self.batch, x.shape, sizes)))
+
+        found: tuple[Any, ...] = pytree.tree_map(placed, batch)
+        return found
 
     def as_code(self) -> str:
         """The same as a torch program's lines, with nothing of `xd.tune` in them: a mesh, a
@@ -102,6 +111,7 @@ class Configuration:
             batch=_text(self.batch),
             checkpoint=_CHECKPOINT if self.recompute == "layers" else "",
             imported=_CHECKPOINTS if self.recompute == "layers" else "",
+            layers=_LAYERS if self.recompute == "layers" else "",
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -160,13 +170,14 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
     return max(with_parts, key=len, default=[])
 
 
-def together(names: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
-    """The sizes of a mesh's dims; those of length 1 are none."""
-    return {n: s for n, s in zip(names, sizes, strict=True) if s > 1} or {names[0]: 1}
+def divided(dims: Dims, shape: Sequence[int], sizes: Sequence[int]) -> Dims:
+    """``dims`` of a tensor of this shape: without those that it lacks, or doesn't divide."""
 
+    def fits(dim: int) -> bool:
+        devices = math.prod(size for d, size in zip(dims, sizes, strict=True) if d == dim)
+        return dim < len(shape) and shape[dim] % devices == 0
 
-def _within(dim: int | None, x: torch.Tensor) -> int | None:
-    return None if dim is None or dim >= x.ndim else dim
+    return tuple(d if d is not None and fits(d) else None for d in dims)
 
 
 def _text(dims: Iterable[int | None]) -> str:
@@ -175,13 +186,21 @@ def _text(dims: Iterable[int | None]) -> str:
 
 
 _CHECKPOINTS = "\nfrom torch.utils.checkpoint import checkpoint"
+_LAYERS = """
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
+    alike = [[*m] for m in lists if len(m) > 1 and len({type(each) for each in m}) == 1]
+    return max((each for each in alike if any(True for _ in each[0].children())), key=len)
+"""
 _CHECKPOINT = """\
-    for layer in repeated_layers(model):  # your model's layers
+    for layer in layers_of(model):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 """
 _CODE = """\
-import fnmatch
 import functools
+import math
+import re
 
 import torch
 from torch import nn
@@ -192,7 +211,7 @@ import xla_dtensor as xd
 mesh = xd.init_device_mesh("xla", {shape}, mesh_dim_names={names})
 PLACEMENTS = {{
 {table}}}
-
+{layers}
 
 def parallelize(model: nn.Module) -> nn.Module:
     names = {{module: name for name, module in model.named_modules()}}
@@ -200,8 +219,8 @@ def parallelize(model: nn.Module) -> nn.Module:
     def lay_out(_, module, mesh):
         for key, parameter in list(module.named_parameters(recurse=False)):
             path = f"{{names[module]}}.{{key}}" if names[module] else key
-            found = [p for pattern, p in PLACEMENTS.items() if fnmatch.fnmatch(path, pattern)]
-            own = found[0] if found else {whole}
+            pattern = re.sub(r"(?<=\\.)\\d+(?=\\.)|^\\d+(?=\\.)", "*", path)
+            own = PLACEMENTS.get(path, PLACEMENTS.get(pattern, {whole}))
             laid_out = distribute_tensor(parameter.detach(), mesh, own)
             module.register_parameter(key, nn.Parameter(laid_out, parameter.requires_grad))
 
@@ -210,5 +229,11 @@ def parallelize(model: nn.Module) -> nn.Module:
 
 
 def place(x: torch.Tensor) -> torch.Tensor:
-    return distribute_tensor(x, mesh, {batch})
+    batch = {batch}
+
+    def divides(p):
+        devices = math.prod(mesh.size(i) for i, other in enumerate(batch) if other == p)
+        return p.is_replicate() or (p.dim < x.ndim and x.shape[p.dim] % devices == 0)
+
+    return distribute_tensor(x, mesh, [p if divides(p) else Replicate() for p in batch])
 """

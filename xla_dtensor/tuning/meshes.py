@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.runtime.chips import Chip
 from xla_dtensor.tuning.configuration import Dims
@@ -81,6 +82,9 @@ def _divisors(count: int) -> list[int]:
 
 
 def _divides(roles: Dims, sizes: Sequence[int], dim: int, batch: Sequence[Any]) -> bool:
+    """Whether the devices divide the largest argument; what they don't divide is whole."""
     devices = math.prod(size for role, size in zip(roles, sizes, strict=True) if role == dim)
-    tensors = [x for x in batch if isinstance(x, torch.Tensor) and x.ndim > dim]
-    return devices == 1 or (bool(tensors) and all(x.shape[dim] % devices == 0 for x in tensors))
+    leaves = pytree.tree_leaves(batch)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim > dim]
+    largest = max(tensors, key=torch.Tensor.numel, default=None)
+    return devices == 1 or (largest is not None and largest.shape[dim] % devices == 0)

@@ -23,7 +23,7 @@ from xla_dtensor.layouts.choose import choose
 from xla_dtensor.layouts.joined import kept_apart
 from xla_dtensor.layouts.memory import Alive
 from xla_dtensor.layouts.parts import DimAxes
-from xla_dtensor.tuning.configuration import Dims, pattern_of
+from xla_dtensor.tuning.configuration import Dims, divided, pattern_of
 
 
 class Problem:
@@ -35,15 +35,18 @@ class Problem:
         model: that it trains.
 
     Attributes:
+        first: of each parameter's name the one that it is called by, where it has several (tied
+            weights).
         sizes: the mesh's, by the names of its dims.
         devices: JAX's, in the mesh's shape.
     """
 
     def __init__(self, step: CompiledStep, batch: Sequence[Any], model: nn.Module) -> None:
         self._names: dict[int, str] = {}
-        for name, parameter in model.named_parameters():
+        self.first: dict[str, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             laid_out: Any = parameter
-            self._names[id(laid_out._storage_)] = name
+            self.first[name] = self._names.setdefault(id(laid_out._storage_), name)
         step.looked_at(tuple(batch), {}, self._look)
 
     def _look(self, program: Any) -> None:
@@ -86,7 +89,8 @@ class Problem:
             known[variable] = None
             ndim = len(variable.aval.shape)
             if isinstance(source, ArgumentSource):
-                known[variable] = self._axes(batch, ndim)
+                own = divided(batch, variable.aval.shape, [*self.sizes.values()])
+                known[variable] = self._axes(own, ndim)
                 arguments.append(variable)
             elif isinstance(source, StateSource):
                 name = self._names.get(id(source.storages[0]))
@@ -109,7 +113,7 @@ class Problem:
         )
 
     def _axes(self, dims: Dims, ndim: int) -> DimAxes:
-        pairs = [*zip(self.sizes, dims, strict=True)]
+        pairs = [pair for pair in zip(self.sizes, dims, strict=True) if self.sizes[pair[0]] > 1]
         return tuple(tuple(axis for axis, d in pairs if d == place) for place in range(ndim))
 
     def _dims(self, axes: DimAxes | None) -> Dims:

@@ -72,8 +72,9 @@ class Trial:
         if not self.fits:
             return (2, self.memory)
         if self.report is not None and self.measured is None and self.report.scheduled is None:
-            # XLA's bytes, where nobody knows how long anything takes.
-            return (0, float(self.report.collective_bytes), self.estimate.price)
+            # XLA's bytes, where nobody knows how long anything takes, and the products' price.
+            work = self.estimate.price - self.estimate.moved
+            return (0, work + self.report.collective_bytes, self.estimate.price)
         return (0 if looked_at else 1, self.seconds or self.estimate.rank, self.estimate.price)
 
     def as_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from xla_dtensor.planning import abstract, plan
 from xla_dtensor.runtime import topologies
 from xla_dtensor.tuning.configuration import Configuration, Dims, repeated_layers
 from xla_dtensor.tuning.estimate import estimate
-from xla_dtensor.tuning.meshes import USUAL, domain_size, meshes
+from xla_dtensor.tuning.meshes import NAMES, USUAL, domain_size, meshes
 from xla_dtensor.tuning.problem import Problem
 from xla_dtensor.tuning.result import Tuned
 from xla_dtensor.tuning.trial import Trial
@@ -97,6 +97,13 @@ def tune(
     for name in recompute:
         if name not in ("nothing", "layers"):
             raise ValueError(f'recompute={name!r}: it has "nothing" and "layers"')
+    known = {*NAMES} | {*(mesh or {})}
+    for pattern, wanted_dims in (pinned or {}).items():
+        if set(wanted_dims) - known or any((d or 0) < 0 for d in wanted_dims.values()):
+            raise ValueError(
+                f"pinned[{pattern!r}] = {dict(wanted_dims)}: by the names of mesh dims "
+                f"({', '.join(NAMES)}) the parameter's dim, counted from 0"
+            )
     if not 0 <= reserve < 1:
         raise ValueError(f"reserve={reserve}: the part of the memory that stays free, 0.1 of it")
     if run and not topologies.topology(topology).is_here:
@@ -125,6 +132,7 @@ def tune(
             found += search.estimated(sizes, roles, again)
     if not found:
         raise ValueError(f"xd.tune: {'; '.join(search.notes)}, which recompute= asks for")
+    search.check_pins()
     found = sorted(_apart(found), key=Trial.rank)
     chosen = found[:top]
     for i, trial in enumerate(chosen):
@@ -181,11 +189,22 @@ class _Search:
         self._memory = None if memory is None else memory * (1 - reserve)
         self._scattered = SCATTERED_ON_GPUS if self._topology.is_of_gpus else 1.0
         self._errors: set[str] = set()
+        self._pins_met: set[str] = set()
 
     @property
     def count(self) -> int:
         """How many devices there are."""
         return len(self._topology.devices)
+
+    def check_pins(self) -> None:
+        """Refuse patterns that no parameter has.
+
+        Raises:
+            ValueError: there are such.
+        """
+        unknown = set(self._pinned) - self._pins_met
+        if unknown:
+            raise ValueError(f"pinned: no parameter is called {', '.join(sorted(unknown))}")
 
     @property
     def notes(self) -> list[str]:
@@ -221,6 +240,11 @@ class _Search:
                     "build(parallelize) hasn't called parallelize(model): the parameters of that "
                     "model are what is laid out"
                 )
+            if len(models) > 1:
+                raise ValueError(
+                    "build(parallelize) has called parallelize more than once: hand it one model, "
+                    "of which the others are parts (nn.ModuleList)"
+                )
             model = models[0]
             if again == "layers" and not repeated_layers(model):
                 self._errors.add("the model has no list of equal layers to compute again")
@@ -234,8 +258,8 @@ class _Search:
                 solution = problem.solve(roles, memory, self._scattered, pinned)
                 cost = estimate(problem, solution, self._chip)
                 parameters = {
-                    name: solution.parameters.get(name, (None,) * len(mesh))
-                    for name, _ in model.named_parameters()
+                    name: solution.parameters.get(first, (None,) * len(mesh))
+                    for name, first in problem.first.items()
                 }
                 own = dataclasses.replace(plain, parameters=parameters)
                 found.append(Trial(own, cost, available=self._memory))
@@ -249,7 +273,7 @@ class _Search:
         with abstract(self._topology.name):
             try:
                 report = plan(self._build(own.apply), *own.place(*self._batch))
-            except (XlaDTensorError, RuntimeError) as error:
+            except (XlaDTensorError, RuntimeError, ValueError) as error:
                 return dataclasses.replace(trial, error=f"{type(error).__name__}: {error}")
         return dataclasses.replace(trial, report=report)
 
@@ -268,7 +292,8 @@ class _Search:
     def _pinned_by(self, mesh: Mapping[str, int]) -> Callable[[str], Dims | None]:
         def pinned(name: str) -> Dims | None:
             for pattern, dims in self._pinned.items():
-                if fnmatch.fnmatch(name, pattern):
+                if fnmatch.fnmatchcase(name, pattern):
+                    self._pins_met.add(pattern)
                     return tuple(dims.get(axis) for axis in mesh)
             return None
 
