@@ -130,6 +130,8 @@ class Configuration:
 
     def describe(self) -> str:
         """In a line: the mesh, and what each of its dims shards."""
+        if not self.parameters and not any(d is not None for d in self.batch):
+            return " ".join(f"{name}={size}" for name, size in self.mesh.items())  # a script's
         parts = []
         for i, (name, size) in enumerate(self.mesh.items()):
             what = [] if self.batch[i] is None else ["batch" if self.batch[i] == 0 else "sequence"]
