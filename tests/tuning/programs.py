@@ -33,13 +33,20 @@ class Model(nn.Module):
 
 def build(width: int = 64, layers: int = 3) -> Callable[[Any], Callable[..., torch.Tensor]]:
     """What `xd.tune` takes: a step of AdamW, of the same parameters each time."""
+    return training(lambda: Model(width, layers))
+
+
+def training(
+    make: Callable[[], nn.Module], optimizer_class: Any = torch.optim.AdamW, lr: float = 1e-2
+) -> Callable[[Any], Callable[..., torch.Tensor]]:
+    """The same of another model; the targets of a batch are 0 where it has none."""
 
     def built(parallelize: Callable[[nn.Module], nn.Module]) -> Callable[..., torch.Tensor]:
         torch.manual_seed(0)
-        model = parallelize(Model(width, layers))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model = parallelize(make())
+        optimizer = optimizer_class(model.parameters(), lr=lr)
 
-        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def step(x: torch.Tensor, y: torch.Tensor | float = 0.0) -> torch.Tensor:
             loss = (model(x) - y).square().mean()
             loss.backward()
             optimizer.step()

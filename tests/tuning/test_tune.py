@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import xla_dtensor as xd
-from tests.tuning.programs import batch, build
+from tests.tuning.programs import batch, build, training
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.tuning import Configuration, Tuned, tuner
 from xla_dtensor.tuning.picture import pareto
@@ -159,20 +159,7 @@ class Tied(nn.Module):
 def test_tied_weights_lie_alike() -> None:
     tokens = torch.arange(32).reshape(4, 8)
 
-    def tied(parallelize: Any) -> Any:
-        torch.manual_seed(0)
-        model = parallelize(Tied())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        return step
-
+    tied = training(Tied, torch.optim.SGD, 0.1)
     pinned = {"table.weight": {"tp": 0}}
     found = xd.tune(tied, (tokens,), topology="cpu:8", mesh={"tp": 8}, pinned=pinned, top=1)
     assert cut(found.best, "table.weight") == cut(found.best, "head.weight") == (0,)

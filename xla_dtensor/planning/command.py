@@ -48,10 +48,7 @@ class _Planned(BaseException):
 def main(arguments: Sequence[str]) -> int:
     """Run the command; its exit status: 1 where the step doesn't fit into the memory."""
     parser = _parser()
-    own, script = list(arguments), []
-    if "--" in own:
-        at = own.index("--")
-        own, script = own[:at], own[at + 1 :]
+    own, script = of_script(arguments)
     given = parser.parse_args(own)
     if given.compare:
         one, other = (Report.from_json(Path(path).read_text()) for path in given.compare)
@@ -91,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two saved .json")
     return parser
+
+
+def of_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's own arguments, and those of its script, which come behind ``--``."""
+    own = list(arguments)
+    at = own.index("--") if "--" in own else len(own)
+    return own[:at], own[at + 1 :]
 
 
 def mesh_sizes(text: str | None) -> dict[str, int]:

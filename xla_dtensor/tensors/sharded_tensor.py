@@ -324,12 +324,5 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
     leaf._landing.layout = mesh, leaf.placements
 
 
-def take_gradients_as_they_come(leaf: Any) -> None:
-    """Let gradients that reach a leaf lie as they do: nobody sees them there."""
-    handle = getattr(leaf, "_landing", None)
-    if handle is not None:
-        handle.remove()
-
-
 DTENSORS = (DTensor, XLAShardedTensor)
 """For ``isinstance``: torch's, and ours, whose stand-ins aren't torch's by their class."""

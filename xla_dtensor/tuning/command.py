@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from xla_dtensor.errors import TopologyError, XlaDTensorError
 from xla_dtensor.layouts.prices import WORK_PER_BYTE
-from xla_dtensor.planning.command import NamesOfMesh, mesh_sizes, planned
+from xla_dtensor.planning.command import NamesOfMesh, mesh_sizes, of_script, planned
 from xla_dtensor.runtime import topologies
 from xla_dtensor.tuning.configuration import Configuration
 from xla_dtensor.tuning.estimate import Estimate
+from xla_dtensor.tuning.meshes import factorisations
 from xla_dtensor.tuning.result import Tuned
 from xla_dtensor.tuning.trial import Trial
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; its exit status: 1 where nothing fits into the memory."""
-    own, script = list(arguments), []
-    if "--" in own:
-        at = own.index("--")
-        own, script = own[:at], own[at + 1 :]
+    own, script = of_script(arguments)
     given = _parser().parse_args(own)
     for path in given.save:
         if not path.endswith((".json", ".txt", ".png", ".svg")):
@@ -98,7 +95,7 @@ def tuned(
     if wanting:
         raise TopologyError(f"--mesh: the script's mesh has the dims {', '.join(names)}")
     kind = topologies.topology(topology)
-    wanted = [*_meshes(len(kind.devices), names, fixed)]
+    wanted = [*factorisations(len(kind.devices), names, fixed)]
     if not wanted:
         raise TopologyError(
             f"--mesh: no mesh of {len(kind.devices)} devices has the dims {', '.join(names)} with "
@@ -116,14 +113,6 @@ def tuned(
         own = Configuration(sizes, (None,) * len(sizes))
         trials.append(_trial(script, arguments, topology, own, step))
     return Tuned(topology, tuple(sorted(trials, key=Trial.rank)), tuple(notes))
-
-
-def _meshes(count: int, names: Sequence[str], fixed: dict[str, int]) -> Iterator[dict[str, int]]:
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    choices = [[fixed[name]] if name in fixed else divisors for name in names]
-    for sizes in reversed([*itertools.product(*choices)]):
-        if math.prod(sizes) == count:
-            yield dict(zip(names, sizes, strict=True))
 
 
 def _trial(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import inspect
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,15 +103,17 @@ class Configuration:
     def as_code(self) -> str:
         """The same as a torch program's lines, with nothing of `xd.tune` in them: a mesh, a
         function that lays a model out, and one for the batch."""
+        again = self.recompute == "layers"
+        functions = [pattern_of, repeated_layers] if again else [pattern_of]
         return _CODE.format(
             shape=(*self.mesh.values(),),
             names=(*self.mesh,),
             table="".join(f'    "{p}": {_text(d)},\n' for p, d in self._patterns().items()),
             whole=_text((None,) * len(self.mesh)),
             batch=_text(self.batch),
-            checkpoint=_CHECKPOINT if self.recompute == "layers" else "",
-            imported=_CHECKPOINTS if self.recompute == "layers" else "",
-            layers=_LAYERS if self.recompute == "layers" else "",
+            checkpoint=_CHECKPOINT if again else "",
+            imported=_CHECKPOINTS if again else "",
+            functions="\n\n".join(map(inspect.getsource, functions)),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -145,7 +147,7 @@ class Configuration:
         """The layouts by name, with ``*`` for the number of a layer where all layers agree."""
         by_pattern: dict[str, dict[str, Dims]] = {}
         for name, dims in self.parameters.items():
-            by_pattern.setdefault(pattern_of(name), {})[name] = tuple(dims)
+            by_pattern.setdefault(pattern_of(name), {})[name] = dims
         found: dict[str, Dims] = {}
         for pattern, own in by_pattern.items():
             alike = len(set(own.values())) == 1
@@ -183,20 +185,12 @@ def divided(dims: Dims, shape: Sequence[int], sizes: Sequence[int]) -> Dims:
 
 
 def _text(dims: Iterable[int | None]) -> str:
-    texts = ("Replicate()" if d is None else f"Shard({d})" for d in dims)
-    return f"[{', '.join(itertools.chain(texts))}]"
+    return f"[{', '.join('Replicate()' if d is None else f'Shard({d})' for d in dims)}]"
 
 
 _CHECKPOINTS = "\nfrom torch.utils.checkpoint import checkpoint"
-_LAYERS = """
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
-    alike = [[*m] for m in lists if len(m) > 1 and len({type(each) for each in m}) == 1]
-    return max((each for each in alike if any(True for _ in each[0].children())), key=len)
-"""
 _CHECKPOINT = """\
-    for layer in layers_of(model):
+    for layer in repeated_layers(model):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 """
 _CODE = """\
@@ -213,7 +207,9 @@ import xla_dtensor as xd
 mesh = xd.init_device_mesh("xla", {shape}, mesh_dim_names={names})
 PLACEMENTS = {{
 {table}}}
-{layers}
+
+
+{functions}
 
 def parallelize(model: nn.Module) -> nn.Module:
     names = {{module: name for name, module in model.named_modules()}}
@@ -221,8 +217,7 @@ def parallelize(model: nn.Module) -> nn.Module:
     def lay_out(_, module, mesh):
         for key, parameter in list(module.named_parameters(recurse=False)):
             path = f"{{names[module]}}.{{key}}" if names[module] else key
-            pattern = re.sub(r"(?<=\\.)\\d+(?=\\.)|^\\d+(?=\\.)", "*", path)
-            own = PLACEMENTS.get(path, PLACEMENTS.get(pattern, {whole}))
+            own = PLACEMENTS.get(path, PLACEMENTS.get(pattern_of(path), {whole}))
             laid_out = distribute_tensor(parameter.detach(), mesh, own)
             module.register_parameter(key, nn.Parameter(laid_out, parameter.requires_grad))
 

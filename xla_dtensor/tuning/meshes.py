@@ -53,11 +53,8 @@ def meshes(
         )
     used = [name for name in NAMES if name in names or name in fixed]
     shards = {"dp": 0, "fsdp": 0, "cp": 1, "tp": None}
-    choices = [[fixed[name]] if name in fixed else _divisors(count) for name in used]
-    # Those with much of the first dims first: of equally good ones these are taken.
-    for sizes in reversed([*itertools.product(*choices)]):
-        mesh = dict(zip(used, sizes, strict=True))
-        if math.prod(sizes) != count or sum(size > 1 for size in sizes) > 3:
+    for mesh in factorisations(count, used, fixed):
+        if sum(size > 1 for size in mesh.values()) > 3:
             continue
         inside = math.prod(size for name, size in mesh.items() if name != "dp")
         is_domain = inside == domain < count
@@ -77,8 +74,22 @@ def domain_size(chip: Chip | None, devices: Sequence[Any]) -> int:
     return hosts.count(hosts[0])
 
 
-def _divisors(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]
+def factorisations(
+    count: int, names: Sequence[str], fixed: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+    """All sizes of so many devices by the names of a mesh's dims, those with much of the first dims
+    first: of equally good ones these are taken.
+
+    Args:
+        count: of devices.
+        names: of the dims.
+        fixed: sizes that are given.
+    """
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    choices = [[fixed[name]] if name in fixed else divisors for name in names]
+    for sizes in reversed([*itertools.product(*choices)]):
+        if math.prod(sizes) == count:
+            yield dict(zip(names, sizes, strict=True))
 
 
 def _divides(roles: Dims, sizes: Sequence[int], dim: int, batch: Sequence[Any]) -> bool:

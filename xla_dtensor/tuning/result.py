@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xla_dtensor.planning.text import milliseconds
 from xla_dtensor.tuning.configuration import Configuration
 from xla_dtensor.tuning.picture import picture
 from xla_dtensor.tuning.trial import Trial
@@ -156,7 +157,7 @@ class Tuned:
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.2f} s" if seconds >= 1 else milliseconds(seconds)
 
 
 def _gib(nbytes: float) -> str:

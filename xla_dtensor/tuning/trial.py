@@ -93,16 +93,9 @@ class Trial:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Trial:
         """What `as_dict` has given."""
-        configuration = values["configuration"]
-        parameters = {name: tuple(d) for name, d in configuration["parameters"].items()}
         report = values["report"]
         return cls(
-            Configuration(
-                configuration["mesh"],
-                tuple(configuration["batch"]),
-                configuration["recompute"],
-                parameters,
-            ),
+            Configuration(**values["configuration"]),
             Estimate(**values["estimate"]),
             None if report is None else Report.from_json(json.dumps(report)),
             values["measured"],

@@ -97,9 +97,8 @@ def tune(
     for name in recompute:
         if name not in ("nothing", "layers"):
             raise ValueError(f'recompute={name!r}: it has "nothing" and "layers"')
-    known = {*NAMES} | {*(mesh or {})}
     for pattern, wanted_dims in (pinned or {}).items():
-        if set(wanted_dims) - known or any((d or 0) < 0 for d in wanted_dims.values()):
+        if set(wanted_dims) - {*NAMES} or any((d or 0) < 0 for d in wanted_dims.values()):
             raise ValueError(
                 f"pinned[{pattern!r}] = {dict(wanted_dims)}: by the names of mesh dims "
                 f"({', '.join(NAMES)}) the parameter's dim, counted from 0"
@@ -252,9 +251,9 @@ class _Search:
             compiled = compile(step, layouts="torch")
             problem = Problem(compiled, whole.place(*self._batch), model)
             found: list[Trial] = []
+            pinned = self._pinned_by(mesh)
             for part in (1.0, 0.5):
                 memory = None if self._memory is None else part * self._memory
-                pinned = self._pinned_by(mesh)
                 solution = problem.solve(roles, memory, self._scattered, pinned)
                 cost = estimate(problem, solution, self._chip)
                 parameters = {

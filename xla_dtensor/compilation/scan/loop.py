@@ -48,7 +48,6 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.mesh.memories import check_host_memory
 from xla_dtensor.tensors.of_form import Ours, new_tensor
-from xla_dtensor.tensors.sharded_tensor import take_gradients_as_they_come
 
 
 def loop_of(layers: Iterable[nn.Module], *, recompute: bool, offload: bool) -> Callable[..., Any]:
@@ -276,7 +275,6 @@ class _Scan(torch.autograd.Function):
                 inside.enter_context(layers.inside(slices, words))
                 inside.enter_context(torch.enable_grad())
                 x = new_tensor(value, form).requires_grad_(True)
-                take_gradients_as_they_come(x)
                 others = layers.apart(needs_others)
                 if layers.residuals is not None:
                     inside.enter_context(layers.residuals.given(saved))
@@ -286,7 +284,7 @@ class _Scan(torch.autograd.Function):
                 _check_leaves(y, leaves)
                 like = whole_sums(fresh(y._form))
                 given = new_tensor(of_form(dy, form, like), like)
-                inside.enter_context(_unhooked(own))
+                inside.enter_context(_unhooked([x, *own]))
                 grads = list(torch.autograd.grad(y, leaves, given, allow_unused=True))
                 arrays = []
                 for i, (leaf, g) in enumerate(zip(leaves, grads, strict=True)):
@@ -338,8 +336,9 @@ class _Scan(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _unhooked(tensors: list[Any]) -> Iterator[None]:
-    """Let the hooks of parameters not run in a block. Those of the first layer would, in the body
-    of the loop, which is for all layers; each layer's own run where it gets its gradient."""
+    """Let the hooks of tensors not run in a block. Those of the first layer's parameters would, in
+    the body of the loop, which is for all layers; each layer's own run where it gets its gradient.
+    What a layer is given has one that lays its gradient out as itself, which nobody asks for."""
     hooks = [t._backward_hooks for t in tensors if t._backward_hooks]
     before = [dict(each) for each in hooks]
     for each in hooks:
