@@ -31,7 +31,8 @@ from xla_dtensor.execution import lazy
 from xla_dtensor.rules import registry
 from xla_dtensor.runtime import live_programs, xla_flags
 
-xla_flags.add(*xla_flags.QUICK_COMPILES)
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    xla_flags.add(*xla_flags.QUICK_COMPILES)
 quick_jax.start()
 
 MESHES = {

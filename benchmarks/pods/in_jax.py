@@ -23,6 +23,24 @@ def planned(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str
         )
         one = xd.distribute_tensor(torch.zeros(8), mesh, [xd.Replicate()] * 2)
         mesh, chips = one._form.frame.jax_mesh, block.topology
+    jitted, arguments = step_of(sizes, mesh, sizes.rows(mesh_sizes))
+    traced = jitted.trace(*arguments)
+    jax.config.update("jax_enable_compilation_cache", False)  # it can't read what is for others
+    compiled = traced.lower().compile({**chips.compiler_options, **dict(sizes.options)})
+    memory = of_compiled(compiled, None)
+    moved = collective_traffic(compiled.as_text())
+    return {
+        "memory": memory.needed,
+        "temporaries": memory.temporaries,
+        "flops": flops(traced.jaxpr.jaxpr, mesh.devices.flat[0].platform).total(),
+        "bytes": dict(moved.bytes),
+        "counts": dict(moved.counts),
+    }
+
+
+def step_of(sizes: Sizes, mesh: jax.sharding.Mesh, rows: int) -> tuple[Any, tuple[Any, ...]]:
+    """The compiled-to-be step, and what it is called with: shapes, dtypes and shardings of the
+    parameters, AdamW's state, and twice a batch of so many ``rows``."""
     dp, tp = mesh.axis_names
     spec = jax.sharding.PartitionSpec
     placed = lambda *s: jax.sharding.NamedSharding(mesh, spec(*s))
@@ -64,8 +82,7 @@ def planned(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str
     }
     state = (params, params, jax.ShapeDtypeStruct((), jnp.float32, sharding=placed()))
     by = (dp, tp) if sizes.experts else dp  # of the batch
-    rows = sizes.rows(mesh_sizes), sizes.seq
-    batch = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=placed(by))
+    batch = jax.ShapeDtypeStruct((rows, sizes.seq), jnp.int32, sharding=placed(by))
     cos, sin = (jnp.asarray(t.float().numpy(), jnp.bfloat16) for t in rope_angles(sizes))
     wide, narrow = jnp.float32, jnp.bfloat16
 
@@ -179,16 +196,4 @@ def planned(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str
 
     kept = jax.tree.map(lambda x: x.sharding, (params, state))
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(None, *kept))
-    traced = jitted.trace(params, state, batch, batch)
-    jax.config.update("jax_enable_compilation_cache", False)  # it can't read what is for others
-    platform = mesh.devices.flat[0].platform
-    compiled = traced.lower().compile({**chips.compiler_options, **dict(sizes.options)})
-    memory = of_compiled(compiled, None)
-    moved = collective_traffic(compiled.as_text())
-    return {
-        "memory": memory.needed,
-        "temporaries": memory.temporaries,
-        "flops": flops(traced.jaxpr.jaxpr, platform).total(),
-        "bytes": dict(moved.bytes),
-        "counts": dict(moved.counts),
-    }
+    return jitted, (params, state, batch, batch)

@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, int]] = {
     "8b": {},
     "70b": {"dim": 8192, "hidden": 28672, "heads": 64, "layers": 80},
     "mixtral": {"vocab": 32000, "experts": 8, "seq": 4096},
+    "1b": {"dim": 2048, "hidden": 8192, "heads": 16, "vocab": 32768, "layers": 12, "seq": 4096},
     "tiny": {"dim": 512, "hidden": 1024, "heads": 4, "kv_heads": 4, "vocab": 1024, "layers": 3},
 }
 MODELS["tiny-experts"] = MODELS["tiny"] | {"dim": 64, "layers": 4, "seq": 256, "experts": 4}

@@ -693,3 +693,25 @@ def test_a_hook_of_a_parameter_is_its_layers_alone(which: int, recompute: bool) 
         grads.append([p.grad.cpu() for p in layers.parameters()])
     for mine, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_two_backward_passes_over_one_graph(how: str) -> None:
+    """As `loss.backward(retain_graph=True)` of one loss, then of another one."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Block(WIDTH) for _ in range(3))
+    layers, x = copy.deepcopy(plain).to("xla"), torch.randn(4, WIDTH)
+
+    def step(run: Callable[..., Any], x: Any, retain: bool) -> Any:
+        y = run(x)
+        first, second = y.sum(), y.square().mean()
+        first.backward(retain_graph=retain)
+        second.backward()
+        return first.detach()
+
+    step(one_by_one(plain), x, True)
+    xd.compile(lambda x: step(HOW[how](layers), x, True))(x.to("xla"))
+    for p, expected in zip(layers.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), expected.grad)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        xd.compile(lambda x: step(HOW[how](layers), x, False))(x.to("xla"))

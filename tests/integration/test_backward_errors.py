@@ -84,3 +84,10 @@ def test_with_an_empty_method_cache(mesh: DeviceMesh, monkeypatch: pytest.Monkey
     y.register_hook(fail)
     with pytest.raises(_Expected, match="from a hook"):
         y.sum().backward()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU of torch's here")
+def test_of_another_accelerator() -> None:
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    with pytest.raises(UnsupportedOpError, match="Move the model to 'xla'"):
+        (x * 2).sum().backward()

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import torch.nn.functional as F
 from jax._src.cudnn import fused_attention_stablehlo as binding
 
+import xla_dtensor as xd
 from tests.lowering.harness import to_numpy
 from tests.lowering.test_blocked_attention import assert_close, inputs_of, torch_says
 from xla_dtensor.lowering.attention import cudnn
@@ -17,6 +19,7 @@ from xla_dtensor.lowering.attention import flash as flash_attention
 from xla_dtensor.lowering.context import Place, at
 
 HOPPER = (9, 0)
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU here")
 
 
 def like_the_kernel(
@@ -106,5 +109,50 @@ def test_what_goes_in_blocks(why: str, changes: dict[str, Any], monkeypatch: Any
     assert not takes(**changes)
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU here")
 def test_machines_without_a_gpu() -> None:
     assert cudnn.generation() == (0, 0)
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("is_causal", "lengths", "kv", "width"),
+    [
+        (True, (512, 512), 4, 64),
+        (True, (1024, 1024), 2, 128),
+        (True, (1000, 1000), 1, 64),
+        (False, (512, 1536), 4, 128),
+        (False, (768, 768), 2, 40),
+        (True, (512, 1024), 4, 64),  # a rectangle with a causal mask: not cuDNN's
+    ],
+)
+def test_on_a_gpu(
+    is_causal: bool,
+    lengths: tuple[int, int],
+    kv: int,
+    width: int,
+    dtype: torch.dtype,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel itself, against double precision."""
+    torch.manual_seed(0)
+    inputs = inputs_of(dtype, (2,), 4, kv, (*lengths, width, width))
+    wanted, (grad, *wanted_grads) = torch_says(
+        [x.double() for x in inputs], None, is_causal=is_causal, enable_gqa=True
+    )
+    kernel, calls = flash_attention._KERNELS["gpu"], []
+    counted = lambda *given: calls.append(1) or kernel.forward(*given)
+    monkeypatch.setitem(flash_attention._KERNELS, "gpu", kernel._replace(forward=counted))
+
+    def step(grad: Any, *inputs: Any) -> Any:
+        out = F.scaled_dot_product_attention(*inputs, is_causal=is_causal, enable_gqa=True)
+        return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+    on_device = [x.detach().to("xla").requires_grad_() for x in inputs]
+    call = xd.compile(step) if compiled else step
+    found = [to_numpy(x.detach().cpu()) for x in call(grad.to(dtype).to("xla"), *on_device)]
+    assert_close(found, [wanted, *wanted_grads], 3e-2)
+    assert bool(calls) == (not is_causal or lengths[0] == lengths[1])

@@ -74,6 +74,21 @@ def test_a_product_that_is_asked_for_in_float32() -> None:
         )
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(("name", "dtype"), [("_int_mm", torch.int8), ("mm", torch.uint8)])
+def test_products_of_bytes(name: str, dtype: torch.dtype, platform: str) -> None:
+    """On GPUs XLA's own are twice what they are (`xla_faults.PRODUCTS_OF_BYTES`)."""
+    low = 0 if dtype is torch.uint8 else -128
+    x, y = (torch.randint(low, low + 256, shape).to(dtype) for shape in ((24, 32), (32, 16)))
+    with at(Place(platform)):
+        function = lowering(f"aten::{name}.default")
+        program = str(jax.make_jaxpr(lambda *given: function(*given))(x.numpy(), y.numpy()))
+        found = function(x.numpy(), y.numpy())
+    assert ("i32[24,32]" in program) == (platform == "gpu")
+    expected = getattr(torch, name)(x, y)
+    np.testing.assert_array_equal(np.asarray(found), expected.numpy())
+
+
 @pytest.mark.parametrize("alpha", [1, 2])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_sums_are_torchs_bit_for_bit(dtype: torch.dtype, alpha: int) -> None:

@@ -157,6 +157,17 @@ def test_a_step_that_reads_a_value() -> None:
             xd.plan(lambda x: model(x).sum().item(), x)
 
 
+def test_a_step_on_no_mesh_is_one_devices() -> None:
+    x = torch.randn(64, 64).to("xla")
+    report = xd.plan(lambda x: x @ x, x)
+    assert report.mesh == {} and report.chips == 1 and report.flops == 2 * 64**3
+    assert report.memory.arguments == 64 * 64 * 4 and not report.collectives
+    assert "no mesh" in str(report) and "as a whole" not in str(report)
+    mesh = xd.init_device_mesh("xla", (8,))
+    with pytest.raises(TopologyError, match="on no mesh"):
+        xd.plan(lambda x: x @ x, x, mesh=mesh)
+
+
 def test_a_mesh_that_does_not_fill_the_topology() -> None:
     with xd.abstract("cpu:8"):
         mesh = xd.init_device_mesh("xla", (4,), mesh_dim_names=("dp",))

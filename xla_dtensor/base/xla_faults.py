@@ -300,6 +300,7 @@ MASKS = Fault(
 
 _WORKAROUND = "lowering/workarounds.py:Workaround"
 _TPU = "it needs a TPU's compiler"
+_GPU = "it needs a GPU"
 
 ROW_MAJOR_TRANSFORMS = Fault(
     "The layout of a Fourier transform is left open, and the CPU's kernel refuses what layout "
@@ -327,6 +328,20 @@ RAGGED_PRODUCTS = Fault(
     _WORKAROUND,
     "it is slow, not wrong",
     platforms=("cpu",),
+)
+PRODUCTS_OF_BYTES = Fault(
+    "A product of int8 matrices into int32 is twice what it is where XLA's GPU compiler leaves it "
+    "to no library: of odd sizes, and of all without autotuning (JAX 0.11.2, H200, 2026-11-27).",
+    "lowering/linalg/matmul.py:dot",
+    _GPU,
+    platforms=("cuda",),
+)
+EXCESS_PRECISION = Fault(
+    "XLA's GPU compiler leaves out a rounding to 16 or 8 bits that is followed by a conversion "
+    "back, so ``x.bfloat16().float()`` is ``x`` (JAX 0.11.2, H200, 2026-11-27).",
+    "runtime/xla_flags.py:ROUNDED",
+    _GPU,
+    platforms=("cuda",),
 )
 MANY_RAGGED_PRODUCTS = Fault(
     "As RAGGED_PRODUCTS; and of 16 groups in float32 the TPU's compiler runs out of its cores' "

@@ -83,8 +83,10 @@ def _described(mesh: Mesh) -> dict[str, Any]:
 
 
 def _in_words(error: BaseException) -> str:
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first.strip()}"[:300]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    # What is quoted from a callback is said at its traceback's end.
+    said = lines[-1] if "Traceback (most recent call last)" in lines[0] else lines[0]
+    return f"{type(error).__name__}: {said}"[:300]
 
 
 def outcome(probe: Probe, mesh: Mesh) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from xla_dtensor.base.torch_private import pytree
@@ -27,7 +28,7 @@ from xla_dtensor.planning.rows import exposed_per_dim, rows, seconds_per_dim
 from xla_dtensor.planning.schedule import Schedule, schedule
 from xla_dtensor.plans.shard_map_call import platform_of
 from xla_dtensor.runtime import abstract, topologies
-from xla_dtensor.runtime.chips import fraction
+from xla_dtensor.runtime.chips import chip_of, fraction
 from xla_dtensor.runtime.memory import memory_of as granted_memory
 from xla_dtensor.runtime.program_cache import not_kept
 
@@ -60,7 +61,8 @@ def plan(
         chip's memory.
 
     Raises:
-        TopologyError: the mesh doesn't fill the topology, or the step has no mesh.
+        TopologyError: the mesh doesn't fill the topology, or the step has no mesh there. (Of
+            devices that are here it needs none: it is a program for one.)
         DataDependentError: the step wants a value in Python.
 
     Example::
@@ -88,16 +90,17 @@ def plan(
         seen = step.looked_at(args, kwargs, _look)
     frame = seen["frame"]
     if frame is None:
-        raise TopologyError(
-            "xd.plan: the step's tensors are on no mesh, so it is a program for one device; lay "
-            "them out on one, mesh = xd.init_device_mesh('xla', ...)"
-        )
-    if mesh is not None and mesh.size() != len(frame.device_ids):
+        if mesh is not None or current is not None:
+            raise TopologyError(
+                "xd.plan: the step's tensors are on no mesh, so it is a program for one device of "
+                "this machine; lay them out on one, mesh = xd.init_device_mesh('xla', ...)"
+            )
+    elif mesh is not None and mesh.size() != len(frame.device_ids):
         raise TopologyError(
             f"xd.plan(mesh=): {mesh!r} has {mesh.size()} devices, and the step's tensors are on "
             f"{frame.root!r}, which has {len(frame.device_ids)}"
         )
-    if current is not None and len(frame.device_ids) != len(current.devices):
+    elif current is not None and len(frame.device_ids) != len(current.devices):
         raise TopologyError(
             f"the step's mesh {frame!r} has {len(frame.device_ids)} devices, and {current.name} "
             f"{len(current.devices)}: give it dims whose sizes multiply to that, or take a "
@@ -137,10 +140,12 @@ def _report(
     name: str, seen: dict[str, Any], topology: topologies.Topology | None, tokens: int | None
 ) -> Report:
     frame = seen["frame"]
-    sizes = {axis.name: axis.size for axis in frame.axes}
-    devices = frame.jax_mesh.devices
-    chip = None if topology is None else topology.chip
-    available = granted_memory(devices.flat[0])
+    sizes = {} if frame is None else {axis.name: axis.size for axis in frame.axes}
+    # Without a mesh a step runs on JAX's first device: an array without dims.
+    devices = np.array(jax.devices()[0]) if frame is None else frame.jax_mesh.devices
+    device = devices.flat[0]
+    chip = chip_of(device.platform, device) if topology is None else topology.chip
+    available = granted_memory(device)
     text, cost, notes = "", {}, []
     with jax.enable_x64(True), tempfile.TemporaryDirectory() as dump:
         options = abstract.compiler_options(seen["options"])

@@ -18,7 +18,7 @@ def as_text(report: Any) -> str:
 
 
 def _lines(report: Any) -> Iterator[str]:
-    mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items())
+    mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items()) or "no mesh"
     yield f"{report.step} on {report.topology or 'the devices here'} ({report.chips} chips), {mesh}"
     if report.hops:
         hops = ", ".join(f"{name} {n:.2f}" for name, n in report.hops.items())
@@ -31,7 +31,7 @@ def _lines(report: Any) -> Iterator[str]:
     if report.was_read:
         yield ""
         yield from _collectives(report)
-    if report.replicated:
+    if report.replicated and report.chips > 1:
         yield ""
         yield "on every device as a whole:"
         for one in sorted(report.replicated, key=lambda one: -one.bytes)[:MOST]:

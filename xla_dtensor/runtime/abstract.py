@@ -10,6 +10,7 @@ from typing import Any
 
 from xla_dtensor.base import executor
 from xla_dtensor.errors import TopologyError
+from xla_dtensor.runtime import xla_flags
 from xla_dtensor.runtime.topologies import Topology
 
 
@@ -32,7 +33,12 @@ def current() -> Topology | None:
 
 def compiler_options(given: dict[str, Any] | None) -> dict[str, Any]:
     """XLA's options for a program: the user's, and what the current topology wants besides."""
-    return {**(_state.topology.compiler_options if _state.topology else {}), **(given or {})}
+    topology = _state.topology
+    own: dict[str, Any] = {} if topology is None else topology.compiler_options
+    if topology is not None and topology.is_of_gpus:  # as on GPUs that are here
+        name, _, value = xla_flags.ROUNDED.strip("-").partition("=")
+        own = own | {name: value == "true"}
+    return {**own, **(given or {})}
 
 
 def enter(topology: Topology) -> Topology | None:

@@ -13,6 +13,7 @@ from typing import Any
 from xla_dtensor.base import jax_private
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.runtime.chips import GPUS
+from xla_dtensor.runtime.xla_flags import jax_version
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,14 @@ def devices(name: str, kind: str, hosts: int, each: int) -> list[Any]:
         topology=f"1x{hosts}x{each}",
     )
     return list(found.devices)
+
+
+def compiler_options() -> dict[str, Any]:
+    """XLA's options for GPUs that aren't here: not to run variants of kernels to see which is
+    fastest, and from JAX 0.11 on no products by Triton, for which it finds no variant without
+    running them ("No supported config found")."""
+    triton = {"xla_gpu_enable_triton_gemm": False} if jax_version() >= (0, 11) else {}
+    return {"xla_gpu_autotune_level": 0, **triton}
 
 
 def described(kind: str) -> str:

@@ -23,6 +23,7 @@ from xla_dtensor.runtime import (
     gpus,
     processes,
     program_cache,
+    xla_flags,
 )
 
 logger = logging.getLogger("xla_dtensor")
@@ -68,6 +69,8 @@ def start(min_cpu_devices: int = 1) -> None:
         import jax
 
         os.environ.setdefault("NPROC", _CPU_THREADS)
+        if jax_private.has_visible_nvidia_gpu():
+            xla_flags.add(xla_flags.ROUNDED)
         program_cache.use()
         configured = getattr(jax.config, "jax_num_cpu_devices", -1)
         min_cpu_devices = -(-min_cpu_devices // processes.count())

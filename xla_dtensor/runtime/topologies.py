@@ -53,9 +53,8 @@ class Topology:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Options that XLA wants for these devices: for absent GPUs not to run variants of kernels
-        to see which is fastest."""
-        return {"xla_gpu_autotune_level": 0} if self.is_of_gpus else {}
+        """Options that XLA wants for these devices."""
+        return gpus.compiler_options() if self.is_of_gpus else {}
 
     @functools.cached_property
     def chip(self) -> Chip | None:

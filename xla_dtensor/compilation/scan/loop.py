@@ -206,6 +206,9 @@ class Layers:
         return jnp.stack([first, second, low, high], axis=1)
 
 
+_NOTHING = torch.empty(0)
+
+
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layers: Layers, x: Any, *tensors: Any) -> Any:
@@ -247,6 +250,7 @@ class _Scan(torch.autograd.Function):
         trace.random.advance(layers.draws * layers.count)
         ctx.layers, ctx.form = layers, form
         ctx.stacked, ctx.kept = stacked, kept
+        ctx.save_for_backward(_NOTHING)  # torch frees it with the graph, and says so afterwards
         ctx.set_materialize_grads(False)
         return tuple(new_tensor(y, form) for y in (*results, end))
 
@@ -254,6 +258,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *of_each: Any) -> Any:
         layers, form = ctx.layers, ctx.form
+        _ = ctx.saved_tensors  # raises torch's error if the graph has been freed
         layers.check_unchanged()
         needs_x = ctx.needs_input_grad[1]
         count = len(layers.others)
@@ -330,7 +335,6 @@ class _Scan(torch.autograd.Function):
                     grads[i] = new_tensor(apart[position][layer], layers.forms[i])
             of_own += grads
         of_x = new_tensor(dx, form) if needs_x and 0 not in unused else None
-        ctx.stacked = ctx.kept = None
         return (None, of_x, *of_others, *of_own)
 
 

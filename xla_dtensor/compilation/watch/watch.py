@@ -228,7 +228,7 @@ class Watch:
             return (
                 not any(self._empty)
                 and identities(self._current()) == self._expected
-                and list(map(len, self._mappings)) == self._lengths
+                and (list(map(len, self._mappings)) == self._lengths or self._grew_aside())
                 and list(map(type, self._typed)) == self._types
                 and identities(self._own_dicts()) == self._own
                 # Of most steps there are none of these three: no generator is made for nothing.
@@ -238,6 +238,35 @@ class Watch:
             )
         except (LookupError, AttributeError, ValueError, RuntimeError):
             return False  # something is gone, or another thread is at it
+
+    def _grew_aside(self) -> bool:
+        """Whether of all that is looked at only modules' globals are more or fewer, and by no name
+        that the code reads: a script, or the next cell of a notebook, has defined something. (The
+        walk takes seconds for a model of a large library.)"""
+        now = list(map(len, self._mappings))
+        pairs = zip(self._mappings, now, self._lengths, strict=True)
+        if not all(self._is_read_alike(m) for m, length, before in pairs if length != before):
+            return False
+        self._lengths = now
+        return True
+
+    def _is_read_alike(self, mapping: Any) -> bool:
+        names = self.names
+        namespace = names.namespaces.get(id(mapping))
+        if namespace is None or names.any_global or names.others_globals:
+            return False
+        read = set(namespace[1])
+        if any(vars(m) is mapping for m in self._typed if isinstance(m, types.ModuleType)):
+            if names.reads is None:
+                return False
+            read |= names.reads
+        for place in self.reached.places:
+            if place.owner is mapping:
+                if not isinstance(place, Chosen):
+                    return False
+                read.difference_update(place.keys)
+        # What was there is compared by identity; this is what wasn't.
+        return read.isdisjoint(mapping)
 
     def differences(self, other: Watch) -> list[tuple[Found | None, Found | None]]:
         """What ``other``, a later walk from the same roots, found otherwise: (before, now)."""

@@ -13,12 +13,15 @@ between two of its operations, like an error there (`interrupts.py`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from xla_dtensor.base import executor, interrupts, torch_private
+from xla_dtensor.errors import UnsupportedOpError
 
 _CPU = torch.device("cpu")
 
@@ -53,7 +56,8 @@ def install() -> None:
         # From a CPU result the graph may lead to xla tensors (`.cpu()`); for one that does not
         # nothing changes, as CPU nodes run in this thread anyway.
         if not all(getattr(t, "device", _CPU).type in ("xla", "cpu") for t in outputs):
-            return original(outputs, *args, **kwargs)
+            with _of_other_devices(outputs):
+                return original(outputs, *args, **kwargs)
         trace = executor.trace()
         if trace is not None:
             keeps_graph, inputs = bool(args[1]), args[3]
@@ -65,3 +69,21 @@ def install() -> None:
     torch_private.replace("run_backward", run_backward)
     # torch.autograd has imported it by name.
     torch_private.replace("run_backward_in_autograd", run_backward)
+
+
+@contextlib.contextmanager
+def _of_other_devices(outputs: Any) -> Iterator[None]:
+    """Torch's engine has streams for one accelerator of a process, and that is the out-of-tree
+    device as soon as there is one (pytorch/pytorch#161129): it fails an assertion for CUDA's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "opt_ready_stream" not in str(error):
+            raise
+        devices = ", ".join(sorted({str(t.device) for t in outputs}))
+        raise UnsupportedOpError(
+            f"backward of tensors on {devices} in a process that has imported xla_dtensor: torch's "
+            "autograd knows one accelerator, and that is 'xla' now (pytorch/pytorch#161129). Move "
+            "the model to 'xla', which runs on this GPU, too, or train on "
+            f"{devices} in a process that doesn't import xla_dtensor"
+        ) from error

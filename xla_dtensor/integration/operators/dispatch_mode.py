@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from xla_dtensor.base import interrupts
 from xla_dtensor.base.torch_private import SUBCLASSES_DISPATCH, TorchDispatchMode
 from xla_dtensor.tensors.backend import backend
@@ -26,11 +28,30 @@ class _DispatchToClasses(TorchDispatchMode):
 
 
 _mode: _DispatchToClasses | None = None
+_library: torch.library.Library | None = None
+
+# While any mode is on, this torch's composites of these compute a rank and don't write it to
+# ``out=``, of CPU tensors and all others.
+_UNWRITTEN = (
+    "linalg_matrix_rank.atol_rtol_float_out",
+    "linalg_matrix_rank.atol_rtol_tensor_out",
+    "linalg_matrix_rank.out",
+    "linalg_matrix_rank.out_tol_tensor",
+)
+
+
+def _written(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    result = torch.linalg.matrix_rank(*args, **kwargs)
+    return out.resize_(result.shape).copy_(result)
 
 
 def let_subclasses_dispatch() -> None:
     """Make ``XLAShardedTensor.__torch_dispatch__`` take effect, where torch needs help with it."""
-    global _mode
+    global _mode, _library
     if not SUBCLASSES_DISPATCH and _mode is None:
+        _library = torch.library.Library("aten", "IMPL")
+        for name in _UNWRITTEN:
+            for key in ("CPU", "CUDA"):
+                _library.impl(name, _written, key)
         _mode = _DispatchToClasses()
         _mode.__enter__()

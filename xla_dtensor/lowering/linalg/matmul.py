@@ -13,7 +13,7 @@ from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.promotion import is_exactly, math_dtype, promote_for_math
 from xla_dtensor.lowering.registry import lowers
-from xla_dtensor.lowering.workarounds import SUMS_IN_FLOAT32
+from xla_dtensor.lowering.workarounds import PRODUCTS_OF_BYTES, SUMS_IN_FLOAT32
 
 _PRECISION = {
     "highest": jax.lax.Precision.HIGHEST,
@@ -47,6 +47,9 @@ def dot(
             f"{x.dtype} != {y.dtype}"
         )
     accumulator = math_dtype(x.dtype) if out_dtype is None else to_jax_dtype(out_dtype)
+    if x.dtype in (np.int8, np.uint8) and PRODUCTS_OF_BYTES.holds():
+        wide = jax.lax.dot_general(x.astype(np.int32), y.astype(np.int32), (contract, batch))
+        return wide.astype(accumulator)
     full_width = np.dtype(x.dtype) in (np.float32, np.float64) or np.dtype(x.dtype).kind == "c"
     return jax.lax.dot_general(
         x,
