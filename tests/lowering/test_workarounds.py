@@ -141,6 +141,6 @@ def test_workarounds_are_in_one_place() -> None:
         "plans/shard_map_call.py",
     }
     every = [one for one in vars(workarounds).values() if isinstance(one, Workaround | Feature)]
-    assert len(every) == 11
+    assert len(every) == 12
     for one in every:
         assert one.why and set(one.platforms) <= {"cpu", "tpu", "cuda", "rocm"}
