@@ -79,7 +79,8 @@ def main() -> None:
         print(side, json.dumps(found[side]), flush=True)
     if len(found) > 1:
         for name in ("memory", "total", "flops"):
-            print(f"{name}: {found['ours'][name] / found['jax'][name]:.3f} of JAX's")
+            if found["jax"][name]:  # nothing moves on one device
+                print(f"{name}: {found['ours'][name] / found['jax'][name]:.3f} of JAX's")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pods.sizes import Sizes, rope_angles
 from xla_dtensor.planning.collectives import collective_traffic
 from xla_dtensor.planning.flops import flops
 from xla_dtensor.planning.memory import of_compiled
+from xla_dtensor.runtime import gpus
 
 
 def planned(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str, Any]:
@@ -26,7 +27,8 @@ def planned(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str
     jitted, arguments = step_of(sizes, mesh, sizes.rows(mesh_sizes))
     traced = jitted.trace(*arguments)
     jax.config.update("jax_enable_compilation_cache", False)  # it can't read what is for others
-    compiled = traced.lower().compile({**chips.compiler_options, **dict(sizes.options)})
+    options = {**chips.compiler_options, **dict(sizes.options)}
+    compiled = gpus.compiled(traced.lower(), options)
     memory = of_compiled(compiled, None)
     moved = collective_traffic(compiled.as_text())
     return {

@@ -146,8 +146,8 @@ class Graph:
         found: Sequence[Factor] = (),
         work: float = 0.0,
         required: DimAxes | None = None,
+        fills: float = 0.0,
     ) -> None:
-        fills = equation is not None and equation.primitive.name == "scatter-add"
         node = Node(equation, operands, results, [*found], work, required, self._times, fills)
         self.nodes.append(node)
 
@@ -264,7 +264,8 @@ class Graph:
             return
         dims = range(min(len(operand.aval.shape), len(result.aval.shape)))
         same = [Factor({0: d + leading[0]}, {0: d + leading[1]}) for d in dims]
-        self._add(equation, [operand], [result], same)
+        stacks = leading[1] / max(equation.params["length"], 1)
+        self._add(equation, [operand], [result], same, fills=stacks)
 
     def _equation(self, equation: Any) -> None:
         name = equation.primitive.name
@@ -301,7 +302,8 @@ class Graph:
                         group.is_free = True
                 return
             results = [self._operand(result) for result in equation.outvars]
-            self._add(equation, operands, results, found, work(equation))
+            fills = float(name == "scatter-add")
+            self._add(equation, operands, results, found, work(equation), fills=fills)
             if name == "slice":
                 cut_off_padding(self.nodes[-1], source, self.group(results[0]))
             elif name == "reshape":

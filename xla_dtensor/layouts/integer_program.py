@@ -226,7 +226,7 @@ class AxisChoice:
             )
             costs = [share * o.work / (1 if o is _NOTHING else self._axis.size) for o in options]
         if node.fills and results[0] is not None:
-            filled = self._axis.local_bytes(results[0]) / FILLED_PER_BYTE
+            filled = node.fills * self._axis.local_bytes(results[0]) / FILLED_PER_BYTE
             are_cut = [option.results.get(0) not in (None, SUM) for option in options]
             costs = [
                 c + filled / (self._axis.size if cut else 1)

@@ -69,7 +69,8 @@ class Node:
         work: its floating-point operations.
         required: how its operand has to lie, of a result of the program.
         times: how often it runs in the program.
-        fills: whether it writes all of its result, however little it is given: a table's gradient.
+        fills: the part of its first result that it writes, however little it is given: all of a
+            table's gradient, a layer's part of what a loop stacks; 0 of other operations.
     """
 
     equation: Any
@@ -79,7 +80,7 @@ class Node:
     work: float = 0.0
     required: DimAxes | None = None
     times: int = 1
-    fills: bool = False
+    fills: float = 0.0
 
 
 @dataclass(frozen=True)

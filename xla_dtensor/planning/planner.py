@@ -115,7 +115,7 @@ def _look(program: Any) -> dict[str, Any]:
     """What is to be known of a program, while the optimizer's state that its trace has made is
     there."""
     return {
-        "lowered": program.lowered,
+        "compile": program.executable.compile,
         "options": program.options,
         "frame": program.frame,
         "inputs": inputs(program),
@@ -156,7 +156,7 @@ def _report(
         try:
             is_here = topology is None or topology.is_here
             with contextlib.nullcontext() if is_here else not_kept():
-                compiled = seen["lowered"].compile(options)
+                compiled = seen["compile"](options)
         except Exception as error:
             if not memory_of.is_refusal(error):
                 raise

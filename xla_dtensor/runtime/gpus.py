@@ -13,7 +13,6 @@ from typing import Any
 from xla_dtensor.base import jax_private
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.runtime.chips import GPUS
-from xla_dtensor.runtime.xla_flags import jax_version
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,31 @@ def devices(name: str, kind: str, hosts: int, each: int) -> list[Any]:
     return list(found.devices)
 
 
-def compiler_options() -> dict[str, Any]:
-    """XLA's options for GPUs that aren't here: not to run variants of kernels to see which is
-    fastest, and from JAX 0.11 on no products by Triton, for which it finds no variant without
-    running them ("No supported config found")."""
-    triton = {"xla_gpu_enable_triton_gemm": False} if jax_version() >= (0, 11) else {}
-    return {"xla_gpu_autotune_level": 0, **triton}
+COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0}
+"""XLA's options for GPUs that aren't here: not to run variants of kernels to see which is
+fastest."""
+
+_NO_KERNEL = ("No supported config found", "Couldn't find output tile sizes")
+_WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+
+def compiled(lowered: Any, options: dict[str, Any] | None) -> Any:
+    """A program compiled; for GPUs that aren't here without products by Triton, where XLA finds no
+    kernel for one unless it runs them.
+
+    Args:
+        lowered: a ``jax.stages.Lowered``.
+        options: of the compiler.
+    """
+    import jax
+
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        is_here = not COMPILER_OPTIONS.items() <= (options or {}).items()
+        if is_here or not any(words in str(error) for words in _NO_KERNEL):
+            raise
+    return lowered.compile({**_WITHOUT_TRITON, **(options or {})})
 
 
 def described(kind: str) -> str:

@@ -54,7 +54,7 @@ class Topology:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """Options that XLA wants for these devices."""
-        return gpus.compiler_options() if self.is_of_gpus else {}
+        return {**gpus.COMPILER_OPTIONS} if self.is_of_gpus else {}
 
     @functools.cached_property
     def chip(self) -> Chip | None:

@@ -26,11 +26,6 @@ training step takes no longer with it (`benchmarks/README.md`)."""
 _GONE = {"--xla_cpu_use_fusion_emitters": (0, 11)}
 
 
-def jax_version() -> tuple[int, ...]:
-    """JAX's version, ``(0, 10)``, without importing JAX: flags come before it."""
-    return tuple(map(int, importlib.metadata.version("jax").split(".")[:2]))
-
-
 def add(*flags: str) -> None:
     """Add flags to ``XLA_FLAGS``, but those that are there with any value, and those that this JAX
     doesn't know. To be called before JAX's backend starts.
@@ -41,7 +36,7 @@ def add(*flags: str) -> None:
 
         xla_flags.add(*xla_flags.QUICK_COMPILES)
     """
-    version = jax_version()
+    version = tuple(map(int, importlib.metadata.version("jax").split(".")[:2]))
     there = os.environ.get("XLA_FLAGS", "").split()
     names = {flag.split("=")[0] for flag in there}
     for flag in flags:

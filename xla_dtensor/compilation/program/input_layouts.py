@@ -15,6 +15,7 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.mesh import Frame
 from xla_dtensor.plans import pin
+from xla_dtensor.runtime import gpus
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ def _compiled(lowered: Any, options: Any) -> Any:
     Raises:
         JaxRuntimeError: XLA has failed, in this or another way.
     """
-    compiled = lowered.compile(options)
+    compiled = gpus.compiled(lowered, options)
     outputs = pytree.tree_leaves(compiled.out_info)
     shardings = pytree.tree_leaves(compiled.output_shardings)
     analysis = compiled.memory_analysis()

@@ -14,7 +14,7 @@ from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.lowering.ops.for_each import for_each
-from xla_dtensor.plans.pin import Pin, pin
+from xla_dtensor.plans.pin import pin
 
 
 def fresh(form: Form) -> Form:
@@ -39,28 +39,21 @@ def logical_shape(form: Form) -> tuple[int, ...]:
     return (*lead, *form.shape)
 
 
-def in_form(tensor: Any, form: Form, ask: Pin = jax.lax.with_sharding_constraint) -> Any:
-    """The logical value of a tensor, laid out as ``form`` says.
-
-    Args:
-        ask: tells XLA so.
-    """
-    return of_form(logical_value(tensor), tensor._form, form, ask)
+def in_form(tensor: Any, form: Form) -> Any:
+    """The logical value of a tensor, as `of_form` gives it."""
+    return of_form(logical_value(tensor), tensor._form, form)
 
 
-def carried(tensor: Any, form: Form) -> Any:
-    """What a layer gives the next one, or its gradient, as the loop's first value lies.
+def of_form(value: Any, source: Form, form: Form) -> Any:
+    """A value in a loop, what layers give one another and their gradients, as ``form`` says.
 
     Nobody has asked for that layout, it is what the first layer's rules gave. Where layouts are
     chosen over the step it is one way for the loop's values to lie, and no more. (A table cut by
     its columns gives a stream cut by its features, which each product would have to move.)
+
+    Args:
+        source: the form that it has.
     """
-    return in_form(tensor, form, pin(ALWAYS))
-
-
-def of_form(
-    value: Any, source: Form, form: Form, ask: Pin = jax.lax.with_sharding_constraint
-) -> Any:
     if source.varying != form.varying:
         raise UnsupportedOpError(
             f"scan_layers: a layer's result varies along {list(source.varying)}, its argument "
@@ -69,7 +62,7 @@ def of_form(
         )
     if form.sharding is None or source.placements == form.placements:
         return value
-    return ask(value, form.computed_sharding)
+    return pin(ALWAYS)(value, form.computed_sharding)
 
 
 @functools.partial(jax.jit, static_argnums=0)

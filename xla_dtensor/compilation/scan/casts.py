@@ -116,7 +116,7 @@ class _Loop:
         if _bits(maker) > 0:
             self._instead[variable] = maker.invars[0]
             return maker.invars[0].aval.dtype
-        (source,) = maker.invars if maker.primitive.name == "sharding_constraint" else (None,)
+        (source,) = maker.invars if maker.primitive.name in _LAY_OUT else (None,)
         before = self._makers.get(source)
         if before is None or len(self._users[source]) > 1 or self._given[source]:
             return None
@@ -154,6 +154,8 @@ def _bits(equation: Any) -> int:
     narrows = _EXACT.get((str(after), str(before)))
     return widens or -(narrows or 0)
 
+
+_LAY_OUT = ("sharding_constraint", "pin")
 
 _EXACT = {
     ("bfloat16", "float32"): 16,

@@ -25,7 +25,6 @@ from torch.autograd.function import once_differentiable
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.scan.arrays import (
-    carried,
     fresh,
     in_form,
     logical_shape,
@@ -234,7 +233,7 @@ class _Scan(torch.autograd.Function):
                         y = layers.layer(x, others)
                         if layers.each and wants_grad:
                             _check_leaves(y, [x, *others, *layers.tensors[0]])
-                    result = carried(y, form)
+                    result = in_form(y, form)
                 drawn[0] = inside.draws
                 kept = [value, *saved] if wants_grad else []
                 inputs = [value] if layers.each else []
@@ -298,7 +297,7 @@ class _Scan(torch.autograd.Function):
                         unused.add(i)
                         arrays.append(jnp.zeros(logical_shape(leaf_form), leaf_form.jax_dtype))
                     else:
-                        arrays.append((carried if leaf is x else in_form)(g, leaf_form))
+                        arrays.append(in_form(g, leaf_form))
             dx, *rest = arrays
             sums = [s + g for s, g in zip(sums, rest[: len(sums)], strict=True)]
             return (dx, sums), rest[len(sums) :]
@@ -307,7 +306,7 @@ class _Scan(torch.autograd.Function):
             wanted = [t for t, n in zip(layers.others, needs_others, strict=True) if n]
             zeros = [jnp.zeros(logical_shape(fresh(t._form)), t._form.jax_dtype) for t in wanted]
             nothing = jnp.zeros(logical_shape(form), form.jax_dtype)
-            *middle, of_end = (nothing if g is None else carried(g, form) for g in of_each)
+            *middle, of_end = (nothing if g is None else in_form(g, form) for g in of_each)
             # Of each layer's result, where that is used elsewhere than in the next one.
             used = any(g is not None for g in of_each[:-1])
             of_results = [stack(form, *middle, nothing)] if used else []
