@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import xla_dtensor as xd
+from tests.test_public_api import PACKAGES
 from xla_dtensor.base.tables.registry import Changes, Registry
 from xla_dtensor.custom_ops import distributed_op
 
@@ -50,14 +51,14 @@ def names() -> Iterator[tuple[str, Any]]:
 
 def is_ours(value: Any) -> bool:
     callable_ = inspect.isclass(value) or inspect.isfunction(value)
-    return callable_ and value.__module__.startswith("xla_dtensor")
+    return callable_ and value.__module__.startswith(PACKAGES)
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
     """The public methods and properties that the package gives a class."""
     seen: set[str] = set()
     for base in cls.__mro__:
-        if not base.__module__.startswith("xla_dtensor"):
+        if not base.__module__.startswith(PACKAGES):
             continue
         for name, member in vars(base).items():
             found = getattr(member, "__func__", None) or getattr(member, "func", member)

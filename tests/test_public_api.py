@@ -21,6 +21,7 @@ import xla_dtensor as xd
 
 SNAPSHOT = Path(__file__).with_name("public_api.txt")
 STABLE = Path(__file__).parents[1] / "docs" / "api.md"
+PACKAGES = ("xla_dtensor", "torch.xla")  # where our classes say that they are from
 
 
 def lines() -> Iterator[str]:
@@ -35,7 +36,7 @@ def lines() -> Iterator[str]:
 
 def described(path: str, value: Any) -> Iterator[str]:
     if inspect.isclass(value):
-        ours = (value.__module__ or "").startswith("xla_dtensor")
+        ours = (value.__module__ or "").startswith(PACKAGES)
         bases = [b.__name__ for b in value.__bases__ if b is not object]
         yield f"class {path}({', '.join(bases)})" if ours else f"{path} = {named(value)}"
         if ours:
@@ -185,7 +186,7 @@ def test_names_that_never_were() -> None:
 OURS = [
     n
     for n in xd.__all__
-    if "xla_dtensor" in (getattr(getattr(xd, n), "__module__", None) or "xla_dtensor")
+    if (getattr(getattr(xd, n), "__module__", None) or "xla_dtensor").startswith(PACKAGES)
 ]
 
 

@@ -1,7 +1,9 @@
 """``torch.xla`` and ``torch.accelerator``: memory, streams, events, names; pinned memory."""
 
 import gc
+import pickle
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax._src import dispatch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import xla_dtensor as xd
@@ -273,3 +276,19 @@ def test_what_could_not_be_computed_is_told_once():
     with pytest.raises(RuntimeError, match="of this callback"):
         kept.block_until_ready()
     dispatch.runtime_tokens.clear()  # or JAX tells it once more when the process exits
+
+
+def test_classes_of_tensors_are_torchs(mesh_2x4: Any) -> None:
+    """opt_einsum gave arrays of NumPy's for tensors whose class is of another package."""
+    import opt_einsum
+
+    x, y = torch.randn(3, 4), torch.randn(4, 5)
+    place = lambda t: distribute_tensor(t, mesh_2x4, [Shard(0), Replicate()])
+    for put in (lambda t: t.to("xla"), place):
+        found = opt_einsum.contract("ij,jk->ik", put(x), put(y))
+        assert type(found) is type(put(x))
+        torch.testing.assert_close(found.cpu(), x @ y)
+        cls = type(found)
+        assert cls.__module__.partition(".")[0] == "torch"
+        assert pickle.loads(pickle.dumps(cls)) is cls and getattr(torch.xla, cls.__name__) is cls
+    assert not hasattr(torch.xla, "NoSuchTensor")

@@ -91,3 +91,8 @@ class XLATensor(TensorMethods, torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return text_of(self, "XLATensor", [f"device='{self.device}'"])
+
+
+# Where `torch.xla` has it. Libraries (opt_einsum, autoray) choose their functions for a tensor by
+# the package that its class is of, and took xla tensors for arrays of NumPy's.
+XLATensor.__module__ = "torch.xla"

@@ -324,5 +324,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
     leaf._landing.layout = mesh, leaf.placements
 
 
+XLAShardedTensor.__module__ = "torch.xla"  # as `XLATensor` has it
+
 DTENSORS = (DTensor, XLAShardedTensor)
 """For ``isinstance``: torch's, and ours, whose stand-ins aren't torch's by their class."""

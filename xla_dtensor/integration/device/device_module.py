@@ -74,10 +74,24 @@ def make() -> types.ModuleType:
         "_initialized": True,
         "__xla_dtensor__": True,
         "__doc__": "The xla device of xla_dtensor.",
+        "__getattr__": _class_of_tensors,
     }
     for name, member in members.items():
         setattr(module, name, member)
     return module
+
+
+def _class_of_tensors(name: str) -> Any:
+    """The classes say that they are from here, and pickles of them look here."""
+    if name == "XLATensor":
+        from xla_dtensor.tensors.device_tensor import XLATensor
+
+        return XLATensor
+    if name == "XLAShardedTensor":
+        from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+
+        return XLAShardedTensor
+    raise AttributeError(f"module 'torch.xla' has no attribute {name!r}")
 
 
 def _of_device(function: Callable[[], Any]) -> Callable[..., Any]:

@@ -201,6 +201,13 @@ def _closure(function: Callable[[], Any]) -> Callable[[], Any]:
     return closure
 
 
+def _as_scripted(function: Callable[..., None], update: Any) -> Callable[..., None]:
+    """``update``, of which TorchScript takes ``function``, as of `torch.jit.script_if_tracing`'s:
+    torch.distributed.optim is scripted when it is imported."""
+    update.__original_fn, update.__script_if_tracing_wrapper = function, True
+    return update
+
+
 def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
@@ -227,7 +234,7 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
                 _begin(function, some, *some_args, **some_kwargs)
                 function(some, *some_args, **some_kwargs)
 
-    return update
+    return _as_scripted(function, update)
 
 
 def _at_once(function: Callable[..., None]) -> Callable[..., None]:
@@ -242,7 +249,7 @@ def _at_once(function: Callable[..., None]) -> Callable[..., None]:
         with thread_state.tracing:
             return function(params, *args, **kwargs)
 
-    return update
+    return _as_scripted(function, update)
 
 
 def _begin(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
