@@ -107,8 +107,17 @@ def test_a_global_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda namespace: namespace.update(len=lambda _: 5), 30),
         (lambda namespace: namespace.update(offset=2.0), 9),
         (lambda namespace: namespace.update(offset=2.0, other=1), 9),
+        (lambda namespace: (namespace.pop("other"), namespace.update(scale_of_user=3.0)), 12),
+        (lambda namespace: (namespace.pop("other"), namespace.update(another=1)), 6),
     ],
-    ids=["a name that was missing", "a builtin's", "another number", "and one that nobody reads"],
+    ids=[
+        "a name that was missing",
+        "a builtin's",
+        "another number",
+        "and one that nobody reads",
+        "a missing one comes as another goes",
+        "one that nobody reads comes as another goes",
+    ],
 )
 def test_a_global_that_is_read(change: Callable[..., None], result: int) -> None:
     namespace = of_a_module()

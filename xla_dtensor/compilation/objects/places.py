@@ -6,6 +6,7 @@ A place knows its content, can tell what changed in it, and can put a content ba
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -346,7 +347,17 @@ class Attributes(Place):
 
 def _together(getter: Callable[..., Any], keys: Iterable[Any], owner: Any) -> Pairs:
     """What gives the values of ``owner`` under these keys in one call."""
-    wanted = list(keys)
+    wanted = tuple(keys)
     if len(wanted) == 1:
         wanted *= 2  # one key alone gives the value, not a tuple of it
-    return [(getter(*wanted), owner)] if wanted else []
+    if not wanted:
+        return []
+    # 1 and True are equal, and some keys can't be hashed.
+    are_names = all(type(key) is str for key in wanted)
+    return [(_same_getter(getter, wanted) if are_names else getter(*wanted), owner)]
+
+
+@functools.lru_cache(4096)
+def _same_getter(getter: Callable[..., Any], keys: tuple[str, ...]) -> Any:
+    """One function for the same names: what many owners are asked by is asked in one go."""
+    return getter(*keys)

@@ -17,6 +17,7 @@ import itertools
 import operator
 import sys
 import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -32,6 +33,9 @@ from xla_dtensor.compilation.watch.followers import FOLLOWERS, reach
 from xla_dtensor.compilation.watch.names_met import NamesMet
 from xla_dtensor.compilation.watch.walk import Walk
 from xla_dtensor.errors import DataDependentError
+
+_DICTS = frozenset((dict, OrderedDict, defaultdict, types.MappingProxyType))
+"""Those that give their keys backwards without a user's code."""
 
 
 class Watch:
@@ -189,7 +193,8 @@ class Watch:
         """Prepare the loop in C."""
         reached = self.reached
         self._iterables: list[Any] = []
-        self._pairs, self._mappings = list(reached.live), list(reached.large)
+        asked: dict[int, tuple[Any, list[Any]]] = {}  # functions, and what each is asked of
+        all_pairs, self._mappings = list(reached.live), list(reached.large)
         self._typed, self._arrays, self._probes = reached.typed, reached.arrays, reached.probes
         self._empty: list[Any] = []
         for place in reached.places:
@@ -200,27 +205,36 @@ class Watch:
                 continue
             iterables, pairs = place.live()
             self._iterables += iterables
-            self._pairs += pairs
+            all_pairs += pairs
             sized = place.sized()
             if sized is not None:
                 self._mappings.append(sized)
+        for function, owner in all_pairs:
+            asked.setdefault(id(function), (function, []))[1].append(owner)
+        self._asked = list(asked.values())
         owners = (place.owner for place in reached.places)
         self.known = frozenset((*reached.tensors, *map(id, (*self._typed, *owners))))
+        self._dicts = [m for m in self._mappings if type(m) in _DICTS]
         self._lengths = list(map(len, self._mappings))
         self._types = list(map(type, self._typed))
-        self._own = identities(self._own_dicts())
+        self._kept = tuple(self._beside())
+        self._marks = identities(self._kept)
         self._held = tuple(self._current())
         self._expected = identities(self._held)
 
     def _current(self) -> Iterator[Any]:
+        flat = itertools.chain.from_iterable
         return itertools.chain(
-            itertools.chain.from_iterable(self._iterables),
-            itertools.chain.from_iterable(itertools.starmap(operator.call, self._pairs)),
+            flat(self._iterables), flat(flat(itertools.starmap(map, self._asked)))
         )
 
-    def _own_dicts(self) -> Iterator[Any]:
-        """The dicts of objects' attributes: another may be put in place of one."""
-        return map(object.__getattribute__, self._typed, itertools.repeat("__dict__"))
+    def _beside(self) -> Iterator[Any]:
+        """The dicts of objects' attributes, as another may be put in place of one; and of dicts the
+        key that came last, as one may come while another one goes."""
+        return itertools.chain(
+            map(object.__getattribute__, self._typed, itertools.repeat("__dict__")),
+            map(next, map(reversed, self._dicts), itertools.repeat(None)),
+        )
 
     def untouched(self) -> bool:
         """Whether everything is the very object that it was: no need to look closer."""
@@ -228,9 +242,14 @@ class Watch:
             return (
                 not any(self._empty)
                 and identities(self._current()) == self._expected
-                and (list(map(len, self._mappings)) == self._lengths or self._grew_aside())
                 and list(map(type, self._typed)) == self._types
-                and identities(self._own_dicts()) == self._own
+                and (
+                    (
+                        list(map(len, self._mappings)) == self._lengths
+                        and identities(self._beside()) == self._marks
+                    )
+                    or self._grew_aside()
+                )
                 # Of most steps there are none of these three: no generator is made for nothing.
                 and (not self._arrays or all(content_of(a) == c for a, c in self._arrays))
                 and (not self._probes or all(probe() is c for probe, c in self._probes))
@@ -243,11 +262,17 @@ class Watch:
         """Whether of all that is looked at only modules' globals are more or fewer, and by no name
         that the code reads: a script, or the next cell of a notebook, has defined something. (The
         walk takes seconds for a model of a large library.)"""
-        now = list(map(len, self._mappings))
-        pairs = zip(self._mappings, now, self._lengths, strict=True)
-        if not all(self._is_read_alike(m) for m, length, before in pairs if length != before):
+        lengths, kept = list(map(len, self._mappings)), tuple(self._beside())
+        own = len(self._typed)
+        if any(map(operator.is_not, kept[:own], self._kept)):
             return False
-        self._lengths = now
+        pairs = zip(self._mappings, lengths, self._lengths, strict=True)
+        changed = [mapping for mapping, now, before in pairs if now != before]
+        newest = zip(self._dicts, kept[own:], self._kept[own:], strict=True)
+        changed += [each for each, now, before in newest if now is not before]
+        if not all(map(self._is_read_alike, changed)):
+            return False
+        self._lengths, self._kept, self._marks = lengths, kept, identities(kept)
         return True
 
     def _is_read_alike(self, mapping: Any) -> bool:
