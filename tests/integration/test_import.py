@@ -198,3 +198,28 @@ def test_optimizers_that_are_scripted_when_they_are_imported() -> None:
     )
     expected = output(code.replace(", xla_dtensor", ""))
     assert output(code) == expected
+
+
+GPU = (
+    "import os, jax, torch, xla_dtensor as xd\n"
+    "from xla_dtensor.base import jax_private\n"
+    "jax_private.has_visible_nvidia_gpu = lambda: True\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "flags", "warns"),
+    [
+        ("", "", False),
+        ("jax.devices()", "", True),
+        ("jax.devices()", "--xla_allow_excess_precision=true", False),
+    ],
+    ids=["we start JAX", "somebody else has", "and said how"],
+)
+def test_programs_for_gpus_round(first: str, flags: str, warns: bool) -> None:
+    """XLA's GPU compiler leaves roundings out unless it is told before it starts."""
+    code = f"{GPU}{first}\ntorch.ones(3, device='xla') + 1\ntorch.ones(2, device='xla')\n"
+    done = run(f"{code}print(os.environ.get('XLA_FLAGS', ''))", XLA_FLAGS=flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("x.bfloat16().float() is x then") == warns
+    assert ("--xla_allow_excess_precision=false" in done.stdout) == (not first)

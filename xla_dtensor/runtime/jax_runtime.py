@@ -6,6 +6,7 @@ JAX's backend starts with the first mesh or tensor.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -64,6 +65,7 @@ def start(min_cpu_devices: int = 1) -> None:
         distributed.initialize()
         fix("cache")
         if is_started():
+            _warn_of_roundings()
             forked.watch()
             return
         import jax
@@ -93,6 +95,18 @@ def start(min_cpu_devices: int = 1) -> None:
             )
         elif devices[0].platform == "cpu" and len(devices) > 1:
             logger.warning("xla_dtensor: using %d simulated CPU devices", len(devices))
+
+
+@functools.cache
+def _warn_of_roundings() -> None:
+    """XLA reads its flags once, so they are what they were when somebody else has started JAX."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax_private.has_visible_nvidia_gpu() and xla_flags.ROUNDED.partition("=")[0] not in flags:
+        logger.warning(
+            "xla_dtensor: JAX was started before, without XLA_FLAGS=%s: on GPUs "
+            "x.bfloat16().float() is x then, where torch rounds. Set it, or use xla_dtensor first",
+            xla_flags.ROUNDED,
+        )
 
 
 def all_devices() -> list[Any]:
