@@ -143,3 +143,52 @@ def test_a_name_of_a_module_that_is_read_as_an_attribute() -> None:
     assert function(x).item() == 12
     module.later = 0
     assert function(x).item() == 13
+
+
+def of_source(source: str, **names: Any) -> Any:
+    module = types.ModuleType("of_a_user")
+    vars(module).update(names)
+    exec(compile(source, "of_a_user.py", "exec"), vars(module))
+    return module
+
+
+class Aside:
+    """An object."""
+
+
+STEPS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "a constant name": (
+        "def step(x): return x * globals().get('q', 1)",
+        lambda m: setattr(m, "q", 3),
+    ),
+    "a name that the step may store": (
+        "F = False\ndef step(x):\n    global n\n    if F: n = 5\n    try: return x * n\n"
+        "    except NameError: return x",
+        lambda m: setattr(m, "n", 3),
+    ),
+    "__getattr__ of a module": (
+        "import sys\nf = lambda x: x\ndef step(x): return o.f(x) * getattr(o, 'q', 1)",
+        lambda m: setattr(m, "__getattr__", lambda name: 7),
+    ),
+    "an object that has the globals": (
+        "ns.__dict__ = globals()\ntype(ns).extra = 1\ndef step(x): return x * ns.extra",
+        lambda m: setattr(m, "extra", 3),
+    ),
+    "from one list's end to the next one's beginning": (
+        "a, b = [1, 2], [3]\ndef step(x): return x * sum(a) + 10 * sum(b)",
+        lambda m: m.b.insert(0, m.a.pop()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_comes_is_seen(name: str) -> None:
+    source, change = STEPS[name]
+    module = of_source(source, ns=Aside())
+    module.o = module
+    x = torch.arange(3.0)
+    step = xd.compile(module.step, audit=0)
+    for _ in range(2):
+        torch.testing.assert_close(step(x.to("xla")).cpu(), module.step(x))
+    change(module)
+    torch.testing.assert_close(step(x.to("xla")).cpu(), module.step(x))

@@ -34,6 +34,10 @@ from xla_dtensor.compilation.watch.names_met import NamesMet
 from xla_dtensor.compilation.watch.walk import Walk
 from xla_dtensor.errors import DataDependentError
 
+_END = (object(),)
+"""Between what gives values, or an element that goes from one list's end to the beginning of the
+next one would be where it was."""
+_GETTERS = (operator.itemgetter, operator.attrgetter)
 _DICTS = frozenset((dict, OrderedDict, defaultdict, types.MappingProxyType))
 """Those that give their keys backwards without a user's code."""
 
@@ -204,14 +208,19 @@ class Watch:
                 self._empty.append(place.owner)
                 continue
             iterables, pairs = place.live()
-            self._iterables += iterables
+            for each in iterables:
+                self._iterables += (each, _END)
             all_pairs += pairs
             sized = place.sized()
             if sized is not None:
                 self._mappings.append(sized)
+        apart: list[tuple[Any, list[Any]]] = []
         for function, owner in all_pairs:
-            asked.setdefault(id(function), (function, []))[1].append(owner)
-        self._asked = list(asked.values())
+            if type(function) in _GETTERS:
+                asked.setdefault(id(function), (function, []))[1].append(owner)
+            else:  # however many values it gives
+                apart += [(function, [owner]), (operator.itemgetter(0, 0), [_END])]
+        self._asked = [*asked.values(), *apart]
         owners = (place.owner for place in reached.places)
         self.known = frozenset((*reached.tensors, *map(id, (*self._typed, *owners))))
         self._dicts = [m for m in self._mappings if type(m) in _DICTS]
@@ -280,17 +289,23 @@ class Watch:
         namespace = names.namespaces.get(id(mapping))
         if namespace is None or names.any_global or names.others_globals:
             return False
+        if any(each is mapping for each in self.reached.large):  # as a dict, by samples
+            return False
         read = set(namespace[1])
-        if any(vars(m) is mapping for m in self._typed if isinstance(m, types.ModuleType)):
+        # Also the attributes of an object: a module's, or whose ``__dict__`` it was made.
+        if any(own is mapping for own in self._kept[: len(self._typed)]):
             if names.reads is None:
                 return False
-            read |= names.reads
+            read |= names.reads | {"__getattr__"}
         for place in self.reached.places:
-            if place.owner is mapping:
-                if not isinstance(place, Chosen):
-                    return False
+            if place.owner is not mapping:
+                continue
+            if not isinstance(place, Chosen):
+                return False
+            if place.guarded:  # of others nothing is compared
                 read.difference_update(place.keys)
-        # What was there is compared by identity; this is what wasn't.
+        read.difference_update(c.key for c in self.reached.carried if c.place.owner is mapping)
+        # The guarded names that were there are compared by identity; these weren't.
         return read.isdisjoint(mapping)
 
     def differences(self, other: Watch) -> list[tuple[Found | None, Found | None]]:
