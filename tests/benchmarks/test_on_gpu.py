@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "on_gpu.py"
+from tests.benchmarks import scripts
 
 
 @pytest.mark.slow
 def test_each_side_trains_the_same_model(tmp_path: Path) -> None:
     found = tmp_path / "found.jsonl"
     options = ["--programs", "1b", "--sides", "torch", "ours", "jax", "--rounds", "1"]
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", *options]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    subprocess.run([*command, "--json", str(found)], env=environment, check=True)
+    scripts.output("on_gpu.py", "--device", "cpu", "--tiny", *options, "--json", str(found))
     rows = {row["side"]: row for row in map(json.loads, found.read_text().splitlines())}
     assert not any("failed" in row for row in rows.values()), rows
     expected = rows["torch"]["losses"]

@@ -346,6 +346,15 @@ def one_by_one(module: str) -> str:
 # Checked on 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0; what differs is written where it matters.
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
+# Overloads whose composite forgets ``out=`` of tensor subclasses, and before torch 2.13 of all
+# tensors while a dispatch mode is on.
+OUT_FORGOTTEN = (
+    "linalg_matrix_rank.atol_rtol_float_out",
+    "linalg_matrix_rank.atol_rtol_tensor_out",
+    "linalg_matrix_rank.out",
+    "linalg_matrix_rank.out_tol_tensor",
+)
+
 # Before torch 2.13, DTensor's C++ fast path took over for subclasses of DTensor too, and never
 # called their ``__torch_dispatch__``.
 SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)

@@ -107,12 +107,7 @@ PROBES = (
         r"dot_general.*complex<f32>",
         ("torch.matmul of complex64",),
     ),
-    Probe(
-        "dot of int8",
-        dot(np.int8, np.int32),
-        r"dot_general.*xi8>",
-        ("aten._int_mm",),
-    ),
+    Probe("dot of int8", dot(np.int8, np.int32), r"dot_general.*xi8>", ("aten._int_mm",)),
     Probe("convolution", programs.convolution, r"stablehlo\.convolution", ("F.conv2d",)),
     # --- control flow ---
     Probe(

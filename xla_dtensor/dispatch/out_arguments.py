@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.torch_private import OUT_FORGOTTEN
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.dispatch.metadata import resize
 from xla_dtensor.forms.form import contiguous_stride
@@ -35,12 +36,7 @@ def _range_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return into(out, _RANGES_OUT[info_of(func).name](*args, dtype=out.dtype))
 
 
-@handles(
-    "aten::linalg_matrix_rank.atol_rtol_float_out",
-    "aten::linalg_matrix_rank.atol_rtol_tensor_out",
-    "aten::linalg_matrix_rank.out",
-    "aten::linalg_matrix_rank.out_tol_tensor",
-)
+@handles(*(f"aten::{name}" for name in OUT_FORGOTTEN))
 def _write_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The form without ``out=``, then the write: torch's own composite forgets it for tensor
     subclasses."""

@@ -29,6 +29,7 @@ from xla_dtensor.planning.schedule import Schedule, schedule
 from xla_dtensor.plans.shard_map_call import platform_of
 from xla_dtensor.runtime import abstract, topologies
 from xla_dtensor.runtime.chips import chip_of, fraction
+from xla_dtensor.runtime.jax_runtime import own_device
 from xla_dtensor.runtime.memory import memory_of as granted_memory
 from xla_dtensor.runtime.program_cache import not_kept
 
@@ -141,8 +142,8 @@ def _report(
 ) -> Report:
     frame = seen["frame"]
     sizes = {} if frame is None else {axis.name: axis.size for axis in frame.axes}
-    # Without a mesh a step runs on JAX's first device: an array without dims.
-    devices = np.array(jax.devices()[0]) if frame is None else frame.jax_mesh.devices
+    # The one device of a step on no mesh is an array without dims.
+    devices = np.array(own_device()) if frame is None else frame.jax_mesh.devices
     device = devices.flat[0]
     chip = chip_of(device.platform, device) if topology is None else topology.chip
     available = granted_memory(device)

@@ -36,8 +36,7 @@ def compiler_options(given: dict[str, Any] | None) -> dict[str, Any]:
     topology = _state.topology
     own: dict[str, Any] = {} if topology is None else topology.compiler_options
     if topology is not None and topology.is_of_gpus:  # as on GPUs that are here
-        name, _, value = xla_flags.ROUNDED.strip("-").partition("=")
-        own = own | {name: value == "true"}
+        own = own | {xla_flags.EXCESS_PRECISION: False}
     return {**own, **(given or {})}
 
 

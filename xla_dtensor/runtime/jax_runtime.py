@@ -101,7 +101,7 @@ def start(min_cpu_devices: int = 1) -> None:
 def _warn_of_roundings() -> None:
     """XLA reads its flags once, so they are what they were when somebody else has started JAX."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if jax_private.has_visible_nvidia_gpu() and xla_flags.ROUNDED.partition("=")[0] not in flags:
+    if jax_private.has_visible_nvidia_gpu() and xla_flags.EXCESS_PRECISION not in flags:
         logger.warning(
             "xla_dtensor: JAX was started before, without XLA_FLAGS=%s: on GPUs "
             "x.bfloat16().float() is x then, where torch rounds. Set it, or use xla_dtensor first",

@@ -17,7 +17,8 @@ OWN_BFLOAT16_PRODUCTS = "--xla_cpu_experimental_ynn_fusion_type="
 """Keeps XLA's CPU backend from leaving some products of bfloat16 to a library that then doesn't
 take them ("Unsupported element type for DotThunk: BF16 x BF16 = F32")."""
 
-ROUNDED = "--xla_allow_excess_precision=false"
+EXCESS_PRECISION = "xla_allow_excess_precision"
+ROUNDED = f"--{EXCESS_PRECISION}=false"
 """Lets XLA's GPU compiler round where torch does. By default it leaves out a rounding to 16 or 8
 bits that is followed by a conversion back: ``x.bfloat16().float()`` would be ``x``. On an H200 a
 training step takes no longer with it (`benchmarks/README.md`)."""

@@ -33,6 +33,10 @@ class XLATensor(TensorMethods, torch.Tensor):
         assert y.varying == ("dp",) and y.local_values()[5].tolist() == [5, 5, 5]
     """
 
+    # Where `torch.xla` has it. Libraries (opt_einsum, autoray) choose their functions for a tensor
+    # by the package that its class is of, and took xla tensors for arrays of NumPy's.
+    __module__ = "torch.xla"
+
     @property
     def varying(self) -> tuple[str, ...]:
         """The names of the mesh axes along which the devices' values differ (may differ); () if
@@ -91,8 +95,3 @@ class XLATensor(TensorMethods, torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return text_of(self, "XLATensor", [f"device='{self.device}'"])
-
-
-# Where `torch.xla` has it. Libraries (opt_einsum, autoray) choose their functions for a tensor by
-# the package that its class is of, and took xla tensors for arrays of NumPy's.
-XLATensor.__module__ = "torch.xla"

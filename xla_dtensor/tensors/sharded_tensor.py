@@ -69,6 +69,8 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
         assert y.placements == (xd.Shard(0), xd.Shard(1)) and y.sum().item() == 8 * 32 * 16
     """
 
+    __module__ = "torch.xla"  # as `XLATensor` has it
+
     _local: Any = None  # what to_local() returned last, see movement/local_view.py
     _summed: tuple[int, ...] = ()  # mesh dims over which devices' gradients are added up later
 
@@ -323,8 +325,6 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
     leaf._landing = leaf.register_hook(land)
     leaf._landing.layout = mesh, leaf.placements
 
-
-XLAShardedTensor.__module__ = "torch.xla"  # as `XLATensor` has it
 
 DTENSORS = (DTensor, XLAShardedTensor)
 """For ``isinstance``: torch's, and ours, whose stand-ins aren't torch's by their class."""

@@ -14,6 +14,7 @@ from torch.utils import backend_registration
 
 from xla_dtensor.base import interrupts
 from xla_dtensor.base.torch_private import (
+    OUT_FORGOTTEN,
     DeviceGuard,
     DeviceType,
     PrivateUse1Hooks,
@@ -119,12 +120,9 @@ _FACTORIES = (
 )
 
 # Overloads that torch would take apart above autograd if they had no kernel of ours, and must not:
-# the composite is not what the CPU computes, or doesn't write its `out=` for tensor subclasses.
+# the composite is not what the CPU computes, or forgets its `out=`.
 _WHOLE = (
-    "linalg_matrix_rank.atol_rtol_float_out",
-    "linalg_matrix_rank.atol_rtol_tensor_out",
-    "linalg_matrix_rank.out",
-    "linalg_matrix_rank.out_tol_tensor",
+    *OUT_FORGOTTEN,
     "mish_backward",
     "native_channel_shuffle",
     "set_.source_Tensor_storage_offset",

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import interrupts
-from xla_dtensor.base.torch_private import SUBCLASSES_DISPATCH, TorchDispatchMode
+from xla_dtensor.base.torch_private import (
+    OUT_FORGOTTEN,
+    SUBCLASSES_DISPATCH,
+    TorchDispatchMode,
+)
 from xla_dtensor.tensors.backend import backend
 
 
@@ -30,15 +34,6 @@ class _DispatchToClasses(TorchDispatchMode):
 _mode: _DispatchToClasses | None = None
 _library: torch.library.Library | None = None
 
-# While any mode is on, this torch's composites of these compute a rank and don't write it to
-# ``out=``, of CPU tensors and all others.
-_UNWRITTEN = (
-    "linalg_matrix_rank.atol_rtol_float_out",
-    "linalg_matrix_rank.atol_rtol_tensor_out",
-    "linalg_matrix_rank.out",
-    "linalg_matrix_rank.out_tol_tensor",
-)
-
 
 def _written(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     result = torch.linalg.matrix_rank(*args, **kwargs)
@@ -50,7 +45,7 @@ def let_subclasses_dispatch() -> None:
     global _mode, _library
     if not SUBCLASSES_DISPATCH and _mode is None:
         _library = torch.library.Library("aten", "IMPL")
-        for name in _UNWRITTEN:
+        for name in OUT_FORGOTTEN:
             for key in ("CPU", "CUDA"):
                 _library.impl(name, _written, key)
         _mode = _DispatchToClasses()
