@@ -93,7 +93,8 @@ def test_training_steps(small_mesh: DeviceMesh, compilations: list[str], steps: 
     model = distribute_module(Model(), small_mesh, shard_rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
-    tokens = distribute_tensor(torch.randint(11, (4, 6)), small_mesh, [Shard(0)])
+    # Of another length in each case: what one has compiled the other would find.
+    tokens = distribute_tensor(torch.randint(11, (4, steps // 50)), small_mesh, [Shard(0)])
 
     def step() -> torch.Tensor:
         logits = model(tokens)

@@ -22,6 +22,7 @@ MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lstm_without_bias": (nn.LSTM, {"bias": False}),
     "lstm_projected": (nn.LSTM, {"proj_size": 2, "bidirectional": True}),
     "rnn": (nn.RNN, {"nonlinearity": "relu"}),
+    "rnn_tanh": (nn.RNN, {"batch_first": True}),
 }
 CELLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gru": (nn.GRUCell, {}),
@@ -70,8 +71,13 @@ def compare(ours: Any, theirs: Any, x: Any, reference_x: Any, model: Any, refere
 def test_module(name: str, place: str, compiled: bool, mesh_2x4: DeviceMesh) -> None:
     reference, model = twins(*MODULES[name], place, mesh_2x4)
     x = torch.randn(5, 4, 3, requires_grad=True)
-    ours = put(x, place, mesh_2x4, 1)
+    batch = 0 if reference.batch_first else 1
+    ours = put(x, place, mesh_2x4, batch)
     results = (xd.compile(model) if compiled else model)(ours)
+    if place == "mesh":
+        out, *last = flat(results)
+        assert out.placements == (Shard(batch), Replicate())
+        assert {t.placements for t in last} == {(Shard(1), Replicate())}
     compare(results, reference(x), ours, x, model, reference)
 
 
@@ -84,10 +90,11 @@ def test_cell(name: str, place: str, mesh_2x4: DeviceMesh) -> None:
     compare(model(ours), reference(x), ours, x, model, reference)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("name", ["gru", "lstm"])
+@pytest.mark.parametrize("name", ["gru", "gru_both_ways", "lstm_projected", "rnn"])
 def test_packed(name: str, in_order: bool, batch_first: bool, mesh_2x4: DeviceMesh) -> None:
     kind, options = MODULES[name]
     reference, model = twins(kind, options | {"batch_first": batch_first}, "device", mesh_2x4)
@@ -120,3 +127,184 @@ def test_packing_itself(mesh_2x4: DeviceMesh) -> None:
             with pytest.raises(RuntimeError) as ours_error:
                 rnn.pack_padded_sequence(ours, wrong)
             assert str(ours_error.value).splitlines()[0] == str(error.value).splitlines()[0]
+
+
+def second_order(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """What the gradient's square has for gradients."""
+    loss = sum(t.sin().sum() for t in flat(model(x)))
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return list(torch.autograd.grad(grad.square().sum(), [x, *model.parameters()]))
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["gru_both_ways", "lstm_projected", "rnn"])
+def test_gradients_of_gradients(name: str, place: str, mesh_2x4: DeviceMesh) -> None:
+    reference, model = twins(*MODULES[name], place, mesh_2x4)
+    x = torch.randn(3, 4, 3, requires_grad=True)
+    ours = second_order(model, put(x, place, mesh_2x4, 1))
+    for actual, expected in zip(ours, second_order(reference, x), strict=True):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_gradients_of_packed_sequences(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twins(*MODULES["lstm"], "device", mesh_2x4)
+    x = torch.randn(5, 3, 3, requires_grad=True)
+
+    class Packed(nn.Module):
+        def __init__(self, own: nn.Module) -> None:
+            super().__init__()
+            self.own = own
+
+        def forward(self, x: torch.Tensor) -> Any:
+            out, state = self.own(rnn.pack_padded_sequence(x, [5, 3, 1]))
+            return out.data, state
+
+    ours = second_order(Packed(model), put(x, "device", mesh_2x4, 0))
+    for actual, expected in zip(ours, second_order(Packed(reference), x), strict=True):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm", "rnn"])
+def test_programs_are_of_one_size(name: str, mesh_2x4: DeviceMesh) -> None:
+    _, model = twins(*MODULES[name], "device", mesh_2x4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss = model(x)[0].square().sum()
+        loss.backward()
+        return loss.detach()
+
+    compiled = xd.compile(step)
+    sizes = {
+        len(compiled.lower(torch.ones(steps, 2, 3, device="xla")).as_text().splitlines())
+        for steps in (4, 40, 400)
+    }
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_state_that_is_carried_on(compiled: bool, mesh_2x4: DeviceMesh) -> None:
+    """Truncated backpropagation: each part begins with the state of the last."""
+    reference, model = twins(*MODULES["lstm"], "device", mesh_2x4)
+
+    def step(model: nn.Module, x: torch.Tensor, state: Any) -> Any:
+        out, state = model(x, state)
+        out.square().sum().backward()
+        return tuple(t.detach() for t in state)
+
+    def ours(x: torch.Tensor, state: Any) -> Any:
+        return step(model, x, state)
+
+    run = xd.compile(ours) if compiled else ours
+    states = [tuple(torch.zeros(1, 2, 4, device=where) for _ in "hc") for where in ("xla", "cpu")]
+    for _ in range(3):
+        x = torch.randn(5, 2, 3)
+        states = [run(x.to("xla"), states[0]), step(reference, x, states[1])]
+    for actual, expected in zip(*states, strict=True):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_written_to_and_frozen(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twins(*MODULES["gru"], "device", mesh_2x4)
+    x = torch.randn(3, 2, 3)
+    for own in (reference, model):
+        own.weight_hh_l0.requires_grad_(False)
+        out, last = own(x.to(own.weight_ih_l0.device))
+        last.add_(1)  # no view of what each step has
+        out.mul_(2).sum().backward()
+    assert model.weight_hh_l0.grad is None
+    torch.testing.assert_close(model.weight_ih_l0.grad.cpu(), reference.weight_ih_l0.grad)
+
+
+def test_all_dropped_between_layers(mesh_2x4: DeviceMesh) -> None:
+    options = {"num_layers": 2, "dropout": 1.0}
+    reference, model = twins(nn.LSTM, options, "device", mesh_2x4)
+    x = torch.randn(5, 2, 3)
+    for _ in range(2):
+        torch.testing.assert_close(model(x.to("xla"))[0].cpu(), reference(x)[0])
+        reference.eval(), model.eval()
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm", "rnn"])
+def test_half_precision(name: str, mesh_2x4: DeviceMesh) -> None:
+    kind, options = MODULES[name]
+    reference = kind(3, 4, **options)
+    model = copy.deepcopy(reference).to("xla")
+    x = torch.randn(5, 2, 3)
+    with torch.autocast("xla"):
+        results = flat(model(x.to("xla")))
+    assert {t.dtype for t in results} == {torch.bfloat16}
+    halves = flat(model.bfloat16()(x.bfloat16().to("xla")))
+    for expected, *found in zip(flat(reference(x)), results, halves, strict=True):
+        for actual in found:
+            torch.testing.assert_close(actual.cpu().float(), expected, rtol=0.05, atol=0.05)
+    assert results[0].requires_grad
+
+
+def test_without_gradients_nothing_is_kept(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twins(*MODULES["lstm"], "device", mesh_2x4)
+    x = torch.randn(5, 2, 3)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            text = xd.compile(model).lower(x.to("xla")).as_text()
+            torch.testing.assert_close(model(x.to("xla"))[0].cpu(), reference(x)[0])
+        assert "5x2x16" in text  # the input's part of the gates
+        assert text.count("stablehlo.dynamic_update_slice") == 1  # of what is stacked, the states
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward AD
+def test_transformed(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twins(*MODULES["gru"], "device", mesh_2x4)
+    x = torch.randn(3, 2, 3)
+
+    def along(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(lambda x: model(x)[0], (x,), (torch.ones_like(x),))[1]
+
+    def by_weights(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        def loss(weights: Any) -> torch.Tensor:
+            return torch.func.functional_call(model, weights, (x,))[0].square().sum()
+
+        return torch.func.grad(loss)({k: p.detach() for k, p in model.named_parameters()})
+
+    torch.testing.assert_close(along(model, x.to("xla")).cpu(), along(reference, x))
+    expected = by_weights(reference, x)
+    for name, actual in by_weights(model, x.to("xla")).items():
+        torch.testing.assert_close(actual.cpu(), expected[name])
+
+
+@pytest.mark.parametrize(
+    "x, state",
+    [
+        (torch.zeros(0, 2, 3), None),
+        (torch.zeros(5, 2, 3), torch.zeros(1, 3, 4)),
+        (torch.zeros(5, 2, 7), None),
+        (torch.zeros(5, 2, 3, dtype=torch.int64), None),
+    ],
+)
+def test_torchs_errors(x: torch.Tensor, state: Any, mesh_2x4: DeviceMesh) -> None:
+    reference, model = twins(*MODULES["gru"], "device", mesh_2x4)
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        reference(x, state)
+    with pytest.raises(error.type) as ours:
+        model(x.to("xla"), None if state is None else state.to("xla"))
+    assert str(ours.value).splitlines()[0] == str(error.value).splitlines()[0]
+
+
+def test_a_state_elsewhere_is_refused(mesh_2x4: DeviceMesh) -> None:
+    _, model = twins(*MODULES["gru"], "device", mesh_2x4)
+    with pytest.raises(RuntimeError, match="not at the same device"):
+        model(torch.zeros(5, 2, 3, device="xla"), torch.zeros(1, 2, 4))
+
+
+def test_checkpointed(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twins(*MODULES["lstm"], "device", mesh_2x4)
+    x = torch.randn(3, 2, 3)
+    for own, given in ((reference, x), (model, x.to("xla"))):
+        torch.utils.checkpoint.checkpoint(
+            lambda x, own=own: own(x)[0], given, use_reentrant=False
+        ).square().sum().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-4, atol=1e-5)

@@ -21,6 +21,7 @@ from tools.rule_check.table_of_products import (
     loss,
     matmul,
     norm,
+    recurrence,
 )
 from tools.rule_check.table_of_shapes import indexing, shape, view
 from xla_dtensor.rules.paddle.names import NAMES
@@ -31,7 +32,7 @@ def samples() -> tuple[Sample, ...]:
     """Every call of this table."""
     families = (
         *(elementwise, factory, reduction, matmul, view, shape, norm, indexing, scan_sort),
-        *(loss, linalg, conv, attention),
+        *(loss, linalg, conv, attention, recurrence),
     )
     return tuple(sample for family in families for sample in family())
 

@@ -255,6 +255,18 @@ def conv() -> list[Sample]:
     return samples
 
 
+def recurrence() -> list[Sample]:
+    gates, h, steps = t(8, 16, 32), t(16, 8), t(8, 16, 8)
+    every = (gates, h, h, t(32, 8), t(32), None, None)
+    gru = (t(8, 16, 24), h, None, t(24, 8), None, None, None)
+    kept = (steps, steps, gates)
+    return [
+        s("xla_dtensor::recurrence", *every, "lstm", False, True),
+        s("xla_dtensor::recurrence", *gru, "gru", True, False),
+        s("xla_dtensor::recurrence_backward", steps, h, h, *every, *kept, "lstm", True),
+    ]
+
+
 def attention() -> list[Sample]:
     q, lse = t(8, 8, 16, 8), t(8, 8, 16)
     keys = t(8, 2, 16, 8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_dtensor.base.torch_private import DispatchKey, is_key_excluded
-from xla_dtensor.integration.operators import composites
+from xla_dtensor.integration.operators import composites, recurrent
 from xla_dtensor.integration.operators.flash_attention import Attention
 from xla_dtensor.plans.ops import handles
 from xla_dtensor.rules.call import bind
@@ -48,3 +48,10 @@ def _rms_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @handles("aten::one_hot.default")
 def _one_hot(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return composites.one_hot(*args, **kwargs)
+
+
+def _recurrent(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return recurrent.KERNELS[func.name().removeprefix("aten::")](*args)
+
+
+handles(*(f"aten::{name}" for name in recurrent.KERNELS))(_recurrent)

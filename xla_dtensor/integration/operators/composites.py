@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from xla_dtensor.base.torch_private import functorch_interpreter, is_in_forward_ad
 from xla_dtensor.integration.distributed.context_parallel import causal_mask
-from xla_dtensor.integration.operators import flash_attention
+from xla_dtensor.integration.operators import flash_attention, recurrent
 from xla_dtensor.integration.operators.flash_attention import Attention
-from xla_dtensor.integration.patching.calls import dispatched
+from xla_dtensor.integration.patching.calls import dispatched, is_transformed
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.tensors.saved_leaves import keep
 
@@ -40,6 +39,7 @@ def install() -> None:
     )
     own.impl("attention_backward", _attention_backward_meta, "Meta")
     flash_attention.define(own)
+    recurrent.define(own)
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("linear", _linear, "AutogradPrivateUse1")
     aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
@@ -49,6 +49,8 @@ def install() -> None:
     # without. It is never run: our tensors' class dispatches before.
     aten.impl("_fused_rms_norm", _never_run, "PrivateUse1")
     aten.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
+    for name, kernel in recurrent.KERNELS.items():
+        aten.impl(name, kernel, "AutogradPrivateUse1")
     _libraries.extend((own, aten))
     on_import("torch.utils.flop_counter", _count_flops)
 
@@ -57,6 +59,7 @@ def _count_flops(module: Any) -> None:
     """``FlopCounterMode`` takes apart what it doesn't know, which these can't be."""
     ops = torch.ops.xla_dtensor
     flash_attention.count_flops(module)
+    recurrent.count_flops(module)
 
     @module.register_flop_formula(ops.linear_weight_grad)
     def of_weight_grad(grad_out: Any, input: Any, *_: Any, **__: Any) -> int:
@@ -74,12 +77,6 @@ def _count_flops(module: Any) -> None:
         scores = 2 * math.prod(batch) * length * key[-2]
         # The scores again, their gradient and the value's; the query's and the key's.
         return scores * (3 * width + 2 * value[-1])
-
-
-def _is_transformed() -> bool:
-    """Whether ``torch.func`` or forward-mode AD is at work, which take composites apart and know no
-    autograd functions like ours."""
-    return functorch_interpreter() is not None or is_in_forward_ad()
 
 
 def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:
@@ -188,7 +185,7 @@ def _linear_input_grad_meta(grad_out: torch.Tensor, weight: torch.Tensor) -> tor
 def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if input.ndim < 2 or weight.ndim != 2 or _is_transformed():
+    if input.ndim < 2 or weight.ndim != 2 or is_transformed():
         return torch.ops.aten.linear.default.decompose(input, weight, bias)
     _check_leaves("aten::linear", input, weight, bias)
     return _Linear.apply(input, weight, bias)
@@ -278,7 +275,7 @@ def attention_otherwise(call: Attention) -> Any:
         if dealt_out is not None:
             masked = call._replace(attn_mask=dealt_out, is_causal=False)
             return torch.ops.aten.scaled_dot_product_attention.default(**masked._asdict())
-    transformed = _is_transformed()
+    transformed = is_transformed()
     if not transformed and flash_attention.is_long(query, key):
         _check_leaves("aten::scaled_dot_product_attention", *call.tensors)
         long = flash_attention.attend(call)

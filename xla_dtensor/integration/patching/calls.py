@@ -1,4 +1,4 @@
-"""`dispatched`: an operation called by our autograd functions, which torch's modes see, too."""
+"""Operations called by our autograd functions: `dispatched`, where `is_transformed` lets them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.torch_private import count_of_dispatch_modes, pop_dispatch_mode
+from xla_dtensor.base.torch_private import (
+    count_of_dispatch_modes,
+    functorch_interpreter,
+    is_in_forward_ad,
+    pop_dispatch_mode,
+)
 from xla_dtensor.tensors.backend import backend
 
 
@@ -19,3 +24,9 @@ def dispatched(func: Any, *args: Any, **kwargs: Any) -> Any:
         if result is not NotImplemented:
             return result
     return backend().dispatch(func, args, kwargs)
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` or forward-mode AD is at work, which take composites apart and know no
+    autograd functions like ours."""
+    return functorch_interpreter() is not None or is_in_forward_ad()

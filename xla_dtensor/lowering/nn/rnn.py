@@ -1,4 +1,4 @@
-"""The fused recurrent cells that torch's LSTM and GRU call once per time step."""
+"""The fused recurrent cells, one step each: of ``nn.LSTMCell`` and ``nn.GRUCell``."""
 
 from __future__ import annotations
 
@@ -38,12 +38,21 @@ def _gru_cell_backward_shapes(
     return (*gates, grad_hy.new_empty(grad_hy.shape), *biases)
 
 
-def _lstm_gates(input_gates: Any, hidden_gates: Any, input_bias: Any, hidden_bias: Any) -> Any:
-    gates = input_gates + hidden_gates
-    if input_bias is not None:
-        gates = gates + input_bias + hidden_bias
+def lstm_of_gates(gates: Any, cx: Any) -> tuple[Any, Any, Any]:
+    """The hidden state, the cell state and the activated gates."""
     i, f, g, o = jnp.split(gates, 4, axis=1)
-    return jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+    i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+    cy = f * cx + i * g
+    return o * jnp.tanh(cy), cy, (i, f, g, o)
+
+
+def gru_of_gates(input_gates: Any, hidden_gates: Any, hx: Any) -> tuple[Any, Any]:
+    """The hidden state, and what the backward needs."""
+    ir, iz, i_n = jnp.split(input_gates, 3, axis=1)
+    hr, hz, hn = jnp.split(hidden_gates, 3, axis=1)
+    r, z = jax.nn.sigmoid(ir + hr), jax.nn.sigmoid(iz + hz)
+    n = jnp.tanh(i_n + r * hn)
+    return n + z * (hx - n), (r, z, n, hx, hn)
 
 
 @lowers("_thnn_fused_lstm_cell")
@@ -51,9 +60,11 @@ def lstm_cell(
     input_gates: Any, hidden_gates: Any, cx: Any, input_bias: Any = None, hidden_bias: Any = None
 ) -> tuple[Any, Any, Any]:
     """Gates ``[batch, 4 * hidden]``; returns hidden state, cell state, activated gates."""
-    i, f, g, o = _lstm_gates(input_gates, hidden_gates, input_bias, hidden_bias)
-    cy = f * cx + i * g
-    return o * jnp.tanh(cy), cy, jnp.concatenate([i, f, g, o], axis=1)
+    gates = input_gates + hidden_gates
+    if input_bias is not None:
+        gates = gates + input_bias + hidden_bias
+    hy, cy, activated = lstm_of_gates(gates, cx)
+    return hy, cy, jnp.concatenate(activated, axis=1)
 
 
 @lowers("_thnn_fused_lstm_cell_backward_impl")
@@ -92,11 +103,8 @@ def gru_cell(
     hidden state and the hidden part of the new gate."""
     if input_bias is not None:
         input_gates, hidden_gates = input_gates + input_bias, hidden_gates + hidden_bias
-    ir, iz, i_n = jnp.split(input_gates, 3, axis=1)
-    hr, hz, hn = jnp.split(hidden_gates, 3, axis=1)
-    r, z = jax.nn.sigmoid(ir + hr), jax.nn.sigmoid(iz + hz)
-    n = jnp.tanh(i_n + r * hn)
-    return n + z * (hx - n), jnp.concatenate([r, z, n, hx, hn], axis=1)
+    hy, workspace = gru_of_gates(input_gates, hidden_gates, hx)
+    return hy, jnp.concatenate(workspace, axis=1)
 
 
 @lowers("_thnn_fused_gru_cell_backward")
