@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train quick test test-slow test-audit test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table clean
+.PHONY: help env train quick test test-slow test-audit test-optimized test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -41,7 +41,10 @@ test-processors: env ## the tests as four other processors round (two hours)
 test-audit: env ## the tests of compiled steps, each call audited (about twelve minutes)
 	$(RUN) audit -- $(ARGS)
 
-test-all: check test test-slow test-audit rules-check suites fuzz-short ## everything there is (about three hours on two cores)
+test-optimized: env ## one test in fifty, compiled with the effort that users' programs are (ARGS="--one-in 5" for more)
+	$(RUN) optimized -- $(ARGS)
+
+test-all: check test test-slow test-audit test-optimized rules-check suites fuzz-short ## everything there is (about three hours on two cores)
 
 # torchtitan's own pins differ from ours, so it has an environment of its own.
 TITAN_VENV ?= .venv-torchtitan

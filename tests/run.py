@@ -68,6 +68,12 @@ def audit(*more: str) -> int:
     return run(str(own), *others, *marked, *more, XLA_DTENSOR_AUDIT="1")
 
 
+def optimized(*more: str) -> int:
+    """One fast test in `QUICK`, compiled as users' programs are: the others' with less effort."""
+    own = {"XLA_DTENSOR_TESTS_OPTIMIZED": "1"}
+    return run("-m", "not slow", "--one-in", str(QUICK), *more, **own)
+
+
 def processor(number: str, *more: str) -> int:
     """The fast tests as processor 1 to 4 rounds."""
     setting = PROCESSORS[int(number) - 1]
@@ -82,7 +88,8 @@ def processors(*more: str) -> int:
     return next((code for n in numbers if (code := processor(n, *more))), 0)
 
 
-WAYS = {way.__name__: way for way in (quick, fast, slow, audit, processor, processors)}
+_ALL = (quick, fast, slow, audit, optimized, processor, processors)
+WAYS = {way.__name__: way for way in _ALL}
 
 
 def main() -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.conftest import make_mesh
 from xla_dtensor.base.grips import Grip
 from xla_dtensor.base.xla_faults import FAULTS, PINNED, Fault, pinned
-from xla_dtensor.runtime import memory
+from xla_dtensor.runtime import memory, xla_flags
 
 P = PartitionSpec
 
@@ -206,6 +209,45 @@ def test_transforms() -> None:
 def test_layouts_of_transforms() -> None:
     transform = lambda x: jnp.fft.fft(x, axis=1).real
     check("2x4", transform, [counted(16, 16)], [P(("a", "b"))], P("b", "a"))
+
+
+LARGE_LOOP = """
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+
+def loop(row, j, k, m, h, r, s, v):
+    part = lambda x, at: lax.dynamic_slice(x, (0, at), (2, 4))
+    both = r + s
+    x = part(h, j) * (v[0] * v[1]) * v[2] + v[3] + part(h, k) * v[4] * v[5]
+    y = part(both, m) * v[6] * v[7] + x * v[8] + both[:, :4] * v[9] * v[10] + v[11]
+    whole = lax.dynamic_update_slice(jnp.zeros((2, 2, 4)), (y * v[12])[None], (row, 0, 0))
+    return jnp.pad(whole, ((0, 0), (0, 0), (4, 0)))
+
+given = list(map(np.int32, (1, 4, 8, 12)))
+random = np.random.RandomState(0).randn
+given += [random(2, 16).astype("f") for _ in range(3)]
+given += [[random(2, 4).astype("f") for _ in range(13)]]
+with jax.disable_jit():
+    expected = loop(*given)
+np.testing.assert_allclose(jax.jit(loop)(*given), expected, rtol=1e-5, atol=1e-5)
+"""
+
+
+def _large_loop(**flags: str) -> subprocess.CompletedProcess[str]:
+    """In a process as users have it: the tests' own compiles with less effort."""
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-c", LARGE_LOOP]
+    return subprocess.run(command, env=env | flags, capture_output=True, text=True, check=False)
+
+
+@still_there
+def test_addresses_in_large_loops() -> None:
+    assert not _large_loop().returncode
+
+
+def test_addresses_in_large_loops_as_the_package_has_them() -> None:
+    done = _large_loop(XLA_FLAGS=xla_flags.NO_STRENGTH_REDUCTION)
+    assert not done.returncode, done.stderr
 
 
 @still_there

@@ -359,6 +359,13 @@ IN_FLIGHT = Fault(
     "tests/runtime/test_in_flight.py::test_by_jax_alone",
     platforms=("cpu",),
 )
+WRONG_ADDRESSES = Fault(
+    "LLVM's loop strength reduction makes a large fused loop of the CPU's backend (a dozen operands "
+    "and more, written to a position and padded) read other elements than it should.",
+    "runtime/xla_flags.py:NO_STRENGTH_REDUCTION",
+    _HERE + "test_addresses_in_large_loops",
+    platforms=("cpu",),
+)
 SUMS_IN_FLOAT32 = Fault(
     "The CPU's backend adds up what devices have of 16-bit numbers in 32 bits, so that a product "
     "which gives float32 moves no more there, and depends less on how many devices share it.",
