@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from xla_dtensor.integration.operators import autocast
+
 _libraries: list[torch.library.Library] = []
 
 
@@ -77,3 +79,7 @@ def _define() -> None:
 
 
 _define()
+autocast.add_library("xla_dtensor", "nms_static")
+autocast.add_library(
+    "torchvision", "nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"
+)
