@@ -162,6 +162,21 @@ def test_regions_on_a_mesh(
         close(step(*placed), expected)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("layout", ["whole", "both"])
+@pytest.mark.parametrize("name", ["align_all", "pool", "ps_pool"])
+def test_no_regions_on_a_mesh(
+    mesh_2x4: DeviceMesh, name: str, layout: str, is_compiled: bool
+) -> None:
+    tensors = [image(), regions()[:0]]
+    step: Any = lambda *given: with_gradients(REGIONS[name], given)
+    if is_compiled:
+        step = xd.compile(step)
+    pairs = zip(tensors, LAYOUTS[layout], strict=True)
+    found = step(*[xd.distribute_tensor(t, mesh_2x4, p) for t, p in pairs])
+    close(found, with_gradients(REGIONS[name], tensors))
+
+
 def test_where_regions_lie(mesh_2x4: DeviceMesh) -> None:
     """Regions and channels stay sharded, and no value moves."""
     x = xd.distribute_tensor(image(), mesh_2x4, [R, Shard(1)])

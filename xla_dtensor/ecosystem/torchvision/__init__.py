@@ -1,9 +1,9 @@
 """torchvision's C++ operations on xla tensors, and one of our own: `nms_static`.
 
 torchvision has kernels for the CPU and CUDA alone. Here are lowerings and layout rules of the same
-overloads (`regions`, `deform_conv`), so that ``torchvision.ops`` and the detection models that are
-built on it run as they are, with torchvision's own gradients formulas. What boxes `nms` keeps is
-read on the host (`suppression`), as `torch.nonzero` is: their number depends on values.
+overloads (`region_operations`, `deform_conv`), so that ``torchvision.ops`` and the detection models
+that are built on it run as they are, with torchvision's own autograd functions. Which boxes `nms`
+keeps is read on the host (`suppression`), as `torch.nonzero` is: their number depends on values.
 Checked with 0.26 and 0.28.
 """
 
@@ -33,7 +33,7 @@ def _hook(extension: Any) -> None:
 
 
 def _register(_: Any) -> None:
-    for name in ("regions", "deform_conv", "suppression"):
+    for name in ("region_operations", "deform_conv", "suppression"):
         importlib.import_module(f"{_NAME}.{name}")
 
 
