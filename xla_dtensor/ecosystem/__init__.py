@@ -4,7 +4,7 @@ Each has a file or a folder here, whose `install` replaces something of the libr
 library is imported.
 """
 
-from xla_dtensor.ecosystem import huggingface_hub, spmd_types, transformers
+from xla_dtensor.ecosystem import huggingface_hub, spmd_types, torchvision, transformers
 from xla_dtensor.ecosystem.torchtitan import trainer
 
 
@@ -14,6 +14,7 @@ def install() -> None:
     trainer.install()
     transformers.install()
     huggingface_hub.install()
+    torchvision.install()
 
 
 __all__ = ["install"]

@@ -86,6 +86,11 @@ _INSTEAD = {
 }
 
 
+def say_instead(name: str, text: str) -> None:
+    """Let the refusal of an op ``name``, of another library, say what has a shape that is known."""
+    _INSTEAD[name] = text
+
+
 @handles("aten::repeat_interleave.Tensor")
 def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """With its size given it can be traced; eagerly torch also compares that with the values."""

@@ -252,6 +252,10 @@ def cut_of(answer: Answer | None) -> ShardMapCall | None:
         # loops (`result_placements.pins`).
         return None
     shapes = [form.shape for form in call.forms if isinstance(form, Form)]
+    if any(0 in shape for shape in shapes):
+        # Nothing to cut; and XLA makes constants of empty shards, of which it says then that they
+        # are no shards ("expected at least one operand ... GlobalToLocalShape", JAX 0.10).
+        return None
     outputs = [
         ((), (Replicate(),) * mesh.ndim) if meta is None else (meta.shape, placements)
         for meta, placements in zip(answer.metas, merged.outputs, strict=True)

@@ -74,6 +74,22 @@ def install() -> None:
     torch.set_autocast_dtype("xla", torch.bfloat16)
 
 
+def add_library(namespace: str, *names: str) -> None:
+    """Let operations of another library compute in float32 and give results in the precision of
+    their first tensor, as torchvision's kernels for CUDA do.
+
+    Args:
+        namespace: the library's, in ``torch.ops``.
+        names: of operations that have one overload.
+    """
+    library = torch.library.Library(namespace, "IMPL")
+    for name in names:
+        func = getattr(getattr(torch.ops, namespace), name).default
+        kernel = _without_autocast(functools.partial(_through_float32, func))
+        library.impl(name, kernel, _KEY.name)
+    _libraries.append(library)
+
+
 def _overload(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
@@ -112,6 +128,11 @@ def _in_lower_precision(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _in_float32(func: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _cast(torch.float32, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _through_float32(func: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    results = _in_float32(func, first, *args, **kwargs)
+    return pytree.tree_map(lambda v: v.to(first.dtype) if _is_eligible(v) else v, results)
 
 
 def _with_float32_result(func: Any, *args: Any, **kwargs: Any) -> Any:

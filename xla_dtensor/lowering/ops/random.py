@@ -17,6 +17,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.ops.factory import factory_dtype
 from xla_dtensor.lowering.partitioned.per_slice import per_slice
 from xla_dtensor.lowering.promotion import is_exactly
@@ -253,6 +254,11 @@ def standard_gamma(key: jax.Array, x: jax.Array) -> jax.Array:
 def standard_gamma_grad(x: jax.Array, output: jax.Array) -> jax.Array:
     wide = _float(x.dtype)
     return lax.random_gamma_grad(x.astype(wide), output.astype(wide))
+
+
+@meta_of("_sample_dirichlet")
+def dirichlet_shape(x: torch.Tensor, generator: Any = None) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @lowers("_sample_dirichlet", random=True)
