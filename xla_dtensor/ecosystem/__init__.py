@@ -4,7 +4,14 @@ Each has a file or a folder here, whose `install` replaces something of the libr
 library is imported.
 """
 
-from xla_dtensor.ecosystem import huggingface_hub, spmd_types, transformers
+from xla_dtensor.ecosystem import (
+    accelerate,
+    huggingface_hub,
+    sentence_transformers,
+    spmd_types,
+    transformers,
+    transformers_trainer,
+)
 from xla_dtensor.ecosystem.torchtitan import trainer
 
 
@@ -14,6 +21,9 @@ def install() -> None:
     trainer.install()
     transformers.install()
     huggingface_hub.install()
+    accelerate.install()
+    transformers_trainer.install()
+    sentence_transformers.install()
 
 
 __all__ = ["install"]
