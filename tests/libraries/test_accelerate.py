@@ -141,7 +141,8 @@ def test_a_checkpoint_of_another_device(
         made = accelerator.prepare(model())
         accelerator.load_state(str(tmp_path))
     assert "random numbers of the device don't go on" in caplog.text
-    assert all(torch.equal(full(a), b) for a, b in zip(made.parameters(), first.parameters()))
+    pairs = zip(made.parameters(), first.parameters(), strict=True)
+    assert all(torch.equal(full(a), b) for a, b in pairs)
 
 
 def test_its_own_variable(chosen: Chosen, monkeypatch: pytest.MonkeyPatch) -> None:
