@@ -7,6 +7,7 @@ library is imported.
 from xla_dtensor.ecosystem import (
     accelerate,
     huggingface_hub,
+    lightning,
     sentence_transformers,
     spmd_types,
     transformers,
@@ -24,6 +25,7 @@ def install() -> None:
     accelerate.install()
     transformers_trainer.install()
     sentence_transformers.install()
+    lightning.install()
 
 
 __all__ = ["install"]
