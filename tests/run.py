@@ -82,7 +82,12 @@ def processors(*more: str) -> int:
     return next((code for n in numbers if (code := processor(n, *more))), 0)
 
 
-WAYS = {way.__name__: way for way in (quick, fast, slow, audit, processor, processors)}
+def libraries(*more: str) -> int:
+    """The tests of other people's libraries, which their environment has."""
+    return run("tests/libraries", *more)
+
+
+WAYS = {way.__name__: way for way in (quick, fast, slow, audit, processor, processors, libraries)}
 
 
 def main() -> int:

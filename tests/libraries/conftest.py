@@ -23,20 +23,21 @@ with warnings.catch_warnings(), contextlib.suppress(ImportError):
 Chosen = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
+@contextlib.contextmanager
+def choose(device: str) -> Iterator[None]:
+    """A block in which libraries find this device, "xla" or "cpu"; accelerate forgets what it had
+    found before."""
+    switch: Any = {"xla": "xla", "cpu": "never"}[device]
+    _forget()
+    with xd.config.override(device=switch):
+        yield
+    _forget()
+
+
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Chosen]:
-    """``with chosen("xla")``, or ``"cpu"``: libraries find this device; accelerate forgets what it
-    had found."""
+    """`choose`, without accelerate's own variable."""
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
-
-    @contextlib.contextmanager
-    def choose(device: str) -> Iterator[None]:
-        switch: Any = {"xla": "xla", "cpu": "never"}[device]
-        _forget()
-        with xd.config.override(device=switch):
-            yield
-        _forget()
-
     yield choose
     _forget()
 

@@ -177,6 +177,13 @@ def test_plugins_are_refused(chosen: Chosen, name: str, make: Any) -> None:
 
 
 def test_several_processes_are_refused(chosen: Chosen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time, also where accelerate's variable names the device."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with chosen("xla"), pytest.raises(UnsupportedOpError, match="accelerate on the xla device"):
-        Accelerator()
+    with chosen("xla"):
+        for _ in range(2):
+            with pytest.raises(UnsupportedOpError, match="accelerate on the xla device"):
+                Accelerator()
+    with chosen("cpu"):
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "xla")
+        with pytest.raises(UnsupportedOpError, match="accelerate on the xla device"):
+            Accelerator()

@@ -156,7 +156,8 @@ def test_fsdp_is_refused(chosen: Chosen, tmp_path: Path) -> None:
         trainer(tmp_path, model(), fsdp="full_shard")
 
 
-def test_trl(chosen: Chosen, tmp_path: Path) -> None:
+def sft(folder: Path) -> Any:
+    """A trainer of trl's, with a tokenizer of 60 words."""
     trl = pytest.importorskip("trl", reason="it isn't installed: make test-libraries")
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -169,27 +170,26 @@ def test_trl(chosen: Chosen, tmp_path: Path) -> None:
         tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>"
     )
     rows = [{"text": " ".join(f"w{(i + j) % 60}" for j in range(6))} for i in range(8)]
+    arguments = trl.SFTConfig(
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=1e-2,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    data = Dataset.from_list(rows)
+    return trl.SFTTrainer(model(), arguments, train_dataset=data, processing_class=tokenizer)
 
+
+def test_trl(chosen: Chosen, tmp_path: Path) -> None:
     def losses(device: str) -> list[float]:
         with chosen(device):
-            arguments = trl.SFTConfig(
-                str(tmp_path / device),
-                max_steps=2,
-                per_device_train_batch_size=2,
-                logging_steps=1,
-                report_to=[],
-                save_strategy="no",
-                disable_tqdm=True,
-                learning_rate=1e-2,
-                bf16=False,
-                gradient_checkpointing=False,
-            )
-            made = trl.SFTTrainer(
-                model(),
-                arguments,
-                train_dataset=Dataset.from_list(rows),
-                processing_class=tokenizer,
-            )
+            made = sft(tmp_path / device)
             made.train()
             assert made.model.device.type == device
         return history(made)["loss"]
@@ -197,19 +197,19 @@ def test_trl(chosen: Chosen, tmp_path: Path) -> None:
     assert losses("xla") == pytest.approx(losses("cpu"), rel=1e-5)
 
 
+def encoder() -> Any:
+    """A model of sentence-transformers' that needs no files."""
+    st = pytest.importorskip("sentence_transformers", reason="it isn't installed")
+    set_seed(0)
+    words = st.sentence_transformer.modules.BoW(vocab=["a", "b", "c"])
+    dense = st.sentence_transformer.modules.Dense(3, 4)
+    return st.SentenceTransformer(modules=[words, dense])
+
+
 def test_sentence_transformers(chosen: Chosen) -> None:
-    st = pytest.importorskip(
-        "sentence_transformers", reason="it isn't installed: make test-libraries"
-    )
-
-    def encoder(device: str) -> Any:
-        with chosen(device):
-            set_seed(0)
-            words = st.sentence_transformer.modules.BoW(vocab=["a", "b", "c"])
-            dense = st.sentence_transformer.modules.Dense(3, 4)
-            return st.SentenceTransformer(modules=[words, dense])
-
-    found = encoder("xla")
+    with chosen("xla"):
+        found = encoder()
     assert found.device == torch.device("xla:0")
-    wanted = encoder("cpu").encode(["a b", "c"])
+    with chosen("cpu"):
+        wanted = encoder().encode(["a b", "c"])
     assert found.encode(["a b", "c"]) == pytest.approx(wanted, rel=1e-6)

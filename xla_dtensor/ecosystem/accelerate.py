@@ -50,11 +50,18 @@ def _hook_state(module: Any) -> None:
 def _set_device(original: Any, args: Any, kwargs: Any) -> None:
     original(*args, **kwargs)
     state = args[0]
-    if not state._cpu and state.distributed_type == "NO":
-        asked = state.device.type == "xla"  # ACCELERATE_TORCH_DEVICE
-        state.device = torch.device("xla", 0) if asked else device_for(state.device)
-    if state.device.type == "xla":
+    if state._cpu:
+        return
+    asked = state.device.type == "xla"  # ACCELERATE_TORCH_DEVICE
+    device = torch.device("xla", 0) if asked else device_for(state.device)
+    if device.type != "xla":
+        return
+    try:
         refuse_processes("accelerate")
+    except UnsupportedOpError:
+        type(state)._reset_state()  # or the next one would find this one ready
+        raise
+    state.device = device
 
 
 def _state(original: Any, args: Any, kwargs: Any) -> None:
