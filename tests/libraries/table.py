@@ -22,7 +22,7 @@ from tests.libraries.programs import PROGRAMS, Numbers, Program
 
 PAGE = Path(__file__).parents[2] / "docs" / "libraries.md"
 BEGIN, END = "<!-- made by tests/libraries/table.py -->\n\n", "\n<!-- end -->\n"
-HEAD = ("library", "version", "what was run", "the line", "first result, s", "CPU torch, s")
+HEAD = ("library", "version", "what works", "the line", "first result, s", "CPU torch, s")
 _RULE = "`XLA_DTENSOR_DEVICE=1`, or nothing where there are accelerators"
 
 
@@ -162,12 +162,16 @@ def measured(name: str, device: str) -> str:
     return f"{float(out.split()[-1]):.1f}"
 
 
+def name_of(program: Program) -> str:
+    """What the table calls its library."""
+    return (program.distribution or program.package).replace("_", "-")
+
+
 def row(program: Program) -> str:
     """The line of the table."""
     version = importlib.metadata.version(program.distribution or program.package.replace("_", "-"))
-    name = (program.distribution or program.package).replace("_", "-")
     times = [measured(program.package, device) for device in ("xla", "cpu")]
-    return f"| {' | '.join([name, version, program.what, program.line, *times])} |\n"
+    return f"| {' | '.join([name_of(program), version, program.what, program.line, *times])} |\n"
 
 
 def main() -> None:

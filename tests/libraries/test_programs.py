@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests.libraries import table
 from tests.libraries.programs import PROGRAMS, Program, installed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -19,3 +20,10 @@ def test_it_gives_the_cpus_numbers(program: Program) -> None:
     assert all(map(math.isfinite, expected)) and len(expected) > 1
     r = program.tolerance
     assert found == pytest.approx(expected, rel=r, abs=r)
+
+
+def test_the_page_has_each() -> None:
+    """docs/libraries.md is made by `tests/libraries/table.py`."""
+    listed = table.PAGE.read_text().partition(table.BEGIN)[2].partition(table.END)[0]
+    rows = [line.split("|")[1].strip() for line in listed.splitlines()[2:] if line]
+    assert rows == [table.name_of(program) for program in table.ALL.values()]
