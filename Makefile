@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train quick test test-slow test-audit test-optimized test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table clean
+.PHONY: help env train quick test test-slow test-audit test-optimized test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table test-libraries env-libraries libraries-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -87,6 +87,24 @@ test-transformers: env-transformers ## transformers' models: loss, gradients, tr
 
 transformers-table: env-transformers ## the table of docs/transformers.md
 	$(HF) -W ignore -m tests.transformers.table $(ARGS)
+
+# Libraries that find the device, and those that take it: of all that are built on torch, twenty.
+LIBRARIES_VENV ?= .venv-libraries
+LIBRARIES := $(LIBRARIES_VENV)/bin/python
+LIBRARY_PINS := tests/libraries/constraints.txt
+env-libraries: $(LIBRARIES_VENV)/.installed ## the environment for accelerate, Lightning, peft and others
+
+$(LIBRARIES_VENV)/.installed: pyproject.toml constraints.txt $(LIBRARY_PINS)
+	$(PYTHON) -m venv $(LIBRARIES_VENV)
+	$(LIBRARIES) -m pip install --quiet -c constraints.txt -c $(LIBRARY_PINS) --editable . \
+	  pytest pytest-xdist $$(sed 's/==.*//; /^#/d' $(LIBRARY_PINS))
+	touch $@
+
+test-libraries: env-libraries ## twenty libraries built on torch: losses, checkpoints, files (five minutes)
+	$(LIBRARIES) tests/run.py libraries -- $(ARGS)
+
+libraries-table: env-libraries ## the table of docs/libraries.md (ten minutes)
+	$(LIBRARIES) -W ignore -m tests.libraries.table $(ARGS)
 
 check: env ## lint, formatting, types
 	$(BIN)/ruff check .

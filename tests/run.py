@@ -88,7 +88,12 @@ def processors(*more: str) -> int:
     return next((code for n in numbers if (code := processor(n, *more))), 0)
 
 
-_ALL = (quick, fast, slow, audit, optimized, processor, processors)
+def libraries(*more: str) -> int:
+    """The tests of other people's libraries, which their environment has."""
+    return run("tests/libraries", *more)
+
+
+_ALL = (quick, fast, slow, audit, optimized, processor, processors, libraries)
 WAYS = {way.__name__: way for way in _ALL}
 
 

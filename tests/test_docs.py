@@ -56,6 +56,7 @@ def blocks(page: str) -> list[str]:
         ("pipeline.md", 3, ["forward of microbatch 0 in stage 0"]),
         ("pods.md", 2, ["step on cpu:8"]),
         ("checkpoints.md", 3, []),
+        ("libraries.md", 1, []),
         ("config.md", 1, ["switch             value"]),
         ("several_processes.md", 1, ["1 processes, the sum is 128.0"]),
         ("dfunction.md", 6, ["Layout(dp=2, tp=4; [None, None]; sum over tp)"]),

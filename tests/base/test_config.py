@@ -41,6 +41,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "torchtitan_step": {"whole": "whole", "parts": "parts"},
     "expert_capacity": {"1.25": 1.25},
     "device_memory": {"16e9": 16e9, "15000000000": 15e9},
+    "device": {"1": "xla", "xla": "xla", "0": "never", "never": "never", "auto": "auto"},
 }
 BAD_TEXTS = {
     "eager": ["quick", "Lazy", "1"],
@@ -53,6 +54,7 @@ BAD_TEXTS = {
     "torchtitan_step": ["all"],
     "expert_capacity": ["0", "much", "None"],
     "device_memory": ["0", "16 GB", "inf"],
+    "device": ["yes", "cpu", "2"],
 }
 BAD_VALUES: dict[str, list[Any]] = {
     "eager": ["quick", None, True, 1, ["lazy"]],
@@ -66,6 +68,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "torchtitan_step": ["all", None],
     "expert_capacity": [0, -1, float("nan"), "1.25", True],
     "device_memory": [0, -1.0, float("inf"), "16e9", True],
+    "device": ["1", 1, True, None, "cpu"],
 }
 
 

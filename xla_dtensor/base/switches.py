@@ -278,5 +278,14 @@ _SWITCHES = (
         "device says it has, which simulated ones don't.",
         "when a program is compiled",
     ),
+    Switch(
+        "device",
+        OneOf(("auto", "xla", "never"), (("1", "xla"), ("0", "never"))),
+        "auto",
+        "Whether libraries that look for a device take `xla`: where JAX has accelerators and torch "
+        "has none of its own (`auto`; simulated devices are none), always (`xla`; in the variable "
+        "also `1`), or `never` (also `0`).",
+        "when a library looks for its device",
+    ),
 )
 SWITCHES = {switch.name: switch for switch in _SWITCHES}

@@ -134,6 +134,9 @@ NAMES = {
     "module_apply": "torch.nn:Module._apply",
     # Exchanges two tensors, in place; replaced, so that steps look at their tensors again.
     "swap_tensors": "torch._C:_swap_tensor_impl",
+    # Moves a tensor of an optimizer's state to the parameter's device; replaced, for a parameter
+    # that lies on many.
+    "optimizer_state_on_device": "torch.optim:Optimizer._process_value_according_to_param_policy",
     # The class of all batch norms, also of those that torch adds.
     "BatchNorm": "torch.nn.modules.batchnorm:_BatchNorm",
     # Which attributes TorchScript has put into a module.

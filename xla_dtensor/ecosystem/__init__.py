@@ -4,7 +4,16 @@ Each has a file or a folder here, whose `install` replaces something of the libr
 library is imported.
 """
 
-from xla_dtensor.ecosystem import huggingface_hub, spmd_types, torchvision, transformers
+from xla_dtensor.ecosystem import (
+    accelerate,
+    huggingface_hub,
+    lightning,
+    sentence_transformers,
+    spmd_types,
+    torchvision,
+    transformers,
+    transformers_trainer,
+)
 from xla_dtensor.ecosystem.torchtitan import trainer
 
 
@@ -15,6 +24,10 @@ def install() -> None:
     transformers.install()
     huggingface_hub.install()
     torchvision.install()
+    accelerate.install()
+    transformers_trainer.install()
+    sentence_transformers.install()
+    lightning.install()
 
 
 __all__ = ["install"]

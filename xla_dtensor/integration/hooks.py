@@ -30,6 +30,7 @@ from xla_dtensor.integration.device import accelerator, generators, pinning, reg
 from xla_dtensor.integration.distributed import context_parallel, data_parallel, process_groups
 from xla_dtensor.integration.modules import checkpoints, loaders, loading, module_hooks
 from xla_dtensor.integration.operators import autocast, flex_attention, recomputation
+from xla_dtensor.integration.optimizers import loading as optimizer_loading
 from xla_dtensor.integration.optimizers import optimizer_steps
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
@@ -51,6 +52,7 @@ def install() -> None:
     autocast.install()
     flex_attention.install()
     optimizer_steps.install()
+    optimizer_loading.install()
     _hook_mesh_class()
     _hook_current_mesh()
     _hook_distribute()

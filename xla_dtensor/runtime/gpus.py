@@ -182,15 +182,26 @@ def compute_elsewhere() -> None:
     compute on, or there is something else."""
     import jax
 
-    if jax.config.jax_platforms is not None or not installed():
-        return
-    import jax_plugins
-
-    others = {module.name for module in pkgutil.iter_modules(jax_plugins.__path__)}
-    others |= {entry.name for entry in importlib.metadata.entry_points(group="jax_plugins")}
-    chips, _ = jax_private.tpu_chips()
-    if not (others - {*_PLUGINS}) and not chips and not jax_private.has_visible_nvidia_gpu():
+    if jax.config.jax_platforms is None and installed() and not may_accelerate():
         jax.config.update("jax_platforms", "cpu")
+
+
+def may_accelerate() -> bool:
+    """Whether JAX may find something else than CPUs: a chip, or a plugin that isn't CUDA's, if
+    nobody has said what to compute on. It isn't started."""
+    import jax
+
+    if jax.config.jax_platforms:
+        return jax.config.jax_platforms.split(",")[0] != "cpu"
+    others = {entry.name for entry in importlib.metadata.entry_points(group="jax_plugins")}
+    if importlib.util.find_spec("jax_plugins") is not None:
+        import jax_plugins
+
+        others |= {module.name for module in pkgutil.iter_modules(jax_plugins.__path__)}
+    if others - {*_PLUGINS}:
+        return True
+    chips, _ = jax_private.tpu_chips()
+    return bool(chips) or bool(installed() and jax_private.has_visible_nvidia_gpu())
 
 
 _PLUGINS = ("xla_cuda13", "xla_cuda12")

@@ -177,6 +177,16 @@ def device_count() -> int:
     return len(all_devices())
 
 
+def has_accelerators() -> bool:
+    """Whether JAX computes on something else than CPUs. It is started to see that, but where it
+    can't be otherwise: the number of simulated devices stays open."""
+    if not is_started():
+        if not gpus.may_accelerate():
+            return False
+        start()
+    return all_devices()[0].platform != "cpu"
+
+
 def live_programs() -> tuple[int, int | None]:
     """How many compiled programs the process has, and the bytes of their code (None where the
     backend doesn't say, as the CPU's)."""

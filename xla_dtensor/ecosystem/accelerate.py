@@ -1,0 +1,112 @@
+"""Hugging Face accelerate, which transformers' Trainer and trl compute with: the xla device where
+`device_choice` says so, its generator in checkpoints, and what isn't supported by name.
+
+accelerate starts a process per device. Here it is one process with the one device ``xla:0``; its
+ways to shard a model are refused, as they would do nothing in one process. Read and checked in
+1.15.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import Any
+
+import torch
+
+from xla_dtensor.ecosystem import random_states
+from xla_dtensor.ecosystem.device_choice import device_for, refuse_processes
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.integration.patching.on_import import on_import
+from xla_dtensor.integration.patching.take_over import take_over
+
+
+def install() -> None:
+    """When its modules are imported."""
+    on_import("accelerate.state", _hook_state)
+    on_import("accelerate.utils.modeling", lambda m: take_over(m.get_grad_scaler, _scaler))
+    on_import("accelerate.checkpointing", _hook_checkpoints)
+
+
+def on_xla() -> bool:
+    """Whether accelerate has been started, on the xla device."""
+    from accelerate.state import PartialState
+
+    device = PartialState._shared_state.get("device")
+    return device is not None and device.type == "xla"
+
+
+def asked_for() -> bool:
+    """Whether accelerate's own variable says xla."""
+    return os.environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("xla")
+
+
+def _hook_state(module: Any) -> None:
+    take_over(module.PartialState.set_device, _set_device)
+    take_over(module.AcceleratorState.__init__, _state)
+
+
+def _set_device(original: Any, args: Any, kwargs: Any) -> None:
+    original(*args, **kwargs)
+    state = args[0]
+    if state._cpu:
+        return
+    asked = state.device.type == "xla"  # ACCELERATE_TORCH_DEVICE
+    device = torch.device("xla", 0) if asked else device_for(state.device)
+    if device.type != "xla":
+        return
+    try:
+        refuse_processes("accelerate")
+    except UnsupportedOpError:
+        type(state)._reset_state()  # or the next one would find this one ready
+        raise
+    state.device = device
+
+
+def _state(original: Any, args: Any, kwargs: Any) -> None:
+    original(*args, **kwargs)
+    state = args[0]
+    if state.device.type != "xla":
+        return
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    ways = {
+        "fsdp_plugin": "xd.fully_shard(model, mesh=mesh)",
+        "torch_tp_plugin": "torch's parallelize_module(model, mesh, plan)",
+        "deepspeed_plugin": "xd.parallel.zero(model, optimizer, mesh)",
+        "megatron_lm_plugin": "torch's parallelize_module(model, mesh, plan)",
+    }
+    refused = [name for name in ways if given.get(name) is not None]
+    config = given.get("parallelism_config")
+    if config is not None and config.total_size > 1:
+        refused.append("parallelism_config")
+        ways["parallelism_config"] = "xd.fully_shard(model, mesh=mesh['dp'])"
+    if refused:
+        # A plugin that was given sets this, too, and the next Accelerator would make one by it.
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        type(state)._reset_state(reset_partial_state=True)
+        raise UnsupportedOpError(
+            f"accelerate's {refused[0]} on the xla device: it is for a process per device. Shard "
+            f"the model before accelerator.prepare, by {ways[refused[0]]}, and leave it out"
+        )
+
+
+def _scaler(original: Any, args: Any, kwargs: Any) -> Any:
+    if not on_xla():
+        return original(*args, **kwargs)
+    kwargs.pop("distributed_type", None)
+    return torch.amp.GradScaler("xla", **kwargs)
+
+
+def _hook_checkpoints(module: Any) -> None:
+    def folder_of(function: Any, args: Any, kwargs: Any) -> Any:
+        return next(iter(inspect.signature(function).bind(*args, **kwargs).arguments.values()))
+
+    def call(then: Any, original: Any, args: Any, kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if on_xla():
+            then(folder_of(original, args, kwargs))
+        return result
+
+    take_over(module.save_accelerator_state, functools.partial(call, random_states.save))
+    take_over(module.load_accelerator_state, functools.partial(call, random_states.load))
