@@ -1,0 +1,158 @@
+"""xla tensors of a user's own subclass of ``torch.Tensor``: ``x.as_subclass(Image)``.
+
+torch hands `as_subclass` a fresh alias and lets a Python object of the wanted class be made for it.
+An alias of ours has its object already, an `XLATensor`, as its memory is Python's. So that object
+gets a class made from both: ``Image`` first, whose methods and ``__torch_function__`` are meant,
+then ours, which computes. It is called like ``Image``, and wherever torch tells ``Image`` which
+class is concerned, it says ``Image``.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import new_class
+from typing import Any
+
+import torch
+
+from xla_dtensor.base import interrupts
+from xla_dtensor.base.torch_private import (
+    disable_function_of_subclasses,
+    disabled_torch_function,
+    rebuild_from_type,
+    unseen,
+)
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.forms.storage import Storage
+from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+from xla_dtensor.tensors.saving import reduce_tensor
+
+_SHOWN = "_xla_dtensor_shown"
+_OF_TORCH = (torch.Tensor, torch.nn.Parameter)
+
+
+def shown_class(cls: Any) -> Any:
+    """The user's class, of a class that is made of it and one of ours; else ``cls`` itself."""
+    return vars(cls).get(_SHOWN, cls) if isinstance(cls, type) else cls
+
+
+def is_shown(tensor: Any) -> bool:
+    """Whether ``tensor`` is one of ours that shows itself as one of a user's class."""
+    return _SHOWN in vars(type(tensor))
+
+
+def show_as(tensor: Any, cls: Any) -> Any:
+    """Make ``tensor``, which nobody else has yet, one of ``cls``.
+
+    Args:
+        tensor: an `XLATensor` or an `XLAShardedTensor`.
+        cls: a subclass of ``torch.Tensor``.
+
+    Raises:
+        TypeError: as in torch: ``cls`` is no such class.
+        UnsupportedOpError: ``cls`` computes operations itself, or has slots.
+    """
+    cls = shown_class(cls)
+    if not isinstance(cls, type) or not issubclass(cls, torch.Tensor):
+        raise TypeError(f"cls must be a type that derives from torch.Tensor (got {cls!r})")
+    if isinstance(tensor, cls):
+        return tensor
+    if cls is torch.nn.Parameter or cls is torch.nn.Buffer:
+        setattr(tensor, "_is_param" if cls is torch.nn.Parameter else "_is_buffer", True)
+        return tensor
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedOpError(
+            f"an xla tensor as a {cls.__name__}, which has a __torch_dispatch__ of its own: that of "
+            "xla tensors computes them. Keep the xla tensor in an attribute, and make the outer "
+            "one by torch.Tensor._make_wrapper_subclass(cls, size, device=...)"
+        )
+    try:
+        tensor.__class__ = _made_of(cls, type(tensor))
+    except TypeError as error:
+        raise UnsupportedOpError(
+            f"an xla tensor as a {cls.__name__}: {error}. The class may have no __slots__, and no "
+            "other base with memory of its own"
+        ) from error
+    return tensor
+
+
+def as_subclass(tensor: Any, cls: Any) -> Any:
+    """``tensor.as_subclass(cls)``: torch's, of one of ours; differentiable, and the same memory."""
+    with unseen():
+        alias = torch.ops.aten.alias.default(tensor)
+    return show_as(alias, cls)
+
+
+def make_subclass(cls: Any, tensor: Any, requires_grad: bool = False) -> Any:
+    """``torch.Tensor._make_subclass(cls, tensor, requires_grad)`` likewise: without history."""
+    with unseen():
+        alias = tensor.detach().requires_grad_(requires_grad)
+    return show_as(alias, cls)
+
+
+# As often as there are pairs of classes; that a class lives on is no matter, as few are made.
+@functools.cache
+def _made_of(shown: Any, own: Any) -> Any:
+    @classmethod  # type: ignore[misc]
+    def torch_function(
+        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return shown.__torch_function__(func, tuple(map(shown_class, types)), args, kwargs)
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # Who makes another view of a tensor's memory means one of ours; a user, one of the class.
+        if args and args[0].__class__ is Storage:
+            return own(*args, **kwargs)
+        made = shown.__new__(shown, *args, **kwargs)
+        if isinstance(made, shown) and not isinstance(made, cls):
+            made.__init__(*args, **kwargs)  # Python does so for a result of ``cls`` alone
+        return made
+
+    @classmethod  # type: ignore[misc]
+    @interrupts.atomic
+    def torch_dispatch(
+        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # In a backward pass nobody has switched ``__torch_function__`` off.
+        with disable_function_of_subclasses():
+            return own.__torch_dispatch__(func, types, args, kwargs)
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        with disable_function_of_subclasses():
+            return show_as(own.__deepcopy__(self, memo), shown)
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        if issubclass(shown, torch.nn.Parameter):  # which torch, too, saves as a parameter
+            return own.__reduce_ex__(self, protocol)
+        with disable_function_of_subclasses():
+            function, args = reduce_tensor(self, frozenset(vars(self)))
+        if shown.__getstate__ is object.__getstate__:
+            state = {k: v for k, v in vars(self).items() if k not in OWN_ATTRIBUTES}
+        else:
+            state = self.__getstate__()
+        return rebuild_from_type, (function, shown, args, state)
+
+    members = {
+        "__module__": shown.__module__,
+        "__qualname__": shown.__qualname__,
+        "__doc__": shown.__doc__,
+        "__new__": new,
+        "__torch_function__": torch_function,
+        "__torch_dispatch__": torch_dispatch,
+        "__deepcopy__": deepcopy,
+        "__reduce_ex__": reduce_ex,
+        _SHOWN: shown,
+    }
+    for name in ("__deepcopy__", "__reduce_ex__"):  # the class may have its own
+        if all(getattr(shown, name) is not getattr(c, name) for c in _OF_TORCH):
+            del members[name]
+    if shown.__torch_function__ is disabled_torch_function:
+        members["__torch_function__"] = disabled_torch_function
+    kinds = type(shown), type(own)
+    metaclass = next((k for k in kinds if all(issubclass(k, other) for other in kinds)), None)
+    if metaclass is None:
+        metaclass = type("_BothKinds", kinds, {})
+    return new_class(
+        shown.__name__, (shown, own), {"metaclass": metaclass}, lambda body: body.update(members)
+    )
+
