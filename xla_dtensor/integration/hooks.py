@@ -73,6 +73,7 @@ def install() -> None:
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()
+    on_import("xla_dtensor.tensors.base", _hook_subclasses)
     # Before the first mesh, too: a rule may be registered under "relu" where an op is defined.
     on_import("xla_dtensor.rules", lambda rules: rules.add_names(_paddle_rule))
     _installed = True
@@ -82,20 +83,22 @@ def _backend() -> backend.Backend:
     from torch.fx.experimental import proxy_tensor
 
     from xla_dtensor import custom_ops  # noqa: F401  (a rule that comes later would drop plans)
-    from xla_dtensor.integration.operators import (
-        below_autograd,  # noqa: F401  (registers handlers)
-        subclasses,
-    )
+    from xla_dtensor.integration.operators import below_autograd  # noqa: F401  (registers handlers)
     from xla_dtensor.movement import backend as found
     from xla_dtensor.tensors.device_tensor import XLATensor
 
     # make_fx, and torch.func.linearize, would leave out what is done with one that is no argument.
     if XLATensor not in proxy_tensor.HANDLED_TYPES:
         proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, XLATensor)
-    subclasses.install()
     data_parallel.install_for_modules()
     optimizer_steps.make_foreach_the_default()
     return found
+
+
+def _hook_subclasses(tensors: Any) -> None:
+    from xla_dtensor.integration.operators import subclasses
+
+    subclasses.install()
 
 
 def _hook_averages() -> None:

@@ -8,9 +8,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from xla_dtensor.base import epoch, executor, interrupts
-from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass
+from xla_dtensor.base.torch_private import (
+    FakeTensor,
+    disabled_torch_function,
+    make_wrapper_subclass,
+)
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import ONE_VIEWER
@@ -69,6 +74,17 @@ def set_grad_of(leaf: Any, grad: Any) -> None:
 @functools.cache
 def _dispatcher() -> Callable[..., Any]:
     return backend().dispatch
+
+
+@functools.lru_cache(maxsize=1024)
+def computes_itself(cls: type) -> bool:
+    """Whether ``cls`` is a subclass of ``torch.Tensor`` that is not ours and computes operations
+    itself, also those with a tensor of ours among the arguments. `DTensor` and `FakeTensor` refuse
+    those; we do, and say more."""
+    dispatch = getattr(cls, "__torch_dispatch__", torch.Tensor.__torch_dispatch__)
+    return dispatch is not torch.Tensor.__torch_dispatch__ and not issubclass(
+        cls, TensorMethods | DTensor | FakeTensor
+    )
 
 
 def refuse_other_kind(tensor: TensorMethods, other: Any, what: str) -> None:
@@ -136,6 +152,8 @@ class TensorMethods(HasMemory):
     @classmethod
     @interrupts.atomic
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and any(map(computes_itself, types)):
+            return NotImplemented  # torch asks that class next
         return _dispatcher()(func, args, kwargs or {})
 
     def __format__(self, format_spec: str) -> str:

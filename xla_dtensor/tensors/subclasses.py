@@ -62,16 +62,16 @@ def show_as(tensor: Any, cls: Any) -> Any:
         return tensor
     if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedOpError(
-            f"an xla tensor as a {cls.__name__}, which has a __torch_dispatch__ of its own: that of "
-            "xla tensors computes them. Keep the xla tensor in an attribute, and make the outer "
-            "one by torch.Tensor._make_wrapper_subclass(cls, size, device=...)"
+            f"an xla tensor can't be a {cls.__name__}, which has a __torch_dispatch__ of its own: "
+            "the xla tensor's is needed. Keep the xla tensor in an attribute of one that "
+            "torch.Tensor._make_wrapper_subclass(cls, shape, dtype=..., device='xla:0') makes"
         )
     try:
         tensor.__class__ = _made_of(cls, type(tensor))
     except TypeError as error:
         raise UnsupportedOpError(
-            f"an xla tensor as a {cls.__name__}: {error}. The class may have no __slots__, and no "
-            "other base with memory of its own"
+            f"an xla tensor can't be a {cls.__name__} ({error}): the class may have no __slots__, "
+            "and no other base written in C"
         ) from error
     return tensor
 

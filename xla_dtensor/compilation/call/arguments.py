@@ -200,12 +200,12 @@ class Arguments:
         if is_strict(cls):
             self._objects.append(("", value, value))
             return SameIdentity(value)
-        if isinstance(value, Ours):
-            return cls, self._tensor(value)
         if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
             if cls is not torch.Tensor and not is_library_class(cls):
                 self._objects.append(("the class of ", value, cls))
+            if isinstance(value, Ours):
+                return cls, self._tensor(value)
+            self.tensors.append(value)
             return (
                 (cls, *value.shape),
                 value.stride(),

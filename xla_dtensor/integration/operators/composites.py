@@ -82,6 +82,14 @@ def _is_transformed() -> bool:
     return functorch_interpreter() is not None or is_in_forward_ad()
 
 
+def _are_others(*tensors: Any) -> bool:
+    """Whether one is a user's wrapper on our device, which gets what torch takes composites apart
+    to."""
+    from xla_dtensor.tensors.base import computes_itself
+
+    return any(computes_itself(type(tensor)) for tensor in tensors)
+
+
 def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:
     """Below an autograd function, dispatch can't tell whether gradients will be asked for."""
     if torch.is_grad_enabled():
@@ -188,7 +196,8 @@ def _linear_input_grad_meta(grad_out: torch.Tensor, weight: torch.Tensor) -> tor
 def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if input.ndim < 2 or weight.ndim != 2 or _is_transformed():
+    others = _are_others(input, weight, bias)
+    if others or input.ndim < 2 or weight.ndim != 2 or _is_transformed():
         return torch.ops.aten.linear.default.decompose(input, weight, bias)
     _check_leaves("aten::linear", input, weight, bias)
     return _Linear.apply(input, weight, bias)
@@ -252,6 +261,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    if _are_others(query, key, value, attn_mask):
+        return torch.ops.aten.scaled_dot_product_attention.default.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     call = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     found = attention_otherwise(call)
     if found is not NotImplemented:
