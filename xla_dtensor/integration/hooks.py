@@ -29,7 +29,7 @@ from xla_dtensor.integration.debugging import debug_modes, observers, tools
 from xla_dtensor.integration.device import accelerator, generators, pinning, registration
 from xla_dtensor.integration.distributed import context_parallel, data_parallel, process_groups
 from xla_dtensor.integration.modules import checkpoints, loaders, loading, module_hooks
-from xla_dtensor.integration.operators import autocast, flex_attention, recomputation
+from xla_dtensor.integration.operators import autocast, flex_attention, recomputation, subclasses
 from xla_dtensor.integration.optimizers import optimizer_steps
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
@@ -55,6 +55,7 @@ def install() -> None:
     _hook_current_mesh()
     _hook_distribute()
     recomputation.install()
+    subclasses.install()
     accelerator.install()
     generators.install()
     pinning.install()
@@ -73,7 +74,6 @@ def install() -> None:
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()
-    on_import("xla_dtensor.tensors.base", _hook_subclasses)
     # Before the first mesh, too: a rule may be registered under "relu" where an op is defined.
     on_import("xla_dtensor.rules", lambda rules: rules.add_names(_paddle_rule))
     _installed = True
@@ -93,12 +93,6 @@ def _backend() -> backend.Backend:
     data_parallel.install_for_modules()
     optimizer_steps.make_foreach_the_default()
     return found
-
-
-def _hook_subclasses(tensors: Any) -> None:
-    from xla_dtensor.integration.operators import subclasses
-
-    subclasses.install()
 
 
 def _hook_averages() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from xla_dtensor.base import epoch, executor, interrupts
+from xla_dtensor.base import epoch, executor, interrupts, thread_state
 from xla_dtensor.base.torch_private import (
     FakeTensor,
     disabled_torch_function,
@@ -69,6 +69,24 @@ def set_grad_of(leaf: Any, grad: Any) -> None:
         _grad.__set__(leaf, grad)
     else:
         leaf.grad = grad
+
+
+dict_of_tensor: Any = vars(torch.Tensor)["__dict__"]
+"""What gives and sets a tensor's ``__dict__``, past ours."""
+
+
+def users_of(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What of a tensor's attributes isn't ours."""
+    return {name: value for name, value in attributes.items() if name not in OWN_ATTRIBUTES}
+
+
+def _set_attributes(tensor: Any, given: dict[str, Any]) -> None:
+    """Libraries (fastai) assign all that is kept on one tensor to another: not what we keep."""
+    if not thread_state.swaps_tensors():
+        before = dict_of_tensor.__get__(tensor)
+        own = {name: value for name, value in before.items() if name in OWN_ATTRIBUTES}
+        given = {**users_of(given), **own}
+    dict_of_tensor.__set__(tensor, given)
 
 
 @functools.cache
@@ -148,6 +166,7 @@ class TensorMethods(HasMemory):
         """Everything happens in ``__new__``; ``DTensor.__init__`` wants other arguments."""
 
     __torch_function__ = disabled_torch_function
+    __dict__ = property(dict_of_tensor.__get__, _set_attributes)  # type: ignore[assignment]
 
     @classmethod
     @interrupts.atomic

@@ -1,21 +1,24 @@
 """xla tensors of a user's own subclass of ``torch.Tensor``: ``x.as_subclass(Image)``.
 
-torch hands `as_subclass` a fresh alias and lets a Python object of the wanted class be made for it.
+torch's ``as_subclass`` makes an alias, and lets a Python object of the wanted class be made for it.
 An alias of ours has its object already, an `XLATensor`, as its memory is Python's. So that object
 gets a class made from both: ``Image`` first, whose methods and ``__torch_function__`` are meant,
-then ours, which computes. It is called like ``Image``, and wherever torch tells ``Image`` which
-class is concerned, it says ``Image``.
+then ours, which computes. It is called like ``Image``, and where torch tells ``Image`` which classes
+are concerned, it hears of itself.
+
+Such classes keep what they know of an image in the tensor's ``__dict__``, and copy all that is there
+from one tensor to the next (fastai, MONAI). So what we keep on the tensor isn't there.
 """
 
 from __future__ import annotations
 
 import functools
-from types import new_class
+from types import MemberDescriptorType, new_class
 from typing import Any
 
 import torch
 
-from xla_dtensor.base import interrupts
+from xla_dtensor.base import interrupts, thread_state
 from xla_dtensor.base.torch_private import (
     disable_function_of_subclasses,
     disabled_torch_function,
@@ -24,16 +27,68 @@ from xla_dtensor.base.torch_private import (
 )
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+from xla_dtensor.tensors.base import (
+    OWN_ATTRIBUTES,
+    TensorMethods,
+    dict_of_tensor,
+    users_of,
+)
 from xla_dtensor.tensors.saving import reduce_tensor
 
 _SHOWN = "_xla_dtensor_shown"
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter)
 
 
+class _Attributes(dict[str, Any]):
+    """The ``__dict__`` of a shown tensor: what the user keeps there. Copies are plain.
+
+    Attributes:
+        own: what we keep on the tensor.
+    """
+
+    __slots__ = ("own",)
+    own: dict[str, Any]
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class _Own:
+    """A name of ours on a shown tensor."""
+
+    def __init__(self, name: str, cls: type) -> None:
+        self._name, self._cls = name, cls
+
+    def __get__(self, tensor: Any, cls: Any = None) -> Any:
+        if tensor is not None:
+            own = dict_of_tensor.__get__(tensor).own
+            if self._name in own:
+                return own[self._name]
+        return getattr(self._cls, self._name)
+
+    def __set__(self, tensor: Any, value: Any) -> None:
+        dict_of_tensor.__get__(tensor).own[self._name] = value
+
+    def __delete__(self, tensor: Any) -> None:
+        del dict_of_tensor.__get__(tensor).own[self._name]
+
+
+def _set_attributes(tensor: Any, given: dict[str, Any]) -> None:
+    if not thread_state.swaps_tensors():
+        own, given = dict_of_tensor.__get__(tensor).own, _Attributes(users_of(given))
+        given.own = own
+    dict_of_tensor.__set__(tensor, given)
+
+
 def shown_class(cls: Any) -> Any:
-    """The user's class, of a class that is made of it and one of ours; else ``cls`` itself."""
-    return vars(cls).get(_SHOWN, cls) if isinstance(cls, type) else cls
+    """What a class of ours, ``type(x)``, means for a tensor elsewhere: the user's class that it is
+    made of, or ``torch.Tensor``. Others are what they are."""
+    if not isinstance(cls, type) or not issubclass(cls, TensorMethods):
+        return cls
+    return vars(cls).get(_SHOWN, torch.Tensor)
 
 
 def is_shown(tensor: Any) -> bool:
@@ -52,7 +107,8 @@ def show_as(tensor: Any, cls: Any) -> Any:
         TypeError: as in torch: ``cls`` is no such class.
         UnsupportedOpError: ``cls`` computes operations itself, or has slots.
     """
-    cls = shown_class(cls)
+    if isinstance(cls, type):
+        cls = vars(cls).get(_SHOWN, cls)
     if not isinstance(cls, type) or not issubclass(cls, torch.Tensor):
         raise TypeError(f"cls must be a type that derives from torch.Tensor (got {cls!r})")
     if isinstance(tensor, cls):
@@ -73,6 +129,11 @@ def show_as(tensor: Any, cls: Any) -> Any:
             f"an xla tensor can't be a {cls.__name__} ({error}): the class may have no __slots__, "
             "and no other base written in C"
         ) from error
+    attributes = dict_of_tensor.__get__(tensor)
+    if attributes.__class__ is not _Attributes:
+        users = _Attributes(users_of(attributes))
+        users.own = {k: v for k, v in attributes.items() if k in OWN_ATTRIBUTES}
+        dict_of_tensor.__set__(tensor, users)
     return tensor
 
 
@@ -126,10 +187,8 @@ def _made_of(shown: Any, own: Any) -> Any:
             return own.__reduce_ex__(self, protocol)
         with disable_function_of_subclasses():
             function, args = reduce_tensor(self, frozenset(vars(self)))
-        if shown.__getstate__ is object.__getstate__:
-            state = {k: v for k, v in vars(self).items() if k not in OWN_ATTRIBUTES}
-        else:
-            state = self.__getstate__()
+        own_state = shown.__getstate__ is not object.__getstate__
+        state = self.__getstate__() if own_state else dict(vars(self))
         return rebuild_from_type, (function, shown, args, state)
 
     members = {
@@ -139,10 +198,14 @@ def _made_of(shown: Any, own: Any) -> Any:
         "__new__": new,
         "__torch_function__": torch_function,
         "__torch_dispatch__": torch_dispatch,
+        "__dict__": property(dict_of_tensor.__get__, _set_attributes),
         "__deepcopy__": deepcopy,
         "__reduce_ex__": reduce_ex,
         _SHOWN: shown,
     }
+    for name in OWN_ATTRIBUTES:
+        if not isinstance(getattr(own, name, None), MemberDescriptorType):  # DTensor's slots
+            members[name] = _Own(name, own)
     for name in ("__deepcopy__", "__reduce_ex__"):  # the class may have its own
         if all(getattr(shown, name) is not getattr(c, name) for c in _OF_TORCH):
             del members[name]
