@@ -56,6 +56,17 @@ class _Attributes(dict[str, Any]):
         return dict, (dict(self),)
 
 
+class _Shown(type(torch.Tensor)):  # type: ignore[misc]
+    """Of a class that shows itself as the user's: equal to that, as which it is looked up in dicts
+    of classes (``torch.utils.data.default_collate``)."""
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or shown_class(cls) is shown_class(other)
+
+    def __hash__(cls) -> int:
+        return hash(shown_class(cls))
+
+
 class _Own:
     """A name of ours on a shown tensor."""
 
@@ -211,10 +222,9 @@ def _made_of(shown: Any, own: Any) -> Any:
             del members[name]
     if shown.__torch_function__ is disabled_torch_function:
         members["__torch_function__"] = disabled_torch_function
-    kinds = type(shown), type(own)
-    metaclass = next((k for k in kinds if all(issubclass(k, other) for other in kinds)), None)
-    if metaclass is None:
-        metaclass = type("_BothKinds", kinds, {})
+    # The most derived of the two classes' metaclasses, or one made of both.
+    kinds = [k for k in (type(shown), type(own)) if not issubclass(_Shown, k)]
+    metaclass = type("_Shown", (_Shown, *kinds), {}) if kinds else _Shown
     return new_class(
         shown.__name__, (shown, own), {"metaclass": metaclass}, lambda body: body.update(members)
     )
